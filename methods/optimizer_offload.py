@@ -28,8 +28,9 @@ REFUSED = {
 class OptimizerOffload(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`share`: the share of states that leave the device (None: the smallest that fits).
     `visiting`: of these, the share that the device updates (None: f*; 1 on a cluster without a host
-    rate).  `size`: parameters of a piece.  `slots`: visits in flight.  `order`: exact, or an order
-    that is refused."""
+    rate).  `size`: parameters of a piece.  `slots`: visits in flight.  `start`: after the norm of
+    all gradients, or in the last backward as gradients become ready, which needs `clip` (whether
+    the norm scales gradients) to be false.  `order`: exact, or an order that is refused."""
 
     name: ClassVar[str] = "optimizer_offload"
     moves_states: ClassVar[bool] = True
@@ -38,6 +39,8 @@ class OptimizerOffload(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     visiting: Fraction | None = None
     size: PositiveInt = 100_000_000
     slots: Annotated[int, Meta(ge=1, le=16)] = 2
+    start: Literal["norm", "ready"] = "norm"
+    clip: bool = True
     order: Literal["exact", "rollback", "stale"] = "exact"
 
     def plan(self, problem: Problem, base: Plan) -> Plan | Unsupported:
@@ -45,7 +48,9 @@ class OptimizerOffload(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         visiting = self.visiting
         if visiting is None:
             visiting = problem.cost.visiting_share(two_way=self.slots > 1)
-        reason = REFUSED.get(self.order, "") or refusal(problem, base, host=visiting < 1.0)
+        pieces = self.cut(("visit",), self.size)
+        reason = REFUSED.get(self.order, "")
+        reason = reason or refusal(problem, base, host=visiting < 1.0, pieces=pieces)
         if reason:
             return Unsupported(reason)
         share, bound = self.share, "given"
@@ -68,5 +73,9 @@ class OptimizerOffload(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             next(turns) if place == "host" else place
             for place in even(count, share, "host", "device")
         ]
-        pieces = Pieces(size=size, places=tuple(places), slots=self.slots)
-        return placed(problem, base, pieces, gradients=False)
+        return placed(problem, base, self.cut(tuple(places), size), gradients=False)
+
+    def cut(self, places: tuple[Place, ...], size: int) -> Pieces:
+        """Pieces at these places, with the start and the slots of the method."""
+        early = {"start": self.start, "clip": self.clip}
+        return Pieces(size=size, places=places, slots=self.slots, **early)  # type: ignore[arg-type]

@@ -62,6 +62,7 @@ BLOCKS: dict[str, dict[str, Any]] = {
 ANY_LAYOUT: dict[str, Any] = {
     "model_parallel": ("tp", "pp", "vpp", "ep"),
     "zero_stages": (0, 1, 2, 3),
+    "pipeline_zero_stages": (0, 1, 2, 3),
     "wide_attention": "fp64",
 }
 """Facts with which a stack runs every layout, in every precision."""

@@ -35,7 +35,7 @@ SYSTEMS = (
     "deepspeed",
     "internevo",
 )
-EXPERTS = ("rematbench", "megatron-kwai", "megatron-lm", "megatron-core")
+EXPERTS = ("rematbench", "megatron-kwai", "megatron-lm", "megatron-core", "torchtitan")
 CONTEXT_PARALLEL = ("rematbench", "megatron-kwai", "megatron-core")
 ROW_LOCAL = ("attn_norm_out", "mlp_norm_out", "fc2_in", "up_out", "q", "attn_residual")
 """Saved tensors of every layer that a part of the rows can rebuild."""
@@ -77,7 +77,7 @@ def problems(draw: st.DrawFn, deeper: int = 0) -> Problem:
         "pp": pp,
         "vpp": vpp,
         "dp": dp,
-        "zero_stage": draw(st.integers(0, 1 if pp > 1 else 3)),
+        "zero_stage": draw(st.integers(0, 1 if pp > 1 and system == "deepspeed" else 3)),
         "micro_batch": micro_batch,
         "global_batch": m * dp * micro_batch,
     }
@@ -97,7 +97,7 @@ def expert_layouts(draw: st.DrawFn, ranks: int) -> dict[str, Any]:
     """Degrees that fold experts onto the `ranks` of a stage."""
     etp = draw(st.sampled_from([n for n in (1, 2) if ranks % n == 0]))
     ep = draw(st.sampled_from([n for n in (1, 2, 4) if ranks % (n * etp) == 0]))
-    zero = draw(st.integers(0, 1))
+    zero = draw(st.integers(0, 3))
     return {"sp": True, "ep": ep, "etp": etp, "zero_stage": zero, "ulysses": 1}
 
 

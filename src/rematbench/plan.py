@@ -167,15 +167,18 @@ class Pieces(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Optimizer states in pieces of `size` parameters of a rank's share; the last is the rest.
 
     `places` is repeated over the pieces.  `start`: pieces wait for the norm of all gradients, or
-    start as soon as their gradients are reduced.  `wire`: the weights that go up after an update on
-    the host are in compute precision (param; the host casts) or are master weights (the device
-    casts).  `slots`: visits in flight; their copies, and the cast and copy of weights that the host
-    updated, run beside other updates.  With 0 slots each piece follows the piece before it.
+    start as soon as their gradients are reduced in the last backward.  `clip`: the update scales
+    gradients by the norm of all, which a piece that starts earlier cannot.  `wire`: the weights
+    that go up after an update on the host are in compute precision (param; the host casts) or are
+    master weights (the device casts).  `slots`: visits in flight; their copies, and the cast and
+    copy of weights that the host updated, run beside other updates.  With 0 slots each piece
+    follows the piece before it.
     """
 
     size: PositiveInt = 100_000_000
     places: Annotated[tuple[Place, ...], Meta(min_length=1)] = ("host",)
     start: Literal["norm", "ready"] = "norm"
+    clip: bool = True
     wire: Literal["param", "master"] = "param"
     slots: NonNegativeInt = 1
 
@@ -185,8 +188,9 @@ class StateFate(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     `shards`: the number of ranks that share the state.  `gather`: per step (after the optimizer) or
     per layer (before each use, `prefetch_layers` ahead).  `release`: whether a layer's gathered
-    copy is freed after its forward or after its backward (never: a state gathered per step is
-    gathered in place).
+    copy is freed after its forward, after its backward, or after the rank's last pass, so that one
+    gather serves all micro-batches (never: a state gathered per step is gathered in place).  Whole
+    gradients that are released after the last pass add up until then, and are reduced once.
     `keeps_ends`: embedding and head are released only after their backward, not after their forward
     (the root group of FSDP).  `update` (optimizer): once per step, or per layer as soon as the
     layer's gradients are complete (optimizer-in-backward; gradients are then freed layer by layer).
@@ -198,7 +202,7 @@ class StateFate(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     shards: PositiveInt = 1
     home: Literal["device", "host"] = "device"
     gather: Literal["none", "step", "layer"] = "none"
-    release: Literal["never", "forward", "backward"] = "never"
+    release: Literal["never", "forward", "backward", "step"] = "never"
     keeps_ends: bool = False
     prefetch_layers: PositiveInt = 1
     update: Literal["step", "backward"] = "step"

@@ -13,7 +13,6 @@ from rematbench.costs.estimators import PipelineOffloadEstimator, pipeline_offlo
 from rematbench.costs.operators.block import embedding_table, head_table, layer_table
 from rematbench.costs.operators.ops import Op, OpTable, rebuild_ops
 from rematbench.costs.states import (
-    GRADIENT_STAGE,
     StateBytes,
     non_torch_bytes,
     room_bytes,
@@ -87,7 +86,7 @@ class Problem:
             object.__setattr__(self, "attention", "unfused")  # the stack has no fused kernel
         else:
             self._check_attention()
-        check_layout(self.layout, self.workload, self.cluster, self.system)
+        check_layout(self.layout, self.workload, self.system)
         _refuse_experts(self)
 
     def _check_attention(self) -> None:
@@ -273,7 +272,6 @@ def _refuse_experts(problem: Problem) -> None:
     if model.experts is None:
         return
     refused = {
-        f"zero_stage {lay.zero_stage}": lay.zero_stage >= GRADIENT_STAGE,
         f"the experts of system {system.name}": "ep" not in system.model_parallel,
         "CUDA graphs": system.cuda_graphs,
         "an optimizer in host memory": system.optimizer_on_host,
@@ -301,7 +299,7 @@ def rank_states(problem: Problem, plan: Plan, rank: int) -> StateBytes:
     rest = rank_parameters(problem, plan, rank) - experts
     lay, system = problem.layout, problem.system
     one = state_bytes(rest, lay, system)
-    two = state_bytes(experts, lay, system, shards=lay.expert_dp)
+    two = state_bytes(experts, lay, system, shards=lay.expert_shards)
     return StateBytes(
         parameter=one.parameter + two.parameter,
         gradient=one.gradient + two.gradient,
@@ -325,7 +323,7 @@ def tied_on_one_rank(problem: Problem) -> bool:
 def gathers_by_layer(parameter: StateFate, layout: Layout) -> bool:
     """Whether the weights of a layer are brought into a buffer before each use: gathered from the
     peers that hold them, or copied from host memory, or both."""
-    elsewhere = layout.state_shards > 1 or parameter.home == "host"
+    elsewhere = layout.has_peers or parameter.home == "host"
     return parameter.gather == "layer" and elsewhere
 
 
@@ -397,8 +395,10 @@ def state_fates(layout: Layout, system: System) -> tuple[StateFate, ...]:
     """ZeRO stages and FSDP as fates (Rajbhandari et al. 2020, arXiv 1910.02054): stage 1 shards the
     optimizer, stage 2 also the gradients, stage 3 also the parameters, which are gathered per layer
     before each use.  Sharded gradients are in host memory if the stack keeps them there with its
-    optimizer."""
-    shards = layout.state_shards
+    optimizer.  A pipeline gathers and reduces once in a step: FSDP2's stages of a pipeline neither
+    reshard nor reduce before the last backward (torch 2.13, torch/distributed/pipelining/stage.py,
+    backward_maybe_with_nosync and perform_reduce_grad)."""
+    shards, held = layout.state_shards, layout.pp > 1
     stage = layout.zero_stage
     sharded_grad = shards if stage >= 2 else 1
     leaves = system.optimizer_on_host and system.host_gradients and stage >= 2
@@ -408,15 +408,21 @@ def state_fates(layout: Layout, system: System) -> tuple[StateFate, ...]:
             kind="parameter",
             shards=shards,
             gather="layer",
-            release="forward",
-            keeps_ends=system.data_parallel == "fsdp",
+            release="step" if held else "forward",
+            keeps_ends=system.data_parallel == "fsdp" and not held,
             home="host" if system.parameters_on_host else "device",
         )
     elif stage == 2 and system.data_parallel == "fsdp":
-        parameter = StateFate(kind="parameter", shards=shards, gather="layer", release="backward")
+        release: Literal["step", "backward"] = "step" if held else "backward"
+        parameter = StateFate(kind="parameter", shards=shards, gather="layer", release=release)
     return (
         parameter,
-        StateFate(kind="gradient", shards=sharded_grad, home="host" if leaves else "device"),
+        StateFate(
+            kind="gradient",
+            shards=sharded_grad,
+            home="host" if leaves else "device",
+            release="step" if held and stage >= 2 and layout.has_peers and not leaves else "never",
+        ),
         StateFate(
             kind="optimizer",
             shards=shards if stage >= 1 else 1,

@@ -336,5 +336,5 @@ def test_a_number_of_gpus_without_a_layout_reaches_nothing(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     """The error stays in this process; a worker's would read as a lack of memory."""
-    assert questions.reached(asked(gpus=11), math.inf, processes=2) is None
+    assert questions.reached(asked(gpus=29), math.inf, processes=2) is None
     assert "Traceback" not in capfd.readouterr().err

@@ -2,7 +2,7 @@
 
 import random
 from statistics import median
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -61,7 +61,9 @@ class Checked(NamedTuple):
     copied: float
 
 
-def drawn(job: tuple[str, str, str, int, int, int], count: int, seed: int) -> list[Checked]:
+def drawn(
+    job: tuple[str, str, str, int, int, int], count: int, seed: int, **fixed: Any
+) -> list[Checked]:
     """Candidates of a job: a layout, a candidate of at most three methods, steps of its scalars."""
     model, cluster, system, gpus, seq_len, global_batch = job
     spec = ProblemSpec(
@@ -72,7 +74,7 @@ def drawn(job: tuple[str, str, str, int, int, int], count: int, seed: int) -> li
         seq_len=seq_len,
         global_batch=global_batch,
     )
-    made, chance = SearchJob(SearchRequest(spec=spec)), random.Random(seed)
+    made, chance = SearchJob(SearchRequest(spec=spec, fixed=Fixed(**fixed))), random.Random(seed)
     candidates = _candidates(made)
     choices = [
         choice
@@ -160,6 +162,15 @@ def _holds(found: list[Checked]) -> None:
 def test_no_plan_beats_its_bounds(job: tuple[str, str, str, int, int, int]) -> None:
     """Time and bytes of the device and the host; and the bounds are near."""
     _holds(drawn(job, 8, seed=1))
+
+
+def test_no_plan_of_a_pipeline_that_holds_states_beats_its_bounds() -> None:
+    _holds(drawn(JOBS[3], 12, seed=1, pp=4, zero_stage=3))
+
+
+def test_no_plan_with_ulysses_inside_context_parallelism_beats_its_bounds() -> None:
+    job = ("llama-3.1-8b", "h100-80gb", "megatron-bridge", 32, 65536, 4)
+    _holds(drawn(job, 12, seed=1, cp=2, ulysses=4))
 
 
 @pytest.mark.soak

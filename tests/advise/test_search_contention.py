@@ -76,7 +76,7 @@ def traffics(made: SearchJob, text: str) -> tuple[CopyTraffic, CopyTraffic]:
     probe = shard.probe(Candidate((Variant(text.split(":", maxsplit=1)[0], text),)))
     assert isinstance(probe, Probe)
     found = stages(probe.facts, choice.sizes, waits=bool(shard.columns.waits[index]))
-    frame = site.frame
+    frame = site.frame(made.registry)
     least = lowest_traffic(
         site.problem.cost, frame.turns, found, plan.transfers, float(shard.sent_bytes[index])
     )

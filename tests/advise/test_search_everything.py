@@ -69,8 +69,9 @@ def drawn(seed: int) -> SearchRequest:
     return replace(one, fixed=fixed)
 
 
-def drawn_experts(seed: int) -> SearchRequest:
-    """A job of a model with experts in every layer, over several nodes or in one."""
+def drawn_experts(seed: int, dense: int = 0) -> SearchRequest:
+    """A job of a model with experts in every layer but the first `dense`, over several nodes or in
+    one."""
     draw = Random(f"experts {seed}")
     tp, pp, dp = draw.choice((1, 2)), draw.choice((1, 2, 4)), draw.choice((2, 4, 8))
     experts = Experts(
@@ -78,8 +79,10 @@ def drawn_experts(seed: int) -> SearchRequest:
         active=draw.choice((1, 4)),
         ffn=draw.choice((1024, 4096)),
         shared_ffn=draw.choice((0, 1024)),
+        dense_layers=tuple(range(dense)),
     )
-    model = replace(load_model("qwen3-8b"), name="drawn", num_layers=pp * draw.choice((1, 2, 3)))
+    each = draw.choice((1, 2, 3)) + dense
+    model = replace(load_model("qwen3-8b"), name="drawn", num_layers=pp * each)
     spec = ProblemSpec(
         model=replace(model, experts=experts),
         cluster=replace(load_cluster(draw.choice(CLUSTERS)), hbm_bytes=ENDLESS),
@@ -89,7 +92,9 @@ def drawn_experts(seed: int) -> SearchRequest:
         global_batch=dp * pp * draw.choice((1, 2)),
         imbalance=draw.choice((1.0, 1.5)),
     )
-    only = ("keep_all", "full_recompute", "selective_recompute")
+    only: tuple[str, ...] = ("keep_all", "full_recompute", "selective_recompute")
+    if dense:
+        only = ("keep_all", "full_recompute", *draw.sample(METHODS, 2))
     fixed = Fixed(tp=tp, cp=1, pp=pp, vpp=1, micro_batch=1, etp=draw.choice((None, 1)))
     return SearchRequest(spec=spec, only=only, within=0.0, fixed=fixed)
 
@@ -216,13 +221,50 @@ def test_nothing_faster_is_missed(seed: int, short: bool) -> None:
         held(at_the_edge(one, found, share), found)
 
 
-def whole(seed: int, most: int) -> SearchRequest:
-    """A job of which no degree is fixed, with `most` plans at most and a third of these at least;
-    tensor parallelism without sequence parallelism is among its layouts."""
+def test_what_a_pipeline_holds_is_searched_too() -> None:
+    """ZeRO 3 of FSDP2, which gathers once in a step, wins where the states of ZeRO 1 do not fit."""
+    spec = ProblemSpec(
+        model=replace(load_model("gpt-1.3b"), name="near", num_layers=4),
+        cluster=replace(load_cluster("h100-80gb-dos"), hbm_bytes=ENDLESS),
+        **{"system": "torchtitan", "seq_len": 2048, "gpus": 16, "global_batch": 32},
+    )
+    only = ("keep_all", "selective_recompute", "full_recompute")
+    fixed = Fixed(tp=1, pp=2, micro_batch=1)
+    one = SearchRequest(spec=spec, only=only, within=0.0, fixed=fixed)
+    found = everything(one)
+    tight = at_the_edge(one, found, 0.4)
+    held(tight, found)
+    best = fastest_that_fits(tight, found)
+    assert best is not None
+    assert best.problem.layout.zero_stage == 3
+
+
+def test_ulysses_inside_context_parallelism_is_searched_too() -> None:
+    """More ranks share a sequence than it has KV heads: the exchange stays inside a node."""
+    model = replace(load_model("llama-3.1-8b"), name="near", num_layers=2)
+    spec = ProblemSpec(
+        model=model,
+        cluster=replace(load_cluster("h100-80gb-dos"), hbm_bytes=ENDLESS),
+        **{"system": "megatron-bridge", "seq_len": 65536, "gpus": 32, "global_batch": 1},
+    )
+    fixed = Fixed(tp=1, pp=1, micro_batch=1, zero_stage=1)
+    one = SearchRequest(spec=spec, only=("keep_all", "full_recompute"), within=0.0, fixed=fixed)
+    found = everything(one)
+    edge = at_the_edge(one, found, 0.75)
+    held(edge, found)
+    best = fastest_that_fits(edge, found)
+    assert best is not None
+    assert min(best.problem.layout.cp, best.problem.layout.ulysses) > 1
+
+
+def whole(seed: int, most: int, sizes: Sequence[int] = (2, 4, 4, 8)) -> SearchRequest:
+    """A job of which no degree is fixed, on as many GPUs as one of `sizes`, with `most` plans at
+    most and a third of these at least; tensor parallelism without sequence parallelism is among
+    its layouts."""
     draw = Random(5000 + seed)
     while True:
         model, system = load_model(draw.choice(MODELS)), draw.choice(SYSTEMS)
-        layers, gpus = draw.choice((2, 3, 4, 6)), draw.choice((2, 4, 4, 8))
+        layers, gpus = draw.choice((2, 3, 4, 6)), draw.choice(sizes)
         windows = model.attention_window[:layers]
         spec = ProblemSpec(
             model=replace(model, name="drawn", num_layers=layers, attention_window=windows),
@@ -261,12 +303,40 @@ def test_no_layout_of_the_whole_space_is_missed(seed: int, most: int, short: boo
 
 
 @pytest.mark.parametrize(
+    ("seed", "most"),
+    [(0, FEW), *(pytest.param(seed, MANY, marks=pytest.mark.soak) for seed in range(4))],
+)
+def test_no_layout_on_a_node_that_is_filled_in_part_is_missed(
+    seed: int, most: int, short: bool
+) -> None:
+    one = whole(seed, most, (10, 12, 12, 20))
+    found = some(one, most)
+    for share in SHARES[3:4] if short else SHARES[:4:3]:
+        held(at_the_edge(one, found, share), found)
+
+
+@pytest.mark.parametrize(
     "seed", [8, 11, *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(60))]
 )
 def test_nothing_faster_is_missed_of_models_with_experts(seed: int) -> None:
-    one = drawn_experts(seed)
+    _nothing_faster_is_missed(drawn_experts(seed))
+
+
+@pytest.mark.parametrize(
+    ("seed", "dense"),
+    [
+        (0, 1),
+        (3, 2),
+        *(pytest.param(seed, 1 + seed % 3, marks=pytest.mark.soak) for seed in range(60)),
+    ],
+)
+def test_nothing_faster_is_missed_behind_dense_layers(seed: int, dense: int) -> None:
+    _nothing_faster_is_missed(drawn_experts(seed, dense))
+
+
+def _nothing_faster_is_missed(one: SearchRequest) -> None:
     degrees = {(choice.layout.ep, choice.layout.etp) for choice in SearchJob(one).space.choices}
-    assert len(degrees) > 2
+    assert len(degrees) > 1
     found = some(one, 60)
     edge = at_the_edge(one, found, SHARES[3])
     best = fastest_that_fits(edge, found)
@@ -285,10 +355,10 @@ def test_nothing_faster_is_missed_where_exchanges_overlap(seed: int) -> None:
     assert best is None or searched_s(edge) <= best.fitting_s * (1 + 1e-9)
 
 
-def test_dense_layers_beside_experts_are_refused() -> None:
+def test_dense_layers_between_experts_are_refused() -> None:
     one = drawn_experts(8)
     assert isinstance(one.spec.model, Model)
-    experts = replace(one.spec.model.experts, dense_layers=(0,))
+    experts = replace(one.spec.model.experts, dense_layers=(1,))
     spec = replace(one.spec, model=replace(one.spec.model, experts=experts, num_layers=4))
     with pytest.raises(
         LayoutError, match="drawn has 3 layers with experts of 4; simulate and comp"

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from rematbench.advise.search.best_first import Search
 from rematbench.advise.search.candidates import KEEP, Candidate
 from rematbench.advise.search.memory_rules import MemoryRules
-from rematbench.advise.search.probes import Floor
+from rematbench.advise.search.probes import Refused
 from rematbench.advise.search.queue import Item, Place
 from rematbench.advise.search.search_job import SearchJob
 from rematbench.advise.search.shard_bounds import ShardBounds
@@ -47,12 +47,8 @@ def test_a_method_that_also_stores_less_in_pieces_has_its_own_floor(
 
     def less(self: Shard, candidate: Candidate) -> Any:
         found = floors(self, candidate)
-        cuts = (
-            candidate.whole != candidate
-            and isinstance(found, tuple)
-            and isinstance(found[0], Floor)
-        )
-        return (found[0]._replace(pinned=None), found[1]) if cuts else found
+        cuts = candidate.whole != candidate and not isinstance(found, Refused)
+        return (found[0]._replace(first=None), found[1]) if cuts else found
 
     monkeypatch.setattr(Shard, "floors", less)
     bounds, search = next(shards())

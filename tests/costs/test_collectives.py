@@ -64,6 +64,13 @@ def test_an_uneven_straddle_is_the_worst_group() -> None:
     assert shape(layout, "state") == c.GroupShape(7, 1, 4)
 
 
+def test_the_last_node_may_be_filled_in_part() -> None:
+    assert shape(Layout(dp=12), "state") == c.GroupShape(12, 4, 2)
+    assert shape(Layout(tp=4, pp=3), "tp", 2) == c.GroupShape(4, 4, 1)
+    assert not c.crosses_nodes(Layout(tp=4, pp=3), 0, 1, 8, ORDER)
+    assert c.crosses_nodes(Layout(tp=4, pp=3), 1, 2, 8, ORDER)
+
+
 def model(**layout: Any) -> CostModel:
     cluster = replace(
         load_cluster("h800-80gb"), nvlink_bytes_per_s=200e9, nics_per_node=8, nic_bytes_per_s=12.5e9

@@ -102,7 +102,7 @@ def test_documents_that_no_kernel_takes_are_refused(
     given = problem(**layout)
     work = replace(given.workload, document_len=length)
     with pytest.raises(LayoutError, match=words):
-        check_layout(given.layout, work, given.cluster, given.system)
+        check_layout(given.layout, work, given.system)
 
 
 def qwen(**changes: Any) -> ProblemSpec:

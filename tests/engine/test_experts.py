@@ -20,6 +20,7 @@ from rematbench.plan import Plan
 from rematbench.problem import Problem
 from rematbench.spec.layout import LayoutError
 from rematbench.workload import Experts
+from rematbench.worlds.records.refusals import refusals
 from tests.problems import LLAMA, layers, plan_of, problem, refusal, remade
 
 ALL = Experts(count=8, active=2, ffn=64)
@@ -98,6 +99,76 @@ def test_tensor_parallel_ranks_can_be_the_only_peers_of_experts() -> None:
     assert held.optimizer == found.system.optimizer_bytes * (rest + experts // 2)
     groups = [a.comm.group for a in actions(found) if a.op == "gradients" and a.comm]
     assert "edp" in groups
+
+
+def counts(found: Problem) -> tuple[int, int]:
+    """Parameters of a rank (without pipeline), apart from experts, and of its experts."""
+    table, many = found.layer(0), found.workload.model.num_layers
+    rest = found.embedding.parameters + found.head.parameters
+    return rest + many * (table.parameters - table.expert_parameters), (
+        many * table.expert_parameters
+    )
+
+
+@pytest.mark.parametrize("layout", [{"dp": 4, "ep": 2}, {"dp": 4, "ep": 4}, {"dp": 4, "ep": 1}])
+@pytest.mark.parametrize("stage", [2, 3])
+def test_experts_are_sharded_and_gathered_among_their_own_peers(
+    stage: int, layout: dict[str, int]
+) -> None:
+    """Over dp / ep ranks; with one such rank their states are whole, and nothing of them moves."""
+    found = given(zero_stage=stage, global_batch=8, **layout)
+    (rest, experts), lay, system = counts(found), found.layout, found.system
+    peers = lay.dp // lay.ep
+    held, shard = evaluate(found, found.base_plan).ranks[0], -(-rest // lay.dp)
+    whole = rest + experts if stage == 2 else shard + experts // peers
+    assert held.parameter == system.param_bytes * whole
+    assert held.gradient == system.grad_bytes * (shard + experts // peers)
+    assert held.optimizer == system.optimizer_bytes * (shard + experts // peers)
+    comms = [(a.op, a.comm) for a in actions(found) if a.comm]
+    moved: Counter[tuple[str, str]] = Counter()
+    for op, comm in comms:
+        if op in ("parameters", "gradients"):
+            moved[op, comm.group] += comm.nbytes
+    passes = {2: 1, 3: 4}[stage]  # once in a step, or in each pass of two micro-batches
+    assert moved["parameters", "dp"] == passes * system.gather_bytes * rest
+    assert moved["gradients", "dp"] == 2 * system.reduce_bytes * rest
+    assert moved["parameters", "edp"] == (passes * system.gather_bytes * experts) * (peers > 1)
+    assert moved["gradients", "edp"] == (2 * system.reduce_bytes * experts) * (peers > 1)
+
+
+@pytest.mark.parametrize(("ep", "buffers"), [(2, True), (4, False)])
+def test_kernels_of_experts_read_a_buffer_of_their_own(ep: int, buffers: bool) -> None:
+    found = given(zero_stage=3, ep=ep, model=replace(MIXTURE, num_layers=1))
+    table, width = found.layer(0), found.system.gather_bytes
+    walk = actions(found)
+    allocs = {alloc.name: alloc.nbytes for action in walk for alloc in action.allocs}
+    rest = table.parameters - table.expert_parameters
+    assert allocs["L0.parameters"] == width * rest
+    assert allocs.get("L0.experts.parameters", 0) == width * table.expert_parameters * buffers
+    kernels = [action for action in walk if action.stream == "compute"]
+    for op in table.ops:
+        reads = {n for a in kernels if (a.part, a.op) == ("L0", op.name) for n in a.reads}
+        gathered = {name for name in reads if name.endswith(".parameters")}
+        own = {"L0.experts.parameters"} if buffers else set()
+        wanted = own if op.of_experts else {"L0.parameters"}
+        assert gathered == (wanted if op.parameters else set()), op.name
+
+
+def test_a_pipeline_holds_experts_that_have_peers() -> None:
+    """Gathered once; with sums of all gradients, also of experts without peers."""
+    for ep, peers in ((2, 2), (4, 1)):
+        found = given(system="torchtitan", zero_stage=3, pp=2, ep=ep, global_batch=16)
+        walk = actions(found)
+        gathers = [a for a in walk if a.op == "parameters" and a.comm and a.comm.group == "edp"]
+        assert len(gathers) == found.workload.model.num_layers * (peers > 1)
+        allocs = [alloc for action in walk for alloc in action.allocs]
+        sums = {alloc.nbytes for alloc in allocs if alloc.name == "L0.sums^"}
+        assert sums == {found.system.reduce_bytes * found.layer(0).parameters}
+
+
+def test_the_executor_refuses_zero_2_and_3_with_experts_by_name() -> None:
+    found = given(zero_stage=2)
+    assert "ZeRO stages 2 and 3 with experts" in refusals(found, found.base_plan)
 
 
 def test_sequence_parallel_ranks_sum_the_routers_gradients() -> None:

@@ -13,7 +13,8 @@ from rematbench.engine.program.action import Action, Kind
 from rematbench.evaluate.evaluation import evaluate
 from rematbench.evaluate.proof import check
 from rematbench.problem import Problem, rank_parameters
-from rematbench.spec.layout import Layout
+from rematbench.spec.layout import Layout, LayoutError
+from rematbench.workload import Experts
 from tests.problems import layers, on, problem, remade
 
 ORDER = ("tp", "cp", "dp", "pp")
@@ -101,6 +102,35 @@ def test_bytes_between_nodes(reduce_bytes: int) -> None:
     assert between == pytest.approx(2 * held * (2 - 1) / 2)
 
 
+@pytest.mark.parametrize(("ep", "tp", "shards"), [(1, 1, 4), (2, 1, 2), (4, 1, 1), (4, 2, 1)])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_experts_are_sharded_inside_a_replica(ep: int, tp: int, shards: int, stage: int) -> None:
+    """Over the ranks of a replica that hold the same experts; replicas all-reduce the shards."""
+    model = replace(layers(3), experts=Experts(count=8, active=2, ffn=64))
+    made = problem(
+        model=model, system="torchtitan", tp=tp, dp=8, ep=ep, zero_stage=stage, shard_degree=4,
+        global_batch=16,
+    )  # fmt: skip
+    lay, system, table = made.layout, made.system, made.layer(0)
+    assert (lay.expert_shards, lay.state_replicas) == (shards, 2)
+    found = {name: group_ranks(lay, name, 0, ORDER) for name in ("edp", "expert_replica", "state")}
+    assert {len(group) for group in found["edp"]} == {shards}
+    assert {len(group) for group in found["expert_replica"]} == {2}
+    every = {rank for group in found["state"] for rank in group}
+    for group in found["edp"]:  # inside a replica: the first or the second half of the ranks
+        assert len({rank // (len(every) // 2) for rank in group}) == 1
+    program = lower(made.base_plan, made)
+    check(program)
+    walk = [action for action, _, _ in program.ranks[0].actions() if action.comm]
+    kinds = {(a.kind, a.comm.group) for a in walk if a.op == "gradients" and a.comm}
+    assert ((Kind.REDUCE_SCATTER, "edp") in kinds) == (shards > 1)
+    assert (Kind.ALL_REDUCE, "expert_replica") in kinds
+    experts = 3 * table.expert_parameters
+    rest = rank_parameters(made, made.base_plan, 0) - experts
+    held = evaluate(made, made.base_plan).ranks[0]
+    assert held.optimizer == system.optimizer_bytes * (-(-rest // 4) + -(-experts // shards))
+
+
 @pytest.mark.parametrize(
     ("layout", "facts", "said"),
     [
@@ -127,3 +157,9 @@ def test_degrees_that_cannot_be(layout: dict[str, int], facts: dict[str, Any], s
             layout=replace(made.layout, **layout),
             system=replace(made.system, **facts),
         )
+
+
+def test_experts_are_not_spread_over_replicas() -> None:
+    model = replace(layers(3), experts=Experts(count=8, active=2, ffn=64))
+    with pytest.raises(LayoutError, match="tp x shard_degree = 4 must be a multiple of etp x ep"):
+        problem(model=model, system="torchtitan", dp=8, ep=8, shard_degree=4, global_batch=16)

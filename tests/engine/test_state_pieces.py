@@ -294,7 +294,7 @@ def test_visits_slow_the_hosts_updates_by_their_share() -> None:
     ("changes", "words"),
     [
         ({"places": ("host",), "size": 10**12}, "are larger than a rank's share of optimizer"),
-        ({"places": ("host",), "start": "ready"}, "start must be norm"),
+        ({"places": ("host",), "start": "ready"}, "clip must be false"),
     ],
 )
 def test_what_is_not_modelled_is_refused_in_one_line(changes: Any, words: str) -> None:

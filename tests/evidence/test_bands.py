@@ -101,6 +101,19 @@ def test_what_nobody_published_is_named() -> None:
     assert long == {"context": "16,384 tokens (published on s: 4,096 to 8,192)"}
 
 
+def test_a_generation_to_whose_steps_nothing_is_fitted_is_outside() -> None:
+    """Blackwell has published steps, and its constants come from kernels alone."""
+    at = job(generation="blackwell")
+    seen = covered([at])
+    (words,) = seen.outside(at).values()
+    assert words == "generation blackwell (published, but no constant is fitted to its steps)"
+    errors = [
+        abs(cell.log_error) for cell in left_out_cells() if cell.job.generation == "blackwell"
+    ]
+    width = shipped().band(at).half_width
+    assert len([error for error in errors if error <= width]) > len(errors) / 2
+
+
 def test_ratios_are_of_one_source_and_layout() -> None:
     cells = [known("a", 0.5), known("a", 0.4), known("b", -0.5), known("a", 0.0, layout="b")]
     assert ratio_errors(cells, one_layout=True) == {"a": [pytest.approx(0.1)]}

@@ -101,6 +101,18 @@ def test_shipped_predictions_are_of_every_cell_and_references_fit() -> None:
         assert known[f"{problem}.{reference}"].status == "ok"
 
 
+def test_other_kernels_and_a_whole_model_can_be_predicted() -> None:
+    for name, count in (("gpu_attention", 27), ("gpu_whole", 9)):
+        shipped = layer_suite.load_layers(data_dir("config") / f"{name}.yaml")
+        lines = {
+            line.cell: line
+            for line in map(predicted_steps.predict, layer_suite.layer_cells(shipped))
+        }
+        assert len(lines) == count
+        for problem, reference in shipped.references.items():
+            assert lines[f"{problem}.{reference}"].status == "ok"
+
+
 def test_predictions_are_not_overwritten_and_stale_ones_are_refused(
     suite: LayerSuite, tmp_path: Path
 ) -> None:

@@ -46,7 +46,7 @@ def test_every_method_belongs_to_a_system() -> None:
 
 
 def test_a_method_of_activations_was_traced_and_executed() -> None:
-    """Methods that place training states have no committed records yet; tests execute them."""
+    """Methods that place training states have few records; tests trace and execute them."""
     registry = all_methods()
     states = {name for name, entry in registry.methods.items() if entry.moves_states}
     moving = {system.name for system in declared() if set(system.methods) & states}

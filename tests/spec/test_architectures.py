@@ -28,21 +28,34 @@ KNOWN = {
     for name, known in architectures().items()
     if name in CONFIG_MAPPING and CONFIG_MAPPING[name] in MODEL_FOR_CAUSAL_LM_MAPPING
 }
-HEADS = {"hunyuan_v1_dense", "ministral", "nemotron"}
-"""Classes that cannot be made from their own defaults: they need `head_dim`."""
+HEADS = {"head_dim": 128, "num_key_value_heads": 8}
+NEEDS: dict[str, dict[str, Any]] = {
+    "hunyuan_v1_dense": HEADS,
+    "ministral": HEADS,
+    "nemotron": HEADS,
+    "hunyuan_v1_moe": HEADS | {"num_experts": 64, "moe_topk": 8, "intermediate_size": 3072},
+    "dots1": {"n_routed_experts": 128, "n_shared_experts": 2, "num_experts_per_tok": 6},
+}
+"""Keys of classes that cannot be made from their own defaults."""
 REMOTE = {
     "RefinedWeb", "RefinedWebModel", "Yi", "aquila", "baichuan", "chatglm", "deepseek", "exaone",
     "grok-1", "hf_olmo", "internlm", "internlm2", "jais", "mimo", "minicpm", "orion", "qwen",
     "skywork", "stablelm_epoch", "xverse",
 }  # fmt: skip
 """Architectures whose code is in their models' repositories."""
-TEXT_PARTS = {"glm4v_text", "qwen2_5_vl_text", "qwen2_vl_text", "qwen3_vl_text"}
+TEXT_PARTS = {
+    "glm4v_moe_text",
+    "glm4v_text",
+    "qwen3_vl_moe_text",
+    "qwen2_5_vl_text",
+    "qwen2_vl_text",
+    "qwen3_vl_text",
+}
 """Text parts without a class of their own for language models."""
 
 
 def config_of(name: str, **keys: Any) -> Any:
-    more = {"head_dim": 128, "num_key_value_heads": 8} if name in HEADS else {}
-    return CONFIG_MAPPING[name](**more, **keys)
+    return CONFIG_MAPPING[name](**NEEDS.get(name, {}) | keys)
 
 
 def read(folder: Path, config: Any, **changes: Any) -> Model:
@@ -55,7 +68,8 @@ def read(folder: Path, config: Any, **changes: Any) -> Model:
 def meta_parameters(config: Any) -> int:
     with torch.device("meta"):
         model = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]._from_config(config)
-    return sum(parameter.numel() for parameter in model.parameters())
+    trained = (parameter for parameter in model.parameters() if parameter.requires_grad)
+    return sum(parameter.numel() for parameter in trained)
 
 
 def _is_one(keys: str | tuple[str, ...]) -> TypeGuard[str]:
@@ -107,7 +121,7 @@ def test_the_defaults_are_those_of_the_class(name: str) -> None:
     effect."""
     data = config_of(name).to_dict()
     defaults = architectures()[name].defaults
-    given = {"head_dim", "num_key_value_heads"} if name in HEADS else set()
+    given = NEEDS.get(name, {}).keys()
     both = {key for key in defaults.keys() & data.keys() - given if data[key] is not None}
     assert {key: defaults[key] for key in both} == {key: data[key] for key in both}
 
@@ -135,6 +149,7 @@ PLAIN = (
 TRACED = sorted(
     {name for name, known in KNOWN.items() if "experts.count" not in known.keys}
     - {"bloom", "codegen", "gemma2", "gptj", "gpt_neo", "mpt", "vaultgemma", "xglm"}  # no SDPA
+    - {"granite_swa"}  # no SDPA beside its sinks
     - {"biogpt", "falcon", "gpt_neox"}  # masks of seq_len x seq_len beside SDPA
     - {"persimmon", "phi3"}  # one projection, whose output their values keep whole
 )

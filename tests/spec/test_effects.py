@@ -41,6 +41,7 @@ JOBS: list[dict[str, Any]] = [
     {"tp": 8, "global_batch": 1},
     {"tp": 2, "pp": 2, "vpp": 1, "dp": 2, "zero_stage": 0, "global_batch": 8},
     {"cp": 2, "dp": 4, "zero_stage": 1, "global_batch": 8},
+    {"pp": 2, "dp": 4, "zero_stage": 3, "global_batch": 16},
     {"zero_stage": 3, "global_batch": 2, "hosted": True},
     {"dp": 8, "zero_stage": 3, "global_batch": 16, "hosted": True},
     {"dp": 4, "zero_stage": 1, "global_batch": 8, "hosted": True},
@@ -69,6 +70,7 @@ OTHER: dict[str, list[Any]] = {
     "param_bytes": [2, 4],
     "model_parallel": [("tp", "pp", "vpp")],
     "zero_stages": [(0, 1, 2, 3)],
+    "pipeline_zero_stages": [(0, 1, 2, 3)],
     "features": [("activation_offload", "optimizer_offload", "param_offload", "ulysses")],
 }
 
@@ -196,4 +198,5 @@ def test_every_fact_acts_somewhere() -> None:
     """But those that say what a stack accepts."""
     uses = [one.use for stack in names("system") for one, _ in drawn(stack)]
     idle = {name for name in facts() if not any(map(ACTS[name], uses))}
-    assert idle == {"model_parallel", "zero_stages", "features", "wide_attention"}
+    abilities = {"model_parallel", "zero_stages", "pipeline_zero_stages", "features"}
+    assert idle == abilities | {"wide_attention"}

@@ -132,9 +132,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         "model_type is missing (the architecture, such as llama)",
     ),
     (
-        {**LLAMA, "model_type": "granitemoe", "num_local_experts": 40},
-        f"num_local_experts: mixture of experts (40 experts) of 'granitemoe' is not modelled"
-        f"{OWN_FILE}",
+        {**LLAMA, "num_local_experts": 40},
+        f"num_local_experts: mixture of experts (40 experts) of 'llama' is not modelled{OWN_FILE}",
     ),
     (
         {**LLAMA, "quantization_config": {"quant_method": "fp8"}},
@@ -164,8 +163,18 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({k: v for k, v in GPT2.items() if k != "n_embd"}, "n_embd: required key is missing"),
     ({**LLAMA, "vocab_size": "many"}, "vocab_size: expected int, got str"),
     (
-        {"model_type": "qwen3_next", "num_experts": 512},
-        f"num_experts: mixture of experts (512 experts) of 'qwen3_next' is not modelled{OWN_FILE}",
+        {"model_type": "qwen3_next", "num_experts": 512, "linear_conv_kernel_dim": 4},
+        "model_type: 'qwen3_next': it has linear-attention layers, which is not modelled "
+        f"{MODELLED}",
+    ),
+    (
+        {"model_type": "deepseek_v3", "n_routed_experts": 256, "kv_lora_rank": 512},
+        "model_type: 'deepseek_v3': it has latent attention (keys and values of low rank), which "
+        f"is not modelled {MODELLED}",
+    ),
+    (
+        {**LLAMA, "model_type": "hunyuan_v1_moe", "num_experts": 64, "moe_topk": [8, 4]},
+        f"moe_topk: experts that differ from layer to layer, which is not modelled{OWN_FILE}",
     ),
     (
         {"model_type": "qwen2_vl", "vision_config": {"depth": 32}},
@@ -179,7 +188,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"model_type": "dbrx", "ffn_config": {"moe_num_experts": 16}},
-        f"model_type: 'dbrx': it has experts, which is not modelled {MODELLED}",
+        f"model_type: 'dbrx': is not modelled {MODELLED}",
     ),
     (
         {"model_type": "t5", "is_encoder_decoder": True},

@@ -19,6 +19,7 @@ LINES = {
     "search": (r"^(\S+) layouts, (\S+) methods", r"^bounds of (\S+) layouts in \S+ s: (\S+) a",
                r"^gap 0.5 % proved after \S+ s, (\S+) plans simulated, best (\S+) s",
                r"CPU seconds, (\S+) answers, (\S+) simulations"),
+    "search_rules": (r"^\(all rules\) +(\S+) +(\S+)", r"^smallest plan of a layout +(\S+) +(\S+)"),
     "solvers": (r"^gpt-1.3b-nvlink, (\S+), (\S+), (\S+)", r"^7b-64k, (\S+)"),
     "workflow": (r"(\d+)\D+(\d+)\D+(\d+\.\d)",),
 }  # fmt: skip

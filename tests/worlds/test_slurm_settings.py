@@ -48,3 +48,10 @@ def test_setup_lines_come_first_and_values_are_quoted(tmp_path: Path) -> None:
     assert "export NCCL_SOCKET_IFNAME=bond0 && " in text
     other = load_center(center_file(tmp_path, environment={"A": "b c"}))
     assert other.slurm.shell_setup() == "export A='b c' && "
+
+
+def test_a_job_has_equally_many_ranks_on_each_node() -> None:
+    center = load_center("h800-80gb")
+    assert [center.nodes(gpus) for gpus in (4, 8, 16)] == [1, 1, 2]
+    with pytest.raises(ConfigError, match="12 ranks do not fill whole nodes of 8 GPUs"):
+        center.nodes(12)

@@ -62,7 +62,11 @@ def search(  # noqa: PLR0913, PLR0917  # an option of the command line each
     optimizer: Annotated[Home | None, OPTIONS["optimizer"]] = None,
     method: Annotated[
         list[str] | None,
-        Option(metavar="X", help="Only this method and its compositions (repeatable)."),
+        Option(
+            metavar="X",
+            help="Only this method and its compositions (repeatable); optimizer_offload: also "
+            "states on the host, under all methods or those named.",
+        ),
     ] = None,
     methods: Methods = None,
     engine: Annotated[
@@ -168,10 +172,8 @@ def search(  # noqa: PLR0913, PLR0917  # an option of the command line each
     )  # fmt: skip
     job = SearchJob(request).ready()
     if find or price_tags:
-        if request.only and job.planners:
-            raise CommandError(
-                f"--method {job.planners[0]}: --find and --price-tags take no planner"
-            )
+        if planners := [name for name in job.planners if name in request.only]:
+            raise CommandError(f"--method {planners[0]}: --find and --price-tags take no planner")
         inverse = Inverse(find=find, speed=speed, step=step, lose=lose / 100)
         inverse.check()
         show_assumed(console(), job)

@@ -132,7 +132,8 @@ def _cells(row: dict[str, Any], found: Result) -> Iterator[str]:
     more += "\n  optimizer on host" if _hosts(found) else ""
     more += f"\n  ep {lay.ep} etp {lay.etp}" if lay.etp is not None else ""
     yield from (str(row["place"]), f"{row['name']}{more}", str(lay.tp))
-    yield f"u{lay.ulysses}" if lay.ulysses > 1 else str(lay.cp)
+    exchanged = f"u{lay.ulysses}" if lay.ulysses > 1 else ""
+    yield exchanged if exchanged and lay.cp == 1 else f"{lay.cp}{exchanged}"
     yield from map(str, (lay.pp, lay.vpp, lay.dp, lay.zero_stage, lay.micro_batch))
     yield f"{row['step_s']:.4g}"
     yield rounded(row["tokens_per_s_per_gpu"]) + ("=" if found.tied else " ")

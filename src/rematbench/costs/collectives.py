@@ -31,8 +31,7 @@ class GroupShape(Struct, frozen=True):
 
 
 def degrees(layout: Layout) -> dict[str, int]:
-    """Ranks per group, by kind of group.  Ulysses ranks are consecutive dp ranks and form the `cp`
-    group."""
+    """Ranks per axis.  Ulysses ranks are neighbours inside the axis `cp`."""
     inner = layout.cp * layout.ulysses
     return {"tp": layout.tp, "cp": inner, "dp": layout.dp // layout.ulysses, "pp": layout.pp}
 
@@ -49,21 +48,25 @@ def group_ranks(
 ) -> list[tuple[int, ...]]:
     """All groups of a kind at a pipeline stage, as global rank numbers.
 
+    With Ulysses inside context parallelism, neighbours on the axis `cp` form the groups `ulysses`,
+    and the ranks of equal place in these the groups `cp`.
     The data- and context-parallel peers are cut into groups `state` of neighbours, over which ZeRO
     shards states (`Layout.state_shards`); the ranks of equal place in them form groups `replica`.
     Experts fold onto the ranks of a stage: neighbours form the groups `etp`, the ranks of equal
-    place in neighbouring groups `ep`, and all ranks of equal place in those `edp` (Megatron-core's
-    parallel_state.py, expert_decoder_rank_generator).
+    place in neighbouring groups `ep`, and all ranks of equal place in those are peers
+    (Megatron-core's parallel_state.py, expert_decoder_rank_generator).  They are cut as the peers
+    of other states are: into `edp` (`Layout.expert_shards`) and `expert_replica`.
     """
     return [tuple(row) for row in _ranks(layout, group, stage, order).tolist()]
 
 
 def _ranks(layout: Layout, group: str, stage: int, order: tuple[str, ...]) -> NDArray[np.int64]:
     """`group_ranks` as an array: groups by ranks."""
-    if group in EXPERT_AXES:
+    if group == "expert_replica" or group in EXPERT_AXES:
         return _expert_ranks(layout, group, stage, order)
     sizes = degrees(layout)
-    members = ("cp", "dp") if group in ("state", "replica") else (group,)
+    wider = {"state": ("cp", "dp"), "replica": ("cp", "dp"), "ulysses": ("cp",)}
+    members = wider.get(group, (group,))
     shape = [sizes[name] for name in order]
     grid = np.arange(int(np.prod(shape))).reshape(shape[::-1])  # slowest first
     axes = list(order[::-1])
@@ -74,11 +77,17 @@ def _ranks(layout: Layout, group: str, stage: int, order: tuple[str, ...]) -> ND
     outside = [i for i in range(len(axes)) if i not in inside]
     size = prod(grid.shape[i] for i in inside)
     rows = grid.transpose(outside + inside).reshape(-1, size)
+    if group == "ulysses" or (group == "cp" and layout.cp > 1):
+        return _cut(rows, layout.ulysses, replicas=group == "cp")
     if group not in ("state", "replica"):
         return rows
-    shards = layout.state_shards
-    cut = rows.reshape(len(rows), size // shards, shards)
-    if group == "replica":
+    return _cut(rows, layout.state_shards, replicas=group == "replica")
+
+
+def _cut(rows: NDArray[np.int64], shards: int, *, replicas: bool) -> NDArray[np.int64]:
+    """Groups of `shards` neighbours in the rows, or the ranks of equal place in these."""
+    cut = rows.reshape(len(rows), -1, shards)
+    if replicas:
         cut = cut.transpose(0, 2, 1)
     return cut.reshape(-1, cut.shape[2])
 
@@ -93,8 +102,10 @@ def _expert_ranks(
     """The groups of experts of a kind at a pipeline stage: groups by ranks."""
     everyone = np.sort(_stage_ranks(layout, stage, order))
     grid = everyone.reshape(layout.expert_dp, layout.ep, layout.expert_tp)
-    axis = EXPERT_AXES.index(group)
-    return np.moveaxis(grid, axis, -1).reshape(-1, grid.shape[axis])
+    replicas = group == "expert_replica"
+    axis = EXPERT_AXES.index("edp" if replicas else group)
+    rows = np.moveaxis(grid, axis, -1).reshape(-1, grid.shape[axis])
+    return _cut(rows, layout.expert_shards, replicas=replicas) if axis == 0 else rows
 
 
 def _stage_ranks(layout: Layout, stage: int, order: tuple[str, ...]) -> NDArray[np.int64]:

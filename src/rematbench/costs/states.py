@@ -286,7 +286,9 @@ def communicators(layout: Layout, domain: int, order: tuple[str, ...]) -> tuple[
             inside += count
         else:
             between += count
-    for name in EXPERT_AXES if layout.ep > 1 else ():
+    more = [*(EXPERT_AXES if layout.ep > 1 else ())]
+    more += ["ulysses", "cp"] if layout.ulysses > 1 and layout.cp > 1 else []
+    for name in more:
         shape = worst_group(layout, name, 0, domain, order)
         inside += shape.ranks > 1 and shape.nodes == 1
         between += shape.nodes > 1

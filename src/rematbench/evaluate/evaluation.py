@@ -10,6 +10,7 @@ from msgspec import Struct
 from rematbench.costs.flops import hfu, mfu
 from rematbench.costs.operators.kernels import Attention, Gemm, Kernel
 from rematbench.costs.states import reduce_buckets
+from rematbench.engine.lowering.held_states import lends_gradients
 from rematbench.engine.lowering.host_states import host_states, on_device
 from rematbench.engine.lowering.lower import lower
 from rematbench.engine.lowering.state_shards import sharded
@@ -255,8 +256,8 @@ def _rank_bytes(
     for kind in device:
         fate = plan.state(kind)  # type: ignore[arg-type]  # the three state kinds
         nbytes = sharded(count - experts, experts, fate, problem.layout) * sizes[kind]
-        if kind == "gradient" and plan.state("optimizer").update == "backward":
-            nbytes = 0  # each unit's gradients live only until its update
+        if kind == "gradient" and lends_gradients(plan):
+            nbytes = 0
         device[kind] = nbytes if fate.home == "device" else 0
     for kind, left in on_device(plan, count).items():
         device[kind] += sizes[kind] * left

@@ -12,7 +12,7 @@ storages.
 """
 
 from collections import defaultdict
-from collections.abc import Container
+from collections.abc import Callable
 
 from msgspec import Struct
 
@@ -28,11 +28,17 @@ from rematbench.engine.program.action import (
     WEIGHTS_UP,
     Action,
     Kind,
+    expert_buffer,
     gradient_buffer,
+    gradient_sums,
+    held,
+    is_gradient_buffer,
+    is_held,
     is_local,
     is_piece,
     is_visit_buffer,
     master_buffer,
+    parameter_buffer,
     place,
     tenant,
 )
@@ -42,6 +48,9 @@ from rematbench.engine.simulate.op_level import simulate
 Key = tuple[str, int, int]
 Unit = tuple[str, int]
 """(part, chunk) of one unit of a rank."""
+
+Alive = Callable[[str, int, int], bool]
+"""Whether a storage (name, micro-batch, chunk) is alive."""
 
 VectorClock = list[int]
 COMPUTE = STREAM_INDEX["compute"]
@@ -92,6 +101,7 @@ class _RankCheck:
         self.events: dict[Key, VectorClock] = {}
         self.local: dict[str, VectorClock] = {}
         self.made: dict[Key, tuple[int, int, int]] = {}  # stream, ticks of its start and end
+        self.held: dict[tuple[str, int], Key] = {}  # storages of a chunk, by name and chunk
         self.touched: dict[Key, list[tuple[int, int]]] = {}
         self.slots: dict[str, set[Key]] = {}
         self.states = _StateCheck(rank)
@@ -133,13 +143,17 @@ class _RankCheck:
             self._alloc(key, stream, clock, alloc.slot)
             begun = clock[stream] - (1 if action.begin else 0)
             self.made[key] = (stream, begun, clock[stream])
-        wrong = self.states.fault(action, micro_batch, chunk, clock, self.made)
+        wrong = self.states.fault(action, micro_batch, chunk, clock, self._alive)
         if wrong:
             raise CheckError(f"{self.where}: {wrong}")
         for name in action.frees:
             self._free((name, micro_batch, chunk))
         if action.event:
             self._record(action.event, micro_batch, chunk, clock)
+
+    def _alive(self, name: str, micro_batch: int, chunk: int) -> bool:
+        """Whether a storage of a (micro-batch, chunk), or of its chunk, is alive."""
+        return self.held.get((name, chunk), (name, micro_batch, chunk)) in self.made
 
     def _merge(self, clock: VectorClock, event: str, micro_batch: int, chunk: int) -> None:
         seen = self.local.get(event) or self.events.get((event, micro_batch, chunk))
@@ -155,6 +169,7 @@ class _RankCheck:
             self.events[(event, micro_batch, chunk)] = clock.copy()
 
     def _read(self, key: Key, stream: int, clock: VectorClock, action: Action) -> None:
+        key = self.held.get((key[0], key[2]), key)
         if key not in self.made:
             raise CheckError(f"{self.where}: reads {key[0]}, which is not allocated")
         producer, begun, at = self.made[key]
@@ -170,12 +185,14 @@ class _RankCheck:
         if key in self.made:
             raise CheckError(f"{self.where}: allocates {key[0]}, which is already allocated")
         if slot:
-            held = {k for k in self.slots.get(slot, set()) if k in self.made}
+            tenants = {k for k in self.slots.get(slot, set()) if k in self.made}
             mine = (*key[1:], tenant(key[0], slot))
-            conflicts = [k for k in held if (*k[1:], tenant(k[0], slot)) != mine]
+            conflicts = [k for k in tenants if (*k[1:], tenant(k[0], slot)) != mine]
             if conflicts:
                 raise CheckError(f"{self.where}: slot {slot} still holds {conflicts[0][0]}")
-            self.slots[slot] = held | {key}
+            self.slots[slot] = tenants | {key}
+        if is_held(key[0]):
+            self.held[key[0], key[2]] = key
         if stream in REUSING and clock[COMPUTE] < self.freed_at:
             raise CheckError(
                 f"{self.where}: allocates {key[0]} in memory that compute may still use"
@@ -195,6 +212,12 @@ class _RankCheck:
                 )
         del self.made[key]
         del self.touched[key]
+
+
+def _unit(text: str) -> Unit:
+    """The unit of a text `L3.1`."""
+    part, _, chunk = text.rpartition(".")
+    return part, int(chunk)
 
 
 class _Uses:
@@ -227,6 +250,7 @@ class _Pieces:
         self.updated: dict[str, str] = {}  # the stream of each piece's update
         self.up: set[str] = set()  # pieces whose weights are on the device again
         self.back: set[str] = set()  # pieces whose states are on the host again
+        self.units: dict[str, frozenset[Unit]] = {}  # of each piece that has not any unit's
         self.shards_up = False
 
     def fault(self, action: Action, stream: int, clock: VectorClock, *, writes: bool) -> str:
@@ -265,9 +289,15 @@ class _Pieces:
                 return f"frees {name}, which is not cast"
         return ""
 
-    def late(self, stream: int, clock: VectorClock, *, write: bool) -> tuple[str, str] | None:
-        """A piece whose weights are still being written or read, and the stream that does it."""
+    def late(
+        self, unit: Unit, stream: int, clock: VectorClock, *, write: bool
+    ) -> tuple[str, str] | None:
+        """A piece whose weights are still being written or read, and the stream that does it, of
+        the pieces that may have weights of a unit (without a part: of its chunk)."""
         for piece, uses in self.weights.items():
+            own = self.units.get(piece, frozenset({unit}))
+            if not any(one == unit or (not unit[0] and one[1] == unit[1]) for one in own):
+                continue
             late = uses.add(stream, clock, write=write)
             if late:
                 return piece, late
@@ -289,6 +319,12 @@ class _Pieces:
         return f"weights of {left[0]} never go up after their update" if left else ""
 
 
+def _gathered(part: str) -> set[str]:
+    """The storage names that a part's gathered parameters may have."""
+    names = parameter_buffer(part), expert_buffer(part)
+    return {*names, *map(held, names)}
+
+
 class _StateCheck:
     """The order of uses of each unit's weights and gradients on one rank: kernels read weights,
     backward kernels add to gradients, then come reductions and exchanges, then the update, then
@@ -299,11 +335,12 @@ class _StateCheck:
         self.gradients: dict[Unit, _Uses] = defaultdict(_Uses)
         self.passed: dict[Unit, int] = {}  # micro-batch of the latest backward
         self.reduced: set[Unit] = set()
+        self.sent: set[Unit] = set()  # units of which a piece's gradients are on the host
         self.updated: set[Unit] = set()
         self.pieces = _Pieces()
         actions = [action for block in rank.blocks for action in block.actions]
         self.buffers = {alloc.name for action in actions for alloc in action.allocs}
-        self.weighted = {a.op for a in actions if f"{a.part}.parameters" in a.reads}
+        self.weighted = {a.op for a in actions if not _gathered(a.part).isdisjoint(a.reads)}
         self.reduces = any(a.op == "gradients" and a.comm for a in actions)
 
     def fault(
@@ -312,7 +349,7 @@ class _StateCheck:
         micro_batch: int,
         chunk: int,
         clock: VectorClock,
-        alive: Container[Key],
+        alive: Alive,
     ) -> str:
         """The rule that an action on weights or gradients breaks, in words; empty if none."""
         stream, unit = STREAM_INDEX[action.stream], (action.part, chunk)
@@ -333,16 +370,18 @@ class _StateCheck:
             self.reduced.discard(unit)
         return ""
 
-    def _unmet(self, action: Action, micro_batch: int, chunk: int, alive: Container[Key]) -> str:
+    def _unmet(self, action: Action, micro_batch: int, chunk: int, alive: Alive) -> str:
         """The buffer that a kernel needs and that is not alive, in words; empty if none.  A kernel
         issued before its gather names no buffer in `reads`: the same operator elsewhere shows that
         it has weights."""
-        full, buffer = gradient_buffer(action.part), f"{action.part}.parameters"
-        transient = action.kind in BACKWARD and full in self.buffers
-        if transient and (full, micro_batch, chunk) not in alive:
+        part = action.part
+        names = (gradient_buffer(part), gradient_sums(part))
+        full = next((name for name in names if name in self.buffers), "")
+        if action.kind in BACKWARD and full and not alive(full, micro_batch, chunk):
             return f"adds to {full}, which is not allocated"
-        if action.op in self.weighted and buffer in self.buffers and buffer not in action.reads:
-            return f"uses weights of {action.part}, which are not gathered"
+        buffers = _gathered(part) & self.buffers
+        if action.op in self.weighted and buffers and buffers.isdisjoint(action.reads):
+            return f"uses weights of {part}, which are not gathered"
         return ""
 
     def _kernel(self, kind: Kind, unit: Unit, micro_batch: int, clock: VectorClock) -> str:
@@ -357,13 +396,15 @@ class _StateCheck:
         self.passed[unit] = micro_batch
         if unit in self.reduced:
             return f"adds to gradients of {part} after their reduction"
+        if unit in self.sent:
+            return f"adds to gradients of {part} after they went to the host"
         late = self.gradients[unit].add(COMPUTE, clock, write=True)
         return f"adds to gradients of {part} while {late} may still use them" if late else ""
 
     def _gather(self, unit: Unit, stream: int, clock: VectorClock, *, in_place: bool) -> str:
         """Check a gather of the weights of one unit, or of all units of the chunk, into a new
         buffer or in place (where kernels or gathers read)."""
-        used = self.pieces.late(stream, clock, write=in_place)
+        used = self.pieces.late(unit, stream, clock, write=in_place)
         if used:
             return f"gathers weights of {used[0]} while {used[1]} may still use them"
         of_chunk = [one for one in self.weights if one[1] == unit[1]]
@@ -375,14 +416,17 @@ class _StateCheck:
 
     def _exchanged(self, action: Action, micro_batch: int, chunk: int) -> list[Unit]:
         """The units whose gradients an action exchanges: one unit or all (norms, offload at the
-        step's end), the embedding and the head (tied), or the chunk's units that are due (as the
-        runtime counts them: down to the named unit)."""
+        step's end), the embedding and the head (tied), the units whose buffers a copy to the host
+        reads, or the chunk's units that are due (down to the named unit, as the runtime counts)."""
         if action.op == "norm_gradients" or (action.op == GRADIENTS_DOWN and not action.part):
             return [(action.part, chunk)] if action.part else list(self.gradients)
         if action.op == "tied":
             return [unit for unit in self.gradients if unit[0] in ("E", "H")]
         units = [unit for unit in self.gradients if unit[1] == chunk and unit not in self.reduced]
-        if action.part:
+        named = [(place(name)[0], chunk) for name in action.reads if is_gradient_buffer(name)]
+        if action.op == GRADIENTS_DOWN and named:
+            units = named
+        elif action.part:
             units = [unit for unit in units if self.passed.get(unit) == micro_batch]
             units += [(action.part, chunk)] if (action.part, chunk) not in units else []
         self.reduced.update(units)
@@ -401,37 +445,55 @@ class _StateCheck:
         return ""
 
     def _piece(self, action: Action, stream: int, clock: VectorClock) -> str:
-        """Check an action on a piece of optimizer states.  A piece has weights and gradients of any
-        unit, so it comes after the kernels and reductions of all units; pieces share nothing."""
+        """Check an action on a piece of optimizer states.  A piece has weights and gradients of its
+        units, or of any, so it comes after their kernels and reductions; pieces share nothing."""
         piece = action.part
         if not piece:
             return ""
+        own = frozenset(_unit(text) for text in action.units)
+        if own:
+            self.pieces.units[piece] = own
         updates = action.kind is Kind.OPTIMIZER
         writes = updates and action.stream != HOST_UPDATE
         writes |= action.op == CAST or (action.op == WEIGHTS_UP and not action.allocs)
-        if updates or action.op == GRADIENTS_DOWN:
-            late = self._before_pieces(self.gradients, stream, clock)
-            if late:
-                return f"uses gradients of {late[0]} for {piece} while {late[1]} may still use them"
+        reads = updates or action.op == GRADIENTS_DOWN
+        if reads and (words := self._unready(piece, own, stream, clock)):
+            return words
         if writes:
-            late = self._before_pieces(self.weights, stream, clock)
+            late = self._before_pieces(self.weights, own, stream, clock)
             if late:
                 return (
                     f"updates weights of {late[0]} for {piece} while {late[1]} may still use them"
                 )
         if updates:
-            if self.reduces and (unit := next(iter(self.gradients.keys() - self.reduced), None)):
+            units = own or self.gradients.keys()
+            if self.reduces and (unit := next(iter(units - self.reduced), None)):
                 return f"updates {piece} with gradients of {unit[0]}, which are not reduced"
-            self.updated.update(self.weights)
+            self.updated.update(own or self.weights)
+            self.reduced.update(own)  # without peers nothing else says so
+        elif action.op == GRADIENTS_DOWN:
+            self.sent.update(own)
         return self.pieces.fault(action, stream, clock, writes=writes)
+
+    def _unready(self, piece: str, own: frozenset[Unit], stream: int, clock: VectorClock) -> str:
+        """Why the gradients of a piece cannot be used yet, in words; empty if they can."""
+        if early := next(iter(own - self.gradients.keys()), None):
+            return f"uses gradients of {early[0]} for {piece} before their backward"
+        late = self._before_pieces(self.gradients, own, stream, clock)
+        return (
+            f"uses gradients of {late[0]} for {piece} while {late[1]} may still use them"
+            if late
+            else ""
+        )
 
     @staticmethod
     def _before_pieces(
-        uses: dict[Unit, "_Uses"], stream: int, clock: VectorClock
+        uses: dict[Unit, "_Uses"], own: frozenset[Unit], stream: int, clock: VectorClock
     ) -> tuple[str, str] | None:
-        """A unit of `uses` with a use that a piece's action does not wait for, and its stream."""
+        """A unit of `uses` (of the piece's `own`, if any) with a use that a piece's action does not
+        wait for, and its stream."""
         for unit, one in uses.items():
-            late = one.late(clock, write=True)
+            late = one.late(clock, write=True) if not own or unit in own else ""
             if late:
                 return unit[0], late
         return None

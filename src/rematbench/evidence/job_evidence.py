@@ -39,7 +39,7 @@ from rematbench.problem import Problem
 from rematbench.spec.cluster import Cluster
 from rematbench.spec.configfile import ConfigError
 from rematbench.spec.constants import Calibration
-from rematbench.spec.load import load_cluster, load_system, names
+from rematbench.spec.load import calibration, load_cluster, load_system, names
 from rematbench.spec.paths import data_dir
 from rematbench.spec.precision import WIDE, in_precision
 from rematbench.spec.system import System
@@ -183,8 +183,10 @@ class Range(Struct, frozen=True):
         found = {}
         if job.stack not in {stack for stack, _ in self.spans}:
             found["stack"] = f"stack {job.stack or 'with facts of no shipped stack'}"
-        if job.generation not in {generation for _, generation in self.spans}:
-            found["generation"] = f"generation {job.generation}"
+        known = job.generation in {generation for _, generation in self.spans}
+        if not known or job.generation not in fitted_generations():
+            unfitted = " (published, but no constant is fitted to its steps)" * known
+            found["generation"] = f"generation {job.generation}{unfitted}"
         if job.cluster:
             found["cluster"] = ", ".join(filter(None, (job.cluster, job.device)))
         span, whose = self._nearest(job)
@@ -217,6 +219,14 @@ class Range(Struct, frozen=True):
             return own, f" on {job.stack}"
         alike = [span for (_, where), span in self.spans.items() if where == job.generation]
         return _joined(alike or list(self.spans.values())), f" on {job.generation}" * bool(alike)
+
+
+@cache
+def fitted_generations() -> frozenset[str]:
+    """The GPU generations with a constant that is fitted to published steps."""
+    return frozenset(
+        name.split(".")[1] for name in calibration().fitted if name.startswith("gpus.")
+    )
 
 
 def _between(low: int, high: int) -> str:
@@ -283,7 +293,8 @@ def methods_of(family: str) -> frozenset[str]:
 NO_SPEED = frozenset(
     (
         *("name", "version", "sources", "constants", "non_torch_bytes", "scales"),
-        *("model_parallel", "zero_stages", "pinned_blocks", "wide_attention"),
+        *("model_parallel", "zero_stages", "pipeline_zero_stages"),
+        *("pinned_blocks", "wide_attention"),
     )
 )
 """Fields of a stack that are not compared: they do not change the seconds of a step, except

@@ -46,8 +46,8 @@ class Method(Protocol):
     plan and `search` leaves the method out.  `share`: the name of a parameter from 0 to 1, and the
     number of steps in which `search` varies it; the bytes that a pass keeps and copies are linear
     in this parameter.  `pieces` (True): each entry of `grid` costs more time than the entry before
-    and frees more transient bytes.  `moves_states` (True): the plan places training states, so
-    `search`, whose bounds count the states where the stack has them, leaves the method out.  If a
+    and frees more transient bytes.  `moves_states` (True): the plan places training states;
+    `search` tries such a method only where it is asked for, at every value of its grid.  If a
     method is Unsupported for the same `reason` at one value of `share` or `grid` and at the last
     value, `search` treats it as Unsupported at all values, so a reason that depends on the value
     must contain the value.  An instance may have an attribute `unit`: there is a plan only for

@@ -8,7 +8,7 @@ from math import fsum
 from msgspec.structs import replace
 
 from rematbench.plan import Plan
-from rematbench.problem import Problem
+from rematbench.problem import Problem, gathered_bytes
 from rematbench.solve.layer_costs import backward_s, forward_s, layers_in_flight
 from rematbench.solve.layer_policies import LayerGroup, heuristic
 from rematbench.solve.relocate import Relocation
@@ -97,14 +97,17 @@ def _pass_s(problem: Problem) -> float:
 
 
 def _state_bytes(problem: Problem, plan: Plan) -> float:
-    """Device bytes of states per parameter of a rank."""
-    system = problem.system
+    """Device bytes of states per parameter of a rank, and of what a pipeline holds whole."""
+    system, parameter, gradient = problem.system, plan.state("parameter"), plan.state("gradient")
     sizes = {
         "parameter": system.param_bytes,
         "gradient": system.grad_bytes,
         "optimizer": system.optimizer_bytes,
     }
-    return fsum(sizes[s.kind] / s.shards for s in plan.states if s.home == "device")
+    held = gathered_bytes(problem) if parameter.release == "step" else 0
+    if gradient.release == "step":
+        held, sizes["gradient"] = held + system.reduce_bytes, 0
+    return held + fsum(sizes[s.kind] / s.shards for s in plan.states if s.home == "device")
 
 
 def balanced_partition(relocation: Relocation) -> tuple[tuple[tuple[int, ...], ...], ...]:

@@ -5,14 +5,15 @@ from collections.abc import Callable
 from msgspec.structs import replace
 
 from rematbench.costs.states import shard
+from rematbench.engine.lowering.plan_checks import too_early
 from rematbench.plan import Pieces, Place, Plan
 from rematbench.problem import Problem, rank_parameters
 from rematbench.solve.search import smallest_feasible
 
 
-def refusal(problem: Problem, base: Plan, *, host: bool) -> str:
+def refusal(problem: Problem, base: Plan, *, host: bool, pieces: Pieces | None = None) -> str:
     """The reason why a base's optimizer states cannot be placed in pieces; empty if they can.
-    `host`: whether the CPU is to update some."""
+    `host`: whether the CPU is to update some; `pieces`: those that may start early."""
     optimizer = base.state("optimizer")
     if optimizer.home == "host" or optimizer.pieces is not None:
         return "the base already places the optimizer's states"
@@ -20,7 +21,7 @@ def refusal(problem: Problem, base: Plan, *, host: bool) -> str:
         return "the base updates in the backward, which leaves no states to place"
     if host and problem.cluster.host_update_parameters_per_s is None:
         return f"cluster {problem.cluster.name} has no host_update_parameters_per_s"
-    return ""
+    return too_early(base, problem, pieces) if pieces else ""
 
 
 def shares(problem: Problem, base: Plan) -> list[int]:

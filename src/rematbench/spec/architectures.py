@@ -23,10 +23,12 @@ class Windows(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 class Sparse(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Which layers have experts: all but the first ones (their number is the value of the key
-    `after`) and those that the key `but` lists, and of these each whose number, from 1, is a
-    multiple of the value of the key `every`."""
+    `after`), those after the layer in the key `until` and those that the key `but` lists, and of
+    these each whose number, from 1, is a multiple of the value of the key `every`.  A file that
+    gives the kind of each layer (`mlp_layer_types`) decides by itself."""
 
     after: str = ""
+    until: str = ""
     but: str = ""
     every: str = ""
 

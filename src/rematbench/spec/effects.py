@@ -65,6 +65,11 @@ class Use(NamedTuple):
         return self.layout.ep > 1 and self.layout.num_micro_batches > 1
 
     @property
+    def held(self) -> bool:
+        """Whether a pipeline holds gathered parameters or gradients until its last pass."""
+        return self.layout.pp > 1 and self.stage > 1
+
+    @property
     def by_layer(self) -> bool:
         """Whether parameters are gathered per layer."""
         sharded = self.stage == 3 or (self.stage == 2 and self.system.data_parallel == "fsdp")
@@ -73,7 +78,7 @@ class Use(NamedTuple):
     @property
     def by_matrix(self) -> bool:
         """Whether the matrices of each operator are gathered by themselves."""
-        return self.by_layer and self.system.data_parallel == "zero"
+        return self.by_layer and not self.held and self.system.data_parallel == "zero"
 
     @property
     def gradients_leave(self) -> bool:
@@ -176,7 +181,7 @@ ACTS: dict[str, Acts] = {
     "p2p_synchronous": _waits_for_messages,
     "holds_outputs": lambda use: use.layout.pp > 1,
     "blocking_copies": lambda use: use.offloads,
-    "reduce_overlap": lambda use: use.peers,
+    "reduce_overlap": lambda use: use.peers and not use.held,
     "gather_overlap": lambda use: use.stage > 0,
     "bucket_bytes": _bucketed,
     "prefetch_elements": lambda use: use.by_matrix,
@@ -213,8 +218,9 @@ ACTS: dict[str, Acts] = {
     "rank_order": lambda use: use.leaves_node and use.mixed,
     "model_parallel": _never,
     "zero_stages": _never,
+    "pipeline_zero_stages": _never,
     "features": _never,
     "wide_attention": _never,
 }
-"""The condition of each fact.  `model_parallel`, `zero_stages`, `features` and `wide_attention`
-decide which jobs a stack accepts: none changes a job's numbers."""
+"""The condition of each fact.  `model_parallel`, `zero_stages`, `pipeline_zero_stages`, `features`
+and `wide_attention` decide which jobs a stack accepts: none changes a job's numbers."""

@@ -22,6 +22,7 @@ FEATURES = (
     "optimizer_offload",
     "param_offload",
     "ulysses",
+    "ulysses_in_cp",
 )
 DEGREES = ("tp", "cp", "dp", "pp")
 WIRES = ("reduce_bytes", "gather_bytes", "host_grad_bytes")
@@ -200,6 +201,9 @@ def _contradictions(system: System) -> Iterable[tuple[str, str]]:
     if system.data_parallel == "fsdp" and system.bucket_bytes:
         problem = "with data_parallel: fsdp, which reduces each unit separately (use 0)"
         yield "bucket_bytes", f"{system.bucket_bytes} {problem}"
+    if max(system.pipeline_zero_stages) > 1 and (system.whole_buckets or system.host_gradients):
+        problem = "2 and 3 are those of FSDP2, without whole_buckets and host_gradients"
+        yield "pipeline_zero_stages", problem
     if system.prefetch_elements and (system.data_parallel == "fsdp" or not system.live_elements):
         problem = "needs data_parallel: zero and live_elements"
         yield "prefetch_elements", f"{system.prefetch_elements}: {problem}"

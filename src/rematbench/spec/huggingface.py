@@ -81,7 +81,6 @@ _ENCODERS = {
 }
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _FEATURES = {
-    **dict.fromkeys((*_EXPERTS, "ffn_config.moe_num_experts"), "experts"),
     "kv_lora_rank": "latent attention (keys and values of low rank)",
     "state_size": "state-space layers",
     "mamba_d_state": "state-space layers",
@@ -198,7 +197,7 @@ def _checked(data: Config, label: str, known: Architecture | None) -> None:
         msgspec.convert({key: value for key, value in data.items() if value is not None}, _Known)
     except msgspec.ValidationError as error:
         raise ConfigError(label, *validation_problem(str(error), _Known)) from error
-    for key in _EXPERTS if known is None or "experts.count" not in known.keys else ():
+    for key in _EXPERTS if known and "experts.count" not in known.keys else ():
         if isinstance(data.get(key), int) and data[key] > 1:
             kind = data.get("model_type")
             problem = f"mixture of experts ({data[key]} experts) of {kind!r} is not modelled"
@@ -286,6 +285,12 @@ class _Reader:
         dense = [layer for layer in layers if not self._is_sparse(layer)]
         if experts.get("count", 0) <= 1 or len(dense) == len(layers):
             return rest
+        for field, value in experts.items():
+            if isinstance(value, list):  # of each layer
+                if len(set(value)) > 1:
+                    key = self.known.keys[mark + field]
+                    raise Unmodelled(str(key), "experts that differ from layer to layer")
+                experts[field] = value[0]
         if "shared_units" in experts:  # a number of experts that every token passes
             experts["shared_ffn"] = experts.pop("shared_units") * experts["ffn"]
         return {**rest, "experts": {**experts, "dense_layers": dense}}
@@ -295,9 +300,14 @@ class _Reader:
         rule = self.known.sparse
         if rule is None:
             return True
+        kinds = self.data.get("mlp_layer_types")
+        if kinds:
+            return bool(kinds[layer] == "sparse")
         every = self.data.get(rule.every, 1)
         after, but = self.data.get(rule.after) or 0, self.data.get(rule.but) or ()
-        return layer >= after and layer not in but and every > 0 and (layer + 1) % every == 0
+        until = self.data.get(rule.until, -1)
+        inside = after <= layer and (until < 0 or layer <= until) and layer not in but
+        return bool(inside and every > 0 and (layer + 1) % every == 0)
 
     def _get(self, key: str, data: Config | None = None) -> Any:
         return _at(self.data if data is None else data, key)

@@ -1,9 +1,10 @@
 """The layout: parallel degrees, micro-batch and batch, and the rules that a layout must obey."""
 
+from math import lcm
+
 from msgspec import Struct
 
 from rematbench.host.errors import UserError
-from rematbench.spec.cluster import Cluster
 from rematbench.spec.configfile import wrong_field
 from rematbench.spec.load import load_system
 from rematbench.spec.stackfacts import other_versions
@@ -16,6 +17,10 @@ DEGREE_WORDS = {
     "vpp": "interleaved pipelines",
     "cp": "context parallelism",
 }
+GATHERED_CHUNKS = 3
+"""Chunks of a rank that torch keeps gathered in a pipeline: a further one is resharded and gathered
+again (torch 2.13, distributed/pipelining/schedules.py, _add_unshard_reshard: max_active_stages)."""
+
 MOST_GPUS, MOST_TOKENS, MOST_PASSES = 1 << 16, 1 << 36, 1 << 18
 
 
@@ -25,7 +30,8 @@ class LayoutError(UserError):
 
 class Layout(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Parallel degrees and batch sizes.  `dp` excludes `cp`; `ulysses` is the degree of all-to-all
-    sequence parallelism, which takes ranks from dp; `shard_degree` is the number of ranks that
+    sequence parallelism, which takes ranks from dp (with `cp` each of its ranks is such a group of
+    neighbours, which share a slice's heads); `shard_degree` is the number of ranks that
     share sharded states, whose replicas all-reduce their gradients (0: all data- and
     context-parallel peers share them); `sp` is Megatron's sequence parallelism (no
     effect at tp = 1); `micro_batch` and `global_batch` count sequences.
@@ -88,9 +94,19 @@ class Layout(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def expert_dp(self) -> int:
-        """Ranks that hold the same part of the same experts, over which ZeRO shards their
-        states."""
+        """Ranks that hold the same part of the same experts."""
         return self.tp * self.cp * self.dp // (self.ep * self.expert_tp)
+
+    @property
+    def state_replicas(self) -> int:
+        """Groups of ranks that hold the same shards of states."""
+        return self.dp * self.cp // self.state_shards
+
+    @property
+    def expert_shards(self) -> int:
+        """Ranks over which ZeRO shards the states of experts: their peers inside a replica of
+        sharded states (torchtitan, distributed/parallel_dims.py, efsdp)."""
+        return self.expert_dp // self.state_replicas
 
     @property
     def has_peers(self) -> bool:
@@ -103,11 +119,11 @@ class Layout(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return self.pp * self.vpp
 
 
-def check_layout(layout: Layout, workload: Workload, cluster: Cluster, system: System) -> None:
+def check_layout(layout: Layout, workload: Workload, system: System) -> None:
     """Raise LayoutError for the first broken rule."""
     _check(_size_rules(layout, workload))
     _check(_batch_rules(layout))
-    _check(_rules(layout, workload, cluster, system))
+    _check(_rules(layout, workload, system))
 
 
 def _check(rules: list[tuple[bool, str]]) -> None:
@@ -143,7 +159,7 @@ def _size_rules(lay: Layout, work: Workload) -> list[tuple[bool, str]]:
     ]
 
 
-def _rules(lay: Layout, work: Workload, cluster: Cluster, system: System) -> list[tuple[bool, str]]:
+def _rules(lay: Layout, work: Workload, system: System) -> list[tuple[bool, str]]:
     return [
         *_model_rules(lay, work),
         (
@@ -159,11 +175,6 @@ def _rules(lay: Layout, work: Workload, cluster: Cluster, system: System) -> lis
         *_expert_rules(lay, work, system),
         *_ep_overlap_rules(lay, work, system),
         *_stack_rules(lay, system),
-        (
-            lay.gpus > cluster.gpus_per_node and lay.gpus % cluster.gpus_per_node != 0,
-            f"tp x cp x pp x dp = {lay.gpus} GPUs do not fill whole nodes of "
-            f"{cluster.gpus_per_node} GPUs",
-        ),
     ]
 
 
@@ -192,6 +203,16 @@ def _stack_rules(lay: Layout, system: System) -> list[tuple[bool, str]]:
         (
             lay.state_shards > 1 and stage not in system.zero_stages,
             f"system {system.name} has no ZeRO stage {stage} (its stages: {stages})",
+        ),
+        (
+            lay.pp > 1 and stage not in system.pipeline_zero_stages,
+            f"zero_stage {stage} with pp = {lay.pp}: in a pipeline, system {system.name} has ZeRO "
+            f"stages {', '.join(map(str, system.pipeline_zero_stages))} alone",
+        ),
+        (
+            stage > 1 and lay.vpp > GATHERED_CHUNKS,
+            f"zero_stage {stage} with vpp = {lay.vpp}: torch keeps at most {GATHERED_CHUNKS} "
+            "chunks of a rank gathered, and gathering a chunk again is not modelled",
         ),
     ]
 
@@ -227,14 +248,12 @@ def _ulysses_rules(lay: Layout, work: Workload, system: System) -> list[tuple[bo
     degree = lay.ulysses
     kv_heads = max(1, work.model.num_kv_heads // lay.tp)
     parts = degree * (lay.tp if lay.sp else 1)
+    if degree > 1 and lay.cp > 1:
+        return _nested_rules(lay, work, system, kv_heads)
     return [
         (
             degree > 1 and "ulysses" not in system.features,
             f"system {system.name} has no Ulysses all-to-all, but ulysses = {degree}",
-        ),
-        (
-            degree > 1 and lay.cp > 1,
-            f"cp = {lay.cp} together with ulysses = {degree} is not modelled",
         ),
         (
             degree > 1 and work.seq_len % parts != 0,
@@ -244,6 +263,32 @@ def _ulysses_rules(lay: Layout, work: Workload, system: System) -> list[tuple[bo
             max(kv_heads, degree) % min(kv_heads, degree) != 0,
             f"{kv_heads} KV heads per rank and ulysses = {degree}: one must divide the other",
         ),
+    ]
+
+
+def _nested_rules(
+    lay: Layout, work: Workload, system: System, kv_heads: int
+) -> list[tuple[bool, str]]:
+    """The rules of an all-to-all inside context parallelism (TransformerEngine, a2a+p2p of
+    context_parallel.py: whole KV heads, no packed sequences)."""
+    degree, ranks = lay.ulysses, lay.cp * lay.ulysses
+    parts = ranks * lcm(2, lay.tp if lay.sp else 1)
+    return [
+        (
+            "ulysses_in_cp" not in system.features,
+            f"system {system.name} has no Ulysses inside context parallelism, but cp = {lay.cp} "
+            f"with ulysses = {degree}",
+        ),
+        (
+            work.seq_len % parts != 0,
+            f"seq_len {work.seq_len} must be a multiple of {parts}: cp x ulysses = {ranks} ranks "
+            "take two slices, or tp of them (with sp)",
+        ),
+        (
+            kv_heads % degree != 0,
+            f"{kv_heads} KV heads per rank must be a multiple of ulysses = {degree} inside cp",
+        ),
+        (work.packed, f"packed documents with cp = {lay.cp} and ulysses = {degree}"),
     ]
 
 
@@ -283,8 +328,9 @@ def _expert_rules(lay: Layout, work: Workload, system: System) -> list[tuple[boo
         *_capacity_rules(work, system),
         (lay.ulysses > 1, f"experts with ulysses = {lay.ulysses} are not modelled"),
         (
-            lay.shard_degree > 0,
-            f"experts with shard_degree = {lay.shard_degree} are not modelled",
+            lay.shard_degree > 0 and lay.tp * lay.shard_degree % (etp * lay.ep) != 0,
+            f"tp x shard_degree = {lay.tp * lay.shard_degree} must be a multiple of etp x ep = "
+            f"{etp} x {lay.ep} (experts are spread inside a replica)",
         ),
     ]
 
@@ -351,10 +397,6 @@ def _batch_rules(lay: Layout) -> list[tuple[bool, str]]:
         (
             lay.vpp > 1 and micro_batches % lay.pp != 0,
             f"interleaved 1F1B needs micro-batches % pp == 0, but {micro_batches} % {lay.pp} != 0",
-        ),
-        (
-            lay.zero_stage >= 2 and lay.pp > 1,
-            f"zero_stage {lay.zero_stage} with pp = {lay.pp} is not modelled (gradient sharding)",
         ),
     ]
 

@@ -159,7 +159,8 @@ class System(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     has experts (the streams of a grouped GEMM).
     `model_parallel`: the degrees that the stack can raise above 1, besides context parallelism
     (`cp_kind`, `features`); `zero_stages`: the ZeRO stages that the stack supports if states can be
-    sharded.
+    sharded; `pipeline_zero_stages`: those of them that it supports in a pipeline.  In a pipeline,
+    stages 2 and 3 keep what they gather, and whole gradients, until a rank's last pass (FSDP2).
     `vocab_multiple`: the vocabulary is padded up to a multiple of vocab_multiple x tp.
     `scales`: the factors that were fitted to a user's measurements.
     `features`: further abilities of the stack; a request for another feature is Unsupported.
@@ -208,6 +209,7 @@ class System(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     expert_workspaces: Workspaces = 0
     model_parallel: tuple[ModelParallel, ...] = ("tp", "pp", "vpp", "ep")
     zero_stages: tuple[ZeroStage, ...] = (0, 1, 2, 3)
+    pipeline_zero_stages: tuple[ZeroStage, ...] = (0, 1)
     data_parallel: DataParallelKind = "zero"
     compiled: bool = False
     cuda_graphs: bool = False

@@ -25,6 +25,7 @@ from tests.problems import (
     by_layer,
     half,
     layers,
+    on,
     plan_of,
     problem,
     remade,
@@ -110,6 +111,14 @@ def experts() -> tuple[Problem, Plan]:
     return by_method(given, "selective_recompute", modules=("moe", "layernorm"))
 
 
+def early_pieces() -> tuple[Problem, Plan]:
+    """All optimizer states on the host; the CPU and visits update from the last backward on."""
+    given = on(problem(model=layers(1), global_batch=2), host_update_parameters_per_s=1e9)
+    settings: dict[str, Any] = {"share": 1.0, "visiting": 0.5, "slots": 1}
+    early: dict[str, Any] = {"start": "ready", "clip": False, "size": 3500}
+    return by_method(given, "full_recompute+optimizer_offload", **settings, **early)
+
+
 def by_method(given: Problem, spec: str, **settings: Any) -> tuple[Problem, Plan]:
     """The plan of a file of methods/."""
     return given, plan_of(given, spec, **settings)
@@ -126,6 +135,7 @@ CASES: dict[str, Callable[[], tuple[Problem, Plan]]] = {
     "mst": mst,
     "lynx": lynx,
     "experts": experts,
+    "early_pieces": early_pieces,
 }
 
 

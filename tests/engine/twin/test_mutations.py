@@ -196,6 +196,28 @@ def test_parameters_used_before_their_gather_is_done_are_caught() -> None:
         interpret(broken)
 
 
+def test_weights_that_a_pipeline_holds_are_used_while_they_are_there() -> None:
+    """A kernel waits for the gather of its chunk's first forward, and no kernel comes after the
+    release, whichever micro-batch it works on."""
+    given = problem(model=layers(4), system="torchtitan", pp=2, dp=2, zero_stage=3, global_batch=8)
+    program = lower(given.base_plan, given)
+    check(program)
+    first, rank = program.ranks[0].blocks[0], program.ranks[0]
+    event = next(a.event for a in first.actions if a.part == "L0" and a.op == "parameters")
+    broken = mutate(program, "F", without(wait_for("compute", event)))
+    with pytest.raises(CheckError, match=r"reads L0.parameters\^ without waiting"):
+        check(broken)
+    steps = list(rank.steps)
+    release = next(i for i, s in enumerate(steps) if rank.blocks[s.block].label == "release")
+    steps.insert(release - 4, steps.pop(release))
+    early = replace(rank, steps=tuple(steps))
+    broken = replace(program, ranks=(early, *program.ranks[1:]))
+    with pytest.raises(CheckError, match=r"reads L\d.parameters\^, which is not allocated"):
+        check(broken)
+    with pytest.raises(TwinError, match=r"parameters\^.* is not alive"):
+        interpret(broken)
+
+
 def states(zero_stage: int, system: str, *, update: bool = False, **changes: Any) -> Program:
     """Two layers on two data-parallel ranks; `update`: in the backward."""
     layout = {"dp": 2, "global_batch": 2 if update else 4, **changes}

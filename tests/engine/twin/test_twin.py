@@ -57,9 +57,25 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "kwai": {"system": "megatron-kwai", "tp": 2, "pp": 2, "vpp": 2, "global_batch": 4},
     "ring": {"system": "megatron-core", "cp": 2, "tp": 2, "model": replace(GPT, num_layers=2)},
     "fsdp": {"system": "torchtitan", "dp": 2, "zero_stage": 2, "global_batch": 2},
+    "ulysses in a ring": {
+        **{"system": "megatron-bridge", "cp": 2, "dp": 2, "ulysses": 2},
+        "model": replace(LLAMA, num_layers=2, num_kv_heads=LLAMA.num_heads),
+    },
+    "fsdp in a pipeline": {
+        **{"system": "torchtitan", "pp": 2, "vpp": 2, "dp": 2},
+        **{"zero_stage": 3, "global_batch": 8},
+    },
     "unfused": {"system": "megatron-lm", "model": GPT, "attention": "unfused", "tp": 2},
     "experts": {"model": EXPERTS, "dp": 4, "pp": 2, "ep": 4, "global_batch": 8},
     "split experts": {"model": EXPERTS, "tp": 2, "dp": 2, "ep": 2, "etp": 2, "global_batch": 4},
+    "experts under fsdp": {
+        **{"model": EXPERTS, "system": "torchtitan", "dp": 4, "ep": 2},
+        **{"zero_stage": 3, "global_batch": 8},
+    },
+    "experts under fsdp in a pipeline": {
+        **{"model": EXPERTS, "system": "torchtitan", "dp": 4, "ep": 2, "pp": 2},
+        **{"zero_stage": 3, "global_batch": 8},
+    },
     "gathered experts": {
         "model": EXPERTS,
         "tp": 2,
@@ -131,6 +147,8 @@ def test_memory_equals_the_ledger_after_every_action(layout: str, case: str) -> 
         with pytest.raises(PlanError, match="is not row-local: recompute all of its rows or none"):
             lower(plan, given)
         return
+    if given.layout.ulysses > 1 and case == "three fates":
+        pytest.skip("an exchange of q alone has another digest than that of q, k and v")
     ranks = held(given, plan, given.base_plan)
     assert gradients(ranks) == gradients(interpret(lower(plan, given), EARLY))
 

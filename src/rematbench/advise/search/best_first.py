@@ -11,7 +11,6 @@ from rematbench.advise.search.candidates import KEEP, Candidate, Tree
 from rematbench.advise.search.closed_bounds import Bounds
 from rematbench.advise.search.memory_rules import MemoryRules
 from rematbench.advise.search.queue import (
-    BEGINNING,
     RIPE,
     Item,
     LeanOrder,
@@ -119,7 +118,7 @@ class Search:
             bound_s, item = entries.pop(ripe=ahead)
             bounds = item.place.bounds if item.place else item.bounds
             assert bounds is not None
-            prober, own = bounds.shard.prober, item.stage not in BEGINNING
+            prober, own = bounds.shard.prober, item.stage != "layout"
             before = prober.layers
             trial = self._take(0.0 if lean else bound_s, item)
             if lean and item.place:
@@ -160,8 +159,8 @@ class Search:
             self._expand(bound_s, place, item.candidate)
         elif item.stage == "compose":
             self.memory.judge(bound_s, place, item.candidate)
-        elif item.stage in BEGINNING:
-            self._begin(bound_s, place, item)
+        elif item.stage == "layout":
+            self._judge_roots(bound_s, place)
         elif item.stage == "pieces":
             self.memory.judge(bound_s, place, item.candidate, item.pieces)
         else:
@@ -205,29 +204,9 @@ class Search:
         if not late and any(map(leaner, item.bounds.shard.choices)):
             self.queue.push(0.0, Item("shard", None, item.bounds, KEEP, 2))
 
-    def _begin(self, bound_s: float, place: Place, item: Item) -> None:
-        """Begin with the roots of the tree at a layout, or go on with one of them."""
-        if item.stage == "root":
-            self._root(bound_s, place, item.candidate, item.step)
-            return
+    def _judge_roots(self, bound_s: float, place: Place) -> None:
         for root in self.tree.roots:
-            self._root(bound_s, place, root)
-
-    def _root(self, bound_s: float, place: Place, candidate: Candidate, depth: int = 0) -> None:
-        """Bound a candidate of several methods by the methods before its last, whose probes are
-        cheaper: first by one, then by two, as long as the bound is the lowest of all; then judge
-        it.  A plan is no faster than the plan that its last method was added to.  A candidate that
-        does not fit by what it keeps and copies needs no bound.  `depth`: the methods that have
-        bounds."""
-        if depth + 1 >= len(candidate.parts):
-            self.memory.judge(bound_s, place, candidate)
-            return
-        if not depth and self.tree.ends(candidate) and self.memory.lacks_bytes(place, candidate):
-            return
-        found = place.bounds.of(Candidate(candidate.parts[: depth + 1]))
-        if isinstance(found, Bounds):
-            bound_s = max(bound_s, float(found.step_s[0, place.index]))
-        self.queue.push(bound_s, Item("root", place, None, candidate, depth + 1))
+            self.memory.judge(bound_s, place, root)
 
     def _dominated(self, place: Place, candidate: Candidate, step: int = 1) -> bool:
         """Whether a candidate at a step of its share is made of a plan that fits by further
@@ -297,4 +276,4 @@ class Search:
                 self.queue.postpone(step_s, Item("expand", place, None, candidate))
             self.note_step(step_s)
             place.counted = step_s < self.queue.faster_than_s < inf
-        return None if again else replace(trial, candidate=candidate.text(1))
+        return None if again else replace(trial, candidate=site.named(candidate.text(1)))

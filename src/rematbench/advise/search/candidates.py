@@ -145,6 +145,27 @@ def _settings(method: Method, registry: Registry) -> list[Variant]:
     return [Variant(method.name, method_text(entry, settings), cuts=_cuts(entry))]
 
 
+def places_states(registry: Registry, name: str) -> bool:
+    """Whether a method, as it is typed, places training states; MethodError if it is composed with
+    others."""
+    entries = [registry.entry(method.name) for method in registry.resolve(name).methods]
+    places = any(entry.moves_states for entry in entries)
+    if places and len(entries) > 1:
+        raise MethodError(f"{name!r}: name single methods only; search composes them itself")
+    return places
+
+
+def placements(registry: Registry, names: Iterable[str]) -> tuple[str, ...]:
+    """The methods of `names` that place training states, each at every value of its grid that the
+    name leaves open."""
+    return tuple(
+        candidate.text()
+        for name in names
+        if places_states(registry, name)
+        for candidate in candidates_of(registry.resolve(name), registry)
+    )
+
+
 def chooses(method: Method, registry: Registry) -> bool:
     """Whether a method chooses grid parameters by itself, from facts that differ between the
     layouts of a shard (pieces follow from the shapes of tensors)."""

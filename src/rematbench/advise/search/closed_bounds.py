@@ -14,11 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rematbench.advise.search.pass_costs import Facts, Line
-from rematbench.advise.search.schedule_bound import at
 from rematbench.advise.search.space import Array, Columns
-from rematbench.costs.bind import CostModel
-from rematbench.costs.copies import shared_link_bytes_per_s
-from rematbench.plan import MIB, Transfers
+from rematbench.plan import Transfers
 
 ROUNDING_BYTES = 1 << 20
 """A chunk's share of bytes is rounded up to a multiple of this."""
@@ -71,26 +68,9 @@ class Total:
         )
 
     @cached_property
-    def out_bytes(self) -> Array:
-        """Bytes of copies of activations to the host."""
-        return np.maximum(0.0, self._at(self.base.out_bytes, self.slope.out_bytes))
-
-    @cached_property
     def kept_bytes(self) -> Array:
         """Device bytes between forward and backward."""
         return self._at(self.base.kept_bytes, self.slope.kept_bytes)
-
-    @cached_property
-    def crossing_bytes(self) -> Array:
-        """Bytes that a GPU sends to other nodes in collectives of forwards."""
-        found = self._at(self.base.crossing_bytes, self.slope.crossing_bytes)
-        return np.maximum(0.0, found)
-
-    @cached_property
-    def recrossing_bytes(self) -> Array:
-        """Bytes that a GPU sends to other nodes in collectives of backwards."""
-        found = self._at(self.base.recrossing_bytes, self.slope.recrossing_bytes)
-        return np.maximum(0.0, found)
 
     @cached_property
     def copied_bytes(self) -> Array:
@@ -139,12 +119,9 @@ AS_PROBED = Wider()
 """Layers of one kind."""
 
 
-def step_bound(
-    columns: Columns, facts: Facts, send_s: Array, waits_s: Any = 0.0, more: Wider = AS_PROBED
-) -> Array:
+def step_bound(columns: Columns, facts: Facts, send_s: Array, more: Wider = AS_PROBED) -> Array:
     """Lower bound of each layout's step in seconds: the largest of the bounds of the first rank, an
-    inner rank and the last rank.  `waits_s`: seconds in which compute of the first rank waits for
-    copies during its passes; `more`: what layers of other kinds than a probe's add."""
+    inner rank and the last rank.  `more`: what layers of other kinds than a probe's add."""
     c, m, v = columns, columns.count, columns.vpp
     first, middle, last = facts
     opening = Total(first, c.opening)
@@ -154,11 +131,11 @@ def step_bound(
     rest_last = Total(middle, c.last - c.ending, v - 1)
     inner = Total(middle, c.inner_work, v)
 
-    def work(one: Total, other: Total | None, more_s: Any, waits_s: Any = 0.0) -> Array:
+    def work(one: Total, other: Total | None, more_s: Any) -> Array:
         passes_s, host_s = one.passes_s + more_s, one.host_s
         if other is not None:
             passes_s, host_s = passes_s + other.passes_s, host_s + other.host_s
-        return np.asarray(np.maximum(m * passes_s + waits_s, m * host_s))
+        return np.asarray(np.maximum(m * passes_s, m * host_s))
 
     def around(layers: Any, ranks: Any) -> Array:
         """Seconds before a rank's first pass and after its last: the passes and messages of the
@@ -167,7 +144,7 @@ def step_bound(
         passes_s = opening.passes_s + between.passes_s
         return np.where(ranks > 0, passes_s + 2 * ranks * send_s, 0.0)
 
-    at_first = work(opening, rest_first, more.first, waits_s=waits_s)
+    at_first = work(opening, rest_first, more.first)
     at_inner = work(inner, None, more.inner) + around(c.inner_before, c.inner_rank)
     at_last = work(ending, rest_last, more.last) + around(c.before_last, c.pp - 1)
     found = np.where(c.pp > 2, np.maximum(at_first, at_inner), at_first)
@@ -211,7 +188,9 @@ def peak_bound(
         """Bytes of a rank: states, pools, activations that the other passes in flight keep or that
         are being copied, and the highest point of the running pass."""
         high = np.minimum(chunk.high_bytes, inner.high_bytes) if rank == 0 else chunk.high_bytes
-        inside = states[rank] + (flights[rank] - 1) * np.maximum(others, 0.0)
+        inside = (
+            states[rank] + still * c.sum_bytes[rank] + (flights[rank] - 1) * np.maximum(others, 0.0)
+        )
         if still:
             backward = backward_bytes + np.maximum(0.0, high)
             return np.asarray(inside + np.maximum(backward, chunk.forward_high_bytes))
@@ -281,12 +260,11 @@ def _rest_pool_bytes(rest: Total) -> Array:
     return np.where(rest.more >= 0, rest.base.pool_bytes, 0.0)
 
 
-def host_bound(columns: Columns, facts: Facts, more: Callable[[Any], Array]) -> Array:
+def host_bound(columns: Columns, facts: Facts) -> Array:
     """Lower bound of the host bytes that the ranks of the first node, or of the first node without
-    the first stage, pin for passes in flight.  `more`: the bytes by which the pinned blocks of a
-    chunk exceed its tensors, by the chunk's layers."""
+    the first stage, pin for passes in flight."""
     c = columns
-    nothing = np.zeros(len(c.choices)) * more(c.opening)
+    nothing = np.zeros(len(c.choices))
     if not any(np.any(cost.host_bytes) for line in facts for cost in (line.base, line.slope)):
         return nothing
     opening, alike = Total(facts.first, c.opening), Total(facts.middle, c.opening)
@@ -299,79 +277,9 @@ def host_bound(columns: Columns, facts: Facts, more: Callable[[Any], Array]) -> 
             if stage not in pinned:
                 layers = c.layers_of(stage) if stage else c.opening
                 chunk_bytes = Total(facts.middle, layers).host_bytes if stage else each
-                pinned[stage] = np.maximum(0.0, chunk_bytes) + more(layers)
+                pinned[stage] = np.maximum(0.0, chunk_bytes)
             total = total + passes * pinned[stage]
         found.append(total)
     # The model's last layers may stay on the device; with two ranks the first rank may have some.
     moving = np.where((c.vpp > 1) & (c.pp < 3), 1.0 - 1.0 / c.vpp, 1.0)
     return np.asarray(moving * np.maximum(*found))
-
-
-class CopyBound:
-    """Lower bounds of the seconds of each layout's copies on its first rank.  The copies share
-    links with messages of `sent_bytes` per micro-batch and with collectives: of forwards and
-    backwards, or with `by_layer` the smaller of the two.  There is no bound if the model's last
-    layers, which a method may spare, begin on the first rank."""
-
-    def __init__(
-        self,
-        columns: Columns,
-        facts: Facts,
-        cost: CostModel,
-        sent_bytes: Array,
-        *,
-        by_layer: bool,
-    ) -> None:
-        self.columns, self.facts = columns, facts
-        c, (first, middle, last) = columns, facts
-        self.opening = Total(first, c.opening)
-        self.rest = Total(middle, c.first - c.opening, c.vpp - 1)
-        ending = Total(last, c.ending)
-        ends = (ending.out_bytes, Total(middle, c.ending).out_bytes)
-        between = c.layers - c.opening - c.ending
-        inner = Total(middle, between, np.maximum(0, c.pp * c.vpp - 2))
-        others = np.where(c.pp > 1, inner.out_bytes + np.maximum(*ends), 0.0)
-        most = self.opening.out_bytes + others + MIB * c.layers
-
-        def of_all(bytes_of: Callable[[Total], Array]) -> Array:
-            behind = np.where(c.pp > 1, bytes_of(inner) + bytes_of(ending), 0.0)
-            return np.asarray(bytes_of(self.opening) + behind)
-
-        crossing = of_all(lambda chunk: chunk.crossing_bytes)
-        recrossing = of_all(lambda chunk: chunk.recrossing_bytes)
-        beside = np.minimum(crossing, recrossing) if by_layer else crossing + recrossing
-        sent_bytes = sent_bytes + beside
-        self.sure = (c.pp == 1) | (c.after_first >= last.layers)
-        alone = cost.copy_bytes_per_s()
-        rate = shared_link_bytes_per_s(alone, alone, cost.nic_bytes_per_s, 0.0, sent_bytes / most)
-        efficiency = cost.common.pcie_efficiency
-        self.byte_s = 1.0 / (rate * efficiency)
-        self.more_s = self.byte_s - 1.0 / (alone * efficiency)  # than without other traffic
-
-    def outwards(self) -> Array:
-        """Seconds of all copies to the host, one after the other."""
-        nbytes = self.opening.out_bytes + self.rest.out_bytes
-        return np.where(self.sure, self.columns.count * nbytes * self.byte_s, 0.0)
-
-    def outlast(self) -> NDArray[np.bool_]:
-        """Whether a layer's copies to the host take longer than the kernels of its forward."""
-        layer = self.facts.middle.slope
-        return np.asarray(layer.out_bytes * self.byte_s > layer.forward.kernel_s)
-
-    def reloads(self) -> Array:
-        """Seconds in which compute waits for copies by layer that come back during the pass before
-        their backward.  In the steady state, this pass is a forward of another micro-batch or
-        chunk."""
-        c, (first, middle, _) = self.columns, self.facts
-        ends = [(first, c.opening), (middle, c.fewest), (middle, c.most)]
-        longest_s = np.max([at(line, lambda x: x.forward.compute_s, n) for line, n in ends[::2]], 0)
-
-        def waits_s(line: Line, layers: NDArray[np.int64]) -> Array:
-            back_bytes = at(line, lambda x: x.back_bytes - x.inside_bytes, layers)
-            back_s = at(line, lambda x: x.back_s, layers) + self.more_s * back_bytes
-            rest_s = at(line, lambda x: x.backward.landed_s - x.backward.compute_s, layers)
-            return np.asarray(back_s + rest_s - longest_s)
-
-        least_s = np.min([waits_s(*end) for end in ends], 0)
-        steady = c.count * c.vpp - c.in_flight[0] + 1
-        return np.where(self.sure & (c.pp > 1), steady * np.maximum(0.0, least_s), 0.0)

@@ -6,24 +6,27 @@ from collections.abc import Iterator
 from rematbench.advise.search.candidates import LARGEST_UNIT, Variant
 from rematbench.advise.search.search_job import SearchJob
 from rematbench.advise.search.space import MOST_MICRO_BATCH
-from rematbench.spec.layout import Layout
+from rematbench.spec.layout import GATHERED_CHUNKS, Layout
 
 
 def space_words(job: SearchJob) -> str:
     """The space of a search: the proof covers it and nothing else."""
     layouts, methods = len(job.space.choices), len(job.variants)
+    placed = len([choice for choice in job.space.choices if choice.states])
     many = "s" if layouts > 1 else ""
     each = f"{methods} methods and their compositions"
     if job.package:
         each = f"{methods} policies that {job.package.name} has options for"
-    return f"{layouts:,} layout{many}, each with {each}"
+    states = f" ({placed:,} of them with states placed by {job.states[0]}" if placed else ""
+    states += f" to {job.states[-1]})" if placed and len(job.states) > 1 else ")" * bool(placed)
+    return f"{layouts:,} layout{many}{states}, each with {each}"
 
 
 def not_searched(job: SearchJob) -> list[str]:
     """What the space leaves out although `simulate` has it, and then what `simulate` does not
     model."""
     layouts = [choice.layout for choice in job.space.choices]
-    methods = _of_package() if job.package else _of_methods(job.variants)
+    methods = _of_package() if job.package else _of_methods(job)
     return [*_of_layouts(job, layouts), *methods, *_not_modelled(job, layouts)]
 
 
@@ -51,17 +54,17 @@ def _of_package() -> Iterator[str]:
     yield f"groups of more than {LARGEST_UNIT} layers"
 
 
-def _of_methods(variants: list[Variant]) -> Iterator[str]:
-    yield from pieces_limits(variants)
+def _of_methods(job: SearchJob) -> Iterator[str]:
+    yield from pieces_limits(job.variants)
     yield "settings of methods that are not in their grids"
-    yield "methods that place training states (compare takes them)"
+    if not job.states:
+        yield "optimizer states on the host in pieces (name optimizer_offload with --method)"
+    yield "gradients that leave in the backward (compare takes methods of such states)"
 
 
 def _not_modelled(job: SearchJob, layouts: list[Layout]) -> Iterator[str]:
-    system, gpus = job.system, job.request.spec.gpus
+    system = job.system
     if any(layout.pp > 1 for layout in layouts):
-        if {2, 3} & set(system.zero_stages):
-            yield "ZeRO 2 and 3 with pipelines (not modelled)"
+        if {2, 3} & set(system.pipeline_zero_stages):
+            yield f"ZeRO 2 and 3 with more than {GATHERED_CHUNKS} chunks of a rank (not modelled)"
         yield "interleaving with micro-batches that are not a multiple of pp (not modelled)"
-    if gpus > 1 and system.cp_kind != "none" and "ulysses" in system.features:
-        yield "context parallelism with ulysses (not modelled)"

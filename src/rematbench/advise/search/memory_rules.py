@@ -262,7 +262,7 @@ class MemoryRules:
         other = candidate.text(place.shard.steps(candidate), most_pieces(candidate))
         if not reason.startswith(NO_PLAN) or other == candidate.text(item.step, item.pieces):
             return False
-        return planned_at(site.job, other, self.registry) == reason
+        return planned_at(site.job, site.named(other), self.registry) == reason
 
     def settled(self, bound_s: float, place: Place, item: Item) -> bool:
         """Whether simulations after the entry was queued show that its plan cannot fit.  If so,

@@ -275,7 +275,8 @@ def placed_alike(problem: Problem) -> bool:
     layout: their ranks are neighbours, and a group's size (of experts: that of the groups of
     neighbours among which they are spread) divides a node or is a number of whole nodes."""
     lay, node = problem.layout, problem.cost.domain
-    sizes = (lay.tp, lay.tp * lay.cp * lay.ulysses, lay.ep * lay.expert_tp)
+    nested = lay.tp * lay.ulysses
+    sizes = (lay.tp, nested, nested * lay.cp, lay.ep * lay.expert_tp)
     whole = all(node % size == 0 or size % node == 0 for size in sizes)
     return whole and problem.system.rank_order[:2] == ("tp", "cp")
 
@@ -312,7 +313,7 @@ def wider(problem: Problem) -> tuple[More, ...]:
     whose compute waits for nothing else meanwhile."""
     model = problem.workload.model
     windows = [window or problem.workload.seq_len for window in model.attention_window]
-    if len(set(windows)) < 2:
+    if len(set(windows)) < 2 or 0 < model.expert_layers < model.num_layers:
         return ()
     kinds = [layer_cost(problem, table) for table in problem.layer_kinds]
     least = kinds[problem.variant(windows.index(min(windows)))]
@@ -408,6 +409,11 @@ def mixed(at_zero: Facts, at_one: Facts, share: Any) -> Facts:
         for a, b in zip(at_zero, at_one, strict=True)
     )
     return Facts._make(lines)
+
+
+def lesser(a: Line, b: Line) -> Line:
+    """The line with the lesser of every two numbers of two lines of as many layers."""
+    return Line(a.layers, combined(a.base, b.base, min), combined(a.slope, b.slope, min))
 
 
 def _mix(a: ChunkCost, b: ChunkCost, share: Any) -> ChunkCost:

@@ -5,92 +5,31 @@ backward follow from their fates alone, in a fifth of the time.  They exclude mo
 fit.
 """
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace as replaced
-from functools import cached_property
-from itertools import accumulate, chain, pairwise
-from typing import Any, NamedTuple, get_args
+from itertools import accumulate, pairwise
+from typing import NamedTuple, get_args
 
-import numpy as np
 from msgspec.json import encode
 from msgspec.structs import replace
 
 from rematbench.advise.compare.compositions import changed_kinds
 from rematbench.advise.search.pass_costs import Chunk, ChunkCost, compute_cost, placed_alike
-from rematbench.costs.copies import NO_TRAFFIC, CopyTraffic, pinned_block_bytes
+from rematbench.costs.copies import NO_TRAFFIC, CopyTraffic
 from rematbench.engine.lowering.chunk_ops import ChunkOps
 from rematbench.engine.lowering.fates import ChunkPlace, covered, phased
 from rematbench.engine.lowering.lower import lower
-from rematbench.engine.program.action import Kind
+from rematbench.engine.lowering.state_shards import has_whole_gradients
 from rematbench.engine.program.profile import program_profiles
 from rematbench.engine.program.program import Program
 from rematbench.engine.simulate.seconds import ActionCosts
 from rematbench.evaluate.evaluator import same_plan
-from rematbench.plan import MIB, ByteBudget, Fate, Offload, Phase, Plan, Split
-from rematbench.problem import Problem, has_exact_pins, state_fates
+from rematbench.plan import ByteBudget, Fate, Offload, Phase, Plan, Split
+from rematbench.problem import Problem, state_fates
 from rematbench.solve.kept import resolved
 from rematbench.spec.cluster import Cluster
 from rematbench.spec.layout import Layout
 from rematbench.spec.system import System
-
-
-class Pinned(NamedTuple):
-    """The tensors that a chunk of `layers` layers copies to the host, in bytes, the largest first.
-    `budget`: whether a ByteBudget copies a share of the bytes, in this order of the tensors; None
-    if a budget copies only some tensors.  `besides`: further layers of the chunk, which may copy
-    nothing."""
-
-    layers: int
-    sizes: tuple[int, ...]
-    budget: bool | None
-    besides: int = 0
-
-    def further(self, more: "Pinned") -> "Pinned":
-        """Return the tensors that each further layer copies, from a chunk with one more layer
-        (`more`)."""
-        added = Counter(more.sizes) - Counter(self.sizes)
-        sizes = tuple(sorted(added.elements(), reverse=True))
-        return Pinned(more.layers - self.layers, sizes, self.budget, besides=self.layers)
-
-    def more_bytes(self, share: Any, layers: Any) -> Any:
-        """Lower bound of the bytes by which the pinned blocks of a chunk of `layers` layers exceed
-        their tensors, at a share of the bytes; arrays for arrays.  The block of a tensor that is
-        copied in part may have no excess."""
-        if not self.sizes or self.budget is None:
-            return 0.0 * share * layers
-        layers = np.maximum(0, layers - self.besides)
-        over = [pinned_block_bytes(nbytes) - nbytes for nbytes in self.sizes]
-        if not self.budget:
-            return sum(over) / self.layers * layers + 0.0 * share
-        shares = np.cumsum((0, *self.sizes)) / sum(self.sizes)
-        surely = np.where(share < 1.0, share - 2 * MIB * self.layers / sum(self.sizes), 1.0)
-        found = np.interp(surely, shares, np.cumsum((0, *over))) / self.layers * layers
-        parted = np.searchsorted(shares[1:-1], surely, side="right")
-        return np.maximum(0.0, found - np.where(surely < 1.0, np.take(over, parted), 0.0))
-
-
-NOTHING = Pinned(1, (), False)
-"""No tensors."""
-
-
-def pinned_of(plan: Plan, program: Program, system: System) -> Pinned:
-    """Return the tensors that the chunk of a program's second (or only) rank copies to the host;
-    none if their blocks have no excess."""
-    rank = min(1, program.pp - 1)
-    blocks = [block for block in program.ranks[rank].blocks if block.label in ("D2H", "F")]
-    block = next((block for block in blocks if block.label == "D2H"), blocks[0])
-    copies = ([a.nbytes] * times for a, times in block.counted() if a.kind is Kind.D2H)
-    sizes = sorted(chain.from_iterable(copies), reverse=True)
-    layers = sum(map(len, plan.partition[rank]))
-    return Pinned(layers, () if has_exact_pins(system, plan) else tuple(sizes), by_budget(plan))
-
-
-def by_budget(plan: Plan) -> bool | None:
-    """Whether a plan copies to the host by a byte budget; None if only a part of its copies
-    does."""
-    budgets = {isinstance(rule.fate, ByteBudget) for rule in plan.rules if leaves(rule.fate)}
-    return next(iter(budgets), False) if len(budgets) < 2 else None
 
 
 def leaves(fate: Fate) -> bool:
@@ -133,13 +72,6 @@ def stored(problem: Problem, plan: Plan) -> list[Stored]:
     return [Stored(kept[stage], copied[stage]) for stage in sorted(kept)]
 
 
-def pinned(plan: Plan, layers: int, chunk: Stored, system: System) -> Pinned:
-    """The tensors that a chunk of `layers` layers copies to the host; none if their blocks have no
-    excess."""
-    copied = () if has_exact_pins(system, plan) else chunk.copied
-    return Pinned(layers, copied, by_budget(plan))
-
-
 def copies(plan: Plan) -> bool:
     """Whether a plan may copy activations to the host."""
     return any(leaves(rule.fate) for rule in plan.rules)
@@ -178,26 +110,30 @@ ProbePrograms = dict[bytes, Plans]
 def alone(layout: Layout, gpus_per_node: int, domain: int, pp: int) -> Layout:
     """The smallest layout for a probe: the same tensor- and context-parallel groups, `pp` ranks,
     and enough copies of the model to fill whole nodes and NVLink domains (or a part of one), each
-    with the micro-batches of a probe."""
+    with the micro-batches of a probe.  One copy where only more GPUs than the job's would fill
+    them: its groups are the job's first ones."""
     micro_batches = MICRO_BATCHES if pp > 1 else 2
     if pp == 1 and layout.zero_stage > 1:  # every pass gathers or reduces among all replicas
         count = micro_batches * layout.replicas * layout.micro_batch
         return replace(layout, global_batch=count)
+    model = layout.tp * layout.cp * layout.ulysses  # ranks of one copy of a stage
     block = layout.ep * layout.expert_tp
-    for models in range(1, domain * block + 1):
-        dp = layout.ulysses * models
-        gpus = layout.tp * layout.cp * pp * dp
+
+    def fills(copies: int) -> bool:
+        gpus = model * pp * copies
         whole = all(gpus <= unit or gpus % unit == 0 for unit in (gpus_per_node, domain))
-        if whole and layout.tp * layout.cp * dp % block == 0:
-            break
+        return whole and gpus <= layout.gpus
+
+    counts = [n for n in range(1, domain * block + 1) if model * n % block == 0]
+    copies = next(filter(fills, counts), counts[0])
     return replace(
         layout,
         pp=pp,
         vpp=1,
-        dp=dp,
+        dp=layout.ulysses * copies,
         shard_degree=0,
         zero_stage=1,
-        global_batch=micro_batches * models * layout.micro_batch,
+        global_batch=micro_batches * copies * layout.micro_batch,
     )
 
 
@@ -291,7 +227,8 @@ def _without_overlaps(system: System, layout: Layout) -> System:
     Limits of bytes of gathers and buckets, which a short chunk does not reach, are the least."""
     fates = {fate.kind: fate for fate in state_fates(layout, system)}
     peers = layout.has_peers
-    reduces, gathers = fates["gradient"].shards > 1, fates["parameter"].gather == "layer"
+    reduces = has_whole_gradients(fates["gradient"], layout)
+    gathers = fates["parameter"].gather == "layer"
     bounded = peers and gathers and system.prefetch_elements > 0
     bucketed = peers and reduces and system.whole_buckets
     return replace(
@@ -342,8 +279,8 @@ def small_problem(problem: Problem, sizes: tuple[int, ...], programs: ProbeProgr
 
 
 class Measured:
-    """A plan of a small problem with some of its ranks lowered: its kinds of change, its transfers,
-    and the tensors that the chunk of the second (or only) rank copies to the host."""
+    """A plan of a small problem with some of its ranks lowered: its kinds of change and its
+    transfers."""
 
     def __init__(self, small: Small, plan: Plan, ranks: Sequence[int]) -> None:
         self.small, self.plan, self.same, self.ranks = small, plan, same_plan(plan), ranks
@@ -354,11 +291,6 @@ class Measured:
             small.programs.lowered[content] = Lowered(program)
         self._lowered = small.programs.lowered[content]
         self.kinds, self.transfers = changed_kinds(small.base, plan), plan.transfers
-
-    @cached_property
-    def pinned(self) -> Pinned:
-        """The tensors that the chunk of the second (or only) rank copies to the host."""
-        return pinned_of(self.plan, self._lowered.program, self.small.problem.system)
 
     def end_bytes(self) -> tuple[int, ...]:
         """Bytes that the head, with the last 0, 1, 2, ... layers, keeps on the device in every

@@ -24,13 +24,12 @@ from rematbench.advise.search.pass_costs import (
 )
 from rematbench.advise.search.probe_problems import (
     Measured,
-    Pinned,
     ProbePrograms,
     Small,
     copies,
-    pinned,
     small_problem,
 )
+from rematbench.advise.search.space import first_dense
 from rematbench.costs.copies import NO_TRAFFIC, CopyTraffic
 from rematbench.plan import Plan, PlanError, Transfers, Unsupported
 from rematbench.plugins.registry import Composition
@@ -46,14 +45,11 @@ MORE_LAYERS = (3, 4)
 
 
 class Probe:
-    """The kinds of change of a method's plan, the plan's transfers, the tensors that an inner chunk
-    copies to the host, and the bytes that the model's end keeps.  `lines`: gives the method's
-    lines, with or without seconds."""
+    """The kinds of change of a method's plan, the plan's transfers, and the bytes that the model's
+    end keeps.  `lines`: gives the method's lines, with or without seconds."""
 
-    def __init__(
-        self, measured: Measured, pinned: Pinned, lines: Callable[[CopyTraffic | None], Facts]
-    ) -> None:
-        self.kinds, self.transfers, self.pinned = measured.kinds, measured.transfers, pinned
+    def __init__(self, measured: Measured, lines: Callable[[CopyTraffic | None], Facts]) -> None:
+        self.kinds, self.transfers = measured.kinds, measured.transfers
         self._measurement, self._lines = measured, lines
 
     @property
@@ -84,14 +80,6 @@ class Probe:
         return self._lines(None)
 
 
-class Floor(NamedTuple):
-    """Lines of a method, without costs of its passes: the bytes that chunks keep on the device and
-    in host memory, and the tensors that an inner chunk copies to the host."""
-
-    nbytes: Facts
-    pinned: Pinned
-
-
 class Refused(NamedTuple):
     """The reason why a method has no plan for a probe; `layers`: the number of layers to try next
     (0: unknown)."""
@@ -110,6 +98,7 @@ class Prober:
     def __init__(self, problem: Problem, programs: ProbePrograms) -> None:
         self.problem, self.programs = problem, programs
         self.single = problem.layout.pp == 1
+        self.dense = first_dense(problem.workload.model)
         self.smalls: dict[tuple[int, ...], Small] = {}
         self.plans: dict[tuple[str, tuple[int, ...]], Plan | Refused] = {}
         self._before: dict[tuple[str, tuple[int, ...]], Plan | Unsupported] = {}
@@ -120,8 +109,8 @@ class Prober:
         """A method's Probe."""
         return self._of_layers(self._one_rank if self.single else self._pipeline, method)
 
-    def floor(self, method: Composition) -> Floor | Refused:
-        """Return a method's Floor, which needs no lowering."""
+    def floor(self, method: Composition) -> Facts | Refused:
+        """Return the lines of the bytes that a method stores, which need no lowering."""
         try:
             return self._of_layers(self._floor_of_one if self.single else self._floor, method)
         except PlanError as error:
@@ -135,7 +124,8 @@ class Prober:
         where the methods needed so many with other settings."""
         unit = unit_of(method)
         names = (*(each.name for each in method.methods), str(unit))
-        least = self._layers.get(names, 3 if self.problem.layout.zero_stage > 1 else 1)
+        exchanges = self.single and self.problem.layout.zero_stage > 1
+        least = self._layers.get(names, 3 if exchanges else 1)
         fewest = whole(least, unit)
         found = measure(method, fewest)
         for layers in MORE_LAYERS:
@@ -150,20 +140,21 @@ class Prober:
 
     def _one_rank(self, method: Composition, fewest: int) -> Probe | Refused:
         unit = unit_of(method)
-        made, more = (self._measured(method, (layers,)) for layers in (fewest, fewest + unit))
+        begun = self._begun(fewest, unit)
+        made, more = (self._measured(method, (layers,)) for layers in (begun, begun + unit))
         if isinstance(made, Refused) or isinstance(more, Refused):
             return made if isinstance(made, Refused) else Refused(str(more))
 
         def lines(traffic: CopyTraffic | None) -> Facts:
             base = made.cost(0, traffic)
-            line = Line(fewest, base, further(more.cost(0, traffic), base, unit))
+            line = Line(begun, base, further(more.cost(0, traffic), base, unit))
             return Facts(line, line, line)
 
-        return Probe(made, made.pinned.further(more.pinned), lines)
+        return Probe(made, lines)
 
     def _pipeline(self, method: Composition, fewest: int) -> Probe | Refused:
         unit = unit_of(method)
-        sizes = _sizes(fewest, unit)
+        sizes = self._sizes(fewest, unit)
         ends = sizes[-1]
         same = self._same_end(method, sizes)
         made = self._measured(method, sizes, end=same is None)
@@ -171,7 +162,7 @@ class Prober:
             return made
         ended = made
         if same is None and _spares_end(made):
-            more = self._measured(method, (fewest, fewest, fewest, ends + unit), ranks=(3,))
+            more = self._measured(method, (sizes[0], fewest, fewest, ends + unit), ranks=(3,))
             if isinstance(more, Refused):
                 return more
             ended = more
@@ -190,10 +181,10 @@ class Prober:
             elif ended is not made:  # no copies of the last rank's chunk
                 ending = further(ended.cost(3, traffic), last, unit)
             return Facts(
-                Line(fewest, first, slope), Line(fewest, middle, slope), Line(ends, last, ending)
+                Line(sizes[0], first, slope), Line(fewest, middle, slope), Line(ends, last, ending)
             )
 
-        return Probe(made, made.pinned, lines)
+        return Probe(made, lines)
 
     def _same_end(self, method: Composition, sizes: tuple[int, ...]) -> Measured | None:
         """The plan that a method's last part was added to, where the part copies chunks but changes
@@ -207,27 +198,24 @@ class Prober:
         found = self._measured(before, sizes)
         return None if isinstance(found, Refused) else found
 
-    def _floor_of_one(self, method: Composition, fewest: int) -> Floor | Refused:
+    def _floor_of_one(self, method: Composition, fewest: int) -> Facts | Refused:
         unit = unit_of(method)
-        made, more = (self._planned(method, (layers,)) for layers in (fewest, fewest + unit))
+        begun = self._begun(fewest, unit)
+        made, more = (self._planned(method, (layers,)) for layers in (begun, begun + unit))
         if isinstance(made, Refused) or isinstance(more, Refused):
             return made if isinstance(made, Refused) else Refused(str(more))
         (base,), (longer,) = (
             self._small((layers,)).stored(plan)
-            for layers, plan in ((fewest, made), (fewest + unit, more))
+            for layers, plan in ((begun, made), (begun + unit, more))
         )
-        line = Line(fewest, base.cost, further(longer.cost, base.cost, unit))
-        system = self.problem.system
-        moved = pinned(made, fewest, base, system).further(
-            pinned(more, fewest + unit, longer, system)
-        )
-        return Floor(Facts(line, line, line), moved)
+        line = Line(begun, base.cost, further(longer.cost, base.cost, unit))
+        return Facts(line, line, line)
 
-    def _floor(self, method: Composition, fewest: int) -> Floor | Refused:
+    def _floor(self, method: Composition, fewest: int) -> Facts | Refused:
         """The last rank's chunk may keep other tensors where it waits, if any are copied: then it
         has no floor."""
         unit = unit_of(method)
-        sizes = _sizes(fewest, unit)
+        sizes = self._sizes(fewest, unit)
         plan = self._planned(method, sizes)
         if isinstance(plan, Refused):
             return plan
@@ -235,8 +223,22 @@ class Prober:
         first, middle, deeper, last = (chunk.cost for chunk in found)
         slope, nothing = further(deeper, middle, unit), compute_cost(0.0, 0.0)
         ending = (nothing, nothing) if copies(plan) else (last, slope)
-        lines = (Line(fewest, first, slope), Line(fewest, middle, slope), Line(sizes[-1], *ending))
-        return Floor(Facts._make(lines), pinned(plan, fewest, found[1], self.problem.system))
+        lines = (
+            Line(sizes[0], first, slope),
+            Line(fewest, middle, slope),
+            Line(sizes[-1], *ending),
+        )
+        return Facts._make(lines)
+
+    def _begun(self, fewest: int, unit: int) -> int:
+        """Layers of a probe's first chunk: the model's dense layers before those with experts, and
+        as many with experts as another chunk has."""
+        return whole(self.dense + fewest, unit)
+
+    def _sizes(self, fewest: int, unit: int) -> tuple[int, ...]:
+        """Layers of the ranks of a probe's pipeline."""
+        begun = self._begun(fewest, unit)
+        return begun, fewest, fewest + unit, whole(min(fewest, 3), unit)
 
     @cached_property
     def _keeping(self) -> Measured:
@@ -263,7 +265,7 @@ class Prober:
             return Refused(str(error))
         if isinstance(plan, Unsupported):
             return Refused(plan.reason)
-        fewest = sizes[0]
+        fewest = sizes[0] - self.dense
         if fewest < (layers := _rhythm(plan.transfers)):
             return Refused(f"copies by layer have no rhythm yet after {fewest}", layers)
         return plan
@@ -320,11 +322,6 @@ def unit_of(method: Composition) -> int:
 def whole(layers: int, unit: int) -> int:
     """The least multiple of `unit` that is no less than `layers`."""
     return -(-layers // unit) * unit
-
-
-def _sizes(fewest: int, unit: int) -> tuple[int, ...]:
-    """Layers of the ranks of a probe's pipeline."""
-    return fewest, fewest, fewest + unit, whole(min(fewest, 3), unit)
 
 
 def _rhythm(moves: Transfers) -> int:

@@ -232,7 +232,8 @@ def place_of(result: Result) -> Hashable:
     """A key that is equal for plans at one layout, with the same layers on each rank and the
     optimizer's states in the same memory."""
     problem = result.problem
-    return problem.layout, result.base.partition, problem.system.optimizer_on_host
+    pieces = result.plan.state("optimizer").pieces if result.plan else None
+    return problem.layout, result.base.partition, problem.system.optimizer_on_host, pieces
 
 
 MOST_LAYOUTS = 3

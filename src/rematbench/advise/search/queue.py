@@ -18,10 +18,10 @@ from rematbench.advise.search.trials import Site
 from rematbench.worlds.packages.flags import Engines
 
 Stage = Literal[
-    "shard", "layout", "root", "grow", "expand", "compose", "pieces", "tighten", "simulate"
+    "shard", "layout", "grow", "expand", "compose", "pieces", "tighten", "simulate"
 ]  # fmt: skip
-"""The next work on an entry of the queue.  shard: read the shard's facts; layout: begin with the
-tree's roots there; root: bound a root; grow: bound the expansion of a candidate with a share, which
+"""The next work on an entry of the queue.  shard: read the shard's facts; layout: judge
+the tree's roots there; grow: bound the expansion of a candidate with a share, which
 may fit at a smaller share with one more method; expand: add a method to a candidate that does not
 fit; made: bound a candidate made so; pieces: bound a candidate in more pieces; closed (it has a
 closed-form bound): bound it by the schedule; tight: simulate it."""
@@ -29,10 +29,6 @@ closed-form bound): bound it by the schedule; tight: simulate it."""
 
 RIPE: tuple[Stage, ...] = ("tighten", "simulate")
 """Stages of a plan that only waits for its bound by the schedule, or to be simulated."""
-
-
-BEGINNING: tuple[Stage, ...] = ("layout", "root")
-"""Stages of little work: they compare bounds that many layouts share."""
 
 
 class Place(Struct):
@@ -283,7 +279,5 @@ def _count(slower: Counter[str], item: Item) -> None:
     if place is None or item.stage == "layout":
         held = int((item.bounds.shard.states_over_bytes <= 0).sum()) if item.bounds else 1
         slower["layouts slower than the best even if nothing is recomputed or offloaded"] += held
-    elif place.bounds.by_copies(item.candidate, item.step, item.pieces, place.index):
-        slower["slower than the best: copies over the host link"] += 1
     else:
-        slower["slower than the best: kernels and messages"] += 1
+        slower["slower than the best: kernels, messages and copies"] += 1

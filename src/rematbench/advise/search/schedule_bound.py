@@ -8,7 +8,7 @@ during a copy in the other direction.  Each ratio is bounded by its smallest num
 largest denominator.
 """
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import lru_cache
 from math import fsum
 from typing import Any, NamedTuple
@@ -37,12 +37,14 @@ from rematbench.costs.operators.ops import Comm
 from rematbench.engine.lowering.chunk_ops import ChunkOps
 from rematbench.engine.lowering.emit_states import gradient_reductions, parameter_gathers
 from rematbench.engine.lowering.schedule import passes
+from rematbench.engine.lowering.state_shards import has_whole_gradients
 from rematbench.engine.lowering.step_end import emit_step_end
 from rematbench.engine.program.program import Block
 from rematbench.engine.simulate.block_rows import rows_with
+from rematbench.engine.simulate.copy_contention import piece_traffic
 from rematbench.engine.simulate.macro import COMPUTE, macro_of
 from rematbench.engine.simulate.seconds import ActionCosts
-from rematbench.plan import MIB, Pass, Plan, Transfers
+from rematbench.plan import MIB, Pass, Place, Plan, Transfers
 from rematbench.problem import Problem, state_fates
 
 
@@ -54,7 +56,9 @@ def after_passes(problem: Problem, count: int, experts: int = 0) -> list[Comm]:
     if not lay.has_peers:
         return []
     found: list[Comm] = []
-    if not system.reduce_overlap and fates["gradient"].shards == 1:
+    sums = fates["gradient"].release == "step"
+    whole = has_whole_gradients(fates["gradient"], lay)
+    if sums or (not system.reduce_overlap and not whole):
         width, shards = system.reduce_bytes, fates["optimizer"].shards
         found += gradient_reductions(lay, shards, 1, width * count, width * experts)
     if not system.gather_overlap and fates["parameter"].gather == "step":
@@ -66,6 +70,15 @@ def host_update_s(problem: Problem, count: int) -> float:
     """Seconds of a rank's share of the optimizer update on the host; 0 for states on the device."""
     fate = problem.base_plan.state("optimizer")
     return problem.cost.host_update_s(count // fate.shards) if fate.home == "host" else 0.0
+
+
+def placed_update_s(cost: CostModel, counts: Mapping[Place, int]) -> float:
+    """Lower bound, in seconds, of the update of states in pieces with `counts` parameters of a rank
+    at each place: of the host's updates, or of the copies of visits."""
+    hosted, visiting = counts.get("host", 0), counts.get("visit", 0)
+    alone_s, beside_s = cost.host_update_s(hosted), cost.host_update_beside_s(hosted, 0.0)
+    nbytes = cost.system.optimizer_bytes * visiting
+    return max(min(alone_s, beside_s), cost.copy_s(nbytes, "h2d") if nbytes else 0.0)
 
 
 class Stages(NamedTuple):
@@ -333,20 +346,24 @@ def frame(problem: Problem, plan: Plan) -> Frame:
         return cost.p2p_s(nbytes, rank, (rank + step) % lay.pp, replicated=not lay.sp)
 
     costs = ActionCosts(problem)
-    known: dict[Hashable, tuple[float, float]] = {}  # seconds of a rank's step end and of its stall
-
-    def ends(rank: int) -> tuple[float, float]:
+    keys: list[Hashable] = []
+    known: dict[Hashable, list[Block]] = {}
+    for rank in ranks:
         layers = tuple(tuple(map(problem.variant, chunk)) for chunk in plan.partition[rank])
-        key = (rank if rank in (0, lay.pp - 1) else None, layers, costs.alike(rank))
-        if key not in known:
+        keys.append((rank if rank in (0, lay.pp - 1) else None, layers, costs.alike(rank)))
+        if keys[-1] not in known:
             end = _End(
                 problem, plan, rank, passes(plan.schedule, rank, lay.pp, lay.vpp, micro_batches)
             )
             emit_step_end(end, plan, problem)
-            known[key] = _through(end.blocks, rank, costs), _stall_s(problem, plan, rank)
-        return known[key]
-
-    end_s, stall_s = zip(*map(ends, ranks), strict=True)
+            known[keys[-1]] = end.blocks
+    if not system.launch_blocking:
+        costs.pieces = piece_traffic((known[key] for key in keys), system.param_bytes)
+    seconds = {
+        key: (_through(known[key], rank, costs), _stall_s(problem, plan, rank))
+        for rank, key in reversed([*enumerate(keys)])  # of equal ranks, the first
+    }
+    end_s, stall_s = zip(*(seconds[key] for key in keys), strict=True)
     return Frame(
         turns=Turns(plan.schedule, lay.pp, lay.vpp, micro_batches),
         links=Links(

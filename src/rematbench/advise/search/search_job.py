@@ -22,6 +22,8 @@ from rematbench.advise.search.candidates import (
     Tree,
     Variant,
     package_variants,
+    placements,
+    places_states,
     rebuilds,
     variants,
 )
@@ -31,7 +33,7 @@ from rematbench.advise.search.queue import LeanOrder, SearchQueue
 from rematbench.advise.search.shard_bounds import ShardBounds
 from rematbench.advise.search.shards import Shard, key
 from rematbench.advise.search.space import Choice, Fixed, Space, partitions, space
-from rematbench.advise.search.trials import Site
+from rematbench.advise.search.trials import Site, states_at
 from rematbench.engine.lowering.lower import lower
 from rematbench.evaluate.breakdown import TRAFFIC, parts_of
 from rematbench.evaluate.evaluator import Evaluator
@@ -40,7 +42,7 @@ from rematbench.evaluate.result import WORDS, Job, Result
 from rematbench.evidence.bands import band_of, ratio_band
 from rematbench.evidence.peaks import fits_word, leaving_reserve
 from rematbench.evidence.published.sheets import flag
-from rematbench.plan import Plan, PlanError
+from rematbench.plan import Plan, PlanError, Unsupported
 from rematbench.plugins.discover import discover
 from rematbench.plugins.registry import IDENTITY, MethodEntry, MethodError, Registry
 from rematbench.problem import Problem
@@ -60,9 +62,11 @@ GIB = 2**30
 class SearchRequest(Struct, frozen=True, kw_only=True):
     """The input of a search: a problem whose degrees are open except the `fixed` ones.  `only`:
     methods to compose, at least one per plan (empty: all methods, and plans without any), and
-    planners to try at the end.  `folders`: folders with files of more methods.  `engine`: keep only
-    plans that this package (or `ours`) has options for.  `reserve_gib`: device memory that plans
-    leave free (None: the usual reserve).  `within`: the gap to prove, a share of the best step.
+    planners to try at the end.  A method of optimizer states there adds its plans to those of the
+    others, or of all methods where it is the only one.  `folders`: folders with files of more
+    methods.  `engine`: keep only plans that this package (or `ours`) has options for.
+    `reserve_gib`: device memory that plans leave free (None: the usual reserve).  `within`: the gap
+    to prove, a share of the best step.
     With `faster_than_s` the search counts the layouts that have a plan with a shorter step, keeps
     the first such plan of each, and proves no best plan.  With `any_fit` it looks for any plan that
     fits, and bounds no step.  `most_methods`: the most methods of a plan (None: as in
@@ -110,7 +114,8 @@ class SearchJob:
 
     @cached_property
     def space(self) -> Space:
-        """The layouts of the job; LayoutError if no layout is possible."""
+        """The layouts of the job, each also with the states placed by every one of `states`;
+        LayoutError if no layout is possible."""
         spec = self.request.spec
         if not self.request.hosts and spec.optimizer is None and not self.system.optimizer_on_host:
             spec = replace(spec, optimizer="device")
@@ -123,14 +128,56 @@ class SearchJob:
             raise LayoutError(
                 f"no layout is possible on {self.request.spec.gpus} GPUs: {'; '.join(reasons)}"
             )
-        return found
+        placed = (
+            replace(choice, states=text)
+            for text in (self.states if self.request.hosts else ())
+            for choice in found.choices
+            if not choice.hosted
+        )
+        return replace(found, choices=(*found.choices, *placed))
 
     def ready(self) -> "SearchJob":
         """Return the job after checks, so that its errors are raised here and not in a worker
         process."""
         self.problem(self.space.choices[0])
+        for choice in {one.states: one for one in self.space.choices if one.states}.values():
+            self._refuse_states(choice)
         _ = self.variants
         return self
+
+    def _refuse_states(self, choice: Choice) -> None:
+        """MethodError if a layout's states cannot be placed, or if more than these changes."""
+        problem = self.problem(choice)
+        base, plan = problem.base_plan, states_at(choice, problem, self.registry)
+        if isinstance(plan, Unsupported):
+            raise MethodError(plan.reason)
+        if self.model.experts is not None:
+            raise MethodError(f"{choice.states}: search has no states of experts on the host")
+        others = [state for state in plan.states if state.kind != "optimizer"]
+        kept = replace(plan, states=base.states, fit=base.fit) == choice.base(base)
+        if not kept or any(state != base.state(state.kind) for state in others):
+            why = "changes more than the optimizer's states (gradients that leave in the backward)"
+            raise MethodError(f"{choice.states}: {why}, which search does not bound: use compare")
+        pieces = plan.state("optimizer").pieces
+        if pieces and pieces.start == "ready":
+            why = "updates in the backward, which search does not bound: use compare"
+            raise MethodError(f"{choice.states}: {why}")
+
+    @cached_property
+    def states(self) -> tuple[str, ...]:
+        """The methods asked for that place the optimizer's states, each at every value of its
+        grid."""
+        return placements(self.registry, self.request.only)
+
+    @property
+    def keeps(self) -> bool:
+        """Whether plans that keep every activation are searched."""
+        return not self._asked or IDENTITY in self._asked
+
+    @cached_property
+    def _asked(self) -> tuple[str, ...]:
+        """The methods asked for, planners too, that place no states."""
+        return tuple(name for name in self.request.only if not places_states(self.registry, name))
 
     @cached_property
     def variants(self) -> list[Variant]:
@@ -169,14 +216,14 @@ class SearchJob:
     @cached_property
     def planners(self) -> tuple[str, ...]:
         """The planners to try at the end: the requested ones, or all of them."""
-        if self.request.only or self.package:
-            return tuple(name for name in self.request.only if name not in self._only)
+        if self._asked or self.package:
+            return tuple(name for name in self._asked if name not in self._only)
         return tuple(name for name, entry in self.registry.methods.items() if entry.planner)
 
     @cached_property
     def _only(self) -> tuple[str, ...]:
-        """The methods asked for that are no planners."""
-        return tuple(name for name in self.request.only if not _planned(self.registry, name))
+        """The methods asked for that are no planners and place no states."""
+        return tuple(name for name in self._asked if not _planned(self.registry, name))
 
     def _runs(self, method: str, engines: Sequence[Engines]) -> bool:
         for one in engines:
@@ -195,10 +242,9 @@ class SearchJob:
             self.request,
             [self._shard(index) for index in self._part_indices(part, parts)],
         )
-        keeping = not request.only or IDENTITY in request.only
         most, exact = request.most_methods, request.within == 0 and not request.any_fit
         most = load_compare().most_methods if most is None else most
-        tree = Tree(self._samples(), most, keeping=keeping, exact=exact)
+        tree = Tree(self._samples(), most, keeping=self.keeps, exact=exact)
         return Search(
             shards,
             tree,
@@ -303,7 +349,9 @@ class SearchJob:
         sizes = tuple(len(rank[chunk]) for chunk in range(len(base[0])) for rank in base)
         even = base == problem.base_plan.partition
         hosted = problem.system.optimizer_on_host and not self.system.optimizer_on_host
-        return Choice(problem.layout, sizes, even=even, hosted=hosted)
+        named = f"+{result.method}"
+        states = next((text for text in self.states if named.endswith(f"+{text}")), "")
+        return Choice(problem.layout, sizes, even=even, hosted=hosted, states=states)
 
     def completed(self, results: Sequence[Result]) -> list[Result]:
         """Return the results of plans that fit, fastest first, with all columns of a table except
@@ -393,13 +441,9 @@ def _registry(request: SearchRequest) -> Registry:
                 f"{text!r}: engine {request.engine} has policies of its own: give their names, "
                 f"such as {request.engine}:KEY=VALUE, or no method"
             )
-    for name in request.only:
-        entries = [registry.entry(method.name) for method in registry.resolve(name).methods]
-        moving = [entry.name for entry in entries if entry.moves_states]
-        if moving:
-            why = "places training states, which the bounds of search do not model: use compare"
-            raise MethodError(f"{moving[0]} {why}, or --optimizer")
-    planned = [_planned(registry, name) for name in request.only]
+    planned = [
+        _planned(registry, name) for name in request.only if not places_states(registry, name)
+    ]
     if planned and all(planned):
         why = "a planner starts from the plans of other methods: add a method that is not a planner"
         raise MethodError(f"{request.only[0]}: {why}, or use compare")

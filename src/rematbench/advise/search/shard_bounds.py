@@ -6,13 +6,11 @@ from typing import NamedTuple
 from weakref import proxy
 
 import numpy as np
-from numpy.typing import NDArray
 
 from rematbench.advise.search.candidates import KEEP, Candidate
 from rematbench.advise.search.closed_bounds import (
     AS_PROBED,
     Bounds,
-    CopyBound,
     Total,
     Waiting,
     peak_bound,
@@ -30,7 +28,6 @@ from rematbench.advise.search.pass_costs import (
     only_kept,
     with_head,
 )
-from rematbench.advise.search.probe_problems import NOTHING
 from rematbench.advise.search.probes import Probe, Refused
 from rematbench.advise.search.schedule_bound import hidden, lowest_traffic, schedule_bound_s, stages
 from rematbench.advise.search.shards import Shard
@@ -104,8 +101,7 @@ class MinimumBytes:
         shard, floors = self.shard, self.shard.floors(self._stored_like(candidate))
         if isinstance(floors, Refused):
             return None
-        ends = (floors[0].nbytes, floors[1].nbytes)
-        lean, host_bytes = shard.stored(candidate, ends, floors[1].pinned)
+        lean, host_bytes = shard.stored(candidate, floors)
         cut = candidate.whole != candidate  # pieces have other transients
         peak_bytes = peak_bound(shard.columns, lean) if cut else self._above(lean, None)
         device = shard.wide(
@@ -166,7 +162,6 @@ class ShardBounds:
     def __init__(self, shard: Shard) -> None:
         self.shard, self.minimum = shard, MinimumBytes(shard)
         self._bounds: dict[tuple[Candidate, int], Bounds | Refused] = {}
-        self._by_copies: dict[tuple[Candidate, int], NDArray[np.bool_]] = {}
 
     def of(self, candidate: Candidate, pieces: int = 1) -> Bounds | Refused:
         """Return the bounds under a candidate at a step of its pieces, as arrays [steps of its
@@ -180,10 +175,8 @@ class ShardBounds:
         ends = self.shard.ends(candidate, pieces)
         if isinstance(ends, Refused):
             return ends
-        one = self.shard.probe(candidate)
-        pinned = NOTHING if isinstance(one, Refused) else one.pinned
         nbytes = (ends[0].nbytes, ends[1].nbytes)
-        lean, host_bytes = self.shard.stored(candidate, nbytes, pinned)
+        lean, host_bytes = self.shard.stored(candidate, nbytes)
         peak_bytes = self._peak_bytes(candidate, nbytes, lean)
         step_s = partial(
             ShardBounds._step_s, proxy(self), candidate, pieces
@@ -193,30 +186,15 @@ class ShardBounds:
     def _step_s(self, candidate: Candidate, pieces: int) -> Array:
         """Least seconds of a step along a candidate's share, [steps of the share, layouts]."""
         shard, columns, send_s = self.shard, self.shard.columns, self.shard.send_s
-        one = shard.probe(candidate, pieces)
-        assert isinstance(one, Probe)
         timed = shard.at_share(
             candidate, self._timed(candidate, pieces), shard.shares(candidate)[0]
         )
+        one = shard.probe(candidate, pieces)
+        assert isinstance(one, Probe)
         layerwise = one.copies and one.transfers.granularity == "layer"
         more = AS_PROBED if layerwise else shard.wider  # compute may wait for copies meanwhile
-        kernels_s = found = step_bound(columns, timed, send_s, more=more)
-        if not one.copies:
-            return shard.wide(candidate, found + shard.end_s)
-        copies = CopyBound(columns, timed, shard.problem.cost, shard.sent_bytes, by_layer=layerwise)
-        if layerwise and candidate.share is None:
-            found = step_bound(columns, timed, send_s, copies.reloads())
-        found = np.maximum(found, copies.outwards())
-        waits = found > kernels_s
-        if layerwise:
-            waits = waits | copies.outlast()
-        self._by_copies[candidate, pieces] = shard.wide(candidate, waits)
+        found = step_bound(columns, timed, send_s, more)
         return shard.wide(candidate, found + shard.end_s)
-
-    def by_copies(self, candidate: Candidate, step: int, pieces: int, index: int) -> bool:
-        """Whether copies over the host link determine the bound of a step's seconds."""
-        known = self._by_copies.get((candidate, pieces))
-        return known is not None and bool(known[step - 1, index])
 
     def _peak_bytes(self, candidate: Candidate, ends: tuple[Facts, Facts], lean: Facts) -> Array:
         """Least device bytes along a candidate's share, [steps of the share, layouts].  `ends`:
@@ -276,7 +254,7 @@ class ShardBounds:
         return known[text]
 
     def _tight_s(self, candidate: Candidate, step: int, pieces: int, index: int) -> float:
-        shard, choice, frame = self.shard, self.shard.choices[index], self.shard.site(index).frame
+        shard, choice, frame = self.shard, self.shard.choices[index], self.shard.frame(index)
         probe, cost, shares = (
             shard.probe(candidate, pieces),
             shard.problem.cost,

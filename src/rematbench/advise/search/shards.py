@@ -24,24 +24,39 @@ from rematbench.advise.search.pass_costs import (
     Line,
     More,
     layer_cost,
+    lesser,
     mixed,
     no_cost,
     wider,
 )
-from rematbench.advise.search.probe_problems import NOTHING, Pinned, ProbePrograms
-from rematbench.advise.search.probes import Floor, Probe, Prober, Refused, Reply
-from rematbench.advise.search.schedule_bound import after_passes, host_update_s, sent_bytes
-from rematbench.advise.search.space import Array, Choice, Columns
-from rematbench.advise.search.trials import Site
+from rematbench.advise.search.probe_problems import ProbePrograms
+from rematbench.advise.search.probes import Probe, Prober, Refused, Reply
+from rematbench.advise.search.schedule_bound import (
+    Frame,
+    after_passes,
+    host_update_s,
+    placed_update_s,
+    sent_bytes,
+)
+from rematbench.advise.search.space import (
+    Array,
+    Choice,
+    Columns,
+    first_dense,
+    least_parameters,
+)
+from rematbench.advise.search.trials import Site, states_at
+from rematbench.engine.lowering.state_shards import rank_sharded
 from rematbench.evaluate.evaluator import Evaluator
+from rematbench.plan import Place, Plan
 from rematbench.plugins.registry import Composition, MethodError, Registry
 from rematbench.problem import Problem
 from rematbench.spec.layout import Layout
 
 
 class Key(NamedTuple):
-    """The facts that the layouts of one shard share.  `zero`: (stage, dp) of ZeRO 2 and 3, whose
-    passes gather or reduce among data-parallel ranks; (0, 0) of other layouts."""
+    """The facts that the layouts of one shard share.  `zero`: (stage, dp) of ZeRO 2 and 3 without a
+    pipeline, whose passes gather or reduce among data-parallel ranks; (0, 0) of other layouts."""
 
     tp: int
     sp: bool
@@ -52,16 +67,20 @@ class Key(NamedTuple):
     etp: int
     single: bool
     hosted: bool
+    states: str
     zero: tuple[int, int]
 
 
 def key(choice: Choice) -> Key:
     """The key of a choice's shard."""
     lay = choice.layout
-    zero = (lay.zero_stage, lay.dp) if lay.zero_stage > 1 else (0, 0)
+    zero = (lay.zero_stage, lay.dp) if lay.zero_stage > 1 and lay.pp == 1 else (0, 0)
     alike = (lay.tp, lay.sp, lay.cp, lay.ulysses, lay.micro_batch, lay.ep, lay.expert_tp)
-    return Key(*alike, lay.pp == 1, choice.hosted, zero)
+    return Key(*alike, lay.pp == 1, choice.hosted, choice.states, zero)
 
+
+NO_PLAN_COUNT = 1 << 40
+"""Parameters whose states fit no device."""
 
 Number = TypeVar("Number", np.float64, np.bool_)
 
@@ -85,16 +104,40 @@ class Shard:
     ) -> None:
         self.choices, self.problem, self.registry = choices, problem, registry
         self._evaluator, self._reserving = evaluator, reserving or _same
-        self.columns = Columns(choices, problem)
         self.prober = Prober(problem, {} if programs is None else programs)
         self._ends_s: dict[tuple[int, int, int, int], float] = {}
         self._sites: dict[int, Site] = {}
         self._probes: dict[str, Probe | Refused] = {}
-        self._floors: dict[str, Floor | Refused] = {}
+        self._floors: dict[str, Facts | Refused] = {}
 
     def _at(self, layout: Layout) -> Problem:
         """The problem at one of the layouts, without its reserve."""
         return replaced(self.problem, layout=layout, _memo={}, _weights={})
+
+    @cached_property
+    def columns(self) -> Columns:
+        """The numbers of the layouts that bounds need."""
+        if not self.choices[0].states:
+            return Columns(self.choices, self.problem)
+        ranks = [(own[0], own[min(1, len(own) - 1)], own[-1]) for own in self.placed]
+        resident = [[rank.get("device", 0) for rank in own] for own in ranks]
+        return Columns(self.choices, self.problem, np.array(resident, dtype=float).T)
+
+    @cached_property
+    def placed(self) -> list[list[dict[Place, int]]]:
+        """Of each layout, the parameters of each rank's optimizer by the place of their states.
+        All are on the device where the method has no plan, and too many to fit."""
+        found = []
+        for choice in self.choices:
+            problem = self._at(choice.layout)
+            plan, ranks = states_at(choice, problem, self.registry), range(choice.layout.pp)
+            if isinstance(plan, Plan):
+                fate = plan.state("optimizer")
+                own = [fate.counts(rank_sharded(problem, plan, rank, fate)) for rank in ranks]
+            else:
+                own = [{"device": NO_PLAN_COUNT} for _ in ranks]
+            found.append(own)
+        return found
 
     @cached_property
     def send_s(self) -> Array:
@@ -110,14 +153,17 @@ class Shard:
     def end_s(self) -> Array:
         """Lower bound of the seconds after a rank's last pass: one gradient reduction and one
         parameter gather, if nothing hides them, and the update of states in host memory."""
-        kinds = self.problem.layer_kinds
-        layer = min(table.parameters for table in kinds)
-        own = min(table.expert_parameters for table in kinds)
-        layers = np.minimum(self.columns.first, self.columns.last)
+        _, layer, own = least_parameters(self.problem)
+        begun = self.columns.first - first_dense(self.problem.workload.model)
+        layers = np.minimum(begun, self.columns.last)
         found = [
-            self._end_s(c.layout, int(n * layer), int(n * own))
+            self._end_s(c.layout, int(n * (layer + own)), int(n * own))
             for c, n in zip(self.choices, layers, strict=True)
         ]
+        if self.choices[0].states:
+            cost = self.problem.cost
+            placed_s = [min(placed_update_s(cost, rank) for rank in own) for own in self.placed]
+            return np.array(found) + placed_s
         return np.array(found)
 
     def _end_s(self, layout: Layout, count: int, experts: int) -> float:
@@ -155,6 +201,10 @@ class Shard:
             problem = self._reserving(self._at(choice.layout))
             self._sites[index] = Site(choice, problem, self._evaluator)
         return self._sites[index]
+
+    def frame(self, index: int) -> Frame:
+        """The Frame of the layout at `index`."""
+        return self.site(index).frame(self.registry)
 
     @cached_property
     def kernels_s(self) -> Array:
@@ -212,12 +262,12 @@ class Shard:
             self._probes[text] = self._resolved(text, self.prober)
         return self._probes[text]
 
-    def floors(self, candidate: Candidate) -> tuple[Floor, Floor] | Refused:
+    def floors(self, candidate: Candidate) -> tuple[Facts, Facts] | Refused:
         """The floors at both ends of a candidate's share; two equal ones for a candidate without a
         share."""
         return _both_ends(candidate, self._floor)
 
-    def _floor(self, candidate: Candidate) -> Floor | Refused:
+    def _floor(self, candidate: Candidate) -> Facts | Refused:
         text = _at_end(candidate, 1)
         if text not in self._floors:
             self._floors[text] = self._resolved(text, self.prober.floor)
@@ -238,16 +288,14 @@ class Shard:
         return candidate.share.scalar.steps or int(self.columns.most.max())
 
     def stored(
-        self, candidate: Candidate, ends: tuple[Facts, Facts], pinned: Pinned
+        self, candidate: Candidate, ends: tuple[Facts, Facts]
     ) -> tuple[Facts, NDArray[np.float64]]:
         """Along a candidate's share: its facts, at the shares of the shortest chunks, and the
         fewest host bytes of a node, [steps of the share, layouts]. `ends`: the facts at both ends
-        of the share, `pinned`: the tensors copied at its last step."""
+        of the share."""
         longest, shortest = self.shares(candidate)
         quick = self.at_share(candidate, ends, longest)
-        known = bool(pinned.budget) == (candidate.share is not None)
-        more = (pinned if known else NOTHING).more_bytes
-        host_bytes = host_bound(self.columns, quick, partial(more, longest))
+        host_bytes = host_bound(self.columns, quick)
         lean = quick if shortest is longest else self.at_share(candidate, ends, shortest)
         rounding = self.rounding_bytes(candidate) * self.columns.gpus_per_node
         return lean, self.wide(candidate, host_bytes - rounding)
@@ -266,7 +314,12 @@ class Shard:
         """Return the facts of a candidate at one value (`share`) of its share."""
         if candidate.share is None:
             return ends[1]
-        return mixed(*ends, share)
+        found = mixed(*ends, share)
+        scalar = candidate.share.scalar
+        if first_dense(self.problem.workload.model) and scalar and scalar.scale == "layers":
+            # The first chunk's layers are not alike: neither end's numbers are the share's.
+            return found._replace(first=lesser(ends[0].first, ends[1].first))
+        return found
 
     def shares(self, candidate: Candidate) -> tuple[Array, Array]:
         """Shares of the longest and of the shortest chunk, [steps of the candidate's share,

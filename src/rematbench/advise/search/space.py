@@ -14,12 +14,17 @@ from numpy.typing import NDArray
 from rematbench.costs.states import reduce_buckets
 from rematbench.engine.lowering.state_shards import shards_experts
 from rematbench.plan import Plan
-from rematbench.problem import Problem, head_parameters, state_fates
+from rematbench.problem import (
+    Problem,
+    gathered_bytes,
+    head_parameters,
+    state_fates,
+)
 from rematbench.spec.cluster import Cluster
 from rematbench.spec.layout import Layout, LayoutError, check_layout, even_partition
 from rematbench.spec.problemspec import ProblemSpec
 from rematbench.spec.system import System, ZeroStage
-from rematbench.workload import Workload
+from rematbench.workload import Model, Workload
 
 DEGREES = ("tp", "cp", "pp", "vpp", "dp")
 """The degrees that tables show of every layout, in this order."""
@@ -50,12 +55,14 @@ class Fixed(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 class Choice(Struct, frozen=True):
     """A layout and the layers of each of its chunks, in pipeline order.  `even`: the partition is
     the even one; `hosted`: the optimizer's states are in host memory, although the stack keeps them
-    on the device."""
+    on the device; `states`: the method, with its settings, that places them in pieces (empty:
+    none)."""
 
     layout: Layout
     sizes: tuple[int, ...]
     even: bool = True
     hosted: bool = False
+    states: str = ""
 
     def base(self, plan: Plan) -> Plan:
         """The plan that methods begin with: `plan` with this choice's partition."""
@@ -93,31 +100,42 @@ def space(
         raise LayoutError(
             f"gpus {spec.gpus} must be a multiple of {ranks}, the product of the requested degrees"
         )
-    if dense := _dense_beside_experts(work):
+    if dense := _dense_between_experts(work):
         raise LayoutError(dense)
     choices: list[Choice] = []
     for layout in layouts(spec, fixed, work, system, refused):
         try:
-            check_layout(layout, work, cluster, system)
+            check_layout(layout, work, system)
         except LayoutError as error:
             rule, _, _ = str(error).partition(", but ")
             refused[re.sub(r"\b[1-9]\d*\b(?! x )", "N", rule)] += 1  # 2 x cp is the rule's own
             continue
-        found = list(partitions(layout, work.model.num_layers))
+        found = [
+            choice
+            for choice in partitions(layout, work.model.num_layers)
+            if choice.sizes[0] > first_dense(work.model)
+        ]
+        if not found:
+            refused["the first chunk has none of the layers with experts (not searched)"] += 1
         choices += found
         if spec.optimizer is None and may_host(cluster, system) and work.model.experts is None:
             choices += [replace(choice, hosted=True) for choice in found]
     return Space(tuple(choices), dict(refused))
 
 
-def _dense_beside_experts(work: Workload) -> str:
+def first_dense(model: Model) -> int:
+    """The number of dense layers before a model's layers with experts; 0 without experts."""
+    return model.num_layers - model.expert_layers if model.experts else 0
+
+
+def _dense_between_experts(work: Workload) -> str:
     """Why a model cannot be searched; empty if it can."""
     model = work.model
-    if model.expert_layers in (0, model.num_layers):
+    if model.experts is None or set(model.experts.dense_layers) == set(range(first_dense(model))):
         return ""
     return (
-        f"search needs layers of one kind, but {model.name} has {model.expert_layers} layers with "
-        f"experts of {model.num_layers}; simulate and compare take --ep and --etp"
+        f"search needs dense layers to come first, but {model.name} has {model.expert_layers} "
+        f"layers with experts of {model.num_layers}; simulate and compare take --ep and --etp"
     )
 
 
@@ -142,7 +160,7 @@ def layouts(
         dp, rest = divmod(asked, tp * cp * pp)
         if rest or dp == 0:
             continue
-        for ulysses in _degrees(fixed.ulysses, dp, dp if "ulysses" in system.features else 1):
+        for ulysses in _degrees(fixed.ulysses, dp, dp if _exchanges(system, cp) else 1):
             replicas, rest = divmod(dp, ulysses)
             if rest or not replicas:
                 refused["dp is not a multiple of ulysses"] += 1
@@ -154,7 +172,7 @@ def layouts(
                 _row_shards(fixed.sp, tp),
                 _micro_batches(fixed.micro_batch, spec.global_batch // replicas),
                 _chunks(fixed.vpp, pp, work.model.num_layers),
-                _stages(fixed.zero_stage, pp, dp * cp, work),
+                _stages(fixed.zero_stage, pp, dp * cp, work, system),
                 _expert_degrees(fixed, tp, tp * cp * dp, work),
             ):
                 yield Layout(
@@ -166,6 +184,11 @@ def layouts(
 
 def _rings(system: System) -> bool:
     return system.cp_kind in ("allgather", "ring")
+
+
+def _exchanges(system: System, cp: int) -> bool:
+    """Whether the stack has an all-to-all of heads, inside context parallelism of `cp` ranks."""
+    return ("ulysses_in_cp" if cp > 1 else "ulysses") in system.features
 
 
 def _degrees(fixed: int | None, total: int, most: int) -> list[int]:
@@ -216,15 +239,20 @@ def _expert_degrees(
     ]
 
 
-def _stages(fixed: ZeroStage | None, pp: int, shards: int, work: Workload) -> list[ZeroStage]:
-    """The modelled ZeRO stages; only stage 1 without data-parallel peers, where all are equal."""
-    if fixed is None and work.model.experts is not None:
-        return [0, 1]
+def _stages(
+    fixed: ZeroStage | None, pp: int, shards: int, work: Workload, system: System
+) -> list[ZeroStage]:
+    """The ZeRO stages to try, in a pipeline those that the stack has there.  Without data-parallel
+    peers all are equal: only stage 1, and stage 0 too for experts, which may have other peers.
+    Stage 2 of FSDP in a pipeline is its stage 3."""
     if fixed is not None:
         return [fixed]
     if shards == 1:
-        return [1]
-    return [0, 1] if pp > 1 else [0, 1, 2, 3]
+        return [0, 1] if work.model.experts is not None else [1]
+    if pp == 1:
+        return [0, 1, 2, 3]
+    same = system.data_parallel == "fsdp" and 3 in system.pipeline_zero_stages
+    return [stage for stage in system.pipeline_zero_stages if not (same and stage == 2)]
 
 
 def partitions(layout: Layout, layers: int) -> Iterator[Choice]:
@@ -251,10 +279,14 @@ Array = NDArray[np.float64]
 
 
 class Columns:
-    """The numbers that bounds need of the layouts of one shard: arrays with an entry per layout."""
+    """The numbers that bounds need of the layouts of one shard: arrays with an entry per layout.
+    `resident`: parameters of the first, the second and the last rank whose optimizer states are on
+    the device, where a method places them, [3, layouts]."""
 
-    def __init__(self, choices: Sequence[Choice], problem: Problem) -> None:
-        self.choices, self.problem = choices, problem
+    def __init__(
+        self, choices: Sequence[Choice], problem: Problem, resident: Array | None = None
+    ) -> None:
+        self.choices, self.problem, self._resident = choices, problem, resident
         self.gpus_per_node = problem.cluster.gpus_per_node
         layouts = [choice.layout for choice in choices]
         self.pp = np.array([lay.pp for lay in layouts])
@@ -355,49 +387,98 @@ class Columns:
         return tuple(found)
 
     @cached_property
-    def state_bytes(self) -> tuple[Array, Array, Array]:
-        """Bytes of training states, and of buckets that stay, on a device of the first, the second
-        and the last rank."""
-        problem = self.problem
-        experts = min(table.expert_parameters for table in problem.layer_kinds)
-        layer = min(table.parameters for table in problem.layer_kinds) - experts
-        head, embedding = head_parameters(problem), problem.embedding.parameters
-        single = self.pp == 1
-        counts = (
-            self.first * layer + embedding + np.where(single, head, 0),
-            self.second * layer,
-            self.last * layer + head + np.where(single, embedding, 0),
+    def sum_bytes(self) -> tuple[Array, Array, Array]:
+        """Bytes of the sums of whole gradients that the first, the second and the last rank hold
+        while the most passes are in flight, if there are passes after these."""
+        width = np.array([_held(c.layout, self.problem)[2] for c in self.choices])
+        turn = np.where(self.vpp > 1, (2 * self.vpp - 1) * self.pp, 1)
+        first, second, last = (
+            np.where(self.count * self.vpp - flights >= turn, width * (rest + own), 0.0)
+            for flights, (rest, own) in zip(self.in_flight, self._parameters, strict=True)
         )
-        system = problem.system
+        return first, second, last
+
+    @cached_property
+    def _parameters(self) -> list[tuple[NDArray[np.int64], NDArray[np.int64]]]:
+        """Parameters of the first, the second and the last rank: all but those of experts, and
+        those."""
+        problem = self.problem
+        dense_layer, layer, experts = least_parameters(problem)
+        head, embedding = head_parameters(problem), problem.embedding.parameters
+        single, dense = self.pp == 1, first_dense(problem.workload.model)
+        begun = dense * single  # a single rank is the first one too
+        first, second, last = self.first - dense, self.second - begun, self.last - begun
+        counts = (
+            first * layer + dense * dense_layer + embedding + np.where(single, head, 0),
+            second * layer + begun * dense_layer,
+            last * layer + begun * dense_layer + head + np.where(single, embedding, 0),
+        )
+        own = [experts * layers for layers in (first, second, last)]
+        return [*zip(counts, own, strict=True)]
+
+    @cached_property
+    def state_bytes(self) -> tuple[Array, Array, Array]:
+        """Bytes of training states, of buckets that stay and of gathered parameters that a pipeline
+        holds, on a device of the first, the second and the last rank."""
+        problem, system = self.problem, self.problem.system
         sizes = (system.param_bytes, system.grad_bytes, system.optimizer_bytes)
         per = np.array([_shards(c.layout, problem) for c in self.choices])
         held = np.array([reduce_buckets(0, c.layout, system).standing for c in self.choices])
         apart = np.array([_expert_shards(c.layout, problem) for c in self.choices])
-        own = [experts * layers for layers in (self.first, self.second, self.last)]
+        whole = np.array([_held(c.layout, problem)[:2] for c in self.choices])
+        kinds, placed = list(enumerate(sizes)), self._resident
+        if placed is not None:
+            kinds.pop()
         first, second, last = (
             held
+            + (0 if placed is None else system.optimizer_bytes * placed[rank])
+            + whole[:, 0] * n
+            + whole[:, 1] * m
             + np.asarray(
-                sum(
-                    (-(-n // per[:, i]) - (-m // apart[:, i])) * nbytes
-                    for i, nbytes in enumerate(sizes)
-                )
+                sum((-(-n // per[:, i]) - (-m // apart[:, i])) * nbytes for i, nbytes in kinds)
             )
-            for n, m in zip(counts, own, strict=True)
+            for rank, (n, m) in enumerate(self._parameters)
         )
         return first, second, last
 
 
+def least_parameters(problem: Problem) -> tuple[int, int, int]:
+    """The fewest parameters of a dense layer that comes before the layers with experts (0 without
+    such layers), of another layer without its experts, and of its experts."""
+    kinds = problem.layer_kinds
+    later = [table for table in kinds if table.expert_parameters] or kinds
+    experts = min(table.expert_parameters for table in later)
+    dense = [table.parameters for table in kinds if table not in later]
+    return min(dense, default=0), min(table.parameters for table in later) - experts, experts
+
+
+def _held(layout: Layout, problem: Problem) -> tuple[int, int, int]:
+    """Bytes of a parameter that a pipeline holds until its last pass: in gathered copies, in those
+    of experts, and in the sums of whole gradients."""
+    parameter, gradient, _ = state_fates(layout, problem.system)
+    width = gathered_bytes(problem) if parameter.release == "step" else 0
+    here = layout.state_shards == 1 and parameter.home == "device"
+    sums = problem.system.reduce_bytes if gradient.release == "step" else 0
+    return 0 if here else width, width if layout.expert_shards > 1 else 0, sums
+
+
 def _shards(layout: Layout, problem: Problem) -> list[int]:
     """Ranks over which each kind of state is sharded; 2**60 for a state in host memory, which
-    leaves next to nothing on the device."""
+    leaves next to nothing on the device, and for gradients that are sums until the reduction."""
     fates = state_fates(layout, problem.system)
-    return [fate.shards if fate.home == "device" else 1 << 60 for fate in fates]
+    away = [f.home == "host" or (f.kind == "gradient" and f.release == "step") for f in fates]
+    return [1 << 60 if gone else fate.shards for gone, fate in zip(away, fates, strict=True)]
 
 
 def _expert_shards(layout: Layout, problem: Problem) -> list[int]:
     """Ranks over which each kind of states of experts is sharded."""
     fates = state_fates(layout, problem.system)
-    return [layout.expert_dp if shards_experts(fate, layout) else 1 for fate in fates]
+    return [
+        (1 << 60 if fate.release == "step" and fate.kind == "gradient" else layout.expert_shards)
+        if shards_experts(fate, layout)
+        else 1
+        for fate in fates
+    ]
 
 
 def _rank_layers(choice: Choice) -> tuple[int, ...]:

@@ -28,10 +28,9 @@ Simple = tuple[int, bool]
 def simplest(job: SearchJob, best: Result, processes: int) -> Result | None:
     """The simplest plan that ties with the fastest plan `best`: fewest methods, then without host
     memory, then the fastest; None if that is `best`, or if a minute's search finds no other."""
-    methods = len([name for name in best.family.split("+") if name != IDENTITY])
+    methods = _methods(best)
     own = methods, bool(best.host_node_bytes)
-    keeps = not job.request.only or IDENTITY in job.request.only
-    for level in product(range(0 if keeps else 1, methods + 1), (False, True)):
+    for level in product(range(0 if job.keeps else 1, methods + 1), (False, True)):
         if level >= own:
             return None
         if level == (0, True) and not any(choice.hosted for choice in job.space.choices):
@@ -46,7 +45,12 @@ def _tied(job: SearchJob, best: Result, level: Simple, processes: int) -> Result
     request = replace(job.request, most_methods=level[0], hosts=level[1])
     limit_s = best.fitting_s * math.exp(max(ratio_band(one_layout=one) for one in (True, False)))
     near = job.completed([best, *_fastest(request, processes, limit_s)])
-    return next((one for one in near[1:] if one.tied), None)
+    return next((one for one in near[1:] if one.tied and _methods(one) <= level[0]), None)
+
+
+def _methods(result: Result) -> int:
+    """The number of a plan's methods; one that places states counts too."""
+    return len([name for name in result.family.split("+") if name != IDENTITY])
 
 
 def _fastest(request: SearchRequest, processes: int, limit_s: float = math.inf) -> Sequence[Result]:

@@ -1,7 +1,6 @@
 """The trial of one candidate at a layout: plan, lower, count bytes, and time the step if the bytes
 fit."""
 
-from functools import cached_property
 from math import inf
 
 from msgspec import Struct
@@ -14,7 +13,7 @@ from rematbench.evaluate.evaluator import Evaluator, Lowered, same_plan, timed, 
 from rematbench.evaluate.result import Job, Result
 from rematbench.evaluate.verdict import judge, judged
 from rematbench.plan import Plan, PlanError, Unsupported
-from rematbench.plugins.registry import MethodError, Registry
+from rematbench.plugins.registry import IDENTITY, MethodError, Registry
 from rematbench.problem import Problem
 from rematbench.spec.layout import LayoutError
 from rematbench.worlds.packages.flags import Engines
@@ -47,6 +46,8 @@ class Site:
     seconds, by the text of the candidate.  `trials`: trials by the content of their plans.
     `ended`: plans whose replay of the allocator ended early."""
 
+    _frame: Frame | None = None
+
     def __init__(
         self, choice: Choice, problem: Problem, evaluator: Evaluator | None = None
     ) -> None:
@@ -56,10 +57,16 @@ class Site:
         self.trials: dict[bytes, Trial] = {}
         self.ended: dict[bytes, Lowered] = {}
 
-    @cached_property
-    def frame(self) -> Frame:
-        """The part of the step that no plan changes."""
-        return frame(self.problem, self.job.base)
+    def named(self, method: str) -> str:
+        """A method's text with the method that places the layout's states behind it."""
+        return _then(method, self.choice.states)
+
+    def frame(self, registry: Registry) -> Frame:
+        """The part of the step that no activation method changes."""
+        if self._frame is None:
+            base = states_at(self.choice, self.problem, registry)
+            self._frame = frame(self.problem, base if isinstance(base, Plan) else self.job.base)
+        return self._frame
 
     def trial(
         self,
@@ -72,6 +79,7 @@ class Site:
         """Plan and lower a candidate, count its bytes, and time its step if the bytes fit.  The
         problem's reserve stays free, and one of `engines` must have options for the plan.  A plan
         that equals an earlier plan is not lowered again."""
+        method = self.named(method)
         blank = Result(job=self.job, method=method, family="", status="failed", bound_s=bound_s)
         plan = planned_at(self.job, method, registry)
         if isinstance(plan, str):
@@ -100,6 +108,18 @@ class Site:
         early."""
         held = weighed(self.problem, self.ended[content])
         return float(held.nbytes - _room(self.problem))
+
+
+def _then(method: str, states: str) -> str:
+    if not states or f"+{method}".endswith(f"+{states}"):
+        return method
+    return states if method == IDENTITY else f"{method}+{states}"
+
+
+def states_at(choice: Choice, problem: Problem, registry: Registry) -> Plan | Unsupported:
+    """The plan that keeps every activation at a layout, with its states where they are placed."""
+    base = choice.base(problem.base_plan)
+    return registry.resolve(choice.states or IDENTITY, None, problem).plan(problem, base)
 
 
 def _room(problem: Problem) -> int:

@@ -8,6 +8,7 @@ from rematbench.costs.operators.ops import (
     Activation,
     Comm,
     CommKind,
+    Group,
     Op,
     OpTable,
     Part,
@@ -248,7 +249,9 @@ class Builder:
         return f"{name}_rows" if self.ulysses > 1 else name
 
     def attention(self, window: int) -> None:
-        """Add the attention kernel, between two all-to-alls under Ulysses (arXiv 2309.14509).
+        """Add the attention kernel, between two all-to-alls under Ulysses (arXiv 2309.14509), also
+        inside context parallelism (arXiv 2405.07719; Megatron-core's a2a+p2p), where the kernel
+        processes its slice of the sequence with a part of the heads.
 
         Under Ulysses the qkv and output projections process the rank's part of the sequence with
         all heads (row order).  The kernel processes whole sequences with a part of the heads (head
@@ -271,7 +274,8 @@ class Builder:
         """Add an all-to-all between row order and head order; the backward moves the same bytes."""
         for out, width in widths.items():
             self.wide(out, width)
-        comm = Comm("all_to_all", "cp", self.nbytes(*widths))
+        group: Group = "ulysses" if self.s.cp > 1 else "cp"
+        comm = Comm("all_to_all", group, self.nbytes(*widths))
         self.ops.append(
             Op(
                 name=name,

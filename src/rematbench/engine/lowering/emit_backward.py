@@ -1,5 +1,6 @@
 """Writes a chunk's backward block: gradients, collectives, reductions."""
 
+from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
@@ -16,9 +17,10 @@ from rematbench.engine.lowering.emit_op import emit_alloc
 from rematbench.engine.lowering.emit_rebuild import Rebuilder
 from rematbench.engine.lowering.emit_recompute import Recomputer
 from rematbench.engine.lowering.emit_reload import Reloader
-from rematbench.engine.lowering.emit_states import GradReducer, ParameterGatherer
+from rematbench.engine.lowering.emit_states import GradReducer, ParameterGatherer, Reduced
 from rematbench.engine.lowering.mini_sequences import MiniRun, Piece
 from rematbench.engine.lowering.pieces import write_pieces
+from rematbench.engine.lowering.ready_pieces import ReadyWriter
 from rematbench.engine.lowering.writer import WHOLE, BlockWriter, Share
 from rematbench.engine.program.action import COMPUTE, Action, Alloc, Kind, gradient_of
 from rematbench.engine.program.program import Block
@@ -56,6 +58,7 @@ class BackwardEmitter:
         transfers: Transfers,
         gatherer: ParameterGatherer | None,
         reducer: GradReducer | None,
+        updater: Callable[[BlockWriter], ReadyWriter] | None = None,
         *,
         beside: bool = False,
     ) -> None:
@@ -63,6 +66,7 @@ class BackwardEmitter:
         self.gatherer, self.reducer = gatherer, reducer
         self.w = BlockWriter()
         self.w.beside = "forward" * beside
+        self.updater = updater(self.w) if updater else None
         self.recomputer = Recomputer(chunk, fates, self.w)
         self.share = WHOLE  # the rows of the piece in progress
         self.grads: dict[str, str] = {}  # activation storage -> gradient storage
@@ -78,30 +82,42 @@ class BackwardEmitter:
         chunk, w = self.chunk, self.w
         self._arrive()
         order = list(reversed(chunk.units))
-        beside = self._beside_bytes() if w.beside else 0
-        for position, unit in enumerate(order):
-            w.begin_unit()
-            if beside and position == int(chunk.last):
-                emit_alloc(w, BESIDE, beside)
-            self.reload.before(order, position)
-            if self.gatherer:
-                self.gatherer.before(w, order, position)
-            if self.reducer:
-                self.reducer.before(w, unit)
-            self.rebuild.scopes(unit)
-            self._operators(unit)
-            if is_captured(chunk.problem, unit):
-                w.add(Action(kind=Kind.FREE, stream=COMPUTE, frees=(graph_name(unit),)))
-            self.reload.after(unit)
-            if self.gatherer:
-                self.gatherer.after(w, unit)
-            if self.reducer:
-                self.reducer.after(w, unit, last=position == len(order) - 1)
-        if beside:
+        for position in range(len(order)):
+            self._unit(order, position)
+        if w.beside:
             w.add(Action(kind=Kind.FREE, stream=COMPUTE, frees=(BESIDE,)))
         survivors = set() if chunk.first else {self.grads[chunk.input_name]}
+        if self.reducer:
+            survivors |= self.reducer.survivors
         w.add(Action(kind=Kind.EVENT, stream=COMPUTE, event="b_end"))
+        if self.updater:  # the message to the stage before does not wait for the last pieces
+            self._start_pieces(self.updater, order[-1])
+            survivors |= self.updater.finish(last=chunk.chunk == 0)
         return w.finish("B", survivors, self.arrivals)
+
+    def _unit(self, order: list[Unit], position: int) -> None:
+        """Write the backward of one unit: copies, gathers, what is rebuilt, operators and
+        reductions."""
+        w, unit = self.w, order[position]
+        w.begin_unit()
+        if w.beside and position == int(self.chunk.last):  # behind the head
+            emit_alloc(w, BESIDE, self._beside_bytes())
+        self.reload.before(order, position)
+        if self.gatherer:
+            self.gatherer.before(w, order, position)
+        if self.reducer:
+            self.reducer.before(w, unit)
+        self.rebuild.scopes(unit)
+        self._operators(unit)
+        if is_captured(self.chunk.problem, unit):
+            w.add(Action(kind=Kind.FREE, stream=COMPUTE, frees=(graph_name(unit),)))
+        self.reload.after(unit)
+        if self.gatherer:
+            self.gatherer.after(w, unit)
+        if self.reducer:
+            self.reducer.after(w, unit, last=position == len(order) - 1)
+        if self.updater and unit is not order[-1]:
+            self._start_pieces(self.updater, unit)
 
     def _beside_bytes(self) -> int:
         """Bytes that a layer of the forward beside this backward keeps before the backward's layer
@@ -112,6 +128,13 @@ class BackwardEmitter:
             sum(part.nbytes for _, _, site in self.chunk.saved(unit) for part in stored[site])
             for unit in self.chunk.layer_unit.values()
         )
+
+    def _start_pieces(self, updater: ReadyWriter, unit: Unit) -> None:
+        """Start the updates of the pieces that are ready after a unit's backward."""
+        if self.reducer:
+            updater.after(self.reducer.take_reduced())
+        elif unit.prefix in updater.due:
+            updater.after([Reduced(unit.prefix, (self.w.mark(COMPUTE),))])
 
     # -- arrivals -------------------------------------------------------------------------------
 

@@ -21,6 +21,7 @@ from rematbench.engine.lowering.writer import BlockWriter
 from rematbench.engine.program.action import COMPUTE, Action, Kind
 from rematbench.plan import StateFate
 from rematbench.problem import tied_on_one_rank
+from rematbench.spec.layout import Layout
 from rematbench.spec.system import System
 
 FETCHED = "fetched"
@@ -101,9 +102,9 @@ class MatrixGatherer(ParameterGatherer):
         kept: Sequence[Matrices],
         *,
         forward: bool,
-        peers: bool,
+        layout: Layout,
     ) -> None:
-        super().__init__(fate, system, system.gather_bytes, peers=peers, release=True)
+        super().__init__(fate, system, layout, system.gather_bytes, release=True)
         self.order = [*order, *kept] if forward else order
         self.at = {(one.part, one.op): place for place, one in enumerate(order)}
         self.kept, self.forward = {one.buffer: one for one in kept}, forward

@@ -2,10 +2,13 @@
 
 from collections.abc import Mapping
 from functools import partial
+from itertools import chain
+from typing import NamedTuple
 
 from rematbench.costs.operators.ops import Comm, CommKind, Group
 from rematbench.costs.states import OPTIMIZER_STAGE
 from rematbench.engine.lowering.chunk_ops import Unit
+from rematbench.engine.lowering.state_shards import has_whole_gradients
 from rematbench.engine.lowering.writer import BlockWriter
 from rematbench.engine.program.action import (
     COMM_KIND,
@@ -15,7 +18,9 @@ from rematbench.engine.program.action import (
     Action,
     Alloc,
     Kind,
+    expert_buffer,
     gradient_buffer,
+    held,
     parameter_buffer,
 )
 from rematbench.plan import StateFate
@@ -23,33 +28,69 @@ from rematbench.spec.layout import Layout
 from rematbench.spec.system import System
 
 
+class Reduced(NamedTuple):
+    """A unit whose gradients are summed, and the events after which nothing works on these or on
+    those of units before it."""
+
+    unit: str
+    events: tuple[str, ...]
+
+
+class Gathered(NamedTuple):
+    """A part of a unit's parameters that is gathered at once: its storage, its number of
+    parameters, and the peers that hold its shards."""
+
+    name: str
+    parameters: int
+    group: Group
+
+
+def gathered_parts(unit: Unit, fate: StateFate, layout: Layout) -> list[Gathered]:
+    """Return the parts of a unit's parameters that are gathered: those of experts from expert
+    data-parallel peers, if there are any, and all others."""
+    experts = unit.expert_parameters
+    by_layer = fate.gather == "layer"
+    found: list[Gathered] = []
+    if unit.parameters > experts and not (by_layer and _is_here(fate, layout)):
+        found.append(Gathered(parameter_buffer(unit.prefix), unit.parameters - experts, "dp"))
+    if experts and layout.expert_shards > 1:
+        found.append(Gathered(expert_buffer(unit.prefix), experts, "edp"))
+    if fate.release == "step":
+        return [part._replace(name=held(part.name)) for part in found]
+    return found
+
+
+def _is_here(fate: StateFate, layout: Layout) -> bool:
+    """Whether a rank has all parameters, but for those of experts, on its device."""
+    return layout.state_shards == 1 and fate.home == "device"
+
+
 class ParameterGatherer:
     """Gathers each unit's parameters on the dp stream before their use.
 
     A layer gather (ZeRO-3, FSDP) allocates the full parameters, `width` bytes each, and runs
-    `prefetch_layers` ahead; in a stack without gather_overlap compute waits for each gather,
-    and no gather runs ahead.  A step gather (ZeRO-1 with overlap) fills resident buffers of all
-    units at once.  A shard in host memory is copied into its part of the full parameters before
-    its gather; without `peers` the shard is everything, and there is no gather.  `expert_peers`:
-    weights of experts are gathered from peers of their own.  `release`:
-    whether a unit's gathered copy is freed after its use (with `keeps_ends`, embedding and head
-    are not freed).  `tied`: the embedding whose weight the head of the same rank uses; if its
-    gathered copy is gone, the head gathers the weight again.
+    `prefetch_layers` ahead; in a stack without gather_overlap compute waits for each gather, and no
+    gather runs ahead.  A step gather (ZeRO-1 with overlap) fills resident buffers of all units at
+    once.  A shard in host memory is copied into its part of the full parameters before its gather;
+    without peers the shard is everything, and there is no gather.  Weights of experts are gathered
+    from peers of their own, into a buffer of their own.  `release`: whether a unit's gathered copy
+    is freed after its use (with `keeps_ends`, embedding and head are not freed).  `tied`: the
+    embedding whose weight the head of the same rank uses; if its gathered copy is gone, the head
+    gathers the weight again.
     """
 
     def __init__(
         self,
         fate: StateFate,
         system: System,
+        layout: Layout,
         width: int,
         tied: Unit | None = None,
         *,
-        peers: bool = True,
-        expert_peers: bool = False,
         release: bool,
         keeps_ends: bool = False,
     ) -> None:
-        self.expert_peers = expert_peers
+        self.layout, peers = layout, layout.state_shards > 1
         self.layerwise = fate.gather == "layer"
         self.tied = tied if self.layerwise else None
         self.keeps_ends = keeps_ends
@@ -61,9 +102,13 @@ class ParameterGatherer:
         self.released = ""
         self.for_the_head = False
 
-    def buffer(self, unit: Unit) -> str:
-        """Return the storage name of a unit's gathered parameters."""
-        return parameter_buffer(unit.prefix)
+    def parts(self, unit: Unit) -> list[Gathered]:
+        """Return the parts of a unit's parameters that are gathered."""
+        return gathered_parts(unit, self.fate, self.layout)
+
+    def own(self, unit: Unit) -> tuple[str, ...]:
+        """Return the storages of a unit's gathered parameters."""
+        return tuple(part.name for part in self.parts(unit))
 
     def _read(self, unit: Unit) -> list[Unit]:
         """The units whose weights a unit's kernels read."""
@@ -72,7 +117,7 @@ class ParameterGatherer:
 
     def buffers(self, unit: Unit) -> tuple[str, ...]:
         """Return the storages from which a unit's kernels read weights."""
-        return tuple(map(self.buffer, self._read(unit)))
+        return tuple(chain.from_iterable(map(self.own, self._read(unit))))
 
     def arrive(self, w: BlockWriter, units: list[Unit]) -> set[str]:
         """Return the storages of parameters that the forward gathered and kept.  These are all
@@ -85,11 +130,11 @@ class ParameterGatherer:
             if fate.release == "backward" or (fate.keeps_ends and unit.table.part != "layer")
         ]
         event = w.mark(COMPUTE) if kept else ""
-        held = [unit for unit in kept if unit.parameters]
-        for unit in held:
+        whole = [unit for unit in kept if self.parts(unit)]
+        for unit in whole:
             self.pending[unit.prefix] = event
             w.parameters[unit.prefix] = self.buffers(unit)
-        return {self.buffer(unit) for unit in held}
+        return {*chain.from_iterable(map(self.own, whole))}
 
     def before(self, w: BlockWriter, units: list[Unit], position: int) -> None:
         """Issue the gathers that are due and wait for this unit's gather."""
@@ -102,24 +147,22 @@ class ParameterGatherer:
         """Wait for the weights that a unit's kernels read; gather them first if necessary."""
         self._want(w, unit)
         for read in self._read(unit):
-            if read.parameters:
+            if self.parts(read):
                 w.wait(COMPUTE, self.pending[read.prefix])
 
     def _want(self, w: BlockWriter, unit: Unit) -> None:
         """Gather the weights that a unit's kernels read and that are not gathered."""
         for read in self._read(unit):
-            if read.parameters and read.prefix not in self.pending:
+            if self.parts(read) and read.prefix not in self.pending:
                 self._gather(w, read)
                 self.for_the_head |= read is not unit
 
     def _gather(self, w: BlockWriter, unit: Unit) -> None:
         if self.layerwise:
             w.parameters[unit.prefix] = self.buffers(unit)
-        part, buffer, experts = unit.prefix, self.buffer(unit), unit.expert_parameters
-        event = self._issue(w, part, buffer, unit.parameters - experts)
-        if experts and self.expert_peers:
-            event = self._issue(w, part, buffer, experts, "edp")
-        self.pending[unit.prefix] = event
+        for part in self.parts(unit):
+            event = self._issue(w, unit.prefix, part.name, part.parameters, part.group)
+            self.pending[unit.prefix] = event
 
     def _issue(
         self, w: BlockWriter, part: str, buffer: str, parameters: int, group: Group = "dp"
@@ -166,20 +209,20 @@ class ParameterGatherer:
 
     def after(self, w: BlockWriter, unit: Unit) -> None:
         """Free the gathered copy after the unit's pass, or leave it for the backward."""
-        if not self.layerwise or not unit.parameters:
+        if not self.layerwise or not self.parts(unit):
             return
         self.released = w.mark(COMPUTE)
         if self.release and not (self.keeps_ends and unit.table.part != "layer"):
             self._free(w, unit)
         else:
-            self.survivors.add(self.buffer(unit))
+            self.survivors.update(self.own(unit))
         if self.tied and self.for_the_head and unit.table.part == "head":
             self.for_the_head = False
             self._free(w, self.tied)
 
     def _free(self, w: BlockWriter, unit: Unit) -> None:
         del w.parameters[unit.prefix], self.pending[unit.prefix]
-        w.add(Action(kind=Kind.FREE, stream=COMPUTE, frees=(self.buffer(unit),)))
+        w.add(Action(kind=Kind.FREE, stream=COMPUTE, frees=self.own(unit)))
 
 
 def norm_reduction(system: System, norms: int, shards: int = 1) -> Comm:
@@ -200,11 +243,15 @@ def gradient_reductions(
         found = gradient_reductions(layout, optimizer_shards, gradient_shards, nbytes - experts)
         alone = layout.state_shards == 1 and layout.zero_stage >= OPTIMIZER_STAGE
         kind: CommKind = "reduce_scatter" if optimizer_shards > 1 or alone else "all_reduce"
-        return (*found, Comm(kind, "edp", experts)) if layout.expert_dp > 1 else found
+        found += (Comm(kind, "edp", experts),) if layout.expert_shards > 1 else ()
+        if layout.state_replicas > 1:
+            shard = -(-experts // layout.expert_shards)
+            found += (Comm("all_reduce", "expert_replica", shard),)
+        return found
     if optimizer_shards == 1 and gradient_shards == 1:
         return (Comm("all_reduce", "dp", nbytes),)
     scatter = Comm("reduce_scatter", "dp", nbytes)
-    if layout.state_shards == layout.dp * layout.cp:
+    if layout.state_replicas == 1:
         return (scatter,)
     return (scatter, Comm("all_reduce", "replica", -(-nbytes // layout.state_shards)))
 
@@ -214,7 +261,7 @@ def parameter_gathers(layout: Layout, system: System, count: int, experts: int) 
     their own."""
     width = system.gather_bytes
     found = [Comm("all_gather", "dp", width * (count - experts))]
-    more = experts > 0 and layout.expert_dp > 1
+    more = experts > 0 and layout.expert_shards > 1
     return [*found, Comm("all_gather", "edp", width * experts)] if more else found
 
 
@@ -247,7 +294,7 @@ class GradReducer:
         self.leaving = leaving
         self.update = optimizer.update == "backward"
         self.leaves = gradient.home == "host"
-        self.transient = gradient.shards > 1 or self.update or self.leaves
+        self.transient = has_whole_gradients(gradient, layout) or self.update or self.leaves
         self.beside = system.reduce_overlap or not layout.has_peers
         self.system, self.optimizer, self.tied = system, optimizer, tied
         self.layout = layout
@@ -255,7 +302,12 @@ class GradReducer:
         self.reductions = partial(gradient_reductions, layout, optimizer.shards, gradient.shards)
         self.width = system.grad_bytes if self.update else width
         self.bucket: list[Unit] = []
+        self.sums_in_last = False  # norms are summed before each reduction, not after the passes
+        self.norms: list[str] = []
+        self.reduced: list[Reduced] = []
+        self.down = ""  # the end of the latest copy to the host
         self.in_flight: list[tuple[str, str]] = []
+        self.survivors: set[str] = set()  # storages that the block leaves
 
     def buffer(self, unit: Unit) -> str:
         """Return the storage name of a unit's full gradients."""
@@ -293,6 +345,8 @@ class GradReducer:
             return
         if unit.parameters:
             self.bucket.append(unit)
+        if self.sums_in_last and unit.norm_parameters:
+            self._sum_norms(w, unit)
         size = sum(self.system.reduce_bytes * u.parameters for u in self.bucket)
         due = self.transient or last or size >= self.system.bucket_bytes
         if self.bucket and due:
@@ -301,6 +355,12 @@ class GradReducer:
             self._drain(w, 0 if last or not self.beside else 1)
         if last:
             self._record_end(w)
+
+    def _sum_norms(self, w: BlockWriter, unit: Unit) -> None:
+        """Sum the norms' gradients of a unit over the tensor-parallel peers."""
+        reads = [self.buffer(unit)] if self.transient else []
+        norms = norm_reduction(self.system, unit.norm_parameters)
+        self.norms.append(w.collective(norms, unit.prefix, "norm_gradients", reads, []))
 
     def _record_end(self, w: BlockWriter) -> None:
         """Record the end of the block's reductions, if there are peers."""
@@ -343,16 +403,26 @@ class GradReducer:
         """Reduce the bucket's `size` bytes, which are in the storages `names` or in the new
         `allocs`, and copy this rank's part to the host if gradients are there."""
         event = self._exchange(w, size, names, allocs) if self.shared else w.mark(COMPUTE)
+        if self.norms and not self.shared:
+            event = self.norms[-1]
+        self.norms = []
         names = (*names, *(alloc.name for alloc in allocs))
         if self.leaves:
             part = self.bucket[-1].prefix
             nbytes = self.system.host_grad_bytes * sum(map(self._leaving, self.bucket))
             if nbytes:
-                event = w.state_copy(
+                event = self.down = w.state_copy(
                     Kind.D2H, part, GRADIENTS_DOWN, nbytes, after=event, reads=names
                 )
         self.in_flight += [(event, name) for name in names]
+        events = (event, self.down) if self.down not in ("", event) else (event,)
+        self.reduced += [Reduced(unit.prefix, events) for unit in self.bucket]
         self.bucket = []
+
+    def take_reduced(self) -> list[Reduced]:
+        """The units that were reduced since the last call."""
+        found, self.reduced = self.reduced, []
+        return found
 
     def _leaving(self, unit: Unit) -> int:
         """The parameters of this rank's part of a unit whose gradients go to the host."""
@@ -365,6 +435,8 @@ class GradReducer:
     ) -> str:
         """Reduce the bucket over the data-parallel peers; returns the end event."""
         w.wait("dp", w.mark(COMPUTE))
+        for norm in self.norms[-1:]:
+            w.wait("dp", norm)
         experts = sum(unit.expert_parameters for unit in self.bucket)
         comms = self.reductions(size, self.system.reduce_bytes * experts)
         event = ""

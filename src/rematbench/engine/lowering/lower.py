@@ -20,8 +20,14 @@ from rematbench.engine.lowering.emit_fetches import (
 from rematbench.engine.lowering.emit_forward import Fates, ForwardEmitter, trailing_unit
 from rematbench.engine.lowering.emit_states import GradReducer, ParameterGatherer
 from rematbench.engine.lowering.fates import covered, phased
+from rematbench.engine.lowering.held_states import (
+    GradientSums,
+    HeldParameters,
+    holds_parameters,
+    sums_gradients,
+)
 from rematbench.engine.lowering.late_tensors import late_tensors
-from rematbench.engine.lowering.plan_checks import check_plan, check_rules
+from rematbench.engine.lowering.plan_checks import check_plan, check_ready_order, check_rules
 from rematbench.engine.lowering.rank_steps import (
     ChunkEnds,
     Key,
@@ -29,12 +35,15 @@ from rematbench.engine.lowering.rank_steps import (
     PassKind,
     StepFacts,
     Window,
+    last_backwards,
     pass_kinds,
     rank_steps,
 )
+from rematbench.engine.lowering.ready_pieces import ReadyWriter, ready_pieces
 from rematbench.engine.lowering.repeated_layers import block_of
 from rematbench.engine.lowering.schedule import passes
-from rematbench.engine.lowering.state_pieces import gradients_that_leave
+from rematbench.engine.lowering.state_pieces import gradients_that_leave, piece_widths
+from rematbench.engine.lowering.state_shards import has_whole_gradients
 from rematbench.engine.lowering.step_blocks import (
     Storages,
     d2h_block,
@@ -46,6 +55,7 @@ from rematbench.engine.lowering.step_blocks import (
     wait_block,
 )
 from rematbench.engine.lowering.step_end import emit_step_end
+from rematbench.engine.lowering.writer import BlockWriter
 from rematbench.engine.program.program import Block, Program, RankProgram, Step
 from rematbench.plan import Pass, Plan
 from rematbench.problem import Problem, gathered_bytes, gathers_by_layer, tied_on_one_rank
@@ -143,10 +153,14 @@ class _RankLowering:
         parameter, peers = plan.state("parameter"), lay.has_peers
         self.update_in_backward = plan.state("optimizer").update == "backward"
         gradient = plan.state("gradient")
+        self.sums, self.holds = sums_gradients(plan), holds_parameters(plan, problem)
         self.buckets = buckets_of(plan, problem, self.chunks)
-        self.leaving_gradients = gradient.home == "host" or gradient.shards > 1
+        self.leaving_gradients = gradient.home == "host" or has_whole_gradients(gradient, lay)
         self.leaving = gradients_that_leave(self.chunks, plan)
-        self.overlap_reduce = system.reduce_overlap and peers
+        self.ready = ready_pieces(self.chunks, plan)
+        if self.ready is not None:
+            check_ready_order(last_backwards(self.order), self.order)
+        self.overlap_reduce = system.reduce_overlap and peers and not self.sums
         self.overlap_gather = system.gather_overlap and parameter.gather == "step" and peers
         self.layerwise, self.width = gathers_by_layer(parameter, lay), gathered_bytes(problem)
         one_pass = parameter.release == "forward" and not parameter.keeps_ends
@@ -194,11 +208,13 @@ class _RankLowering:
             hold_phases=transfers.before_send_phases,
             overlapped_sends=self.problem.system.sends_beside(self.problem.layout.vpp),
             holds_outputs=self.problem.system.holds_outputs,
-            gather=self.layerwise,
-            gather_first=self.overlap_gather,
-            reduce=self.leaving_gradients or self.update_in_backward,
+            gather=self.layerwise and not self.holds,
+            gather_first=self.overlap_gather or self.holds,
+            reduce=self.update_in_backward or (self.leaving_gradients and not self.sums),
             reduce_last=self.overlap_reduce,
             pairs=self.problem.ep_overlaps,
+            sum_first=self.sums,
+            update_last=self.ready is not None,
         )
 
     def _classes(self, windows: tuple[Window, ...]) -> tuple[tuple[PassKind, PassFacts], ...]:
@@ -215,7 +231,9 @@ class _RankLowering:
     def _pass_class(self, kind: PassKind, item: Pass, reached: object) -> PassClass:
         """The class of a kind of pass; equal chunks that the same rules cover share a class."""
         chunk, classes = self.chunks[kind.chunk], self.shared.classes
-        own = tuple(self.leaving[chunk.chunk].values()) if self.leaving else ()
+        own: tuple[object, ...] = tuple(self.leaving[chunk.chunk].values()) if self.leaving else ()
+        if self.ready:
+            own = (*own, *self.ready[chunk.chunk].items())
         key = (chunk.shape, reached, kind.phase if self.phased else "", kind.inside, own)
         if key not in classes:
             fates, matched = chunk.fates(self.plan, kind.phase, item.micro_batch)
@@ -249,9 +267,11 @@ class _RankLowering:
             case ("F", int(number), bool(gather), bool(beside)):
                 chunk, cls = self.holders[number]
                 return self._forward_block(chunk, cls.fates, gather, beside=beside)
-            case ("B", int(number), bool(reduce), bool(beside)):
+            case ("B", int(number), bool(reduce), bool(beside), *last):
                 chunk, cls = self.holders[number]
-                return self._backward_block(chunk, cls.fates, reduce, beside=beside)
+                return self._backward_block(
+                    chunk, cls.fates, reduce, beside=beside, updates=bool(last)
+                )
         return self._copy_block(key) or self._message_block(key)
 
     def _copy_block(self, key: Key) -> Block | None:
@@ -288,7 +308,7 @@ class _RankLowering:
         plan, system = self.plan, self.problem.system
         parameter = plan.state("parameter")
         release, ends = parameter.release == "forward", parameter.keeps_ends
-        peers = self.problem.layout.state_shards > 1
+        of_layout = parameter, system, self.problem.layout, self.width
 
         def emitter(chunk: ChunkOps, fates: Fates) -> ForwardEmitter:
             gatherer: ParameterGatherer | None = None
@@ -296,16 +316,9 @@ class _RankLowering:
                 gatherer = self._matrix_gatherer(chunk, fates, forward=True)
             elif gather:
                 tied = self._tied(chunk)
-                gatherer = ParameterGatherer(
-                    parameter,
-                    system,
-                    self.width,
-                    tied,
-                    peers=peers,
-                    expert_peers=self.problem.layout.expert_dp > 1,
-                    release=release,
-                    keeps_ends=ends,
-                )
+                gatherer = ParameterGatherer(*of_layout, tied, release=release, keeps_ends=ends)
+            elif self.holds:
+                gatherer = HeldParameters(*of_layout, release=False)
             return ForwardEmitter(chunk, fates, plan.transfers, gatherer, beside=beside)
 
         ahead = self._layers_ahead(chunk) if self.layerwise else len(chunk.units)
@@ -316,8 +329,8 @@ class _RankLowering:
         back = backward_order(chunk, fates)
         kept = kept_matrices(chunk, back, system)
         order = forward_order(chunk) if forward else back
-        peers = self.problem.layout.state_shards > 1
-        return MatrixGatherer(parameter, system, order, kept, forward=forward, peers=peers)
+        lay = self.problem.layout
+        return MatrixGatherer(parameter, system, order, kept, forward=forward, layout=lay)
 
     def _layers_ahead(self, chunk: ChunkOps) -> int:
         """The most layers by which gathers per layer run ahead."""
@@ -326,12 +339,11 @@ class _RankLowering:
         return self.plan.state("parameter").prefetch_layers
 
     def _backward_block(
-        self, chunk: ChunkOps, fates: Fates, reduce: bool, *, beside: bool
+        self, chunk: ChunkOps, fates: Fates, reduce: bool, *, beside: bool, updates: bool
     ) -> Block:
         plan, problem = self.plan, self.problem
         parameter = plan.state("parameter")
         states = plan.state("gradient"), plan.state("optimizer")
-        peers = problem.layout.state_shards > 1
         leaving = self.leaving[chunk.chunk] if self.leaving else None
 
         def emitter(chunk: ChunkOps, fates: Fates) -> BackwardEmitter:
@@ -341,23 +353,39 @@ class _RankLowering:
             if self.by_matrix:
                 gatherer = self._matrix_gatherer(chunk, fates, forward=False)
             elif self.layerwise:
-                gatherer = ParameterGatherer(
-                    parameter, problem.system, self.width, tied, peers=peers, release=True
-                )
-            if reduce and self.buckets is not None:
+                kind = HeldParameters if self.holds else ParameterGatherer
+                of_layout = parameter, problem.system, problem.layout, self.width
+                gatherer = kind(*of_layout, tied, release=True)
+            norms = updates and problem.layout.sequence_parallel
+            if self.sums:
+                reducer = GradientSums(plan, problem, first=reduce)
+            elif reduce and self.buckets is not None:
                 reducer = BucketReducer(*states, problem, tied, self.buckets, leaving)
-            elif reduce:
+            elif reduce or norms:
                 reducer = GradReducer(
                     *states, problem.system, problem.layout, self.width, tied, leaving
                 )
+            if reducer:
+                reducer.sums_in_last = norms
+            updater = self._updater(chunk) if updates else None
             transfers = plan.transfers
-            return BackwardEmitter(chunk, fates, transfers, gatherer, reducer, beside=beside)
+            return BackwardEmitter(
+                chunk, fates, transfers, gatherer, reducer, updater, beside=beside
+            )
 
         by_unit = self.leaving_gradients or self.update_in_backward
-        if reduce and (self.buckets is not None or not by_unit or leaving):
+        if updates or (reduce and (self.buckets is not None or not by_unit or leaving)):
             return emitter(chunk, fates).block()  # buckets and pieces reach over many layers
         ahead = self._layers_ahead(chunk) if self.layerwise else 0
         return block_of(chunk, fates, plan.transfers, ahead, emitter, forward=False)
+
+    def _updater(self, chunk: ChunkOps) -> Callable[[BlockWriter], ReadyWriter]:
+        """Makes the writer of the updates that start in a chunk's last backward."""
+        cut = self.plan.state("optimizer").pieces
+        assert self.ready is not None
+        assert cut is not None
+        due, widths = self.ready[chunk.chunk], piece_widths(self.plan, self.problem)
+        return lambda w: ReadyWriter(w, due, cut, widths)
 
     def _tied(self, chunk: ChunkOps) -> Unit | None:
         """The embedding's unit if the head of the same rank uses its weight; otherwise None."""

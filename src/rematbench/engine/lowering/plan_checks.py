@@ -1,6 +1,6 @@
 """Checks that a plan can be lowered.  Each check raises PlanError with a message of one line."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 
 from msgspec.structs import asdict
 
@@ -12,6 +12,8 @@ from rematbench.plan import (
     Fate,
     Group,
     Offload,
+    Pass,
+    Pieces,
     Plan,
     PlanError,
     Recompute,
@@ -93,11 +95,8 @@ def _check_pieces(plan: Plan, problem: Problem) -> None:
             f"pieces {', '.join(away) or 'device'} are at home on the {home}: "
             f"the optimizer's home is {optimizer.home}, and must be {home}"
         )
-    if pieces.start == "ready":
-        raise PlanError(
-            "pieces that start as their gradients become ready: not modelled, because the update "
-            "here waits for the norm of all gradients (clipping); start must be norm"
-        )
+    if why := too_early(plan, problem, pieces):
+        raise PlanError(why)
     if pieces.wire == "master" and master_bytes(problem) <= problem.system.param_bytes:
         raise PlanError(
             f"wire master: system {problem.system.name} has no master weights wider than its "
@@ -111,6 +110,52 @@ def _check_pieces(plan: Plan, problem: Problem) -> None:
         raise PlanError(
             f"pieces of {pieces.size:,} parameters are larger than a rank's share of optimizer "
             f"states: size must be at most {min(shares):,}"
+        )
+
+
+def too_early(plan: Plan, problem: Problem, pieces: Pieces) -> str:
+    """Why pieces cannot start in the last backward; empty if they can or do not."""
+    if pieces.start == "norm":
+        return ""
+    lay, system, gradient = problem.layout, problem.system, plan.state("gradient")
+    late = gradient.shards == 1 and gradient.home == "device" and not system.reduce_overlap
+    reasons = {
+        "the norm of all gradients is not known yet, so nothing can be clipped by it; clip must be "
+        "false": pieces.clip,
+        "their visits need slots": not pieces.slots and "visit" in pieces.places,
+        "the device would wait in its backward to cast master weights; wire must be param": (
+            pieces.wire == "master"
+        ),
+        "parameters at home on the host are updated after the backward; start must be norm": (
+            plan.state("parameter").home == "host"
+        ),
+        f"sequence parallelism sums gradients of norms whole, and system {system.name} has whole "
+        "buckets; start must be norm": (lay.sequence_parallel and system.whole_buckets),
+        "tied embeddings exchange their gradient after the backward; start must be norm": (
+            problem.workload.model.tied_embeddings and lay.pp > 1
+        ),
+        "the pipeline sums gradients and reduces them after its last pass; start must be norm": (
+            gradient.release == "step"
+        ),
+        f"system {system.name} reduces gradients after the backward; start must be norm": (
+            lay.has_peers and late
+        ),
+        "gradients of experts have peers of their own; start must be norm": (
+            problem.workload.model.experts is not None
+        ),
+    }
+    why = next((why for why, holds in reasons.items() if holds), "")
+    return f"pieces that start as their gradients become ready: {why}" if why else ""
+
+
+def check_ready_order(last: Mapping[int, Pass], order: Sequence[Pass]) -> None:
+    """Raise PlanError unless the last backwards of a rank's chunks are in the order in which pieces
+    count parameters."""
+    at = [order.index(last[chunk]) for chunk in sorted(last, reverse=True)]
+    if at != sorted(at):
+        raise PlanError(
+            "pieces that start as their gradients become ready need last backwards from the last "
+            "chunk to the first"
         )
 
 

@@ -61,7 +61,9 @@ class StepFacts(NamedTuple):
     gather_first: bool  # parameters are gathered in each chunk's first forward
     reduce: bool  # gradients are reduced in every backward
     reduce_last: bool  # gradients are reduced in each chunk's last backward
+    sum_first: bool  # each chunk's first backward allocates sums of gradients
     pairs: bool = False  # a backward and the forward after it overlap their exchanges
+    update_last: bool = False  # pieces of states are updated from each chunk's last backward on
 
 
 class RankSteps(NamedTuple):
@@ -95,6 +97,11 @@ def _kinds(order: tuple[Pass, ...], windows: tuple[Window, ...]) -> dict[tuple[i
     }
 
 
+def first_passes(order: tuple[Pass, ...], *, forward: bool) -> dict[int, Pass]:
+    """Return the first forward, or the first backward, of each chunk."""
+    return {item.chunk: item for item in reversed(order) if item.forward is forward}
+
+
 def last_backwards(order: tuple[Pass, ...]) -> dict[int, Pass]:
     """Return the last backward of each chunk, after which its gradients are complete."""
     return {item.chunk: item for item in order if not item.forward}
@@ -119,7 +126,8 @@ class _Walk:
         classes = dict(facts.classes)
         kinds = _kinds(facts.order, facts.windows)
         self.class_of = {where: classes[kind] for where, kind in kinds.items()}
-        self.started: set[int] = set()  # chunks that have had a forward
+        self.opening = set(first_passes(facts.order, forward=True).values())
+        self.summing = set(first_passes(facts.order, forward=False).values())
         self.final = set(last_backwards(facts.order).values())
         self.index: dict[Key, int] = {}
         self.steps: list[tuple[int, int, int]] = []
@@ -174,8 +182,7 @@ class _Walk:
         number, leaves, whole = self.class_of[item[1:]]
         if not ends.first:
             self._add(("recv_f",), item)
-        gather = facts.gather or (facts.gather_first and item.chunk not in self.started)
-        self.started.add(item.chunk)
+        gather = facts.gather or (facts.gather_first and item in self.opening)
         beside = facts.pairs and position > 0 and not facts.order[position - 1].forward
         self._add(("F", number, gather, beside), item)
         if leaves:
@@ -197,9 +204,11 @@ class _Walk:
         if not ends.last:
             self._add(("recv_b", ends.output), item)
         reduce = facts.reduce or (facts.reduce_last and item in self.final)
+        reduce = reduce or (facts.sum_first and item in self.summing)
         after = facts.order[position + 1 : position + 2]
         beside = facts.pairs and any(one.forward for one in after)
-        self._add(("B", number, reduce, beside), item)
+        updates = (True,) if facts.update_last and item in self.final else ()
+        self._add(("B", number, reduce, beside, *updates), item)
         if facts.holds_outputs and not ends.last:
             self._add(("free_held", ends.output), item)
         if not ends.first:

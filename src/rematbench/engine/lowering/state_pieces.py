@@ -6,12 +6,12 @@ piece, the copies of visits and the copy of weights that the host updated before
 their own, so they overlap if the plan has slots for visits.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 from msgspec import Struct
 
-from rematbench.engine.lowering.chunk_ops import ChunkOps
+from rematbench.engine.lowering.chunk_ops import ChunkOps, Unit
 from rematbench.engine.lowering.writer import BlockWriter
 from rematbench.engine.program.action import (
     CAST,
@@ -89,13 +89,23 @@ def gradients_that_leave(chunks: Sequence[ChunkOps], plan: Plan) -> Leaving | No
     held = sum(unit.parameters for chunk in chunks for unit in chunk.units)
     pieces = [p for p in optimizer.cut(-(-held // shards)) if p.place == "host"]
     found: Leaving = tuple({} for _ in chunks)
+    for chunk, unit, start, stop in unit_ranges(chunks, shards):
+        leaving = sum(piece.within(start, stop) for piece in pieces)
+        found[chunk.chunk][unit.prefix] = leaving
+    return found
+
+
+def unit_ranges(
+    chunks: Sequence[ChunkOps], shards: int
+) -> Iterator[tuple[ChunkOps, Unit, int, int]]:
+    """Yield each unit of a rank with its range [start, stop) of the rank's share, in the order in
+    which gradients become ready."""
     start = 0
     for chunk in reversed(chunks):
         for unit in reversed(chunk.units):
             stop = start + -(-unit.parameters // shards)
-            leaving = sum(piece.within(start, stop) for piece in pieces)
-            found[chunk.chunk][unit.prefix], start = leaving, stop
-    return found
+            yield chunk, unit, start, stop
+            start = stop
 
 
 def update_block(pieces: Sequence[Piece], cut: Pieces | None, widths: PieceWidths) -> Block:

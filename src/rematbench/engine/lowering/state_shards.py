@@ -1,22 +1,18 @@
 """How many parameters a rank holds a state of: experts have peers of their own."""
 
-from rematbench.costs.states import GRADIENT_STAGE, OPTIMIZER_STAGE, PARAMETER_STAGE, shard
+from rematbench.costs.states import GRADIENT_STAGE, OPTIMIZER_STAGE, shard
 from rematbench.plan import Plan, StateFate
 from rematbench.problem import Problem, expert_parameters, rank_parameters
 from rematbench.spec.layout import Layout
 
-STAGES = {
-    "optimizer": OPTIMIZER_STAGE,
-    "gradient": GRADIENT_STAGE,
-    "parameter": PARAMETER_STAGE,
-}
+STAGES = {"optimizer": OPTIMIZER_STAGE, "gradient": GRADIENT_STAGE}
 """The ZeRO stage from which a kind of states is sharded."""
 
 
 def sharded(rest: int, experts: int, fate: StateFate, layout: Layout) -> int:
     """The number of parameters of which the fullest rank holds a state, of `rest` parameters and of
     those of `experts`, whose states expert data parallelism shards."""
-    shards = layout.expert_dp if shards_experts(fate, layout) else 1
+    shards = layout.expert_shards if shards_experts(fate, layout) else 1
     return shard(rest, fate.shards) + shard(experts, shards)
 
 
@@ -24,7 +20,15 @@ def shards_experts(fate: StateFate, layout: Layout) -> bool:
     """Whether expert data parallelism shards a state of experts: if ZeRO shards that of all other
     parameters, or would if they had peers."""
     parted = fate.shards > 1 or layout.state_shards == 1
+    if fate.kind == "parameter":
+        return parted and fate.gather == "layer"
     return parted and layout.zero_stage >= STAGES[fate.kind]
+
+
+def has_whole_gradients(gradient: StateFate, layout: Layout) -> bool:
+    """Whether the gradients of a unit are whole for a while only, because peers share some of
+    them."""
+    return gradient.shards > 1 or (layout.expert_shards > 1 and shards_experts(gradient, layout))
 
 
 def rank_sharded(problem: Problem, plan: Plan, rank: int, fate: StateFate) -> int:

@@ -12,10 +12,19 @@ from rematbench.engine.lowering.emit_states import (
     norm_reduction,
     parameter_gathers,
 )
+from rematbench.engine.lowering.held_states import (
+    free_block,
+    held_copies,
+    holds_parameters,
+    sums_block,
+    sums_gradients,
+    unit_sums,
+)
 from rematbench.engine.lowering.late_tensors import flat_update
-from rematbench.engine.lowering.rank_steps import last_backwards
+from rematbench.engine.lowering.rank_steps import first_passes, last_backwards
+from rematbench.engine.lowering.ready_pieces import ready_end_block, ready_pieces
 from rematbench.engine.lowering.state_pieces import piece_widths, update_block
-from rematbench.engine.lowering.state_shards import rank_sharded
+from rematbench.engine.lowering.state_shards import has_whole_gradients, rank_sharded
 from rematbench.engine.lowering.step_blocks import (
     gather_block,
     norm_block,
@@ -48,9 +57,11 @@ def emit_step_end(steps: Steps, plan: Plan, problem: Problem) -> None:
     sites = last_backwards(steps.order)
     updated = plan.state("optimizer").update == "backward"
     gradient = plan.state("gradient")
-    reduced_already = gradient.shards > 1 or gradient.home == "host" or steps.overlap_reduce
+    in_passes = has_whole_gradients(gradient, lay) or gradient.home == "host"
+    reduced_already = in_passes or steps.overlap_reduce
     buckets = buckets_of(plan, problem, steps.chunks)
-    if lay.has_peers and not updated:
+    _end_held(steps, plan, problem)
+    if lay.has_peers and not updated and not sums_gradients(plan):
         for chunk in reversed(steps.chunks):
             if not reduced_already:
                 comms = _reductions(plan, problem, chunk)
@@ -58,19 +69,43 @@ def emit_step_end(steps: Steps, plan: Plan, problem: Problem) -> None:
                 build = partial(reduce_block, comms, scratch)
                 steps.add(("reduce", comms), build, sites[chunk.chunk])
             steps.add(("reduced",), partial(wait_block, "reduced", "reduced"), sites[chunk.chunk])
-    if lay.sequence_parallel and not updated:
+    summed = ready_pieces(steps.chunks, plan) is not None
+    if lay.sequence_parallel and not updated and not summed:
         comm = _norm_reduction(plan, problem, steps.chunks)
         steps.add(("norms", comm), partial(norm_block, comm), sites[0])
     if problem.workload.model.tied_embeddings and lay.pp > 1 and steps.rank in (0, lay.pp - 1):
         _tied_embeddings(steps, problem)
     if not updated:
         _update(steps, plan, problem)
+    _free_shards(steps, plan, problem)
     gathered = plan.state("parameter").gather == "step" and lay.has_peers
     if gathered and not system.gather_overlap:
         for chunk in steps.chunks:
             counts = _parameters(chunk), _expert_parameters(chunk)
             for comm in parameter_gathers(lay, system, *counts):
                 steps.add(("gather", comm), partial(gather_block, comm), sites[chunk.chunk])
+
+
+def _end_held(steps: Steps, plan: Plan, problem: Problem) -> None:
+    """Free the parameters and reduce the gradients that a rank holds until its last pass.  They
+    belong to the micro-batches that allocated them."""
+    opening = first_passes(steps.order, forward=True)
+    summing = first_passes(steps.order, forward=False)
+    for chunk in reversed(steps.chunks):
+        if holds_parameters(plan, problem):
+            names = held_copies(plan, problem, chunk)
+            steps.add(("release", names), partial(free_block, names), opening[chunk.chunk])
+        if sums_gradients(plan):
+            units = unit_sums(plan, problem, chunk)
+            steps.add(("sums", units), partial(sums_block, units), summing[chunk.chunk])
+
+
+def _free_shards(steps: Steps, plan: Plan, problem: Problem) -> None:
+    """Free the shards of gradients that a rank has for its update alone."""
+    summing = first_passes(steps.order, forward=False)
+    for chunk in steps.chunks if sums_gradients(plan) else ():
+        names = tuple(unit.shard.name for unit in unit_sums(plan, problem, chunk))
+        steps.add(("release", names), partial(free_block, names), summing[chunk.chunk])
 
 
 def _update(steps: Steps, plan: Plan, problem: Problem) -> None:
@@ -88,6 +123,16 @@ def _update(steps: Steps, plan: Plan, problem: Problem) -> None:
         steps.add(("OPT", count, down), update, Pass(False, 0, 0))
         return
     pieces, widths = optimizer.cut(count), piece_widths(plan, problem)
+    ready, cut = ready_pieces(steps.chunks, plan), optimizer.pieces
+    if ready is not None and cut is not None:
+        sites = last_backwards(steps.order)
+        for chunk in reversed(steps.chunks):
+            due = tuple(ready[chunk.chunk].values())
+            last = chunk.chunk == 0
+            end = partial(ready_end_block, due, cut, widths, last=last)
+            if due:
+                steps.add(("OPT_READY", due, widths, last), end, sites[chunk.chunk])
+        return
     update = partial(update_block, pieces, optimizer.pieces, widths)
     steps.add(("OPT_HOST", pieces, widths), update, Pass(False, 0, 0))
 

@@ -17,6 +17,7 @@ from rematbench.engine.program.action import (
     Action,
     Alloc,
     Kind,
+    is_expert_buffer,
     local_event,
 )
 from rematbench.engine.program.program import Block
@@ -122,7 +123,8 @@ class BlockWriter:
         forward = kind in FORWARD_KINDS
         scratch = op.scratch_forward_bytes if forward else op.scratch_backward_bytes
         if self.parameters and op.parameters and part in self.parameters:
-            reads = [*reads, *self.parameters[part]]
+            weights = self.parameters[part]
+            reads += [name for name in weights if is_expert_buffer(name) == op.of_experts]
         if self.weights is not None and op.parameters:
             reads = [*reads, *self.weights(self, part, op)]
         return self.add(
@@ -155,6 +157,7 @@ class BlockWriter:
         after: str,
         reads: tuple[str, ...] = (),
         allocs: tuple[Alloc, ...] = (),
+        units: tuple[str, ...] = (),
     ) -> str:
         """Append a copy of states between device and host that starts after event `after`, and
         return its end event.  States have resident memory in host memory; `allocs` is a buffer on
@@ -172,6 +175,7 @@ class BlockWriter:
                 allocs=allocs,
                 nbytes=nbytes,
                 event=event,
+                units=units,
             )
         )
         return event

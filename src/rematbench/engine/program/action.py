@@ -3,7 +3,7 @@
 A storage name is local to a (micro-batch, chunk).  `L3.q` is activation q of the chunk's layer 3.
 `E.` marks a tensor of the embedding, `H.` of the head, `d:` a gradient, `.full` a gathered copy,
 `.part` an output before its reduction, `@host` host memory.  `#k`, `#o` and `#r` mark the kept,
-offloaded and rebuilt rows.
+offloaded and rebuilt rows; `^` a storage that all micro-batches of the chunk use.
 """
 
 import re
@@ -90,7 +90,8 @@ class Action(Struct, frozen=True, kw_only=True, gc=False):
     `columns`: the share of an operator's output columns computed.  `comm`: the collective;
     `nbytes`: a copy's payload; `overlaps`: the stream of a collective that runs during a compute
     action; `beside`: the pass of another micro-batch, forward or backward, during which an exchange
-    of experts runs; `scratch`: bytes that only the action itself uses.
+    of experts runs; `scratch`: bytes that only the action itself uses.  `units`: the units, each
+    with its chunk (`L3.1`), whose gradients and weights a piece has (empty: any unit's).
     """
 
     kind: Kind
@@ -112,6 +113,7 @@ class Action(Struct, frozen=True, kw_only=True, gc=False):
     beside: str = ""
     scratch: int = 0
     variant: int = 0
+    units: tuple[str, ...] = ()
 
 
 def _fields(action: Action) -> list[str]:
@@ -131,6 +133,7 @@ def _fields(action: Action) -> list[str]:
         ("p", action.beside),
         ("t", str(action.scratch) if action.scratch else ""),
         ("v", str(action.variant) if action.variant else ""),
+        ("u", ",".join(action.units)),
     ]
     return [f"{key}={value}" for key, value in pairs if value]
 
@@ -165,6 +168,8 @@ def place(storage: str) -> tuple[str, str]:
 GRADIENT, KEPT, OFFLOADED, REBUILT, COPY = "d:", "#k", "#o", "#r", ".r"
 _FORM = re.compile(rf"({KEPT}|{OFFLOADED}|{REBUILT}|{re.escape(COPY)})?(%\d+)?$")
 _BUFFER, _WEIGHTS, _STATES = ".gradients", ".parameters", ".states"
+_EXPERTS = f".experts{_WEIGHTS}"
+_SUMS, _SHARD, HELD = ".sums", ".shard", "^"
 
 
 def identity(storage: str) -> str:
@@ -202,6 +207,16 @@ def parameter_buffer(part: str) -> str:
     return f"{part}{_WEIGHTS}"
 
 
+def expert_buffer(part: str) -> str:
+    """The storage name of the buffer for the gathered parameters of a part's experts."""
+    return f"{part}{_EXPERTS}"
+
+
+def is_expert_buffer(storage: str) -> bool:
+    """Whether a storage is a buffer of gathered parameters of experts."""
+    return storage.removesuffix(HELD).endswith(_EXPERTS)
+
+
 def piece_part(number: int) -> str:
     """The part of the actions on a piece of optimizer states."""
     return f"P{number}"
@@ -225,6 +240,27 @@ def is_visit_buffer(storage: str) -> bool:
 def master_buffer(part: str) -> str:
     """The storage name of a piece's master weights that went up and are not cast yet."""
     return f"{part}.master"
+
+
+def held(storage: str) -> str:
+    """The name of a storage that one micro-batch of a chunk allocates for all of them, until the
+    rank's last pass."""
+    return f"{storage}{HELD}"
+
+
+def is_held(storage: str) -> bool:
+    """Whether all micro-batches of a chunk use a storage of one of them."""
+    return storage.endswith(HELD)
+
+
+def gradient_sums(part: str) -> str:
+    """The storage name of the sums of a part's gradients over the micro-batches."""
+    return held(f"{part}{_SUMS}")
+
+
+def gradient_shard(part: str) -> str:
+    """The storage name of a rank's shard of a part's reduced gradients."""
+    return held(f"{part}{_SHARD}")
 
 
 def is_parameter_buffer(storage: str) -> bool:

@@ -5,7 +5,7 @@ the average work that overlaps copies, not on the work at the time of the copy.
 """
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 from math import fsum
 from typing import NamedTuple
@@ -21,6 +21,7 @@ from rematbench.engine.program.action import (
     WEIGHTS_UP,
     Action,
     Kind,
+    is_local,
 )
 from rematbench.engine.program.program import Block, Program, RankProgram
 from rematbench.problem import Problem
@@ -84,13 +85,14 @@ class PieceTraffic(NamedTuple):
     traffic: CopyTraffic = NO_TRAFFIC
 
 
-def piece_traffic(program: Program, param_bytes: int) -> PieceTraffic:
-    """Return what runs beside a program's updates in pieces.  A copy of weights or states is beside
-    what is issued before compute waits for the copy."""
+def piece_traffic(ranks: Iterable[Sequence[Block]], param_bytes: int) -> PieceTraffic:
+    """Return what runs beside the updates in pieces of ranks with these blocks.  A copy of weights
+    or states is beside what is issued before compute waits for the copy, and copies of later blocks
+    are beside an update whose end they wait for."""
     visiting = updated = 0
     beside = two_way = False
-    for rank in program.ranks:
-        for block in rank.blocks:
+    for blocks in ranks:
+        for block in blocks:
             flying: dict[str, str] = {}  # the operator of each copy in flight, by its end event
             for action in block.written:
                 if action.op in (WEIGHTS_UP, STATES_UP, STATES_DOWN):
@@ -100,7 +102,7 @@ def piece_traffic(program: Program, param_bytes: int) -> PieceTraffic:
                     two_way |= STATES_DOWN in flying.values()
                 if action.stream == HOST_UPDATE and action.kind is Kind.OPTIMIZER:
                     updated += action.nbytes // param_bytes
-                    beside |= bool(flying)
+                    beside |= bool(flying) or not is_local(action.event)
                 if action.stream == COMPUTE:
                     flying.pop(action.wait, None)
     return PieceTraffic(

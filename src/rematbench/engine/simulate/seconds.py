@@ -33,7 +33,7 @@ DIRECTION: dict[Kind, Direction] = {
 }
 
 
-DENSE_GROUPS: tuple[Group, ...] = ("tp", "cp", "dp", "pp", "replica")
+DENSE_GROUPS: tuple[Group, ...] = ("tp", "cp", "ulysses", "dp", "pp", "replica")
 """The groups of models without experts."""
 
 
@@ -66,7 +66,8 @@ class ActionCosts:
         self._holds = self._holds or experts is not None
         if program is not None and not self._blocks:
             self.crowd = copy_traffic(problem, program, self._kernels_s)
-            self.pieces = piece_traffic(program, problem.system.param_bytes)
+            blocks = (one.blocks for one in program.ranks)
+            self.pieces = piece_traffic(blocks, problem.system.param_bytes)
             if self.crowd.kernel_delay_share:
                 self._kernels.clear()
 
@@ -129,7 +130,7 @@ class ActionCosts:
             return False
         graphs = self.problem.system.cuda_graphs
         if action.comm is not None:
-            return graphs and action.comm.group in ("tp", "cp")
+            return graphs and action.comm.stream in ("tp", "cp")
         if action.kind not in DIRECTION:
             return graphs and action.kind not in (Kind.D2H, Kind.H2D)
         first = self._begins[action.variant].get(action.kind, frozenset())

@@ -26,7 +26,8 @@ EXECUTOR_KERNELS = [
     SDPBackend.EFFICIENT_ATTENTION,
     SDPBackend.MATH,
 ]
-"""The attention operators that the executor calls, without cuDNN's."""
+"""The attention operators that the executor calls, in its order; cuDNN's comes first where the
+problem asks for it."""
 
 
 class _Linear(torch.autograd.Function):
@@ -132,7 +133,8 @@ class PlainLoop:
         q, k = (self._rotated(y) for y in (q, k))
         q = q.view(batch, rows, heads, head_dim).transpose(1, 2)
         k, v = (y.view(batch, rows, kv_heads, head_dim).transpose(1, 2) for y in (k, v))
-        with sdpa_kernel(EXECUTOR_KERNELS):
+        cudnn = [SDPBackend.CUDNN_ATTENTION] if self.model.problem.kernel == "cudnn" else []
+        with sdpa_kernel([*cudnn, *EXECUTOR_KERNELS], set_priority=True):
             out = F.scaled_dot_product_attention(
                 q, k, v, is_causal=True, enable_gqa=heads != kv_heads
             )

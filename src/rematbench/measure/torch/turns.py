@@ -25,7 +25,6 @@ from rematbench.worlds.torch.devices import (
     limit_memory,
     pin_requested_size,
     pinned_peak,
-    set_expandable_segments,
 )
 from rematbench.worlds.torch.executor import Executor
 from rematbench.worlds.torch.groups import Groups
@@ -33,7 +32,7 @@ from rematbench.worlds.torch.parameters import AdamW, Parameter
 from rematbench.worlds.torch.rank_model import NotExecutable, RankModel, require_executable
 from rematbench.worlds.torch.single_rank import FirstStageGroups
 from rematbench.worlds.torch.streams import make_streams
-from rematbench.worlds.torch.worker import release_memory
+from rematbench.worlds.torch.worker import choose_options, release_memory
 
 RULE = AdamW(lr=1e-4)
 SEED = 7
@@ -89,7 +88,7 @@ class Turns:
         run: Executor | PlainLoop
         limit_memory(self.device, problem.usable_bytes)
         if self.device.type == "cuda":
-            set_expandable_segments(expandable=problem.system.expandable_segments)
+            choose_options(problem)
         if means is None:
             run = self.executor(problem, plan)
             pinned = run.movers.host

@@ -58,7 +58,10 @@ def overridden(policy: Struct, options: Struct, names: Iterable[str]) -> str:
     return "; ".join(words)
 
 
-ABILITIES = ("model_parallel", "zero_stages", "features", "wide_attention")
+ABILITIES = (
+    *("model_parallel", "zero_stages", "pipeline_zero_stages"),
+    *("features", "wide_attention"),
+)
 """What decides which jobs a stack takes, or what a published peak means: not facts of a job."""
 
 

@@ -85,7 +85,7 @@ class MatrixSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     def all_arms(self, registry: Registry) -> tuple[Arm, ...]:
         """The declared arms, then an arm for every discovered method of activations that no arm
-        names (search leaves out methods that place training states);
+        names (search tries methods that place training states only where they are named);
         ConfigError for an arm with the name of such a method."""
         plain = {arm.method for arm in self.arms}
         entries = registry.methods.items()

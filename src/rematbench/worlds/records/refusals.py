@@ -2,6 +2,7 @@
 
 from math import gcd
 
+from rematbench.engine.lowering.state_shards import has_whole_gradients
 from rematbench.plan import Plan
 from rematbench.problem import Problem, gathered_bytes, tensor_parameters
 from rematbench.spec.shapes import shapes
@@ -39,6 +40,7 @@ def refusals(problem: Problem, plan: Plan) -> list[str]:
         f"precision {problem.workload.precision}": problem.workload.precision not in SUM_BYTES,
         "ring attention (use a system with `cp_kind: allgather`)": lay.cp > 1
         and system.cp_kind != "allgather",
+        "Ulysses inside context parallelism": lay.cp > 1 and lay.ulysses > 1,
         "unfused attention with context parallelism": lay.cp > 1 and problem.attention != "flash",
         "parameters gathered matrix by matrix": system.prefetch_elements > 0
         and plan.state("parameter").gather == "layer",
@@ -76,7 +78,9 @@ def _refused_of_experts(problem: Problem, plan: Plan) -> dict[str, bool]:
     if model.experts is None:
         return {}
     homes = {plan.state(kind).home for kind in ("parameter", "gradient", "optimizer")}
+    by_unit = has_whole_gradients(plan.state("gradient"), problem.layout)
     return {
+        "ZeRO stages 2 and 3 with experts": by_unit or plan.state("parameter").gather == "layer",
         f"experts of unequal load ({problem.workload.balance})": problem.workload.imbalance != 1,
         "a capacity of experts": problem.workload.capacity_factor > 0,
         "experts that the tokens of a rank do not fill evenly": uneven_experts(problem),

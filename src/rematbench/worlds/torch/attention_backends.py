@@ -4,17 +4,20 @@
 |---|---|---|---|
 | cpu | _scaled_dot_product_flash_attention_for_cpu | fp64, fp32, bf16 | fp32; fp64 for fp64 |
 | cuda | _scaled_dot_product_flash_attention | bf16, fp16; head_dim % 8 = 0, <= 256 | fp32 |
+| cudnn (cuda) | _scaled_dot_product_cudnn_attention | bf16, fp16; head_dim % 8 = 0, <= 128 | fp32 |
 | efficient (cuda) | _scaled_dot_product_efficient_attention | fp32; head_dim % 4 = 0 | fp32 |
 | exact (any other) | plain matrix products | all | fp32; fp64 for fp64 |
 
-Traced (meta) tensors use the row of the CPU.
+Traced (meta) tensors use the row of the CPU.  On CUDA the problem's kernel decides between the rows
+of 16-bit types: `cudnn` takes its row where that row can, all others take flash, whose operator is
+FlashAttention-2 or, after `choose_flash`, FlashAttention-3.  Both save what flash saves.
 
 Every backend gives lse as batch x heads x rows. The CPU's operator stores lse with heads innermost,
 so that its bytes are rows x heads as in the operator table; the lse of the other backends is
 brought to that order. Only the efficient operator pads lse (rows to a multiple of 32, with inf):
-the saved lse has no padding, and the backward pads it again. Random state is not saved, because
-dropout is refused. KV heads may be fewer than query heads; only the efficient operator needs them
-repeated, and the gradients of the copies are summed.
+the saved lse has no padding, and the backward pads it again. cuDNN's lse has one more dimension, of
+one column. Random state is not saved, because dropout is refused. KV heads may be fewer than query
+heads; only the efficient operator needs them repeated, and the gradients of the copies are summed.
 """
 
 from typing import NamedTuple
@@ -23,6 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from rematbench.spec.system import AttentionBackend
 from rematbench.worlds.torch.arithmetic import wide
 
 LSE_ALIGN = 32
@@ -52,8 +56,22 @@ class Block(NamedTuple):
     causal: bool
 
 
-def backend(x: Tensor) -> str:
-    """The backend in the table above for a tensor's device and dtype."""
+def choose_flash(kernel: AttentionBackend) -> None:
+    """Make torch's flash operators those of a kernel.  Raises ImportError, RuntimeError or
+    AttributeError if they cannot be: the kernel's package is missing, does not run on this GPU, or
+    this torch has no choice."""
+    from torch.nn import attention as choices  # noqa: PLC0415  # torch 2.10 has no choice
+
+    wanted = {"fa3": "FA3"}.get(kernel)
+    current = getattr(choices, "current_flash_attention_impl", lambda: None)()
+    if wanted and wanted != current:
+        choices.activate_flash_attention_impl(wanted)
+    elif current and not wanted:
+        choices.restore_flash_attention_impl()
+
+
+def backend(x: Tensor, kernel: AttentionBackend = "fa2") -> str:
+    """The backend in the table above for a tensor's device and dtype and a problem's kernel."""
     if x.device.type in ("cpu", "meta") and hasattr(
         torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu"
     ):
@@ -61,7 +79,7 @@ def backend(x: Tensor) -> str:
     if x.device.type == "cuda":
         head_dim = x.shape[-1]
         if x.dtype in (torch.bfloat16, torch.float16) and head_dim % 8 == 0 and head_dim <= 256:
-            return "cuda"
+            return "cudnn" if kernel == "cudnn" and head_dim <= 128 else "cuda"
         if x.dtype == torch.float32 and head_dim % 4 == 0:
             return "efficient"
     return "exact"
@@ -81,9 +99,11 @@ def _scores(q: Heads, k: Heads, causal: bool) -> Tensor:
     return s
 
 
-def flash(q: Heads, k: Heads, v: Heads, causal: bool) -> tuple[Heads, Tensor]:
+def flash(
+    q: Heads, k: Heads, v: Heads, causal: bool, kernel: AttentionBackend = "fa2"
+) -> tuple[Heads, Tensor]:
     """(output, lse) of one block."""
-    match backend(q):
+    match backend(q, kernel):
         case "cpu":
             out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
                 q, k, v, 0.0, causal
@@ -92,6 +112,11 @@ def flash(q: Heads, k: Heads, v: Heads, causal: bool) -> tuple[Heads, Tensor]:
         case "cuda":
             found = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)
             return found[0], found[1]
+        case "cudnn":
+            found = torch.ops.aten._scaled_dot_product_cudnn_attention(
+                q, k, v, None, True, 0.0, causal
+            )
+            return found[0], found[1].squeeze(-1)
         case "efficient":
             k, v = repeat(k, q.shape[1]), repeat(v, q.shape[1])
             found = torch.ops.aten._scaled_dot_product_efficient_attention(
@@ -105,10 +130,17 @@ def flash(q: Heads, k: Heads, v: Heads, causal: bool) -> tuple[Heads, Tensor]:
 
 
 def flash_backward(
-    grad: Heads, q: Heads, k: Heads, v: Heads, out: Heads, lse: Tensor, causal: bool
+    grad: Heads,
+    q: Heads,
+    k: Heads,
+    v: Heads,
+    out: Heads,
+    lse: Tensor,
+    causal: bool,
+    kernel: AttentionBackend = "fa2",
 ) -> tuple[Heads, Heads, Heads]:
     """(dq, dk, dv) of one block; `out` and `lse` may be merged over several blocks of keys."""
-    match backend(q):
+    match backend(q, kernel):
         case "cpu":
             return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(  # type: ignore[no-any-return]
                 grad, q, k, v, out, lse, 0.0, causal
@@ -119,6 +151,12 @@ def flash_backward(
             return torch.ops.aten._scaled_dot_product_flash_attention_backward(  # type: ignore[no-any-return]
                 grad, q, k, v, out, lse.contiguous(), None, None, q.shape[2], k.shape[2],
                 0.0, causal, seed, seed[0],
+            )  # fmt: skip
+        case "cudnn":
+            seed = torch.empty((), dtype=torch.int64, device=q.device)
+            return torch.ops.aten._scaled_dot_product_cudnn_attention_backward(  # type: ignore[no-any-return]
+                grad, q, k, v, out, lse.contiguous().unsqueeze(-1), seed, seed, None, None, None,
+                q.shape[2], k.shape[2], 0.0, causal,
             )  # fmt: skip
         case "efficient":
             return _efficient_backward(grad, q, k, v, out, lse, causal)
@@ -165,12 +203,16 @@ def blocks(rows: int, slices: tuple[int, ...]) -> list[list[Block]]:
     return found
 
 
-def attend(q: Heads, k: Heads, v: Heads, slices: tuple[int, ...]) -> tuple[Heads, Tensor]:
+def attend(
+    q: Heads, k: Heads, v: Heads, slices: tuple[int, ...], kernel: AttentionBackend = "fa2"
+) -> tuple[Heads, Tensor]:
     """Attention of a rank's query rows to the keys and values of whole sequences: (output, lse)."""
     outs, lses = [], []
     for group in blocks(q.shape[2], slices):
         parts = [
-            flash(q[:, :, b.q0 : b.q1], k[:, :, b.k0 : b.k1], v[:, :, b.k0 : b.k1], b.causal)
+            flash(
+                q[:, :, b.q0 : b.q1], k[:, :, b.k0 : b.k1], v[:, :, b.k0 : b.k1], b.causal, kernel
+            )
             for b in group
         ]
         out, lse = parts[0]
@@ -191,17 +233,18 @@ def attend_backward(
     out: Heads,
     lse: Tensor,
     slices: tuple[int, ...],
+    kernel: AttentionBackend = "fa2",
 ) -> tuple[Heads, Heads, Heads]:
     """(dq, dk, dv) of `attend`: the sums over blocks, each with the merged output and lse."""
     groups = blocks(q.shape[2], slices)
     if len(groups) == 1 and len(groups[0]) == 1:
-        return flash_backward(grad, q, k, v, out, lse, True)
+        return flash_backward(grad, q, k, v, out, lse, True, kernel)
     dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     for b in (block for group in groups for block in group):
         rows, keys = slice(b.q0, b.q1), slice(b.k0, b.k1)
         parts = flash_backward(
             grad[:, :, rows], q[:, :, rows], k[:, :, keys], v[:, :, keys],
-            out[:, :, rows], lse[:, :, rows], b.causal,
+            out[:, :, rows], lse[:, :, rows], b.causal, kernel,
         )  # fmt: skip
         dq[:, :, rows] += parts[0]
         dk[:, :, keys] += parts[1]

@@ -285,7 +285,9 @@ class Executor:
             parameters = self.model.unit_parameters(span.chunk, action.part)
         if self.model.sharing and self.model.sharing.gradients_on_host:
             self.host_updates.finish()
-        if pieces is None or action.part in ("", FIRST):
+        # all gradients are summed before the first piece, or before the last in the backward
+        seen = pieces.last if pieces and action.units else FIRST
+        if pieces is None or action.part in ("", seen):
             with _disable_current_modes():  # an observer of gradients is not of the program
                 self.before_update(parameters)
         rule, step = self.optimizer, self.step

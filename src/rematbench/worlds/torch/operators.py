@@ -106,7 +106,7 @@ def attention(call: Call) -> Tensors:
         out = probs @ attn.repeat(v, shape.heads)
         probs = probs.view(shape.batch * shape.rows, -1)
         return {call.op.outputs[0]: _columns(call, out), "attn_probs": probs}
-    out, lse = attn.attend(q, k, v, model.slices)
+    out, lse = attn.attend(q, k, v, model.slices, model.problem.kernel)
     return {call.op.outputs[0]: _columns(call, out), "lse": _flat(lse)}
 
 
@@ -121,7 +121,9 @@ def attention_backward(call: Call) -> Tensors:
         return {"q": _columns(call, dq), "k": _columns(call, dk), "v": _columns(call, dv)}
     out = _heads(call, call.tensors[call.op.outputs[0]], shape.heads)
     lse = call.tensors["lse"].view(shape.batch, -1, shape.heads).transpose(1, 2)
-    dq, dk, dv = attn.attend_backward(grad, q, k, v, out, lse, call.model.slices)
+    dq, dk, dv = attn.attend_backward(
+        grad, q, k, v, out, lse, call.model.slices, call.model.problem.kernel
+    )
     if "full" in call.tensors:
         return {"q": _flat(dq), "part": torch.cat([_to_ranks(call, dk), _to_ranks(call, dv)])}
     return {"q": _columns(call, dq), "k": _columns(call, dk), "v": _columns(call, dv)}

@@ -11,7 +11,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from rematbench.engine.program.action import CAST, GRADIENTS_DOWN, STATES_DOWN, STATES_UP, Action
+from rematbench.engine.program.action import (
+    CAST,
+    GRADIENTS_DOWN,
+    STATES_DOWN,
+    STATES_UP,
+    Action,
+    piece_part,
+)
 from rematbench.plan import Piece
 from rematbench.worlds.torch.parameters import AdamW, Parameter, adamw, host_memory
 from rematbench.worlds.torch.storages import ExecutionError, Memory, Span, Value
@@ -119,6 +126,11 @@ class Pieces:
         """The tensors of all pieces in host memory, or on the device."""
         found = [each for each in self.states if (each.piece.place != "device") == on_host]
         return [tensor for each in found for tensor in each.tensors()]
+
+    @property
+    def last(self) -> str:
+        """The part of the piece whose gradients are ready last."""
+        return piece_part(len(self.states) - 1)
 
     def of(self, part: str) -> PieceStates:
         """The piece of an action's part."""

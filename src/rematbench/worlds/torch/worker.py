@@ -16,6 +16,8 @@ import torch.distributed as dist
 
 from rematbench.engine.lowering.lower import lower
 from rematbench.engine.program.program import Program
+from rematbench.problem import Problem
+from rematbench.worlds.torch.attention_backends import choose_flash
 from rematbench.worlds.torch.batch import (
     Batch,
     make_batch,
@@ -160,7 +162,17 @@ def _start_on_gpu(case: Case, program: Program, device: torch.device) -> None:
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     release_memory(device)
     pin_requested_size()
-    set_expandable_segments(expandable=case.problem.system.expandable_segments)
+    choose_options(case.problem)
+
+
+def choose_options(problem: Problem) -> None:
+    """Set the options of torch on a GPU that a problem decides: its allocator's segments and its
+    flash kernel.  Raises NotExecutable for a kernel that cannot run here."""
+    set_expandable_segments(expandable=problem.system.expandable_segments)
+    try:
+        choose_flash(problem.kernel)
+    except (ImportError, RuntimeError, AttributeError) as error:
+        raise NotExecutable(f"attention {problem.kernel} cannot run here: {error}") from error
 
 
 def release_memory(device: torch.device) -> None:

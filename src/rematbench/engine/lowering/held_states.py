@@ -1,0 +1,154 @@
+"""Writes states that a pipeline holds until a rank's last pass: one gather and one reduction.
+
+Source: FSDP2 in a pipeline (torch 2.13).  distributed/pipelining/stage.py: every backward runs with
+set_reshard_after_backward(False) and set_requires_gradient_sync(False); perform_reduce_grad then
+reshards and reduces one group after the other.  distributed/fsdp/_fully_shard/_fsdp_param.py,
+to_accumulated_grad_if_needed: gradients of another dtype than the reduction's are added to a sum.
+Deviations: torch reduces a chunk after the chunk's last backward, here all chunks of a rank are
+reduced after the rank's last pass.  The seconds of adding to a sum are left out.
+"""
+
+from typing import NamedTuple
+
+from rematbench.costs.operators.ops import Comm
+from rematbench.engine.lowering.chunk_ops import ChunkOps, Unit
+from rematbench.engine.lowering.emit_states import (
+    GradReducer,
+    ParameterGatherer,
+    gathered_parts,
+    gradient_reductions,
+)
+from rematbench.engine.lowering.writer import BlockWriter
+from rematbench.engine.program.action import (
+    COMPUTE,
+    Action,
+    Alloc,
+    Kind,
+    gradient_shard,
+    gradient_sums,
+)
+from rematbench.engine.program.program import Block
+from rematbench.plan import Plan
+from rematbench.problem import Problem, gathered_bytes, gathers_by_layer
+
+
+def holds_parameters(plan: Plan, problem: Problem) -> bool:
+    """Whether gathered parameters stay until the rank's last pass."""
+    parameter = plan.state("parameter")
+    return gathers_by_layer(parameter, problem.layout) and parameter.release == "step"
+
+
+def sums_gradients(plan: Plan) -> bool:
+    """Whether whole gradients add up until the rank's last pass."""
+    updated = plan.state("optimizer").update == "backward"
+    return plan.state("gradient").release == "step" and not updated
+
+
+def lends_gradients(plan: Plan) -> bool:
+    """Whether no gradients are alive throughout: each unit's live only until its update, or the
+    program allocates and frees them."""
+    return plan.state("optimizer").update == "backward" or sums_gradients(plan)
+
+
+class HeldParameters(ParameterGatherer):
+    """Names the gathered copies that the chunk's first forward left.  Compute waited for them
+    there."""
+
+    def before(self, w: BlockWriter, units: list[Unit], position: int) -> None:
+        """Name the copies that a unit's kernels read."""
+        self.ready(w, units[position])
+
+    def ready(self, w: BlockWriter, unit: Unit) -> None:
+        """Name the copies that a unit's kernels read."""
+        w.parameters[unit.prefix] = self.buffers(unit)
+
+    def arrive(self, w: BlockWriter, units: list[Unit]) -> set[str]:
+        """Return the storages that the block frees: none."""
+        return set()
+
+    def after(self, w: BlockWriter, unit: Unit) -> None:
+        """Leave the copies."""
+
+
+class GradientSums(GradReducer):
+    """Adds each unit's gradients to a sum of `reduce_bytes`, which the chunk's `first` backward
+    allocates.  Gradients of another width are in a buffer of the unit first.  A rank has no shard
+    of gradients until the reduction (zero_grad(set_to_none=True))."""
+
+    def __init__(self, plan: Plan, problem: Problem, *, first: bool) -> None:
+        states = plan.state("gradient"), plan.state("optimizer")
+        super().__init__(*states, problem.system, problem.layout, gathered_bytes(problem))
+        self.first = first
+        self.apart = self.width != self.system.reduce_bytes
+
+    def before(self, w: BlockWriter, unit: Unit) -> None:
+        """Allocate the storage to which the unit's kernels add."""
+        if self.apart:
+            super().before(w, unit)
+        else:
+            self._begin(w, unit)
+
+    def after(self, w: BlockWriter, unit: Unit, *, last: bool) -> None:
+        """Add a buffer to the sum."""
+        if self.apart and unit.parameters:
+            self._begin(w, unit)
+            w.add(Action(kind=Kind.FREE, stream=COMPUTE, frees=(self.buffer(unit),)))
+
+    def _begin(self, w: BlockWriter, unit: Unit) -> None:
+        if self.first and unit.parameters:
+            name = gradient_sums(unit.prefix)
+            sums = Alloc(name, self.system.reduce_bytes * unit.parameters)
+            w.add(
+                Action(
+                    kind=Kind.ALLOC,
+                    stream=COMPUTE,
+                    part=unit.prefix,
+                    op="gradients",
+                    allocs=(sums,),
+                )
+            )
+            self.survivors.add(name)
+
+
+def held_copies(plan: Plan, problem: Problem, chunk: ChunkOps) -> tuple[str, ...]:
+    """The storage names of a chunk's gathered parameters."""
+    fate, lay = plan.state("parameter"), problem.layout
+    return tuple(part.name for unit in chunk.units for part in gathered_parts(unit, fate, lay))
+
+
+def free_block(names: tuple[str, ...]) -> Block:
+    """Free a chunk's gathered parameters, or its shards of gradients."""
+    return Block("release", (Action(kind=Kind.FREE, stream=COMPUTE, frees=names),))
+
+
+class UnitSums(NamedTuple):
+    """A unit, the collectives that reduce its gradients, and the rank's shard of the result."""
+
+    part: str
+    comms: tuple[Comm, ...]
+    shard: Alloc
+
+
+def sums_block(units: tuple[UnitSums, ...]) -> Block:
+    """Reduce the sums of a chunk's gradients to shards, unit by unit, and free the sums."""
+    w = BlockWriter()
+    for part, comms, shard in units:
+        reads, allocs = [gradient_sums(part)], [shard]
+        for comm in comms:
+            w.wait(COMPUTE, w.collective(comm, part, "gradients", reads, allocs))
+            reads, allocs = [gradient_sums(part), shard.name], []
+        w.add(Action(kind=Kind.FREE, stream=COMPUTE, frees=(gradient_sums(part),)))
+    return Block("reduce", tuple(w.actions))
+
+
+def unit_sums(plan: Plan, problem: Problem, chunk: ChunkOps) -> tuple[UnitSums, ...]:
+    """The units of a chunk that have gradients, from the last one on."""
+    lay, system, gradient = problem.layout, problem.system, plan.state("gradient")
+    shards, width = (plan.state("optimizer").shards, gradient.shards), system.reduce_bytes
+    found = []
+    for unit in reversed(chunk.units):
+        count, experts = unit.parameters, unit.expert_parameters
+        comms = gradient_reductions(lay, *shards, width * count, width * experts)
+        nbytes = system.grad_bytes * unit.updated(gradient, lay)
+        found.append(UnitSums(unit.prefix, comms, Alloc(gradient_shard(unit.prefix), nbytes)))
+    return tuple(one for one in found if one.comms[0].nbytes)

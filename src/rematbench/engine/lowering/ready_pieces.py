@@ -1,0 +1,195 @@
+"""Updates of pieces of optimizer states that start in the last backward, as gradients become ready.
+
+A piece is ready when the gradients of its last unit are reduced in the last backward of the unit's
+chunk.  Its gradients then go to the host, or its states to the device.  An update on the device is
+issued when the next piece is ready, so that compute does not wait for the copy.  Weights that the
+host updated go up after the last backward: before it they would hold up reloads of activations.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from msgspec.structs import replace
+
+from rematbench.engine.lowering.chunk_ops import ChunkOps
+from rematbench.engine.lowering.emit_states import Reduced
+from rematbench.engine.lowering.state_pieces import PieceWidths, unit_ranges
+from rematbench.engine.lowering.writer import BlockWriter
+from rematbench.engine.program.action import (
+    COMPUTE,
+    GRADIENTS_DOWN,
+    HOST_UPDATE,
+    STATES_DOWN,
+    STATES_UP,
+    WEIGHTS_UP,
+    Action,
+    Alloc,
+    Kind,
+    piece_part,
+    visit_buffer,
+)
+from rematbench.engine.program.program import Block
+from rematbench.plan import Piece, Pieces, Plan
+
+
+class Ready(NamedTuple):
+    """A piece, and the units (each with its chunk) whose gradients and weights it has."""
+
+    piece: Piece
+    units: tuple[str, ...]
+
+
+ReadyPieces = tuple[dict[str, tuple[Ready, ...]], ...]
+"""For each chunk, the pieces that are ready when a unit's gradients are reduced, by the unit."""
+
+
+def ready_pieces(chunks: Sequence[ChunkOps], plan: Plan) -> ReadyPieces | None:
+    """The pieces of a rank by the unit after which they are ready; None if they start together."""
+    optimizer = plan.state("optimizer")
+    if optimizer.pieces is None or optimizer.pieces.start == "norm" or optimizer.home == "device":
+        return None
+    held = sum(unit.parameters for chunk in chunks for unit in chunk.units)
+    ranges = list(unit_ranges(chunks, optimizer.shards))
+    found: list[dict[str, tuple[Ready, ...]]] = [{} for _ in chunks]
+    for piece in optimizer.cut(-(-held // optimizer.shards)):
+        within = [one for one in ranges if piece.within(one[2], one[3])]
+        chunk, unit, _, _ = within[-1]
+        units = tuple(f"{unit.prefix}.{chunk.chunk}" for chunk, unit, _, _ in within)
+        due = found[chunk.chunk]
+        due[unit.prefix] = (*due.get(unit.prefix, ()), Ready(piece, units))
+    return tuple(found)
+
+
+class ReadyWriter:
+    """Writes the updates of a chunk's pieces into the chunk's last backward."""
+
+    def __init__(
+        self, w: BlockWriter, due: Mapping[str, tuple[Ready, ...]], cut: Pieces, widths: PieceWidths
+    ) -> None:
+        self.w, self.due, self.widths, self.slots = w, due, widths, cut.slots
+        self.landing: list[tuple[Ready, tuple[str, ...], str]] = []
+        """Updates on the device that are not issued yet: the piece, the events that they wait for,
+        and the storage of the states (empty: resident)."""
+        self.visiting: list[str] = []  # visits whose states go back
+
+    def after(self, reduced: Sequence[Reduced]) -> None:
+        """Start the pieces that are ready after these units."""
+        due = [(one, events) for unit, events in reduced for one in self.due.get(unit, ())]
+        if due:
+            self._land(len(self.landing))
+        for one, events in due:
+            match one.piece.place:
+                case "device":
+                    self.landing.append((one, events, ""))
+                case "host":
+                    self._hosted(one, events)
+                case "visit":
+                    self._visit(one, events)
+
+    def finish(self, *, last: bool) -> set[str]:
+        """Issue the updates that are left, and end all visits unless the chunk is the `last` one;
+        returns the storages of visits on their way back."""
+        self._land(len(self.landing))
+        while self.visiting and not last:
+            _end_visit(self.w, self.visiting.pop(0))
+        return set(map(visit_buffer, self.visiting))
+
+    def _hosted(self, one: Ready, events: tuple[str, ...]) -> None:
+        part, nbytes = piece_part(one.piece.number), self.widths.down * one.piece.count
+        if nbytes:
+            down = self.w.state_copy(
+                Kind.D2H, part, GRADIENTS_DOWN, nbytes, after=events[0], units=one.units
+            )
+            events = (down,)
+        for event in events:
+            self.w.wait(HOST_UPDATE, event)
+        self.w.add(
+            Action(
+                kind=Kind.OPTIMIZER,
+                stream=HOST_UPDATE,
+                part=part,
+                op="optimizer",
+                nbytes=self.widths.param * one.piece.count,
+                event=_updated(part),
+                units=one.units,
+            )
+        )
+
+    def _visit(self, one: Ready, events: tuple[str, ...]) -> None:
+        """Copy a piece's states to the device; one of `slots` visits must be free."""
+        while self.visiting or self.landing:
+            flying = len(self.visiting) + sum(bool(name) for _, _, name in self.landing)
+            if flying < self.slots:
+                break
+            if self.visiting:
+                part = self.visiting.pop(0)
+                _end_visit(self.w, part)
+            else:
+                self._land(1)
+        part, nbytes = piece_part(one.piece.number), self.widths.states * one.piece.count
+        name = visit_buffer(part)
+        allocs = (Alloc(name, nbytes),)
+        room = self.w.mark(COMPUTE)
+        up = self.w.state_copy(Kind.H2D, part, STATES_UP, nbytes, after=room, allocs=allocs)
+        self.landing.append((one, (*events, up), name))
+
+    def _land(self, count: int) -> None:
+        """Issue the first `count` updates on the device that wait."""
+        for one, events, name in self.landing[:count]:
+            part, piece = piece_part(one.piece.number), one.piece
+            reads = (name,) if name else ()
+            for event in events:
+                self.w.wait(COMPUTE, event)
+            self.w.add(
+                Action(
+                    kind=Kind.OPTIMIZER,
+                    stream=COMPUTE,
+                    part=part,
+                    op="optimizer",
+                    reads=reads,
+                    nbytes=self.widths.param * piece.count,
+                    scratch=self.widths.scratch * piece.count,
+                    units=one.units,
+                )
+            )
+            if name:
+                nbytes, done = self.widths.states * piece.count, self.w.mark(COMPUTE)
+                self.w.state_copy(Kind.D2H, part, STATES_DOWN, nbytes, after=done, reads=reads)
+                self.w.actions[-1] = replace(self.w.actions[-1], event=_back(part))
+                self.visiting.append(part)
+        del self.landing[:count]
+
+
+def _updated(part: str) -> str:
+    """The event after which the host has updated a piece."""
+    return f"{part}.updated"
+
+
+def _back(part: str) -> str:
+    """The event after which a piece's states are on the host again."""
+    return f"{part}.back"
+
+
+def _end_visit(w: BlockWriter, part: str) -> None:
+    w.wait(COMPUTE, _back(part))
+    w.add(Action(kind=Kind.FREE, stream=COMPUTE, frees=(visit_buffer(part),)))
+
+
+def ready_end_block(
+    due: Sequence[tuple[Ready, ...]], cut: Pieces, widths: PieceWidths, *, last: bool
+) -> Block:
+    """The end of the updates of a chunk's pieces: weights that the host updated go up, and of the
+    `last` chunk the last visits end."""
+    w, up = BlockWriter(), ""
+    pieces = [one for each in due for one in each]
+    for one in pieces:
+        if one.piece.place == "host":
+            part, nbytes = piece_part(one.piece.number), widths.up * one.piece.count
+            after = _updated(part)
+            up = w.state_copy(Kind.H2D, part, WEIGHTS_UP, nbytes, after=after, units=one.units)
+    if up:
+        w.wait(COMPUTE, up)
+    visits = [one.piece.number for one in pieces if one.piece.place == "visit"]
+    for number in visits[-cut.slots :] if last else ():
+        _end_visit(w, piece_part(number))
+    return Block("OPT_HOST", tuple(w.actions))

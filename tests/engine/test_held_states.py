@@ -1,0 +1,107 @@
+"""ZeRO 2 and 3 in a pipeline: gathered parameters and whole gradients stay until the last pass."""
+
+from itertools import product
+from math import fsum
+from typing import Any
+
+import pytest
+
+from rematbench.costs.operators.ops import Comm
+from rematbench.engine.lowering.lower import lower
+from rematbench.engine.program.action import Action, Kind, is_held
+from rematbench.engine.program.ledger import live_bytes
+from rematbench.engine.simulate.op_level import simulate
+from rematbench.engine.simulate.seconds import ActionCosts
+from rematbench.evaluate.evaluation import evaluate, evaluate_program
+from rematbench.evaluate.proof import check
+from rematbench.problem import Problem, rank_parameters
+from rematbench.worlds.records.refusals import refusals
+from tests.problems import layers, problem
+
+
+def piped(**changes: Any) -> Problem:
+    layout = {"pp": 2, "dp": 2, "zero_stage": 3, "global_batch": 8} | changes
+    return problem(model=layers(6), system="torchtitan", **layout)
+
+
+def walk(made: Problem, rank: int) -> list[tuple[Action, int, int]]:
+    return list(lower(made.base_plan, made).ranks[rank].actions())
+
+
+@pytest.mark.parametrize(("stage", "vpp"), [*product((2, 3), (1, 2))])
+def test_a_unit_is_gathered_once_and_reduced_once(stage: int, vpp: int) -> None:
+    """In the chunk's first forward, and after the rank's last pass."""
+    made = piped(zero_stage=stage, vpp=vpp)
+    check(lower(made.base_plan, made))
+    for rank in range(2):
+        found = walk(made, rank)
+        kernels = [i for i, (a, _, _) in enumerate(found) if a.kind in (Kind.BACKWARD_INPUT,)]
+        gathers = [(a.part, mb, c) for a, mb, c in found if a.op == "parameters" and a.comm]
+        reductions = [i for i, (a, _, _) in enumerate(found) if a.op == "gradients" and a.comm]
+        units = {(a.part, c) for a, _, c in found if a.kind is Kind.BACKWARD_WEIGHT}
+        assert sorted(gathers) == sorted((part, 0, chunk) for part, chunk in units)
+        assert {(found[i][0].part, found[i][2]) for i in reductions} == units
+        assert len(reductions) == len(units)
+        assert min(reductions) > max(kernels)
+
+
+@pytest.mark.parametrize(
+    ("facts", "gathered", "summed"),
+    [({}, 2, 4), ({"gather_bytes": 4}, 4, 4), ({"reduce_bytes": 2}, 2, 2)],
+)
+@pytest.mark.parametrize("vpp", [1, 2])
+def test_copies_and_sums_are_alive_until_the_last_pass(
+    facts: dict[str, int], gathered: int, summed: int, vpp: int
+) -> None:
+    made = piped(vpp=vpp, system_changes=facts)
+    for rank in range(2):
+        found = walk(made, rank)
+        alive = [device for device, _ in live_bytes(found)]
+        held = [i for i, (a, _, _) in enumerate(found) if any(map(is_held, a.frees))]
+        count = rank_parameters(made, made.base_plan, rank)
+        assert alive[held[0] - 1] == count * (gathered + summed)
+        assert alive[-1] == 0
+
+
+def test_gradients_of_another_width_are_in_a_buffer_first() -> None:
+    """Of the unit whose backward runs; else kernels add to the sum."""
+    for facts, buffered in (({}, True), ({"reduce_bytes": 2}, False)):
+        found = walk(piped(system_changes=facts), 1)
+        buffers = {alloc.name for a, _, _ in found for alloc in a.allocs if "gradients" in a.op}
+        assert ("L0.gradients" in buffers) == buffered
+        assert "L0.sums^" in buffers
+
+
+def test_states_beside_them_are_shards() -> None:
+    made = piped(dp=4, global_batch=16)
+    (rank, *_) = evaluate(made, made.base_plan).ranks
+    count = rank_parameters(made, made.base_plan, 0)
+    assert (rank.parameter, rank.gradient) == (4 * -(-count // 4), 0)
+    assert rank.optimizer == 8 * -(-count // 4)
+
+
+@pytest.mark.parametrize("vpp", [1, 2])
+def test_the_reductions_take_their_seconds_after_the_last_pass(vpp: int) -> None:
+    made = piped(vpp=vpp)
+    program = lower(made.base_plan, made)
+    costs = ActionCosts(made)
+
+    def seconds(action: Action, rank: int) -> float:  # of no host
+        return costs(action, rank)
+
+    intervals = simulate(program, seconds, record=True).intervals
+    for rank in range(2):
+        own = [one for one in intervals if one.rank == rank and one.block == "reduce"]
+        units = {(one.action.part, one.chunk): one.action.comm for one in own if one.action.comm}
+        took = max(one.end_s for one in own) - min(one.start_s for one in own)
+        each = [
+            made.cost.comm_s(Comm("reduce_scatter", "dp", c.nbytes), rank) for c in units.values()
+        ]
+        assert took == pytest.approx(fsum(each), rel=1e-9)
+    whole = evaluate_program(made, made.base_plan, program, op_level=True).step_s
+    assert evaluate(made, made.base_plan).step_s == pytest.approx(whole, rel=1e-9)
+
+
+def test_the_executor_refuses_them_by_name() -> None:
+    made = piped()
+    assert any("with pipeline stages" in words for words in refusals(made, made.base_plan))
