@@ -50,6 +50,7 @@ def _build(kind: Kind, stream: str, part: str, op: str, fields: dict[str, str]) 
         comm=comm,
         nbytes=int(fields.get("n", "0")),
         overlaps=fields.get("s", ""),
+        beside=fields.get("p", ""),
         scratch=int(fields.get("t", "0")),
         variant=int(fields.get("v", "0")),
         units=names("u"),

@@ -47,7 +47,7 @@ def _fixed(job: PackageJob, policy: MegatronCore) -> dict[str, Any]:
     traced = run.world == "traced"
     return {
         **_model(run.model),
-        **expert_fields(run.model, lay, policy),
+        **expert_fields(run, policy),
         "tensor_model_parallel_size": lay.tp,
         "pipeline_model_parallel_size": lay.pp,
         "virtual_pipeline_model_parallel_size": lay.vpp if lay.vpp > 1 else None,

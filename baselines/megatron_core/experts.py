@@ -13,17 +13,17 @@ from megatron.core.transformer.moe import grouped_gemm_util, token_dispatcher
 from torch import Tensor
 
 from baselines.megatron_core.plan import MegatronCore
-from rematbench.spec.layout import Layout
-from rematbench.workload import Experts, Model
+from rematbench.workload import Experts
+from rematbench.worlds.records.record import RunSpec
 from rematbench.worlds.torch.dispatch import DispatchMode
 
 ROUTER_DTYPE = "fp32"
 """Megatron-LM's advice for many experts (--moe-router-dtype)."""
 
 
-def expert_fields(model: Model, layout: Layout, policy: MegatronCore) -> dict[str, Any]:
+def expert_fields(run: RunSpec, policy: MegatronCore) -> dict[str, Any]:
     """The fields of TransformerConfig for a model's experts; empty for a dense model."""
-    experts = model.experts
+    model, layout, experts = run.model, run.layout, run.model.experts
     if experts is None:
         return {}
     grouped = policy.recompute == "selective" and "moe_act" in policy.modules
@@ -40,6 +40,8 @@ def expert_fields(model: Model, layout: Layout, policy: MegatronCore) -> dict[st
         "moe_aux_loss_coeff": experts.aux_loss,
         "moe_token_dispatcher_type": "alltoall",
         "moe_grouped_gemm": grouped,
+        "moe_expert_capacity_factor": run.capacity_factor or None,
+        "moe_pad_expert_input_to_capacity": run.expert_padding == "capacity",
         "expert_model_parallel_size": layout.ep,
         "expert_tensor_parallel_size": layout.expert_tp,
         **({"moe_router_num_groups": experts.groups} if experts.groups > 1 else {}),

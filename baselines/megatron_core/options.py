@@ -10,7 +10,7 @@ from rematbench.problem import Problem
 from rematbench.spec.effects import ACTS
 from rematbench.spec.layout import Layout
 from rematbench.spec.system import System
-from rematbench.workload import Experts, Model
+from rematbench.workload import Model, Workload
 from rematbench.worlds.packages.limits import ABILITIES, assumed_facts, use_of
 
 BUCKET_PARAMETERS = 40_000_000
@@ -29,6 +29,7 @@ DISPATCHERS = {
     "deepep": "flex --moe-flex-dispatcher-backend deepep",
     "hybridep": "flex --moe-flex-dispatcher-backend hybridep",
 }
+EP_OVERLAPS = {"none": "", "interleaved": "--overlap-moe-expert-parallel-comm"}
 
 
 def _attention(system: System) -> str | None:
@@ -83,6 +84,8 @@ OPTIONS: dict[str, Callable[[System], str | None]] = {
     "bucket_bytes": _bucket,
     "cp_kind": lambda system: f"--cp-comm-type {CP_KINDS.get(system.cp_kind, 'p2p')}",
     "dispatcher": lambda system: f"--moe-token-dispatcher-type {DISPATCHERS[system.dispatcher]}",
+    "ep_overlap": lambda system: EP_OVERLAPS.get(system.ep_overlap),
+    "delayed_wgrad": lambda system: "--delay-wgrad-compute" * system.delayed_wgrad,
     "cuda_graphs": lambda system: "--cuda-graph-impl local" * system.cuda_graphs,
     "optimizer_on_host": lambda system: (
         "--optimizer-cpu-offload --use-precision-aware-optimizer" * system.optimizer_on_host
@@ -104,6 +107,8 @@ NAMES = frozenset({
     *("use_precision_aware_optimizer", "exp_avg_dtype", "exp_avg_sq_dtype", "tp_comm_overlap"),
     *("grad_reduce_in_bf16", "no_overlap_p2p_communication", "use_tp_pp_dp_mapping"),
     *("overlap_grad_reduce", "overlap_param_gather", "ddp_bucket_size", "cp_comm_type"),
+    *("overlap_moe_expert_parallel_comm", "delay_wgrad_compute"),
+    *("moe_expert_capacity_factor", "moe_pad_expert_input_to_capacity"),
     *("moe_flex_dispatcher_backend", "moe_token_dispatcher_type", "moe_grouped_gemm"),
     *("optimizer_cpu_offload", "make_vocab_size_divisible_by", "cuda_graph_impl", "swiglu"),
     *("untie_embeddings_and_output_weights", "disable_bias_linear", "vocab_size"),
@@ -128,11 +133,14 @@ def assumed(problem: Problem, *, offloads: bool) -> Iterator[str]:
     return assumed_facts(problem, {*POLICY, *said}, offloads=offloads)
 
 
-def expert_words(layout: Layout, experts: Experts | None) -> list[str]:
-    """The layout of experts."""
-    if experts is None:
+def expert_words(layout: Layout, work: Workload) -> list[str]:
+    """The layout of experts, and their capacity."""
+    if work.model.experts is None:
         return []
+    factor, padded = work.capacity_factor, work.expert_padding == "capacity"
     return [
+        *([f"--moe-expert-capacity-factor {factor:g}"] if factor else []),
+        *(["--moe-pad-expert-input-to-capacity"] if padded else []),
         f"--expert-model-parallel-size {layout.ep}",
         f"--expert-tensor-parallel-size {layout.expert_tp}",
         "--moe-grouped-gemm",

@@ -16,6 +16,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from baselines.megatron_core import options
+from rematbench.engine.lowering.emit_op import NOT_AGAIN
 from rematbench.engine.lowering.schedule import interleaved
 from rematbench.plan import (
     Group,
@@ -143,7 +144,8 @@ class MegatronCore(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             problem.system.optimizer_on_host,
             "optimizer states in host memory (--optimizer-cpu-offload, not run here)",
         )
-        return active_reasons([*_model(setup), *_layout(setup), _uneven(setup), hosted])
+        reasons = [*_model(setup), *_layout(setup), _uneven(setup), hosted, _overlapped(problem)]
+        return active_reasons(reasons)
 
     def limits(self, setup: Setup) -> list[Reason]:
         """The jobs that 0.16.1 refuses late, runs wrongly or never finishes, in every world."""
@@ -178,9 +180,12 @@ class MegatronCore(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         """The reasons against the policy on this problem with the partition of `base`."""
         setup, sizes = setup_of(problem), _chunk_sizes(base)
         itself = base.partition == problem.base_plan.partition
+        selected = self.modules if self.recompute == "selective" else ()
+        again = self.recompute == "full" or "moe" in selected
         return [
             *_model(setup), *_layout(setup), _uneven(setup, itself and len(sizes) > 1),
             *_policy(self, setup.model, sizes), *self._inside_linears(problem),
+            (problem.ep_overlaps and again, NOT_AGAIN), _overlapped(problem),
         ]  # fmt: skip
 
     def _inside_linears(self, problem: Problem) -> list[Reason]:
@@ -216,7 +221,7 @@ class MegatronCore(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         words += [f"--{work.precision}"] * (work.precision in ("bf16", "fp16"))
         words += ["--attention-backend unfused"] * (problem.attention == "unfused")
         words += ["--qk-layernorm"] * work.model.qk_norm
-        words += options.expert_words(lay, work.model.experts)
+        words += options.expert_words(lay, work)
         words += options.stack_words(problem)
         if plan is not None:
             words += options.partition_words(_sizes(plan), lay) or []
@@ -265,6 +270,11 @@ class MegatronCore(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         select = Select(parts=("layer",), activations=names, kept=True)
         moves = Transfers(granularity="layer")
         return replace(base.with_rules(Rule(select, Offload())), transfers=moves)
+
+
+def _overlapped(problem: Problem) -> Reason:
+    option = "--overlap-moe-expert-parallel-comm"
+    return problem.ep_overlaps, f"exchanges beside another micro-batch ({option}, {NOT_RUN}"
 
 
 def _sizes(plan: Plan) -> list[int]:
@@ -357,6 +367,7 @@ def _experts(setup: Setup) -> list[Reason]:
         (experts.router_bias, "a bias of the router (not run here)"),
         (experts.shared_gate, "a gate of the shared expert (not run here)"),
         (experts.groups > 1, "groups of experts (not run here)"),
+        (setup.drops_tokens, "a capacity of experts without padding (not run here)"),
         (
             experts.aux_loss > 0 and lay.tp > 1,
             "an auxiliary loss under tp, per token as here: 0.16.1 scales its gradient by a rank's "

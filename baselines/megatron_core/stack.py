@@ -159,7 +159,10 @@ def _routing(policy: MegatronCore, problem: Problem) -> int:
     again = policy.recompute == "full" or (
         policy.recompute == "selective" and "moe" in policy.modules
     )
-    order = 8 * model.experts.active if again else 0
+    tables = (table.activations for table in problem.layer_kinds)
+    sent = max(table["permuted"].rows for table in tables if "permuted" in table)
+    tokens = shapes(problem.workload, problem.layout, problem.system).shard_tokens
+    order = 8 * sent // tokens if again else 0
     return -(-model.expert_layers // problem.layout.pp) * (5 * model.experts.count + order)
 
 

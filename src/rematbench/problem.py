@@ -154,6 +154,13 @@ class Problem:
         inside = self.cost.group("tp", 0).nodes == 1 or system.gemm_overlap_links == "all"
         return system.tp_overlap if inside or system.tp_overlap != "gemm" else "backward"
 
+    @property
+    def ep_overlaps(self) -> bool:
+        """Whether experts' exchanges run beside the compute of another micro-batch, where a forward
+        follows a backward."""
+        system = self.system
+        return system.ep_overlap != "none" and self.layout.ep > 1 and not system.launch_blocking
+
     @cached_property
     def non_torch_bytes(self) -> int:
         """Device bytes of the driver, the CUDA context and the communicators."""

@@ -16,6 +16,8 @@ Probability = Annotated[float, Meta(ge=0.0, lt=1.0)]
 
 Share = Annotated[float, Meta(ge=0.0, le=1.0)]
 Imbalance = Annotated[float, Meta(ge=1.0, le=1e6)]
+Capacity = Annotated[float, Meta(ge=0.0, le=1e6)]
+ExpertPadding = Literal["none", "capacity"]
 
 GATED = ("swiglu", "geglu")
 """The kinds of MLP with a gate and an up projection."""
@@ -307,7 +309,9 @@ class Workload(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     tokens of the documents that are packed into a sequence (0: each sequence is one document).
     Attention stays inside a document; all other operators work on tokens.  `imbalance`: tokens that
     the experts of the worst rank receive, over those that every rank receives if experts are
-    balanced (1: balanced).
+    balanced (1: balanced).  `capacity_factor`: the most tokens that an expert takes of each rank,
+    over the balanced number (0: no token is dropped); with `expert_padding` it is sent exactly so
+    many, whatever the balance, and no counts.
     """
 
     model: Model
@@ -315,6 +319,8 @@ class Workload(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     precision: Precision = "bf16"
     document_len: NonNegativeInt = 0
     imbalance: Imbalance = 1.0
+    capacity_factor: Capacity = 0.0
+    expert_padding: ExpertPadding = "none"
 
     def __post_init__(self) -> None:
         """Set a `max_positions` of 0 to `seq_len` if the model has learned positions."""
@@ -326,9 +332,13 @@ class Workload(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         """The assumption about the tokens that experts receive, in words; empty without experts."""
         if self.model.experts is None:
             return ""
+        if self.expert_padding == "capacity":
+            return f"every expert is sent {self.capacity_factor:g} times the balanced tokens"
+        most = f", {self.capacity_factor:g} times at most" if self.capacity_factor else ""
         if self.imbalance == 1.0:
-            return "experts balanced"
-        return f"experts of the worst rank receive {self.imbalance:g} times the balanced tokens"
+            return f"experts balanced{most}"
+        factor = f"{self.imbalance:g} times the balanced tokens"
+        return f"experts of the worst rank receive {factor}{most}"
 
     @property
     def packed(self) -> bool:

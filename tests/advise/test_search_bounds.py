@@ -200,3 +200,27 @@ def test_layers_on_the_device_and_a_head_on_the_host_are_not_added_up() -> None:
     assert not isinstance(plan, Unsupported)
     step_s = evaluate_program(problem, plan, lower(plan, problem)).step_s
     assert 0.99 < bounds_at(made, choice).tight_s(candidate, 1, 4, 0) / step_s <= ROUNDING
+
+
+@pytest.mark.parametrize(
+    "degrees", [{"tp": 2, "pp": 1}, {"tp": 2, "pp": 2, "vpp": 1}, {"tp": 2, "pp": 2, "vpp": 21}]
+)
+def test_layers_with_wider_attention_are_counted(degrees: dict[str, int]) -> None:
+    """Gemma 2, at 131,072 tokens: every second layer has a window of 4,096, as probes have, and the
+    others take most of a step."""
+    spec = ProblemSpec(
+        model="gemma-2-9b", cluster="h100-80gb", system="megatron-core", gpus=16, seq_len=131072,
+        global_batch=32,
+    )  # fmt: skip
+    fixed = Fixed(**degrees, cp=2, sp=True, micro_batch=1, zero_stage=1)
+    made = SearchJob(SearchRequest(spec=spec, fixed=fixed, only=("keep_all",)))
+    choice = made.space.choices[0]
+    problem, own = made.problem(choice), bounds_at(made, choice)
+    plan = choice.base(problem.base_plan)
+    step_s = evaluate_program(problem, plan, lower(plan, problem)).step_s
+    bounds = own.of(KEEP)
+    assert isinstance(bounds, Bounds)
+    assert 0.9 < bounds.step_s[0, 0] / step_s <= ROUNDING
+    assert 0.97 < own.tight_s(KEEP, 1, 1, 0) / step_s <= ROUNDING
+    if degrees.get("vpp") == 21:  # a layer in each chunk: one rank has all of a kind
+        assert len(set(own.shard.wider_at(0))) == 2

@@ -99,6 +99,19 @@ def drawn_experts(seed: int, dense: int = 0) -> SearchRequest:
     return SearchRequest(spec=spec, only=only, within=0.0, fixed=fixed)
 
 
+def overlapped(seed: int) -> SearchRequest:
+    """A job of `drawn_experts` whose exchanges run beside another micro-batch."""
+    one, draw = drawn_experts(seed), Random(f"overlap {seed}")
+    spec = replace(
+        one.spec,
+        system="megatron-core-2026",
+        attention="fa2",
+        ep_overlap=draw.choice(("on", "delayed_wgrad")),
+        global_batch=2 * one.spec.global_batch,
+    )
+    return replace(one, spec=spec, fixed=replace(one.fixed, vpp=None))
+
+
 def at_the_edge(one: SearchRequest, found: Sequence[Trial], share: float) -> SearchRequest:
     """The job on devices that hold about this share of the plans and the reserve."""
     needs = sorted(one.result.evaluation.reserved_bytes for one in found if one.result.evaluation)
@@ -325,6 +338,18 @@ def _nothing_faster_is_missed(one: SearchRequest) -> None:
     degrees = {(choice.layout.ep, choice.layout.etp) for choice in SearchJob(one).space.choices}
     assert len(degrees) > 1
     found = some(one, 60)
+    edge = at_the_edge(one, found, SHARES[3])
+    best = fastest_that_fits(edge, found)
+    assert best is None or searched_s(edge) <= best.fitting_s * (1 + 1e-9)
+
+
+@pytest.mark.parametrize(
+    "seed", [18, *(pytest.param(seed, marks=pytest.mark.soak) for seed in (0, 1, 5, 8, 12, 33))]
+)
+def test_nothing_faster_is_missed_where_exchanges_overlap(seed: int) -> None:
+    one = overlapped(seed)
+    found = some(one, 60)
+    assert {plan.result.problem.ep_overlaps for plan in found} == {True}
     edge = at_the_edge(one, found, SHARES[3])
     best = fastest_that_fits(edge, found)
     assert best is None or searched_s(edge) <= best.fitting_s * (1 + 1e-9)

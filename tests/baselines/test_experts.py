@@ -35,11 +35,13 @@ SCALAR = 4
 
 
 class Layered(NamedTuple):
-    """A model, a layout, and the recompute modules (`full`: whole layers)."""
+    """A model, a layout, the recompute modules (`full`: whole layers), and the capacity to which
+    experts are padded (0: no token is dropped)."""
 
     model: Model
     layout: dict[str, int]
     modules: tuple[str, ...] = ()
+    padded: float = 0.0
 
     def problem(self, num_layers: int) -> Problem:
         made = problem(
@@ -48,7 +50,10 @@ class Layered(NamedTuple):
             global_batch=4,
             **self.layout,
         )
-        return remade(made, workload=replace(made.workload, precision="bf16"))
+        work = replace(made.workload, precision="bf16")
+        if self.padded:
+            work = replace(work, capacity_factor=self.padded, expert_padding="capacity")
+        return remade(made, workload=work)
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -89,6 +94,8 @@ GRID = [
         for module in ("moe", "moe_act", "layernorm", "shared_experts", "core_attn", "full")
     ),
     Layered(ROUTED, ETP2, ("moe_act",)),
+    Layered(ROUTED, EP2, padded=1.5),
+    Layered(ROUTED, ETP1, ("moe",), padded=2.0),
 ]
 
 
@@ -120,7 +127,7 @@ def test_one_more_layer_with_experts_weighs_what_the_stack_says(tmp_path: Path) 
         peaks = [one.measured.ranks[0].activation_peak_bytes for one in (few, more)]
         traced.append(peaks[1] - peaks[0])
     apart = {
-        f"{case.modules} {case.layout}": found - case.kept_bytes()
+        f"{case.modules} {case.layout} {case.padded}": found - case.kept_bytes()
         for case, found in zip(GRID, traced, strict=True)
     }
     assert all(abs(nbytes) <= SCALAR for nbytes in apart.values()), apart

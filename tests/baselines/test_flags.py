@@ -275,6 +275,8 @@ FACTS: list[tuple[dict[str, Any], str]] = [
     ({"rank_order": ("tp", "cp", "pp", "dp")}, "--use-tp-pp-dp-mapping"),
     ({"dispatcher": "deepep"}, "--moe-token-dispatcher-type flex"),
     ({"cp_kind": "allgather"}, "--cp-comm-type all_gather"),
+    ({"ep_overlap": "interleaved"}, "--overlap-moe-expert-parallel-comm"),
+    ({"delayed_wgrad": True}, "--delay-wgrad-compute"),
 ]
 
 
@@ -334,6 +336,40 @@ def test_stages_with_other_ends_have_options() -> None:
     assert partition_words([4, 4, 4, 4], Layout(pp=4)) == []
     assert partition_words([4, 3, 4, 4], Layout(pp=4)) is None
     assert partition_words([2, 3, 3, 2], Layout(pp=2, vpp=2)) is None
+
+
+def test_an_overlap_of_exchanges_is_printed_and_refused_beside_recomputed_experts() -> None:
+    layout = {"tp": 1, "pp": 1, "dp": 4, "ep": 4, "global_batch": 8}
+    asked: dict[str, Any] = {"model": "tiny-experts", "system": "megatron-core-0.16"}
+    answer = printed(ep_overlap="delayed_wgrad", layout={**layout}, **asked)
+    assert "--overlap-moe-expert-parallel-comm --delay-wgrad-compute" in answer.flags
+    assert any("overlap-moe" in line for line in answer.not_run)
+    assert "overlap-moe" not in printed(layout={**layout}, **asked).flags
+    made = make_problem(
+        ProblemSpec(
+            model="tiny-experts", cluster="h800-80gb", system="megatron-core-0.16", gpus=4,
+            seq_len=64, global_batch=8, ep=4, ep_overlap="on",
+        )
+    )  # fmt: skip
+    fused: dict[str, Any] = {"bias_activation_fusion": True, "recompute": "selective"}
+    refused = MegatronCore(modules=("moe",), **fused).decided(made, made.base_plan)
+    assert isinstance(refused, Unsupported)
+    assert refused.reason.startswith("disable moe in recompute_modules")
+    assert isinstance(
+        MegatronCore(modules=("moe_act",), **fused).decided(made, made.base_plan), Plan
+    )
+
+
+def test_a_capacity_of_experts_is_printed() -> None:
+    layout = {"tp": 1, "pp": 1, "dp": 4, "ep": 4}
+    asked: dict[str, Any] = {"model": "tiny-experts", "capacity_factor": 1.25}
+    dropping = printed(layout={**layout}, **asked)
+    assert "--moe-expert-capacity-factor 1.25" in dropping.flags
+    assert "--moe-pad-expert" not in dropping.flags
+    assert any("capacity of experts without padding" in line for line in dropping.not_run)
+    padded = printed(layout={**layout}, expert_padding="capacity", **asked)
+    assert "--moe-pad-expert-input-to-capacity" in padded.flags
+    assert not any("capacity" in line for line in padded.not_run)
 
 
 def test_a_job_that_is_not_run_here_has_options_all_the_same() -> None:

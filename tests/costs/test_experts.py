@@ -277,6 +277,43 @@ def test_the_worst_rank_receives_more_tokens() -> None:
     assert Workload(model=replace(QWEN, experts=None), seq_len=TOKENS, imbalance=2.0).balance == ""
 
 
+def capacity_table(work: Workload, ep: int = 8, **facts: Any) -> OpTable:
+    stack = replace(MEGATRON, **facts)
+    layout = Layout(ep=ep, dp=8)
+    return layer_table(work, layout, stack, fused_attention=True, window=0, dense=False)
+
+
+@pytest.mark.parametrize("ep", [1, 8])
+def test_padded_experts_receive_their_capacity_and_nobody_counts(ep: int) -> None:
+    """ceil(T K / E x factor) rows of each expert from each rank (get_capacity)."""
+    work = Workload(model=QWEN, seq_len=TOKENS)
+    for factor in (0.5, 1.0, 1.1):
+        padded = replace(work, capacity_factor=factor, expert_padding="capacity", imbalance=3.0)
+        found = capacity_table(padded, ep)
+        rows = 128 * math.ceil(TOKENS * 8 / 128 * factor)
+        for name in ("permuted", "expert_in", "expert_fc2_in"):
+            assert found.activations[name].rows == rows
+        assert found.op("expert_counts").reduce is None
+        assert padded.balance == f"every expert is sent {factor:g} times the balanced tokens"
+    plain = capacity_table(work, ep)
+    assert (plain.op("expert_counts").reduce is None) == (ep == 1)
+
+
+def test_a_capacity_without_padding_is_a_limit() -> None:
+    work = Workload(model=QWEN, seq_len=TOKENS, imbalance=1.5)
+    rows = TOKENS * 8
+
+    def received(factor: float) -> tuple[int, int]:
+        found = capacity_table(replace(work, capacity_factor=factor))
+        assert found.op("expert_counts").reduce is not None
+        return found.activations["permuted"].rows, found.activations["expert_in"].rows
+
+    assert received(0.0) == (rows, 1.5 * rows)
+    assert received(1.25) == (rows, 1.25 * rows)
+    assert received(2.0) == (rows, 1.5 * rows)
+    assert received(0.5) == (rows // 2, rows // 2)
+
+
 def test_a_dispatcher_of_one_copy_sends_tokens_and_not_their_copies() -> None:
     """8 of 128 experts on 8 ranks: 5.25 ranks have some of a token's, on average."""
     found = layer_table(

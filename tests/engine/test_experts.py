@@ -205,6 +205,18 @@ def test_the_host_waits_for_the_counts(ep: int) -> None:
     assert not any(ActionCosts(given(LLAMA, ep=1)).held(a) for a in actions(given(LLAMA, ep=1)))
 
 
+@pytest.mark.parametrize("ep", [1, 4])
+def test_the_host_knows_the_sizes_of_padded_experts(ep: int) -> None:
+    found = given(ep=ep)
+    work = replace(found.workload, capacity_factor=1.0, expert_padding="capacity")
+    padded = remade(found, workload=work)
+    costs = ActionCosts(padded)
+    assert not any(costs.held(action) for action in actions(padded))
+    assert (Kind.ALL_GATHER, COUNTS) not in exchanges(padded)
+    with pytest.raises(LayoutError, match="moe_expert_capacity_factor must be set"):
+        remade(found, workload=replace(work, capacity_factor=0.0))
+
+
 def test_exchanges_are_a_part_of_the_step() -> None:
     found = given()
     program = lower(found.base_plan, found)

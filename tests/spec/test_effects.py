@@ -53,6 +53,7 @@ JOBS: list[dict[str, Any]] = [
     {"dp": 2, "zero_stage": 1, "global_batch": 4, "model": LEARNED},
     {"tp": 2, "global_batch": 1, "model": CAPPED},
     {"dp": 8, "ep": 8, "zero_stage": 1, "global_batch": 8, "model": MIXTURE},
+    {"dp": 8, "ep": 8, "zero_stage": 1, "global_batch": 16, "model": MIXTURE, "pairs": True},
 ]
 OTHER: dict[str, list[Any]] = {
     "attention": ["fa2", "fa3", "unfused"],
@@ -113,6 +114,8 @@ class Drawn:
         hosted, parameters = job.pop("hosted", False), job.pop("parameters", False)
         if hosted or parameters:
             system = replace(system, optimizer_on_host=True, parameters_on_host=parameters)
+        if job.pop("pairs", False) and "ep_overlap" in system.features:
+            system = replace(system, ep_overlap="interleaved")
         layout = Layout(**job)
         self.system, self.layout, self.model = system, layout, model
         self.use = Use(

@@ -38,7 +38,7 @@ EXPECTED = {
     ("megatron_experts.sh",): (
         "selective_recompute --model megatron_experts-model.yaml --cluster CLUSTER "
         "--system megatron_experts-stack.yaml --gpus 32 --seq-len 4096 --global-batch 128 --tp 2 "
-        "--pp 4 --vpp 4 --ep 4 --etp 1 --set modules=[layernorm,moe_act]"
+        "--pp 4 --vpp 4 --ep 4 --etp 1 --ep-overlap on --set modules=[layernorm,moe_act]"
     ),
     ("zero2.json", "trl_sft.yaml"): None,  # two values of the micro-batch
     ("trl_sft.yaml", "accelerate_zero3.yaml"): None,  # two values of the accumulation
@@ -117,7 +117,6 @@ def test_an_unknown_key_is_named(file: str, unknown: str) -> None:
 @pytest.mark.parametrize(
     ("file", "refusal"),
     [
-        ("megatron_experts.sh", "--overlap-moe-expert-parallel-comm"),
         ("factory_lora.yaml", "finetuning_type: lora"),
         ("titan_70b.toml", "float8"),
         ("zero1_nvme.json", "nvme"),
@@ -139,7 +138,23 @@ def test_experts_are_read_from_a_launch_line(tmp_path: Path) -> None:
     assert experts == Experts(
         count=8, active=2, ffn=14336, shared_ffn=2048, dense_layers=(0,), aux_loss=0.01
     )
-    assert load_system(tmp_path / "megatron_experts-stack.yaml").dispatcher == "deepep"
+    stack = load_system(tmp_path / "megatron_experts-stack.yaml")
+    assert stack.dispatcher == "deepep"
+    assert "ep_overlap" in stack.features
+
+
+def test_a_capacity_of_experts_is_read(tmp_path: Path) -> None:
+    text = (JOBS / "megatron_experts.sh").read_text()
+    file = tmp_path / "capacity.sh"
+    more = "--moe-expert-capacity-factor 1.25 --moe-pad-expert-input-to-capacity"
+    file.write_text(text.replace("--moe-grouped-gemm", more))
+    options = file_job(read_files([file]), {}, "", "capacity").options
+    assert (options["capacity_factor"], options["expert_padding"]) == ("1.25", "capacity")
+    file.write_text(text.replace("--moe-grouped-gemm", "--moe-expert-capacity-factor -1"))
+    assert "capacity_factor" not in file_job(read_files([file]), {}, "", "capacity").options
+    file.write_text(text.replace("--moe-grouped-gemm", "--moe-expert-capacity-factor much"))
+    with pytest.raises(ConfigError, match="'much' is not a number"):
+        read_files([file])
 
 
 @pytest.mark.parametrize(

@@ -300,7 +300,7 @@ def test_versions_of_a_stack_name_a_shipped_stack_and_differ_from_it() -> None:
 
 def test_the_commands_default_is_todays_megatron_core() -> None:
     assert DEFAULT_SYSTEM == "megatron-core-0.16"
-    assert differences(DEFAULT_SYSTEM).keys() == {"loss_keeps_logits"}
+    assert differences(DEFAULT_SYSTEM).keys() == {"loss_keeps_logits", "features"}
     given = made(system=DEFAULT_SYSTEM, layout=Layout(tp=8, global_batch=8))
     assert band_of(given, "keep_all").outside["stack"] == f"stack {DEFAULT_SYSTEM}"
     assert given.cost.stack == made().cost.stack

@@ -93,7 +93,16 @@ OPTIONS = {
     "imbalance": Option(
         min=1.0,
         metavar="F",
-        help="Tokens of the experts of the worst rank, over balanced ones; or the capacity factor.",
+        help="Tokens of the experts of the worst rank, over balanced ones.",
+    ),
+    "capacity_factor": Option(
+        min=0.0,
+        metavar="F",
+        help="Most tokens of an expert, over balanced ones; others are dropped (0: none are).",
+    ),
+    "expert_padding": Option(help="Fill each expert up to its capacity."),
+    "ep_overlap": Option(
+        help="Experts' exchanges beside another micro-batch; replaces the stack's value."
     ),
     "zero_stage": Option("--zero", min=0, max=3, help="ZeRO stage (3: as FSDP full shard)."),
     "sp": Option("--no-sp", help="Turn off sequence parallelism, which tp uses by default."),

@@ -21,8 +21,8 @@ from rematbench.cli.targets import Json, Methods, need_file
 from rematbench.host.console import CommandError, console
 from rematbench.host.table import write_sheet
 from rematbench.spec.problemspec import ProblemSpec
-from rematbench.spec.system import AttentionChoice, Home
-from rematbench.workload import Precision
+from rematbench.spec.system import AttentionChoice, EpOverlapChoice, Home
+from rematbench.workload import ExpertPadding, Precision
 from rematbench.worlds.packages.process import package_system
 
 Degree = Annotated[int | None, Option(min=1, metavar="N", help="This and no other.")]
@@ -49,6 +49,9 @@ def search(  # noqa: PLR0913, PLR0917  # an option of the command line each
     ep: Annotated[int | None, OPTIONS["ep"]] = None,
     etp: Annotated[int | None, OPTIONS["etp"]] = None,
     imbalance: Annotated[float, OPTIONS["imbalance"]] = 1.0,
+    capacity_factor: Annotated[float, OPTIONS["capacity_factor"]] = 0.0,
+    expert_padding: Annotated[ExpertPadding, OPTIONS["expert_padding"]] = "none",
+    ep_overlap: Annotated[EpOverlapChoice | None, OPTIONS["ep_overlap"]] = None,
     pp: Degree = None,
     vpp: Degree = None,
     micro_batch: Degree = None,
@@ -156,7 +159,8 @@ def search(  # noqa: PLR0913, PLR0917  # an option of the command line each
     spec = ProblemSpec(
         model=model, cluster=cluster, system=stack, gpus=gpus, seq_len=seq_len,
         global_batch=global_batch, attention=attention, precision=precision, hbm_bytes=hbm_bytes,
-        optimizer=optimizer, document_len=document_len, imbalance=imbalance,
+        optimizer=optimizer, document_len=document_len, imbalance=imbalance, ep_overlap=ep_overlap,
+        capacity_factor=capacity_factor, expert_padding=expert_padding,
     )  # fmt: skip
     fixed = Fixed(
         tp=tp, sp=sp, cp=cp, ulysses=ulysses, shard_degree=shard_degree, pp=pp, vpp=vpp, ep=ep,

@@ -297,5 +297,6 @@ class CostModel(KernelCosts):
         overlaps."""
         if self.system.launch_blocking:
             return 1.0
-        stalls = {"tp": self.stack.tp_stall, "cp": self.stack.tp_stall, "dp": self.stack.dp_stall}
+        tp_stall, dp_stall = self.stack.tp_stall, self.stack.dp_stall
+        stalls = {"tp": tp_stall, "cp": tp_stall, "ep": tp_stall, "dp": dp_stall}
         return 1.0 + stalls.get(stream, 0.0)

@@ -13,7 +13,7 @@ from rematbench.spec.facts import CPU
 from rematbench.spec.load import calibration, load_cluster, load_model, load_system
 from rematbench.spec.precision import in_precision
 from rematbench.spec.problemspec import ProblemSpec
-from rematbench.spec.system import Home, System
+from rematbench.spec.system import EpOverlap, EpOverlapChoice, Home, System
 from rematbench.workload import Model
 
 Variant = Literal["compile", "async_tp"]
@@ -29,7 +29,7 @@ def make_problem(spec: ProblemSpec, constants: Calibration | None = None) -> Pro
     cluster = spec.cluster if isinstance(spec.cluster, Cluster) else load_cluster(spec.cluster)
     if spec.hbm_bytes is not None:
         cluster = replace(cluster, hbm_bytes=spec.hbm_bytes)
-    system = hosting(spec.system, spec.optimizer, spec.parameters)
+    system = stack_of(spec)
     if cluster.generation != CPU:  # the executor's CPU problems keep the bytes of bf16 training
         system = in_precision(system, spec.precision, layout.zero_stage)
     return Problem(
@@ -43,6 +43,22 @@ def make_problem(spec: ProblemSpec, constants: Calibration | None = None) -> Pro
         evaluator=evaluate,
         weigher=weigh,
     )
+
+
+def stack_of(spec: ProblemSpec) -> System:
+    """The stack of a problem, with the states and the overlap that the problem asks for."""
+    return overlapping(hosting(spec.system, spec.optimizer, spec.parameters), spec.ep_overlap)
+
+
+def overlapping(system: System, choice: EpOverlapChoice | None) -> System:
+    """Return the stack with experts' exchanges beside another micro-batch, or not, as `choice` says
+    (None: as the stack has it)."""
+    if choice is None:
+        return system
+    kind: EpOverlap = "none" if choice == "off" else "interleaved"
+    if system.ep_overlap != "none" and choice != "off":
+        kind = system.ep_overlap
+    return replace(system, ep_overlap=kind, delayed_wgrad=choice == "delayed_wgrad")
 
 
 def hosting(named: str | System, optimizer: Home | None, parameters: Home | None = None) -> System:

@@ -108,6 +108,8 @@ class Job(Struct, frozen=True, kw_only=True):
             "seq_len": work.seq_len,
             **({"document_len": work.document_len} if work.packed else {}),
             **({"imbalance": work.imbalance} if work.imbalance > 1.0 else {}),
+            **({"capacity_factor": work.capacity_factor} if work.capacity_factor else {}),
+            **({"ep_overlap": True} if problem.ep_overlaps else {}),
             **{name: getattr(lay, name) for name in WORDS},
             **({"shard_degree": lay.shard_degree} if lay.shard_degree else {}),
             "sp": lay.sequence_parallel,

@@ -60,6 +60,11 @@ class Use(NamedTuple):
         return self.system.optimizer_on_host
 
     @property
+    def pairs(self) -> bool:
+        """Whether a forward follows a backward, so that experts' exchanges of both may overlap."""
+        return self.layout.ep > 1 and self.layout.num_micro_batches > 1
+
+    @property
     def held(self) -> bool:
         """Whether a pipeline holds gathered parameters or gradients until its last pass."""
         return self.layout.pp > 1 and self.stage > 1
@@ -188,6 +193,8 @@ ACTS: dict[str, Acts] = {
     "flat_step": _flat,
     "cp_kind": lambda use: use.layout.cp > 1,
     "dispatcher": lambda use: use.layout.ep > 1,
+    "ep_overlap": lambda use: use.pairs,
+    "delayed_wgrad": lambda use: use.pairs and use.system.ep_overlap != "none",
     "cublas_bytes": _always,
     "workspaces": _always,
     "expert_workspaces": lambda use: use.model.experts is not None,

@@ -17,6 +17,7 @@ FEATURES = (
     "activation_offload",
     "async_tp",
     "compile",
+    "ep_overlap",
     "hybrid_sharding",
     "optimizer_offload",
     "param_offload",
@@ -195,6 +196,8 @@ def _contradictions(system: System) -> Iterable[tuple[str, str]]:
         yield "norm_keeps_steps", f"true with {why}: only an eager norm keeps its steps"
     if system.fused_loss and not system.loss_in_place:
         yield "loss_in_place", "false with fused_loss: true, which writes its gradient in place"
+    if system.delayed_wgrad and system.ep_overlap == "none":
+        yield "delayed_wgrad", "true with ep_overlap: none, without which nothing is delayed"
     if system.data_parallel == "fsdp" and system.bucket_bytes:
         problem = "with data_parallel: fsdp, which reduces each unit separately (use 0)"
         yield "bucket_bytes", f"{system.bucket_bytes} {problem}"

@@ -173,6 +173,7 @@ def _rules(lay: Layout, work: Workload, system: System) -> list[tuple[bool, str]
         ),
         *_ulysses_rules(lay, work, system),
         *_expert_rules(lay, work, system),
+        *_ep_overlap_rules(lay, work, system),
         *_stack_rules(lay, system),
     ]
 
@@ -324,11 +325,61 @@ def _expert_rules(lay: Layout, work: Workload, system: System) -> list[tuple[boo
             lay.tp > 1 and not lay.sp,
             f"experts with tp = {lay.tp} need sequence parallelism (sp)",
         ),
+        *_capacity_rules(work, system),
         (lay.ulysses > 1, f"experts with ulysses = {lay.ulysses} are not modelled"),
         (
             lay.shard_degree > 0 and lay.tp * lay.shard_degree % (etp * lay.ep) != 0,
             f"tp x shard_degree = {lay.tp * lay.shard_degree} must be a multiple of etp x ep = "
             f"{etp} x {lay.ep} (experts are spread inside a replica)",
+        ),
+    ]
+
+
+def _capacity_rules(work: Workload, system: System) -> list[tuple[bool, str]]:
+    """The rules of experts with a capacity, in Megatron-core's words (0.16.1,
+    core/transformer/transformer_config.py)."""
+    padded = work.expert_padding == "capacity"
+    option = "moe_pad_expert_input_to_capacity"
+    return [
+        (
+            padded and not work.capacity_factor,
+            f"moe_expert_capacity_factor must be set to use {option}",
+        ),
+        (
+            padded and system.dispatcher == "deepep",
+            f"Flex token dispatcher with deepep backend does not support {option}",
+        ),
+        (
+            padded and system.dispatcher == "allgather",
+            "experts padded to their capacity with the dispatcher allgather are not modelled",
+        ),
+    ]
+
+
+def _ep_overlap_rules(lay: Layout, work: Workload, system: System) -> list[tuple[bool, str]]:
+    """The rules of exchanges beside another micro-batch, as Megatron-core asserts them
+    (0.16.1, core/transformer/transformer_config.py)."""
+    if system.ep_overlap == "none":
+        return []
+    option = "overlap_moe_expert_parallel_comm is"
+    return [
+        (
+            "ep_overlap" not in system.features,
+            f"system {system.name} has no overlap of experts' exchanges (ep_overlap)",
+        ),
+        (lay.ep == 1, f"{option} only supported with expert model parallelism, but ep = 1"),
+        (
+            lay.pp > 1 and lay.vpp == 1 and system.ep_overlap == "interleaved",
+            "virtual_pipeline_model_parallel_size must be specified with ep_overlap over pipeline "
+            f"stages, but pp = {lay.pp} and vpp = {lay.vpp}",
+        ),
+        (
+            system.dispatcher == "allgather",
+            f"{option} supported with alltoall/flex token dispatcher, but it is allgather",
+        ),
+        (
+            work.precision not in ("bf16", "fp16"),
+            f"{option} only supported with bf16 or fp16 model, but precision is {work.precision}",
         ),
     ]
 

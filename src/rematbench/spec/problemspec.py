@@ -8,8 +8,10 @@ from msgspec.structs import fields
 from rematbench.spec.cluster import Bytes, Cluster
 from rematbench.spec.configfile import ConfigError, require_among, wrong_field
 from rematbench.spec.layout import Layout, LayoutError
-from rematbench.spec.system import AttentionChoice, Home, System, ZeroStage
+from rematbench.spec.system import AttentionChoice, EpOverlapChoice, Home, System, ZeroStage
 from rematbench.workload import (
+    Capacity,
+    ExpertPadding,
     Imbalance,
     Model,
     NonNegativeInt,
@@ -51,7 +53,8 @@ class ProblemSpec(
     `optimizer` and `parameters` replace the stack's choice of memory for the optimizer states and
     for the parameters.  `document_len` is the mean length of packed documents (0: not packed).
     `etp` None: equal to tp.  `imbalance`: tokens of the experts of the worst rank over the balanced
-    number.
+    number.  `ep_overlap` replaces the stack's choice to run experts' exchanges beside another
+    micro-batch.  `capacity_factor` and `expert_padding` are those of Workload.
     """
 
     model: str | Model
@@ -78,6 +81,9 @@ class ProblemSpec(
     ep: PositiveInt = 1
     etp: PositiveInt | None = None
     imbalance: Imbalance = 1.0
+    ep_overlap: EpOverlapChoice | None = None
+    capacity_factor: Capacity = 0.0
+    expert_padding: ExpertPadding = "none"
 
     def __post_init__(self) -> None:
         """Raise ConfigError for a value of a wrong type: `gpus="8"`, `tp=0`."""
@@ -93,6 +99,8 @@ class ProblemSpec(
             precision=self.precision,
             document_len=self.document_len,
             imbalance=self.imbalance,
+            capacity_factor=self.capacity_factor,
+            expert_padding=self.expert_padding,
         )
 
     @classmethod

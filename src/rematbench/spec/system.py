@@ -25,6 +25,9 @@ NormKernel = Literal["eager", "torch", "compiled", "fused"]
 RopeKernel = Literal["eager", "complex", "fused", "fused_complex"]
 """Implementations by name in config/kernels/operators.yaml."""
 Dispatcher = Literal["alltoall", "allgather", "deepep", "hybridep"]
+EpOverlap = Literal["none", "interleaved", "always"]
+EpOverlapChoice = Literal["off", "on", "delayed_wgrad"]
+"""What a run may request of a stack that can overlap experts' exchanges."""
 Fp32Copy = Literal["none", "zero", "always"]
 WideAttention = Literal["none", "equal_heads", "fp32", "fp64"]
 AttentionChoice = Literal["flash", "unfused", "fa1", "fa2", "fa3", "cudnn", "triton"]
@@ -144,6 +147,12 @@ class System(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     `dispatcher`: how tokens reach their experts: NCCL's all-to-all over expert-parallel ranks, an
     all-gather of all tokens, or the kernels of DeepEP or HybridEP (one copy of a token for each
     node).
+    `ep_overlap`: the schedules with which the all-to-all of a backward's experts runs beside the
+    compute of the forward that follows it, of another micro-batch, and that forward's beside the
+    backward's compute: none; interleaved (pipelines with several chunks on a rank, or one rank
+    alone, as in Megatron-core's combined 1F1B); always.
+    `delayed_wgrad`: with it, the weight gradients of a backward follow the input gradients of its
+    attention and of its experts, so that the exchange behind those overlaps with them too.
     `cublas_bytes`: device bytes of torch's cuBLAS workspaces, one for each thread that multiplies
     (forward and backward).  `workspaces`: the workspaces of TransformerEngine's matrix products,
     each of the GPU generation's `workspace_bytes`; `expert_workspaces`: further ones where a model
@@ -193,6 +202,8 @@ class System(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     flat_step: bool = False
     cp_kind: CpKind = "none"
     dispatcher: Dispatcher = "alltoall"
+    ep_overlap: EpOverlap = "none"
+    delayed_wgrad: bool = False
     cublas_bytes: Bytes = 0
     workspaces: Workspaces = 0
     expert_workspaces: Workspaces = 0

@@ -45,11 +45,10 @@ def test_every_row_is_read_or_refused_by_name() -> None:
     assert found == {
         "precision": 124,
         "attention_kind": 16,
-        "read": 58,
+        "read": 60,
         "offload": 6,
-        "ep_overlap": 5,
         "not published": 5,
-        "cuda_graph": 3,
+        "cuda_graph": 6,
     }
 
 
@@ -92,9 +91,12 @@ def test_flags_in_a_note_are_facts_of_the_model_and_the_stack() -> None:
 
 
 def test_a_capacity_factor_pads_the_experts_of_every_rank() -> None:
-    assert case(router="natural, capacity factor 1.0, padded to capacity").imbalance == 1.0
-    padded = case(router="natural, capacity factor 1.25, padded to capacity").problem()
-    rows = [one.layer(0).activations["expert_fc2_in"].rows for one in (padded, case().problem())]
+    router, alltoall = "natural, capacity factor 1.25, padded to capacity", "alltoall"
+    with pytest.raises(RowError, match="deepep backend does not support"):
+        case(router=router).problem()
+    padded = case(router=router, dispatcher=alltoall).problem()
+    dropless = case(dispatcher=alltoall).problem()
+    rows = [one.layer(0).activations["expert_fc2_in"].rows for one in (padded, dropless)]
     assert rows[0] == 1.25 * rows[1]
 
 
@@ -109,12 +111,12 @@ def test_balance_is_an_assumption_unless_it_was_forced() -> None:
         ({"precision": "fp8"}, "precision 'fp8' is not modelled (known: bf16, fp16, fp32, fp64)"),
         ({"attention_kind": "mla: q_lora 1536"}, "attention_kind: 'mla: q_lora 1536': is not"),
         ({"mtp_layers": "1"}, "mtp_layers: '1': multi-token prediction is not modelled"),
-        ({"ep_overlap": "yes"}, "ep_overlap: 'yes': expert communication beside"),
+        ({"ep_overlap": "shared"}, "ep_overlap: 'shared': is not modelled (known: no, none, yes)"),
         ({"cuda_graph": "full_iteration"}, "cuda_graph: 'full_iteration': CUDA graphs"),
         ({"offload": "paged stash"}, "offload: 'paged stash': is not modelled"),
         ({"pp_layout": "Et|(tt|)*30L"}, "pp_layout: 'Et|(tt|)*30L': stages of a layout string"),
         ({"router": "token drop"}, "router: 'token drop': is not modelled (dropless, or"),
-        ({"router": "capacity factor 0.5, padded"}, "is not modelled (dropless, or capacity"),
+        ({"router": "capacity factor 0.5"}, "is not modelled (dropless, or capacity factor F"),
         ({"optimizer": "muon"}, "optimizer: 'muon': is not modelled"),
         ({"recompute_modules": "mla_up_proj"}, "recompute_modules: 'mla_up_proj' is not modelled"),
         ({"dispatcher": "mori"}, "dispatcher 'mori' is not modelled (known: alltoall, allgather"),
@@ -136,3 +138,11 @@ def test_a_dense_model_of_a_family_with_experts_has_none() -> None:
     found = case(**named, **experts, **layout, recompute="none")
     assert found.model.experts is None
     assert "qwen3-8b" in found.assumed
+
+
+def test_an_overlap_is_a_fact_of_the_stack_and_delays_weights_only_where_a_row_says_so() -> None:
+    found = case(ep_overlap="yes", recompute_modules="layernorm")
+    assert (found.system.ep_overlap, found.system.delayed_wgrad) == ("interleaved", False)
+    delayed = case(ep_overlap="yes", recompute_modules="layernorm", note="wgrad delayed")
+    assert delayed.system.delayed_wgrad
+    assert not case(note="wgrad delayed").system.delayed_wgrad

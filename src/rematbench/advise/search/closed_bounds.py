@@ -106,9 +106,22 @@ class Total:
         return np.where(self.more < 0, 0.0, found)
 
 
-def step_bound(columns: Columns, facts: Facts, send_s: Array) -> Array:
+class Wider(NamedTuple):
+    """Seconds by which a forward and a backward of all chunks of the first rank, of the inner rank
+    that bounds the step most, and of the last rank are longer than by their lines."""
+
+    first: Any = 0.0
+    inner: Any = 0.0
+    last: Any = 0.0
+
+
+AS_PROBED = Wider()
+"""Layers of one kind."""
+
+
+def step_bound(columns: Columns, facts: Facts, send_s: Array, more: Wider = AS_PROBED) -> Array:
     """Lower bound of each layout's step in seconds: the largest of the bounds of the first rank, an
-    inner rank and the last rank."""
+    inner rank and the last rank.  `more`: what layers of other kinds than a probe's add."""
     c, m, v = columns, columns.count, columns.vpp
     first, middle, last = facts
     opening = Total(first, c.opening)
@@ -118,8 +131,8 @@ def step_bound(columns: Columns, facts: Facts, send_s: Array) -> Array:
     rest_last = Total(middle, c.last - c.ending, v - 1)
     inner = Total(middle, c.inner_work, v)
 
-    def work(one: Total, other: Total | None = None) -> Array:
-        passes_s, host_s = one.passes_s, one.host_s
+    def work(one: Total, other: Total | None, more_s: Any) -> Array:
+        passes_s, host_s = one.passes_s + more_s, one.host_s
         if other is not None:
             passes_s, host_s = passes_s + other.passes_s, host_s + other.host_s
         return np.asarray(np.maximum(m * passes_s, m * host_s))
@@ -131,9 +144,9 @@ def step_bound(columns: Columns, facts: Facts, send_s: Array) -> Array:
         passes_s = opening.passes_s + between.passes_s
         return np.where(ranks > 0, passes_s + 2 * ranks * send_s, 0.0)
 
-    at_first = work(opening, rest_first)
-    at_inner = work(inner) + around(c.inner_before, c.inner_rank)
-    at_last = work(ending, rest_last) + around(c.before_last, c.pp - 1)
+    at_first = work(opening, rest_first, more.first)
+    at_inner = work(inner, None, more.inner) + around(c.inner_before, c.inner_rank)
+    at_last = work(ending, rest_last, more.last) + around(c.before_last, c.pp - 1)
     found = np.where(c.pp > 2, np.maximum(at_first, at_inner), at_first)
     return np.where(several, np.maximum(found, at_last), at_first)
 

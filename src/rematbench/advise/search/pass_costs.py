@@ -8,12 +8,13 @@ from math import fsum
 from operator import add
 from typing import Any, NamedTuple
 
-from rematbench.costs.operators.ops import Comm, Op, OpTable
+from rematbench.costs.operators.ops import OpTable
 from rematbench.engine.program.action import COMPUTE as COMPUTE_STREAM
 from rematbench.engine.program.action import Kind
 from rematbench.engine.program.ledger import pool_bytes
 from rematbench.engine.program.profile import Profile
 from rematbench.engine.program.program import Block, Part, Program
+from rematbench.engine.simulate.beside import Exposed, exposed_shares, op_seconds
 from rematbench.engine.simulate.block_rows import rows_with
 from rematbench.engine.simulate.copy_contention import (
     KERNELS,
@@ -289,50 +290,52 @@ def compute_cost(forward_s: float, backward_s: float) -> ChunkCost:
 
 def layer_cost(problem: Problem, table: OpTable) -> ChunkCost:
     """Seconds of a layer's kernels and of the collectives for which compute waits."""
-    found = [_op_s(problem, op) for op in table.ops]
-    return compute_cost(fsum(forward for forward, _ in found), fsum(back for _, back in found))
-
-
-def _op_s(problem: Problem, op: Op) -> tuple[float, float]:
-    """Seconds of an operator's forward and backward, with its collectives before, after or beside
-    its kernels as emit_op and emit_backward place them."""
-    cost = problem.cost
-    gemm = problem.tp_overlap == "gemm"
-    split = op.has_weight and problem.tp_overlap in ("backward", "gemm")
-    comm_s = cost.comm_s if placed_alike(problem) else lambda comm, stage: 0.0
-
-    def after(kernel_s: float, *comms: tuple[Comm | None, bool]) -> float:
-        beside_s = kernel_s
-        for comm, beside in comms:
-            if comm and (beside or comm.kind == "ring"):
-                beside_s = max(beside_s, comm_s(comm, 0))
-            elif comm:
-                kernel_s += comm_s(comm, 0)
-        return max(kernel_s, beside_s)
-
-    fused = gemm and op.name != "attention"
-    forward = after(
-        cost.op_s(op, "forward"), (op.gather, fused), (op.reduce, fused and op.has_weight)
-    )
-    brought = (op.grad_gather, gemm and op.has_weight), (op.regather, split)
-    inputs = after(cost.op_s(op, "backward_input"), *brought)
-    return forward, inputs + after(cost.op_s(op, "backward_weight"), (op.grad_reduce, split))
-
-
-NEAR = 0.99
-"""Factor on these seconds: those of a chunk are not exactly linear in its layers, since the first
-kernel of a kind may wait for its launch."""
+    comm_s = problem.cost.comm_s if placed_alike(problem) else lambda comm, stage: 0.0
+    shares = exposed_shares(problem, table, 0, comm_s) if problem.ep_overlaps else {}
+    forward, backward = [], []
+    for op in table.ops:
+        found, left = op_seconds(problem, op, 0, comm_s), shares.get(op.name, WHOLE)
+        forward.append(found.forward_s * left.forward)
+        backward.append((found.inputs_s + found.weights_s) * left.backward)
+    return compute_cost(fsum(forward), fsum(backward))
 
 
 class More(NamedTuple):
-    """Seconds that the pieces of a head add to the forward and the backward of the last chunk."""
+    """Seconds by which a forward and a backward of a chunk are longer."""
 
     forward_s: float
     backward_s: float
 
 
+def wider(problem: Problem) -> tuple[More, ...]:
+    """By which each layer's passes are longer than those of the layers of probes, which have the
+    narrowest attention window.  Every pass runs each attention whole, so this holds for all plans
+    whose compute waits for nothing else meanwhile."""
+    model = problem.workload.model
+    windows = [window or problem.workload.seq_len for window in model.attention_window]
+    if len(set(windows)) < 2 or 0 < model.expert_layers < model.num_layers:
+        return ()
+    kinds = [layer_cost(problem, table) for table in problem.layer_kinds]
+    least = kinds[problem.variant(windows.index(min(windows)))]
+    own = [kinds[problem.variant(layer)] for layer in range(model.num_layers)]
+    return tuple(
+        More(
+            max(0.0, one.forward.compute_s - least.forward.compute_s),
+            max(0.0, one.backward.compute_s - least.backward.compute_s),
+        )
+        for one in own
+    )
+
+
+WHOLE = Exposed(1.0, 1.0)
+"""The shares of operators that are not exchanges beside another micro-batch."""
+NEAR = 0.99
+"""Factor on these seconds: those of a chunk are not exactly linear in its layers, since the first
+kernel of a kind may wait for its launch."""
+
+
 def in_pieces(cut: Line, whole: Line) -> More:
-    """Return the costs that pieces of the head add to the last chunk: `cut` has a head in pieces,
+    """Return the seconds that pieces of the head add to the last chunk: `cut` has a head in pieces,
     `whole` a whole head.  Layers may be in pieces in `cut`, so their costs are left out of both."""
 
     def head_s(line: Line) -> list[float]:
@@ -348,6 +351,11 @@ def with_head(facts: Facts, more: More, *, single: bool) -> Facts:
     whole head.  `single`: there is one rank, whose chunk is first and last."""
     last = facts.last._replace(base=_longer(facts.last.base, more))
     return Facts(last, last, last) if single else facts._replace(last=last)
+
+
+def lengthened(line: Line, more: More) -> Line:
+    """Return the line of a chunk whose passes are longer."""
+    return line._replace(base=_longer(line.base, more))
 
 
 def _longer(chunk: ChunkCost, more: More) -> ChunkCost:

@@ -236,6 +236,7 @@ def _without_overlaps(system: System, layout: Layout) -> System:
         reduce_overlap=system.reduce_overlap and reduces and peers,
         gather_overlap=system.gather_overlap and gathers and peers,
         p2p_synchronous=False,
+        ep_overlap="none" if system.ep_overlap == "none" else "always",
         prefetch_elements=1 if bounded else 0,
         live_elements=1 if bounded else 0,
         whole_buckets=bucketed,

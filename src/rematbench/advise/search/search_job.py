@@ -37,7 +37,7 @@ from rematbench.advise.search.trials import Site, states_at
 from rematbench.engine.lowering.lower import lower
 from rematbench.evaluate.breakdown import TRAFFIC, parts_of
 from rematbench.evaluate.evaluator import Evaluator
-from rematbench.evaluate.problems import hosting, make_problem
+from rematbench.evaluate.problems import make_problem, stack_of
 from rematbench.evaluate.result import WORDS, Job, Result
 from rematbench.evidence.bands import band_of, ratio_band
 from rematbench.evidence.peaks import fits_word, leaving_reserve
@@ -103,7 +103,7 @@ class SearchJob:
         self.model = spec.model if isinstance(spec.model, Model) else load_model(spec.model)
         cluster = spec.cluster if isinstance(spec.cluster, Cluster) else load_cluster(spec.cluster)
         self.cluster = cluster
-        self.system = hosting(spec.system, spec.optimizer, spec.parameters)
+        self.system = stack_of(spec)
         if self.system.optimizer_on_host and cluster.host_update_parameters_per_s is None:
             why = f"{cluster.name} has no host_update_parameters_per_s, so step times are unknown"
             raise ConfigError("", "optimizer", f"'host': cluster {why} (allowed here: device)")
@@ -387,7 +387,7 @@ class SearchJob:
         request = self.request.spec
         names = (
             *("seq_len", "document_len", "attention", "precision", "hbm_bytes", "optimizer"),
-            "imbalance",
+            *("imbalance", "ep_overlap", "capacity_factor", "expert_padding"),
         )
         others: dict[str, Any] = {name: getattr(request, name) for name in names}
         others |= {"optimizer": "host"} if choice.hosted else {}

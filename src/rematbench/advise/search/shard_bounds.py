@@ -9,6 +9,7 @@ import numpy as np
 
 from rematbench.advise.search.candidates import KEEP, Candidate
 from rematbench.advise.search.closed_bounds import (
+    AS_PROBED,
     Bounds,
     Total,
     Waiting,
@@ -22,6 +23,7 @@ from rematbench.advise.search.pass_costs import (
     chord,
     height,
     in_pieces,
+    lengthened,
     no_cost,
     only_kept,
     with_head,
@@ -187,7 +189,12 @@ class ShardBounds:
         timed = shard.at_share(
             candidate, self._timed(candidate, pieces), shard.shares(candidate)[0]
         )
-        return shard.wide(candidate, step_bound(columns, timed, send_s) + shard.end_s)
+        one = shard.probe(candidate, pieces)
+        assert isinstance(one, Probe)
+        layerwise = one.copies and one.transfers.granularity == "layer"
+        more = AS_PROBED if layerwise else shard.wider  # compute may wait for copies meanwhile
+        found = step_bound(columns, timed, send_s, more)
+        return shard.wide(candidate, found + shard.end_s)
 
     def _peak_bytes(self, candidate: Candidate, ends: tuple[Facts, Facts], lean: Facts) -> Array:
         """Least device bytes along a candidate's share, [steps of the share, layouts].  `ends`:
@@ -258,6 +265,9 @@ class ShardBounds:
         facts = shard.at_share(candidate, self._timed(candidate, pieces), share)
         waits = bool(shard.columns.waits[index])
         chunks = stages(facts, choice.sizes, waits=waits)
+        layerwise = probe.copies and probe.transfers.granularity == "layer"
+        if more := [] if layerwise else shard.wider_at(index):
+            chunks = chunks._replace(lines=list(map(lengthened, chunks.lines, more)))
         traffic = NO_TRAFFIC
         if chunks.moves:
             sent_bytes = float(shard.sent_bytes[index])

@@ -4,6 +4,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import replace as replaced
 from functools import cached_property, partial
+from itertools import accumulate, pairwise
 from math import fsum
 from typing import Any, NamedTuple, TypeVar
 
@@ -11,8 +12,23 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rematbench.advise.search.candidates import Candidate
-from rematbench.advise.search.closed_bounds import ROUNDING_BYTES, host_bound, step_bound
-from rematbench.advise.search.pass_costs import Facts, Line, layer_cost, lesser, mixed, no_cost
+from rematbench.advise.search.closed_bounds import (
+    AS_PROBED,
+    ROUNDING_BYTES,
+    Wider,
+    host_bound,
+    step_bound,
+)
+from rematbench.advise.search.pass_costs import (
+    Facts,
+    Line,
+    More,
+    layer_cost,
+    lesser,
+    mixed,
+    no_cost,
+    wider,
+)
 from rematbench.advise.search.probe_problems import ProbePrograms
 from rematbench.advise.search.probes import Probe, Prober, Refused, Reply
 from rematbench.advise.search.schedule_bound import (
@@ -197,7 +213,37 @@ class Shard:
         kinds = [layer_cost(self.problem, table) for table in self.problem.layer_kinds]
         layer = min(kinds, key=lambda cost: cost.forward.compute_s + cost.backward.compute_s)
         line = Line(0, no_cost(), layer)
-        return step_bound(self.columns, Facts(line, line, line), 0 * self.send_s)
+        facts = Facts(line, line, line)
+        return step_bound(self.columns, facts, 0 * self.send_s, more=self.wider)
+
+    @cached_property
+    def _wider(self) -> tuple[More, ...]:
+        """By which the passes of each of the model's layers are longer than a probe's."""
+        return wider(self.problem)
+
+    def wider_at(self, index: int) -> list[More]:
+        """By which the passes of each virtual stage of the layout at `index` are longer than by the
+        lines of probes; empty where they are not, or where gathers of parameters may hide it."""
+        choice, own = self.choices[index], self._wider
+        if not own or choice.layout.zero_stage > 1:
+            return []
+        ends = [0, *accumulate(choice.sizes)]
+        return [
+            More._make(map(fsum, zip(*own[begin:end], strict=True)))
+            for begin, end in pairwise(ends)
+        ]
+
+    @cached_property
+    def wider(self) -> Wider:
+        """`wider_at` of each layout, by rank."""
+        if not self._wider:
+            return AS_PROBED
+        found = []
+        for index, choice in enumerate(self.choices):
+            pp, stages = choice.layout.pp, self.wider_at(index)
+            each = [fsum(map(fsum, stages[rank::pp])) for rank in range(pp)]
+            found.append((each[0], each[int(self.columns.inner_rank[index])], each[-1]))
+        return Wider._make(np.array(column) for column in zip(*found, strict=True))
 
     @cached_property
     def states_over_bytes(self) -> Array:

@@ -49,7 +49,8 @@ class Builder:
         self.system = system
         self.fused_attention = fused_attention
         self.ulysses = layout.ulysses
-        self.imbalance = work.imbalance
+        self.imbalance, self.capacity_factor = work.imbalance, work.capacity_factor
+        self.padded = work.expert_padding == "capacity"
         self.s = shapes(work, layout, system)
         self.e = self.s.element_bytes
         self.ops: list[Op] = []

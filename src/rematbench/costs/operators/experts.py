@@ -1,8 +1,10 @@
 """The operators of a mixture of experts, as Megatron-core's dispatchers run them.
 
 Every expert receives as many tokens as every other ("balanced"), or the worst rank's experts
-receive `imbalance` times as many.  Router probabilities scale the
-activation inside an expert, so the second GEMM's output is not saved.
+receive `imbalance` times as many.  With a capacity an expert takes so many of each rank's tokens at
+most, and with padding exactly so many: the sizes are then known, so no counts are gathered and the
+host waits for none.  Router probabilities scale the activation inside an expert, so the second
+GEMM's output is not saved.
 Source: Megatron-core 0.16.1, core/transformer/moe: router.py, token_dispatcher.py, moe_utils.py,
 experts.py; saved bytes from traces of its layers on fake tensors.
 """
@@ -23,6 +25,9 @@ ONCE = ("deepep", "hybridep")
 HELD = ("permuted", "dispatched")
 """What a layer's forward names until its end: what leaves a rank and what arrives (moe_layer.py,
 hidden_states and dispatched_input)."""
+BESIDE_ATTENTION = ("shared_fc1", "shared_act", "shared_fc2")
+"""The operators behind the exchange that Megatron-core runs with attention where the exchange
+overlaps with another micro-batch (core/models/gpt/fine_grained_callables.py)."""
 COUNTS = "expert_counts"
 """The operator whose end the host awaits."""
 
@@ -92,17 +97,19 @@ def _route(b: Builder, experts: Experts, x: str) -> None:
 
 def _count(b: Builder, layout: Layout, experts: Experts) -> None:
     """Count the tokens of each expert and gather the counts of all ranks that exchange tokens; the
-    host waits for them, because they are the sizes of the exchange and of the grouped GEMMs."""
+    host waits for them, because they are the sizes of the exchange and of the grouped GEMMs.  Sizes
+    of padded experts are known."""
     ranks = layout.ep * layout.expert_tp
     counts = b.add("expert_counts", ranks, INDEX * experts.count, False)
     gathered = Comm("all_gather", "ep" if layout.ep > 1 else "etp", b.nbytes(counts))
+    alone = b.padded or b.system.dispatcher == "allgather"
     b.ops.append(
         Op(
             name=COUNTS,
             inputs=("router_scores",),
             outputs=(counts,),
             forward=(Elementwise(b.s.shard_tokens * experts.count, 2),),
-            reduce=gathered if ranks > 1 and b.system.dispatcher != "allgather" else None,
+            reduce=gathered if ranks > 1 and not alone else None,
             row_local=False,
         )
     )
@@ -111,10 +118,10 @@ def _count(b: Builder, layout: Layout, experts: Experts) -> None:
 def _permute(b: Builder, experts: Experts, x: str) -> None:
     """Copy each token once for each of its experts, in the order of experts.  Saved are the map of
     tokens to experts, the probabilities by expert, and the order."""
-    rows = b.s.shard_tokens
-    saved = b.add("permutation", rows, permutation_bytes(experts, b.wide_bytes), False)
-    tokens = b.add("permuted", rows * experts.active, b.model.hidden * b.e)
-    probs = b.add("permuted_probs", rows * experts.active, b.wide_bytes)
+    sent = _sent(b, experts)
+    saved = _order(b, experts)
+    tokens = b.add("permuted", sent, b.model.hidden * b.e)
+    probs = b.add("permuted_probs", sent, b.wide_bytes)
     moved = b.nbytes(tokens)
     b.ops.append(
         Op(
@@ -147,16 +154,43 @@ def _dispatch_once(b: Builder, layout: Layout, experts: Experts, x: str) -> tupl
     share = float(reached_share(layout.ep, experts.active))
     rows = ceil(_received(b, layout, experts) * share)
     tokens = b.add("dispatched", rows, b.model.hidden * b.e)
-    b.add("permutation", b.s.shard_tokens, permutation_bytes(experts, b.wide_bytes), False)
+    _order(b, experts)
     _exchange(b, "dispatch", (x,), (tokens,))
     return tokens, "router_scores", COUNTS
+
+
+def _order(b: Builder, experts: Experts) -> str:
+    """Add what is saved of the order in which a rank's tokens are copied."""
+    tokens, nbytes = b.s.shard_tokens, permutation_bytes(experts, b.wide_bytes)
+    if b.padded:  # the order, of tokens and of probabilities by expert, and no map
+        nbytes = 2 * INDEX * ceil(_sent(b, experts) / tokens)
+    return b.add("permutation", tokens, nbytes, False)
+
+
+def _most(b: Builder, experts: Experts) -> int:
+    """Copies of a rank's tokens that all experts take at their capacity.  Source: Megatron-core
+    0.16.1, core/transformer/moe/moe_utils.py, get_capacity."""
+    rows = b.s.shard_tokens * experts.active
+    return experts.count * ceil(rows / experts.count * b.capacity_factor)
+
+
+def _sent(b: Builder, experts: Experts) -> int:
+    """Copies of a rank's tokens that are sent: one for each of a token's experts, as many as the
+    experts take at most, or as many as fill them if they are padded."""
+    rows = b.s.shard_tokens * experts.active
+    if b.padded:
+        return _most(b, experts)
+    return min(rows, _most(b, experts)) if b.capacity_factor else rows
 
 
 def _received(b: Builder, layout: Layout, experts: Experts) -> int:
     """Copies of tokens that a rank's experts receive: on the worst rank, if experts are not
     balanced."""
-    rows = b.s.shard_tokens * experts.active
-    return ceil(rows * b.imbalance) if layout.ep > 1 else rows
+    sent = _sent(b, experts)
+    if layout.ep == 1 or b.padded:
+        return sent
+    rows = ceil(b.s.shard_tokens * experts.active * b.imbalance)
+    return min(rows, _most(b, experts)) if b.capacity_factor else rows
 
 
 def _sort(b: Builder, layout: Layout, experts: Experts, names: tuple[str, ...], once: bool) -> int:
@@ -189,10 +223,8 @@ def _sort(b: Builder, layout: Layout, experts: Experts, names: tuple[str, ...], 
 def _gather(b: Builder, layout: Layout, experts: Experts, x: str) -> int:
     """Gather the tokens of all ranks that share experts and copy those of the own experts, in the
     order of experts; returns their rows."""
-    rows = b.s.shard_tokens * experts.active * layout.expert_tp
-    if layout.ep > 1:
-        rows = ceil(rows * b.imbalance)
-    saved = b.add("permutation", b.s.shard_tokens, permutation_bytes(experts, b.wide_bytes), False)
+    rows = _received(b, layout, experts) * layout.expert_tp
+    saved = _order(b, experts)
     tokens = b.add("expert_in", rows, b.model.hidden * b.e)
     probs = b.add("expert_probs", rows, b.wide_bytes)
     whole = layout.ep * layout.expert_tp * b.nbytes(x)
@@ -312,7 +344,7 @@ def _combine(b: Builder, layout: Layout, experts: Experts, out: str, once: bool)
     """Bring the experts' outputs back into the order of the dispatch, send them to their tokens'
     ranks, and sum each token's copies: those of one rank before they leave it, if a token came
     `once`; the exchange then adds up the ranks'."""
-    sent, hidden = b.s.shard_tokens * experts.active, b.model.hidden * b.e
+    sent, hidden = _sent(b, experts), b.model.hidden * b.e
     whole, split = b.nbytes("expert_out"), layout.expert_tp > 1
     copies = b.activations["expert_in"].rows // layout.expert_tp
     back = b.add("unsorted", b.activations["dispatched"].rows if once else copies, hidden)

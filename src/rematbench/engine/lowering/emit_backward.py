@@ -26,6 +26,9 @@ from rematbench.engine.program.action import COMPUTE, Action, Alloc, Kind, gradi
 from rematbench.engine.program.program import Block
 from rematbench.plan import Transfers
 
+BESIDE = "beside"
+"""The storage of what the forward beside a backward keeps of one layer."""
+
 
 class InputGradients(NamedTuple):
     """The storages of an operator's input gradients.  `written`: storages that a kernel writes;
@@ -56,10 +59,13 @@ class BackwardEmitter:
         gatherer: ParameterGatherer | None,
         reducer: GradReducer | None,
         updater: Callable[[BlockWriter], ReadyWriter] | None = None,
+        *,
+        beside: bool = False,
     ) -> None:
-        self.chunk = chunk
+        self.chunk, self.fates = chunk, fates
         self.gatherer, self.reducer = gatherer, reducer
         self.w = BlockWriter()
+        self.w.beside = "forward" * beside
         self.updater = updater(self.w) if updater else None
         self.recomputer = Recomputer(chunk, fates, self.w)
         self.share = WHOLE  # the rows of the piece in progress
@@ -76,24 +82,10 @@ class BackwardEmitter:
         chunk, w = self.chunk, self.w
         self._arrive()
         order = list(reversed(chunk.units))
-        for position, unit in enumerate(order):
-            w.begin_unit()
-            self.reload.before(order, position)
-            if self.gatherer:
-                self.gatherer.before(w, order, position)
-            if self.reducer:
-                self.reducer.before(w, unit)
-            self.rebuild.scopes(unit)
-            self._operators(unit)
-            if is_captured(chunk.problem, unit):
-                w.add(Action(kind=Kind.FREE, stream=COMPUTE, frees=(graph_name(unit),)))
-            self.reload.after(unit)
-            if self.gatherer:
-                self.gatherer.after(w, unit)
-            if self.reducer:
-                self.reducer.after(w, unit, last=position == len(order) - 1)
-            if self.updater and unit is not order[-1]:
-                self._start_pieces(self.updater, unit)
+        for position in range(len(order)):
+            self._unit(order, position)
+        if w.beside:
+            w.add(Action(kind=Kind.FREE, stream=COMPUTE, frees=(BESIDE,)))
         survivors = set() if chunk.first else {self.grads[chunk.input_name]}
         if self.reducer:
             survivors |= self.reducer.survivors
@@ -102,6 +94,40 @@ class BackwardEmitter:
             self._start_pieces(self.updater, order[-1])
             survivors |= self.updater.finish(last=chunk.chunk == 0)
         return w.finish("B", survivors, self.arrivals)
+
+    def _unit(self, order: list[Unit], position: int) -> None:
+        """Write the backward of one unit: copies, gathers, what is rebuilt, operators and
+        reductions."""
+        w, unit = self.w, order[position]
+        w.begin_unit()
+        if w.beside and position == int(self.chunk.last):  # behind the head
+            emit_alloc(w, BESIDE, self._beside_bytes())
+        self.reload.before(order, position)
+        if self.gatherer:
+            self.gatherer.before(w, order, position)
+        if self.reducer:
+            self.reducer.before(w, unit)
+        self.rebuild.scopes(unit)
+        self._operators(unit)
+        if is_captured(self.chunk.problem, unit):
+            w.add(Action(kind=Kind.FREE, stream=COMPUTE, frees=(graph_name(unit),)))
+        self.reload.after(unit)
+        if self.gatherer:
+            self.gatherer.after(w, unit)
+        if self.reducer:
+            self.reducer.after(w, unit, last=position == len(order) - 1)
+        if self.updater and unit is not order[-1]:
+            self._start_pieces(self.updater, unit)
+
+    def _beside_bytes(self) -> int:
+        """Bytes that a layer of the forward beside this backward keeps before the backward's layer
+        has freed its own: the largest layer's of this chunk, whose equals the forward runs.  From
+        then on the forward keeps what the backward has freed."""
+        stored = self.chunk.stored(self.fates)
+        return max(
+            sum(part.nbytes for _, _, site in self.chunk.saved(unit) for part in stored[site])
+            for unit in self.chunk.layer_unit.values()
+        )
 
     def _start_pieces(self, updater: ReadyWriter, unit: Unit) -> None:
         """Start the updates of the pieces that are ready after a unit's backward."""
@@ -194,7 +220,10 @@ class BackwardEmitter:
         assert op.grad_gather is not None
         reads = [*incoming, *self._accumulated(unit, op)]
         made = self._gradients(unit, op).written
-        event = self.w.collective(op.grad_gather, unit.prefix, op.name, reads, made, self.share)
+        comm, variant = op.grad_gather, unit.variant
+        event = self.w.exchange(
+            comm, unit.prefix, op.name, reads, made, self.share, variant=variant
+        )
         self.rebuild.window(unit, op.name, "backward")
         self.w.wait(COMPUTE, event)
 

@@ -29,10 +29,13 @@ class ForwardEmitter:
         fates: Fates,
         transfers: Transfers,
         gatherer: ParameterGatherer | None,
+        *,
+        beside: bool = False,
     ) -> None:
         self.chunk, self.fates, self.transfers, self.gatherer = chunk, fates, transfers, gatherer
         self.stored = chunk.stored(fates)
         self.w = BlockWriter()
+        self.w.beside = "backward" * beside
         self.survivors: set[str] = set()
         self.in_flight: list[tuple[str, tuple[str, ...], int]] = []
         self.position = 0

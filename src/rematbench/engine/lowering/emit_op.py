@@ -8,6 +8,15 @@ from rematbench.costs.operators.ops import Comm, Op
 from rematbench.engine.lowering.chunk_ops import ChunkOps, Unit, piece_bytes
 from rematbench.engine.lowering.writer import WHOLE, BlockWriter, Share
 from rematbench.engine.program.action import COMPUTE, HOST, Action, Alloc, Kind, place
+from rematbench.plan import PlanError
+
+NOT_AGAIN = (
+    "disable moe in recompute_modules, and full recomputation, when enabling "
+    "overlap_moe_expert_parallel_comm"
+)
+"""Megatron-core's words (transformer_config.py) for a plan that sends experts' tokens again.  Those
+on modules are of releases after 0.16.1, which leaves the module's recomputation out and says
+nothing."""
 
 
 class Names(NamedTuple):
@@ -35,6 +44,8 @@ def emit_op(
     """Emit an operator's gather, kernels and reduction.  With GEMM overlap, and in ring attention,
     the collectives overlap the kernels, and compute waits for them afterwards."""
     if op.exchanges:
+        if kind is Kind.RECOMPUTE and chunk.problem.ep_overlaps:
+            raise PlanError(f"ep_overlap with {op.name} recomputed: {NOT_AGAIN}")
         _exchange(w, unit, op, names, share)
         return
     fraction = share.fraction
@@ -85,7 +96,7 @@ def _exchange(w: BlockWriter, unit: Unit, op: Op, names: Names, share: Share) ->
         return
     comm = Comm(op.reduce.kind, op.reduce.group, moved)
     reads += slices
-    done = w.collective(comm, unit.prefix, op.name, reads, allocs, share)
+    done = w.exchange(comm, unit.prefix, op.name, reads, allocs, share, variant=unit.variant)
     w.wait(COMPUTE, done)
 
 

@@ -212,6 +212,7 @@ class _RankLowering:
             gather_first=self.overlap_gather or self.holds,
             reduce=self.update_in_backward or (self.leaving_gradients and not self.sums),
             reduce_last=self.overlap_reduce,
+            pairs=self.problem.ep_overlaps,
             sum_first=self.sums,
             update_last=self.ready is not None,
         )
@@ -263,12 +264,14 @@ class _RankLowering:
 
     def _block(self, key: Key) -> Block:
         match key:
-            case ("F", int(number), bool(gather)):
+            case ("F", int(number), bool(gather), bool(beside)):
                 chunk, cls = self.holders[number]
-                return self._forward_block(chunk, cls.fates, gather)
-            case ("B", int(number), bool(reduce), *last):
+                return self._forward_block(chunk, cls.fates, gather, beside=beside)
+            case ("B", int(number), bool(reduce), bool(beside), *last):
                 chunk, cls = self.holders[number]
-                return self._backward_block(chunk, cls.fates, reduce, updates=bool(last))
+                return self._backward_block(
+                    chunk, cls.fates, reduce, beside=beside, updates=bool(last)
+                )
         return self._copy_block(key) or self._message_block(key)
 
     def _copy_block(self, key: Key) -> Block | None:
@@ -301,7 +304,7 @@ class _RankLowering:
                 return release_block("sent_b", (f"d:{output}",))
         raise AssertionError(f"no block of {key}")
 
-    def _forward_block(self, chunk: ChunkOps, fates: Fates, gather: bool) -> Block:
+    def _forward_block(self, chunk: ChunkOps, fates: Fates, gather: bool, *, beside: bool) -> Block:
         plan, system = self.plan, self.problem.system
         parameter = plan.state("parameter")
         release, ends = parameter.release == "forward", parameter.keeps_ends
@@ -316,7 +319,7 @@ class _RankLowering:
                 gatherer = ParameterGatherer(*of_layout, tied, release=release, keeps_ends=ends)
             elif self.holds:
                 gatherer = HeldParameters(*of_layout, release=False)
-            return ForwardEmitter(chunk, fates, plan.transfers, gatherer)
+            return ForwardEmitter(chunk, fates, plan.transfers, gatherer, beside=beside)
 
         ahead = self._layers_ahead(chunk) if self.layerwise else len(chunk.units)
         return block_of(chunk, fates, plan.transfers, ahead if gather else 0, emitter, forward=True)
@@ -336,7 +339,7 @@ class _RankLowering:
         return self.plan.state("parameter").prefetch_layers
 
     def _backward_block(
-        self, chunk: ChunkOps, fates: Fates, reduce: bool, *, updates: bool
+        self, chunk: ChunkOps, fates: Fates, reduce: bool, *, beside: bool, updates: bool
     ) -> Block:
         plan, problem = self.plan, self.problem
         parameter = plan.state("parameter")
@@ -365,7 +368,10 @@ class _RankLowering:
             if reducer:
                 reducer.sums_in_last = norms
             updater = self._updater(chunk) if updates else None
-            return BackwardEmitter(chunk, fates, plan.transfers, gatherer, reducer, updater)
+            transfers = plan.transfers
+            return BackwardEmitter(
+                chunk, fates, transfers, gatherer, reducer, updater, beside=beside
+            )
 
         by_unit = self.leaving_gradients or self.update_in_backward
         if updates or (reduce and (self.buckets is not None or not by_unit or leaving)):

@@ -62,6 +62,7 @@ class StepFacts(NamedTuple):
     reduce: bool  # gradients are reduced in every backward
     reduce_last: bool  # gradients are reduced in each chunk's last backward
     sum_first: bool  # each chunk's first backward allocates sums of gradients
+    pairs: bool = False  # a backward and the forward after it overlap their exchanges
     update_last: bool = False  # pieces of states are updated from each chunk's last backward on
 
 
@@ -182,7 +183,8 @@ class _Walk:
         if not ends.first:
             self._add(("recv_f",), item)
         gather = facts.gather or (facts.gather_first and item in self.opening)
-        self._add(("F", number, gather), item)
+        beside = facts.pairs and position > 0 and not facts.order[position - 1].forward
+        self._add(("F", number, gather, beside), item)
         if leaves:
             if whole:
                 self._add(("D2H", number), item)
@@ -203,8 +205,10 @@ class _Walk:
             self._add(("recv_b", ends.output), item)
         reduce = facts.reduce or (facts.reduce_last and item in self.final)
         reduce = reduce or (facts.sum_first and item in self.summing)
+        after = facts.order[position + 1 : position + 2]
+        beside = facts.pairs and any(one.forward for one in after)
         updates = (True,) if facts.update_last and item in self.final else ()
-        self._add(("B", number, reduce, *updates), item)
+        self._add(("B", number, reduce, beside, *updates), item)
         if facts.holds_outputs and not ends.last:
             self._add(("free_held", ends.output), item)
         if not ends.first:

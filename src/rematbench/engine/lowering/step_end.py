@@ -142,6 +142,8 @@ def _parameters(chunk: ChunkOps) -> int:
 
 
 def _expert_parameters(chunk: ChunkOps) -> int:
+    if chunk.problem.workload.model.experts is None:
+        return 0
     return sum(unit.expert_parameters for unit in chunk.units)
 
 

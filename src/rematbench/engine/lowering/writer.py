@@ -48,6 +48,7 @@ class BlockWriter:
         self.parameters: dict[str, tuple[str, ...]] = {}  # gathered copies, by part that reads them
         self.weights: WeightReader | None = None
         self.slots: dict[str, str] = {}  # storage -> staging slot
+        self.beside = ""  # the pass of another micro-batch that runs beside the block
         self.unit_starts: list[Position] = []
         self.compact = True
         self._repeated: list[RepeatedPiece] = []
@@ -212,6 +213,25 @@ class BlockWriter:
             )
         )
         return event
+
+    def exchange(
+        self,
+        comm: Comm,
+        part: str,
+        op: str,
+        reads: list[str],
+        allocs: list[Alloc],
+        share: Share = WHOLE,
+        *,
+        variant: int,
+    ) -> str:
+        """Append an all-to-all, beside another micro-batch if one of its passes runs beside the
+        block, and return its end event."""
+        done = self.collective(comm, part, op, reads, allocs, share)
+        if self.beside:
+            found = msgspec.structs.replace(self.actions[-1], beside=self.beside, variant=variant)
+            self.actions[-1] = found
+        return done
 
     def repeat(self, piece: RepeatedPiece) -> None:
         """Note a piece that stands for further pieces.  Write all pieces if the block is not

@@ -89,8 +89,9 @@ class Action(Struct, frozen=True, kw_only=True, gc=False):
     event `wait`.  `fraction`: the share of rows processed; `offset`: the share of rows before them;
     `columns`: the share of an operator's output columns computed.  `comm`: the collective;
     `nbytes`: a copy's payload; `overlaps`: the stream of a collective that runs during a compute
-    action; `scratch`: bytes that only the action itself uses.  `units`: the units, each with its
-    chunk (`L3.1`), whose gradients and weights a piece has (empty: any unit's).
+    action; `beside`: the pass of another micro-batch, forward or backward, during which an exchange
+    of experts runs; `scratch`: bytes that only the action itself uses.  `units`: the units, each
+    with its chunk (`L3.1`), whose gradients and weights a piece has (empty: any unit's).
     """
 
     kind: Kind
@@ -109,6 +110,7 @@ class Action(Struct, frozen=True, kw_only=True, gc=False):
     comm: Comm | None = None
     nbytes: int = 0
     overlaps: str = ""
+    beside: str = ""
     scratch: int = 0
     variant: int = 0
     units: tuple[str, ...] = ()
@@ -128,6 +130,7 @@ def _fields(action: Action) -> list[str]:
         ("c", _comm_text(action.comm)),
         ("n", str(action.nbytes) if action.nbytes else ""),
         ("s", action.overlaps),
+        ("p", action.beside),
         ("t", str(action.scratch) if action.scratch else ""),
         ("v", str(action.variant) if action.variant else ""),
         ("u", ",".join(action.units)),

@@ -59,8 +59,8 @@ class Periods(NamedTuple):
 
 
 def _moves_tensor(action: Action) -> bool:
-    """Whether an action copies a unit's tensor between device and host."""
-    return action.kind in (Kind.D2H, Kind.H2D) and action.part != "" and not is_piece(action.part)
+    """Whether a copy between device and host is of a unit's tensor."""
+    return action.part != "" and not is_piece(action.part)
 
 
 class Part(NamedTuple):
@@ -125,7 +125,8 @@ class Block(Struct, frozen=True, dict=True):
     @cached_property
     def copies(self) -> tuple[tuple[Action, int], ...]:
         """The copies of activations (not of states), and how often each copy occurs."""
-        return tuple(pair for pair in self.counted() if _moves_tensor(pair[0]))
+        moved = (pair for pair in self.counted() if pair[0].kind in (Kind.D2H, Kind.H2D))
+        return tuple(pair for pair in moved if _moves_tensor(pair[0]))
 
     @cached_property
     def actions(self) -> tuple[Action, ...]:

@@ -103,7 +103,7 @@ def piece_traffic(ranks: Iterable[Sequence[Block]], param_bytes: int) -> PieceTr
                 if action.stream == HOST_UPDATE and action.kind is Kind.OPTIMIZER:
                     updated += action.nbytes // param_bytes
                     beside |= bool(flying) or not is_local(action.event)
-                if action.stream == COMPUTE:
+                if flying and action.stream == COMPUTE:
                     flying.pop(action.wait, None)
     return PieceTraffic(
         beside,

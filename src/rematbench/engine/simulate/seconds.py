@@ -1,6 +1,6 @@
 """Seconds of actions.  Only this module applies the cost formulas to actions."""
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from math import fsum
 from typing import get_args
 
@@ -20,6 +20,7 @@ from rematbench.engine.program.action import (
     Kind,
 )
 from rematbench.engine.program.program import Program
+from rematbench.engine.simulate.beside import Exposed, exposed_shares
 from rematbench.engine.simulate.copy_contention import PieceTraffic, copy_traffic, piece_traffic
 from rematbench.engine.simulate.op_level import NO_TIME, ORDERING, RankedSeconds, Timing
 from rematbench.problem import Problem
@@ -49,6 +50,7 @@ class ActionCosts:
         self._ops: dict[tuple[str, int, str], Op] = {}
         self._kernels: dict[tuple[object, ...], float] = {}
         self._timings: dict[tuple[object, ...], Timing] = {}
+        self._shares: dict[tuple[int, int], Mapping[str, Exposed]] = {}  # by layer and rank
         system, vpp = problem.system, problem.layout.vpp
         whole = system.cuda_graphs or system.compiled
         begins = _graph_begins if system.cuda_graphs else _region_begins
@@ -57,7 +59,8 @@ class ActionCosts:
         self._blocks = system.launch_blocking
         layout, experts = problem.layout, problem.workload.model.experts
         alone = layout.ep * layout.expert_tp == 1
-        self._counts_alone = alone or system.dispatcher == "allgather"
+        padded = problem.workload.expert_padding == "capacity"
+        self._counts_alone = not padded and (alone or system.dispatcher == "allgather")
         self._groups = get_args(Group) if experts else DENSE_GROUPS
         self._holds = self._waits_for_messages or self._blocks or system.blocking_copies
         self._holds = self._holds or experts is not None
@@ -75,7 +78,8 @@ class ActionCosts:
         if action.kind is Kind.STALL:
             return self._stall_s(action, rank)
         if action.comm is not None:
-            return self.cost.comm_s(action.comm, rank)
+            seconds = self.cost.comm_s(action.comm, rank)
+            return seconds * self._exposed(action, rank) if action.beside else seconds
         return _OTHERS[action.kind](self, action, rank)
 
     def timing(self, action: Action, rank: int) -> Timing:
@@ -89,7 +93,8 @@ class ActionCosts:
                 return Timing(0.0, 0.0, held) if held else NO_TIME
             if held or self._begins or kind is Kind.STALL:  # its place matters too
                 return Timing(self(action, rank), self.issue_s(action, rank), held)
-            what = (kind, action.stream, action.op, action.nbytes, action.comm, rank)
+            where = (action.beside, action.variant) if action.beside else ()
+            what = (kind, action.stream, action.op, action.nbytes, action.comm, rank, *where)
             if (found := self._timings.get(what)) is None:
                 found = Timing(self(action, rank), self.issue_s(action, rank), held)
                 self._timings[what] = found
@@ -181,6 +186,15 @@ class ActionCosts:
         share = action.fraction * action.columns
         kernel_s = self.cost.op_s(self._op(action, rank), "forward", share)
         return self.cost.stall_s(action.comm, rank, kernel_s)
+
+    def _exposed(self, action: Action, rank: int) -> float:
+        """The share of an exchange's seconds that the pass beside it leaves."""
+        key = (action.variant, rank)
+        if key not in self._shares:
+            table = self.problem.layer_kinds[action.variant]
+            self._shares[key] = exposed_shares(self.problem, table, rank, self.cost.comm_s)
+        found = self._shares[key][action.op]
+        return found.forward if action.beside == "backward" else found.backward
 
     def _op(self, action: Action, rank: int) -> Op:
         """The operator that an action runs, from its layer's operator table."""

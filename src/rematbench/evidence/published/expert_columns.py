@@ -15,16 +15,24 @@ from rematbench.workload import Experts, Model, Precision
 NONE = ("", "none", "no", "0")
 REFUSED = {
     "mtp_layers": "multi-token prediction is not modelled",
-    "ep_overlap": "expert communication beside another micro-batch is not modelled",
     "cuda_graph": "CUDA graphs of parts of a layer, or of a whole step, are not modelled",
     "offload": "is not modelled",
     "pp_layout": "stages of a layout string are not modelled",
 }
 """Columns whose features are not modelled, each with the reason."""
-BALANCED = re.compile(r"^$|dropless|capacity factor ([1-9][\d.]*), padded")
+ROUTERS = re.compile(r"^$|dropless|capacity factor ([\d.]+), padded")
 """Routers under which an expert receives as many tokens as another, forced to or by assumption: a
 capacity factor pads each expert to so many of its shares, and drops what is beyond."""
 FLAGS = re.compile(r"flags \{([^}]*)\}")
+OVERLAPS: dict[str, dict[str, Any]] = {
+    "": {},
+    "no": {},
+    "none": {},
+    "yes": {"ep_overlap": "interleaved"},
+}
+"""Words for exchanges beside another micro-batch, each with the facts that it states."""
+DELAYED = "wgrad delayed"
+"""A note's words for weight gradients behind the input gradients, with such an overlap."""
 DROPOUTS = {"hidden-dropout": "dropout", "attention-dropout": "attention_dropout"}
 KINDS = re.compile(r"^(mha|gqa)(?:: (.*))?$")
 BF16_MOMENTS = 4 + 2 + 2
@@ -58,8 +66,10 @@ def refuse_unmodelled(row: Row) -> None:
     for column, reason in REFUSED.items():
         if text(row, column).lower() not in NONE:
             _refuse(row, column, reason)
-    if not BALANCED.search(text(row, "router")):
-        _refuse(row, "router", "is not modelled (dropless, or capacity factor 1 or more, padded)")
+    if not ROUTERS.search(text(row, "router")):
+        _refuse(row, "router", "is not modelled (dropless, or capacity factor F, padded)")
+    if text(row, "ep_overlap").lower() not in OVERLAPS:
+        _refuse(row, "ep_overlap", f"is not modelled (known: {', '.join(filter(None, OVERLAPS))})")
     if text(row, "optimizer") not in OPTIMIZERS:
         _refuse(row, "optimizer", "is not modelled")
     if not text(row, "recompute") and not text(row, "recompute_modules"):
@@ -98,13 +108,17 @@ def attention_facts(row: Row) -> dict[str, Any]:
 
 
 def dispatching(row: Row, system: System) -> System:
-    """The stack with the dispatcher, the optimizer and the graphs of a row."""
+    """The stack with the dispatcher, the overlap and the optimizer of a row."""
     word = text(row, "dispatcher") or system.dispatcher
     if word not in get_args(Dispatcher):
         known = ", ".join(get_args(Dispatcher))
         raise RowError("unsupported", f"dispatcher {word!r} is not modelled (known: {known})")
     found = flagged_system(row, system)
-    return replace(found, dispatcher=word, **OPTIMIZERS[text(row, "optimizer")])
+    overlap = OVERLAPS[text(row, "ep_overlap").lower()]
+    delayed = {"delayed_wgrad": True} if overlap and DELAYED in text(row, "note") else {}
+    return replace(
+        found, dispatcher=word, **overlap, **delayed, **OPTIMIZERS[text(row, "optimizer")]
+    )
 
 
 def expert_layout(row: Row, dp: int) -> dict[str, int]:
@@ -164,11 +178,12 @@ def module_settings(row: Row) -> dict[str, Any] | None:
     return {"modules": tuple(modules)}
 
 
-def imbalance(row: Row) -> float:
-    """The tokens that experts receive over balanced ones: the capacity factor of padded experts,
-    whose ranks receive alike."""
-    found = BALANCED.search(text(row, "router"))
-    return float(found[1]) if found and found[1] else 1.0
+def capacity(row: Row) -> dict[str, Any]:
+    """The capacity of a row's experts; empty for a router that drops no token."""
+    found = ROUTERS.search(text(row, "router"))
+    if not found or not found[1]:
+        return {}
+    return {"capacity_factor": float(found[1]), "expert_padding": "capacity"}
 
 
 def balance_remark(row: Row) -> str:

@@ -134,7 +134,7 @@ def read_case(row: Row, registry: Registry) -> PublishedCase:
         system=system,
         seq_len=whole(row, "seq_len"),
         document_len=whole(row, "document_len", 0),
-        imbalance=expert_columns.imbalance(row) if routed else 1.0,
+        **(expert_columns.capacity(row) if routed else {}),
         precision=read_choice(row, "precision", "bf16", Precision),
         attention=read_choice(
             {} if text(row, "attention") == "auto" else row, "attention", "flash", AttentionChoice

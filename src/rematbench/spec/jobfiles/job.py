@@ -229,10 +229,9 @@ def _rest(values: dict[str, Any]) -> dict[str, str]:
     for name, default in defaults.items():
         if values.get(name, default) != default:
             options[name] = str(values[name])
-    if values.get("document_len"):
-        options["document_len"] = str(values["document_len"])
-    if values.get("partition"):
-        options["partition"] = str(values["partition"])
+    for name in ("capacity_factor", "expert_padding", "ep_overlap", "document_len", "partition"):
+        if values.get(name):
+            options[name] = str(values[name])
     return options
 
 

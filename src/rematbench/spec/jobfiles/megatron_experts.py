@@ -23,11 +23,9 @@ DISPATCHERS = {"allgather": "allgather", "alltoall": "alltoall", "alltoall_seq":
 FLEXIBLE = {"deepep": "deepep", "hybridep": "hybridep"}
 """Backends of the dispatcher `flex`."""
 BALANCED_BY_LOSS = ("aux_loss", "seq_aux_loss", "global_aux_loss")
+OVERLAPPING = "megatron-core-0.16"
+"""The first shipped stack with the option --overlap-moe-expert-parallel-comm."""
 REFUSED = {
-    "moe-expert-capacity-factor": "a capacity of experts is not modelled",
-    "moe-pad-expert-input-to-capacity": "a capacity of experts is not modelled",
-    "overlap-moe-expert-parallel-comm": "experts' communication beside another micro-batch is not "
-    "modelled",
     "moe-shared-expert-overlap": "a shared expert beside the dispatch is not modelled",
     "moe-layer-recompute": "use --recompute-modules moe",
 }
@@ -43,6 +41,8 @@ READ = {
     *(*WIDTHS, *DEGREES, *REFUSED, *WITHOUT_EFFECT, "moe-layer-freq", "moe-enable-deepep"),
     *("moe-router-score-function", "moe-router-load-balancing-type", "moe-aux-loss-coeff"),
     *("moe-token-dispatcher-type", "moe-flex-dispatcher-backend", "moe-shared-expert-gate"),
+    *("overlap-moe-expert-parallel-comm", "delay-wgrad-compute"),
+    *("moe-expert-capacity-factor", "moe-pad-expert-input-to-capacity"),
 }
 """All options that `read_experts` reads."""
 
@@ -68,6 +68,25 @@ def read_experts(reading: Reading, options: Options) -> None:
         experts["shared_gate"] = True
     reading.model["experts"] = experts
     _dispatcher(reading, options)
+    _capacity(reading, options)
+    if (overlap := "overlap-moe-expert-parallel-comm") in options:
+        reading.system = OVERLAPPING
+        delayed = "delay-wgrad-compute" in options
+        reading.put("ep_overlap", "delayed_wgrad" if delayed else "on", f"--{overlap}")
+
+
+def _capacity(reading: Reading, options: Options) -> None:
+    """The capacity of an expert; a factor below 0 is none."""
+    option = "moe-expert-capacity-factor"
+    text = first_value(options, option)
+    try:
+        factor = float(text or -1.0)
+    except ValueError as error:
+        raise ConfigError(reading.file, f"--{option}", f"{text!r} is not a number") from error
+    if factor >= 0:
+        reading.put("capacity_factor", factor, f"--{option}")
+    if "moe-pad-expert-input-to-capacity" in options:
+        reading.put("expert_padding", "capacity", "--moe-pad-expert-input-to-capacity")
 
 
 def _router(options: Options) -> dict[str, Any]:

@@ -29,13 +29,16 @@ class Setup(NamedTuple):
     precision: Precision
     attention: AttentionKind
     document_len: int
+    drops_tokens: bool = False
 
 
 def setup_of(request: Problem | RunSpec) -> Setup:
     """The setup of a problem to plan or of a run to start."""
     work = request.workload if isinstance(request, Problem) else request
     kind: AttentionKind = "unfused" if request.attention == "unfused" else "flash"
-    return Setup(work.model, request.layout, work.seq_len, work.precision, kind, work.document_len)
+    size = work.seq_len, work.precision, kind, work.document_len
+    drops = work.capacity_factor > 0 and work.expert_padding == "none"
+    return Setup(work.model, request.layout, *size, drops)
 
 
 def active_reasons(reasons: Iterable[Reason]) -> tuple[str, ...]:

@@ -86,5 +86,7 @@ def spec_problem(spec: RunSpec, cluster: str | Cluster = "") -> Problem:
         attention=spec.attention,
         document_len=spec.document_len,
         imbalance=spec.imbalance,
+        capacity_factor=spec.capacity_factor,
+        expert_padding=spec.expert_padding,
     )
     return make_problem(asked)

@@ -28,7 +28,7 @@ from rematbench.problem import Problem
 from rematbench.spec.constants import Calibration
 from rematbench.spec.layout import Layout
 from rematbench.spec.system import AttentionChoice
-from rematbench.workload import Model, Precision
+from rematbench.workload import ExpertPadding, Model, Precision
 from rematbench.worlds.records.measured import Engine, Measured
 
 World = Literal["published", "simulated", "traced", "executed"]
@@ -47,6 +47,8 @@ OPTIMIZER = "optimizer"
 """A further key of the base: the optimizer states are in host memory."""
 PARAMETERS = "parameters"
 """A further key of the base: the parameters are in host memory."""
+EP_OVERLAP = "ep_overlap"
+"""A further key of the base: experts' exchanges run beside another micro-batch."""
 
 
 class RecordError(UserError):
@@ -75,6 +77,8 @@ class RunSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     world: World = "simulated"
     document_len: int = 0
     imbalance: float = 1.0
+    capacity_factor: float = 0.0
+    expert_padding: ExpertPadding = "none"
 
     @property
     def run_id(self) -> str:
@@ -210,6 +214,8 @@ def run_spec(
     own |= {RESERVE: problem.reserve_bytes} if problem.reserve_bytes else {}
     own |= {OPTIMIZER: "host"} if problem.system.optimizer_on_host else {}
     own |= {PARAMETERS: "host"} if problem.system.parameters_on_host else {}
+    delayed = "delayed_wgrad" if problem.system.delayed_wgrad else "on"
+    own |= {EP_OVERLAP: delayed} if problem.ep_overlaps else {}
     return RunSpec(
         method=method.name,
         parameters={**method.parameters, **({"base": own} if own else {})},
@@ -226,6 +232,8 @@ def run_spec(
         world=world,
         document_len=work.document_len,
         imbalance=work.imbalance,
+        capacity_factor=work.capacity_factor,
+        expert_padding=work.expert_padding,
     )
 
 

@@ -82,8 +82,10 @@ def _refused_of_experts(problem: Problem, plan: Plan) -> dict[str, bool]:
     return {
         "ZeRO stages 2 and 3 with experts": by_unit or plan.state("parameter").gather == "layer",
         f"experts of unequal load ({problem.workload.balance})": problem.workload.imbalance != 1,
+        "a capacity of experts": problem.workload.capacity_factor > 0,
         "experts that the tokens of a rank do not fill evenly": uneven_experts(problem),
         f"the dispatcher {system.dispatcher}": system.dispatcher != "alltoall",
+        "experts' exchanges beside another micro-batch": problem.ep_overlaps,
         "experts with biases": model.mlp_bias,
         "a gate of the shared expert": model.experts.shared_gate,
         "states of experts in host memory": "host" in homes,

@@ -7,14 +7,14 @@ from pathlib import Path
 import msgspec
 
 from rematbench.engine.lowering.lower import lower
-from rematbench.evaluate.problems import hosting
+from rematbench.evaluate.problems import hosting, overlapping
 from rematbench.plan import Plan, PlanError, Unsupported
 from rematbench.plugins.discover import discover
 from rematbench.plugins.registry import IDENTITY, Composition, Registry
 from rematbench.problem import Problem
 from rematbench.spec.configfile import ConfigError
 from rematbench.worlds.records.plan_replay import spec_problem
-from rematbench.worlds.records.record import OPTIMIZER, PARAMETERS, RESERVE, Record
+from rematbench.worlds.records.record import EP_OVERLAP, OPTIMIZER, PARAMETERS, RESERVE, Record
 from rematbench.worlds.records.suite import Suite, Variant, bundles, load_suite
 
 
@@ -64,7 +64,7 @@ def recorded_cell(name: str, record: Record, registry: Registry, cluster: str = 
     problem, parameters = spec_problem(spec, cluster), dict(spec.parameters)
     own = dict(parameters.pop("base", {}))
     homes = own.pop(OPTIMIZER, None), own.pop(PARAMETERS, None)
-    system = hosting(problem.system, *homes)
+    system = overlapping(hosting(problem.system, *homes), own.pop(EP_OVERLAP, None))
     problem = replace(problem, system=system, reserve_bytes=own.pop(RESERVE, 0))
     words = {f"{part}.{key}": v for part, keys in parameters.items() for key, v in keys.items()}
     base = msgspec.convert(msgspec.structs.asdict(problem.base_plan) | own, Plan)

@@ -1,0 +1,103 @@
+"""Seconds of experts' exchanges that run beside another micro-batch.
+
+Megatron-core's combined 1F1B (0.16.1, core/models/common/model_chunk_schedule_plan.py,
+TransformerLayerSchedulePlan.run) pairs each layer of a backward with a layer of the forward that
+follows it.  One stream computes, the other exchanges:
+
+    exchange: combine backward | dispatch forward, dispatch backward        | combine forward
+    compute:  attention forward| experts backward, weights, experts forward | attention backward
+
+Compute waits for what is left of an exchange.  Both layers count as the same layer of the model, on
+one rank, without what the backward recomputes.
+"""
+
+from collections.abc import Callable, Mapping
+from math import fsum
+from typing import NamedTuple
+
+from rematbench.costs.operators.experts import BESIDE_ATTENTION
+from rematbench.costs.operators.ops import Comm, Op, OpTable
+from rematbench.problem import Problem
+
+CommSeconds = Callable[[Comm, int], float]
+
+
+class OpSeconds(NamedTuple):
+    """Seconds of an operator's forward, of its input gradients and of its weight gradients, each
+    with the collectives for which compute waits."""
+
+    forward_s: float
+    inputs_s: float
+    weights_s: float
+
+
+def op_seconds(problem: Problem, op: Op, rank: int, comm_s: CommSeconds) -> OpSeconds:
+    """Seconds of an operator with its collectives before, after or beside its kernels, as emit_op
+    and emit_backward place them.  `comm_s`: seconds of a collective on a rank."""
+    cost = problem.cost
+    gemm = problem.tp_overlap == "gemm"
+    split = op.has_weight and problem.tp_overlap in ("backward", "gemm")
+
+    def after(kernel_s: float, *comms: tuple[Comm | None, bool]) -> float:
+        beside_s = kernel_s
+        for comm, beside in comms:
+            if comm and (beside or comm.kind == "ring"):
+                beside_s = max(beside_s, comm_s(comm, rank))
+            elif comm:
+                kernel_s += comm_s(comm, rank)
+        return max(kernel_s, beside_s)
+
+    fused = gemm and op.name != "attention"
+    brought = (op.grad_gather, gemm and op.has_weight), (op.regather, split)
+    return OpSeconds(
+        after(cost.op_s(op, "forward"), (op.gather, fused), (op.reduce, fused and op.has_weight)),
+        after(cost.op_s(op, "backward_input"), *brought),
+        after(cost.op_s(op, "backward_weight"), (op.grad_reduce, split)),
+    )
+
+
+class Exposed(NamedTuple):
+    """The shares of an exchange's seconds by which compute becomes longer, in a forward beside a
+    backward, and in that backward."""
+
+    forward: float
+    backward: float
+
+
+def exposed_shares(
+    problem: Problem, table: OpTable, rank: int, comm_s: CommSeconds
+) -> Mapping[str, Exposed]:
+    """The shares of a layer's exchanges, by operator; none for a layer without an exchange.  What
+    overlaps slows compute, as other collectives do (`CostModel.stall_s`)."""
+    places = [place for place, op in enumerate(table.ops) if op.exchanges]
+    if not places:
+        return {}
+    first, last = min(places), max(places)
+    late = [op for op in table.ops[last:] if op.name in BESIDE_ATTENTION]
+    beside = {
+        first: table.ops[first + 1 : last],
+        last: (*table.ops[:first], *late),
+    }
+    stall = problem.cost.overlap_factor("ep") - 1.0
+    found = {}
+    for place, ops in beside.items():
+        op = table.ops[place]
+        assert op.reduce is not None
+        whole_s = comm_s(op.reduce, rank)
+        parts = [op_seconds(problem, one, rank, comm_s) for one in ops]
+        compute = OpSeconds._make(map(fsum, zip(*parts, strict=True)))
+        left = _left(whole_s, compute, delayed=problem.system.delayed_wgrad)
+        shares = [(s + stall * (whole_s - s)) / whole_s if whole_s else 0.0 for s in left]
+        found[op.name] = Exposed._make(shares)
+    return found
+
+
+def _left(whole_s: float, compute: OpSeconds, *, delayed: bool) -> tuple[float, float]:
+    """Seconds of an exchange of `whole_s` seconds for which compute waits: of the forward's, which
+    starts with the backward's `compute`, and of the backward's, which follows it on its stream and
+    its input gradients.  Weight gradients come with the input gradients unless they are
+    `delayed`."""
+    both_s = compute.inputs_s + compute.weights_s
+    begins_s = max(compute.inputs_s if delayed else both_s, whole_s)
+    ends_s = max(both_s, whole_s) + compute.forward_s
+    return max(0.0, whole_s - both_s), max(0.0, begins_s + whole_s - ends_s)

@@ -1,0 +1,233 @@
+"""Exchanges of experts beside another micro-batch: which passes, the seconds that stay, the bytes
+of a layer, and what Megatron-core refuses."""
+
+from math import fsum
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from rematbench.engine.lowering.emit_backward import BESIDE
+from rematbench.engine.lowering.lower import lower
+from rematbench.engine.program.action import Action, Kind
+from rematbench.engine.simulate.beside import OpSeconds, _left, exposed_shares
+from rematbench.engine.simulate.op_level import simulate
+from rematbench.engine.simulate.seconds import ActionCosts
+from rematbench.evaluate.evaluation import evaluate
+from rematbench.evaluate.problems import make_problem, overlapping
+from rematbench.evaluate.proof import check
+from rematbench.plan import Plan, PlanError
+from rematbench.problem import Problem
+from rematbench.spec.layout import LayoutError
+from rematbench.spec.load import load_system
+from rematbench.spec.problemspec import ProblemSpec
+from rematbench.workload import Experts
+from rematbench.worlds.records.record import Record, provenance, run_spec
+from rematbench.worlds.records.refusals import refusals
+from rematbench.worlds.records.suite_cells import recorded_cell
+from tests.problems import LLAMA, all_methods, layers, plan_of, problem, remade
+
+MIXTURE = replace(LLAMA, experts=Experts(count=8, active=2, ffn=64))
+ON: dict[str, Any] = {"ep_overlap": "interleaved", "features": ("ep_overlap",)}
+
+
+def given(model: Any = MIXTURE, *, on: dict[str, Any] = ON, **layout: Any) -> Problem:
+    degrees = {"dp": 4, "ep": 4, "global_batch": 12, **layout}
+    return remade(problem(model=model, system_changes=on, **degrees), evaluator=evaluate)
+
+
+def marks(found: Problem, plan: Plan | None = None, rank: int = 0) -> list[tuple[str, int, str]]:
+    """(direction, micro-batch, pass beside) of each exchange of the first layer's dispatch."""
+    program = lower(plan or found.base_plan, found)
+    check(program)
+    seen = []
+    for action, micro_batch, chunk in program.ranks[rank].actions():
+        if action.op == "dispatch" and action.part == "L0" and chunk == 0:
+            made = any(alloc.name.startswith("d:") for alloc in action.allocs)
+            seen.append(("B" if made else "F", micro_batch, action.beside))
+    return seen
+
+
+def test_a_backward_is_paired_with_the_forward_that_follows_it() -> None:
+    assert marks(given()) == [
+        ("F", 0, ""),
+        ("B", 0, "forward"),
+        ("F", 1, "backward"),
+        ("B", 1, "forward"),
+        ("F", 2, "backward"),
+        ("B", 2, ""),
+    ]
+    assert {mark for *_, mark in marks(given(on={}))} == {""}
+    alone = given(global_batch=4)
+    assert {mark for *_, mark in marks(alone)} == {""}
+    forwards_first = replace(given().base_plan, schedule="gpipe")
+    assert [mark for *_, mark in marks(given(), forwards_first)] == [""] * 6
+
+
+def test_an_interleaved_pipeline_pairs_its_steady_passes() -> None:
+    found = given(layers(8, MIXTURE), pp=2, vpp=2, dp=4, global_batch=16)
+    first = marks(found)
+    warm = [mark for direction, _, mark in first if direction == "F"]
+    assert warm == ["", "", "", "backward"]  # (vpp - 1) pp + 2 (pp - 1) + 1 alone, over chunks
+    cool = [mark for direction, _, mark in first if direction == "B"]
+    assert cool[-1] == ""
+    assert "forward" in cool
+
+
+@pytest.mark.parametrize(
+    ("exchange", "inputs", "weights", "forward", "delayed", "left"),
+    [
+        (3.0, 2.0, 2.0, 3.0, False, (0.0, 0.0)),  # hidden in both directions
+        (3.0, 1.0, 1.0, 1.0, False, (1.0, 2.0)),  # the backward's: 3 beside the forward's 1
+        (3.0, 2.0, 2.0, 1.0, False, (0.0, 2.0)),
+        (3.0, 2.0, 2.0, 1.0, True, (0.0, 1.0)),  # from 3, behind the forward's, to 6; compute to 5
+        (3.0, 3.0, 2.0, 1.0, True, (0.0, 0.0)),  # beside weights and forward
+        (9.0, 1.0, 1.0, 1.0, True, (7.0, 8.0)),
+    ],
+)
+def test_what_is_left_of_an_exchange(
+    exchange: float, inputs: float, weights: float, forward: float, delayed: bool, left: Any
+) -> None:
+    compute = OpSeconds(forward, inputs, weights)
+    assert _left(exchange, compute, delayed=delayed) == left
+
+
+def ep_seconds(found: Problem, plan: Plan) -> float:
+    """Seconds of the all-to-alls of a step."""
+    program = lower(plan, found)
+    costs = ActionCosts(found, program)
+    return fsum(
+        costs(action, rank.rank)
+        for rank in program.ranks
+        for action, _, _ in rank.actions()
+        if action.kind is Kind.ALL_TO_ALL
+    )
+
+
+def test_paired_passes_wait_for_what_is_left_and_lose_what_collectives_take() -> None:
+    model = replace(layers(4, MIXTURE), hidden=1024, head_dim=128, num_heads=8, num_kv_heads=8)
+    model = replace(model, experts=Experts(count=8, active=2, ffn=4096))
+    on, off = given(model, seq_len=2048), given(model, on={}, seq_len=2048)
+    table, comm_s = on.layer(0), on.cost.comm_s
+    shares = exposed_shares(on, table, 0, comm_s)
+    stall = on.cost.overlap_factor("ep") - 1.0
+    assert stall > 0
+    assert all(stall <= one <= 1.0 for share in shares.values() for one in share)
+    assert min(one for share in shares.values() for one in share) < 1.0
+    seconds = {op.name: comm_s(op.reduce, 0) for op in table.ops if op.exchanges and op.reduce}
+    saved = fsum(
+        seconds[name] * (2.0 - share.forward - share.backward) for name, share in shares.items()
+    )
+    pairs, count = 2, 4
+    plan = on.base_plan
+    assert ep_seconds(on, plan) == pytest.approx(ep_seconds(off, plan) - pairs * count * saved)
+    assert evaluate(on, plan).step_s < evaluate(off, plan).step_s
+    program = lower(plan, on)
+    whole = simulate(program, ActionCosts(on, program)).step_s
+    assert whole == pytest.approx(evaluate(on, plan).step_s, rel=1e-9)
+
+
+def test_delayed_weight_gradients_never_lengthen_an_exchange() -> None:
+    for ffn in (64, 4096, 16384):
+        model = replace(MIXTURE, hidden=1024, experts=Experts(count=8, active=2, ffn=ffn))
+        found, delayed = (
+            given(model, on=ON | {"delayed_wgrad": value}, seq_len=2048) for value in (False, True)
+        )
+        shares = [exposed_shares(one, one.layer(0), 0, one.cost.comm_s) for one in (found, delayed)]
+        for name, share in shares[0].items():
+            assert shares[1][name].forward == share.forward
+            assert shares[1][name].backward <= share.backward
+
+
+def test_blocking_launches_overlap_nothing() -> None:
+    found = given(on=ON | {"launch_blocking": True})
+    assert {mark for *_, mark in marks(found)} == {""}
+
+
+def test_a_layer_of_the_other_micro_batch_is_alive_beside_a_backward() -> None:
+    """Where the head does not bind, the peak grows by what a layer keeps."""
+    model = replace(layers(4, MIXTURE), vocab=64)
+    on, off = given(model), given(model, on={})
+    peaks = [max(evaluate(one, one.base_plan).peak_device_bytes) for one in (on, off)]
+    assert peaks[0] - peaks[1] == on.layer(0).saved_bytes
+    lean = plan_of(on, "selective_recompute", modules=["moe_act", "layernorm"])
+    kept = on.layer(0).saved_bytes - sum(
+        on.layer(0).activations[name].nbytes
+        for name in ("expert_fc2_in", "attn_norm_out", "mlp_norm_out")
+    )
+    allocs = [
+        alloc.nbytes
+        for action in every(on, lean)
+        for alloc in action.allocs
+        if alloc.name == BESIDE
+    ]
+    assert allocs == [kept] * 2
+
+
+def every(found: Problem, plan: Plan) -> list[Action]:
+    program = lower(plan, found)
+    check(program)
+    return [action for rank in program.ranks for action, _, _ in rank.actions()]
+
+
+@pytest.mark.parametrize(
+    ("method", "settings"),
+    [("full_recompute", {}), ("selective_recompute", {"modules": ["moe"]})],
+)
+def test_what_would_send_tokens_again_is_refused(method: str, settings: dict[str, Any]) -> None:
+    found = given()
+    plan = plan_of(found, method, **settings)
+    with pytest.raises(PlanError, match="disable moe in recompute_modules, and full recomputation"):
+        lower(plan, found)
+    lower(plan, given(on={}))
+
+
+@pytest.mark.parametrize(
+    ("layout", "changes", "words"),
+    [
+        ({"pp": 2}, {}, "virtual_pipeline_model_parallel_size must be specified"),
+        ({"ep": 1}, {}, "only supported with expert model parallelism, but ep = 1"),
+        ({}, {"dispatcher": "allgather"}, "supported with alltoall/flex token dispatcher"),
+        ({}, {"features": ()}, "has no overlap of experts' exchanges"),
+    ],
+)
+def test_layouts_that_megatron_core_refuses(
+    layout: dict[str, int], changes: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(LayoutError, match=words):
+        given(on=ON | changes, **layout)
+    given(on={}, **layout)
+    if "pp" in layout:
+        given(on=ON | {"ep_overlap": "always"}, **layout)
+
+
+def test_a_run_asks_for_the_overlap_of_a_stack_that_has_it() -> None:
+    stack = load_system("megatron-core-2026")
+    assert (stack.ep_overlap, stack.delayed_wgrad) == ("none", False)
+    on = overlapping(stack, "delayed_wgrad")
+    assert (on.ep_overlap, on.delayed_wgrad) == ("interleaved", True)
+    assert overlapping(on, "on").delayed_wgrad is False
+    assert overlapping(on, "off") == stack
+    assert overlapping(on, None) == on
+    assert "ep_overlap" not in load_system("megatron-core").features
+
+
+def test_a_record_asks_for_the_overlap_again() -> None:
+    made = make_problem(
+        ProblemSpec(
+            model="tiny-experts", cluster="h800-80gb", system="megatron-core-0.16", gpus=4,
+            seq_len=64, global_batch=8, ep=4, ep_overlap="delayed_wgrad",
+        )
+    )  # fmt: skip
+    method = all_methods().resolve("keep_all", {}, made)
+    spec = run_spec(made, method)
+    assert spec.parameters["base"] == {"ep_overlap": "delayed_wgrad"}
+    made_of = Record(run_id="", spec=spec, status="ok", provenance=provenance())
+    again = recorded_cell("one", made_of, all_methods()).problem
+    assert again.system == made.system
+
+
+def test_our_executor_has_no_second_micro_batch() -> None:
+    found = given()
+    named = refusals(found, found.base_plan)
+    assert "experts' exchanges beside another micro-batch" in named
