@@ -43,6 +43,7 @@ READERS = {
     "engine.program.ledger",
     "engine.program.profile",
     "evaluate.proof",
+    "evaluate.state_order",
 }
 """Readers of actions."""
 TORCH = {"worlds.torch", "measure.torch"}
