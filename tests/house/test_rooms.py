@@ -260,3 +260,9 @@ def adds_seconds(node: ast.AST) -> bool:
 def test_times_are_added_alike_on_every_python() -> None:
     """sum() of floats rounds differently since Python 3.12; math.fsum is exact on all of them."""
     assert places(adds_seconds) == []
+
+
+def test_a_file_has_at_most_500_lines() -> None:
+    paths = python_files("src", "methods", "baselines", "benchmarks", "figures", "tests")
+    lines = {path: len(path.read_text(encoding="utf-8").splitlines()) for path in paths}
+    assert {path: count for path, count in lines.items() if count > 500} == {}
