@@ -45,7 +45,7 @@ def emit_op(
     the collectives overlap the kernels, and compute waits for them afterwards."""
     if op.exchanges:
         if kind is Kind.RECOMPUTE and chunk.problem.ep_overlaps:
-            raise PlanError(f"ep_overlap with {op.name} recomputed: {NOT_AGAIN}")
+            raise PlanError(f"ep_overlap does not allow {op.name} to be recomputed: {NOT_AGAIN}")
         _exchange(w, unit, op, names, share)
         return
     fraction = share.fraction
