@@ -11,6 +11,9 @@ Package = Literal[
     "LLaMA-Factory",
     "axolotl",
     "torchtitan",
+    "Transformers",
+    "ms-swift",
+    "nanotron",
     "GPT-NeoX",
 ]
 
@@ -65,6 +68,13 @@ SIGNS: tuple[tuple[Package, tuple[frozenset[str], ...]], ...] = (
             frozenset({"train_micro_batch_size_per_gpu"}),
             frozenset({"train_batch_size", "fp16"}),
             frozenset({"train_batch_size", "bf16"}),
+        ),
+    ),
+    (
+        "nanotron",
+        (
+            frozenset({"parallelism", "tokens", "model"}),
+            frozenset({"parallelism", "tokens", "optimizer"}),
         ),
     ),
     (

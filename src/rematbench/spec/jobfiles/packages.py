@@ -1,5 +1,6 @@
 """Reads files of any recognised package, and merges their values."""
 
+import re
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,13 +10,16 @@ from rematbench.spec.configfile import ConfigError, read_mapping, read_text
 from rematbench.spec.foreign import Package, package_of, pointer
 from rematbench.spec.huggingface import is_huggingface
 from rematbench.spec.jobfiles.deepspeed import read_deepspeed
-from rematbench.spec.jobfiles.megatron import is_launch, read_megatron
+from rematbench.spec.jobfiles.command import read_command, trainer_of
+from rematbench.spec.jobfiles.megatron import is_launch, read_megatron, read_swift
+from rematbench.spec.jobfiles.nanotron import read_nanotron
 from rematbench.spec.jobfiles.reading import Reading
+from rematbench.spec.jobfiles.shell import options_of, read_script
 from rematbench.spec.jobfiles.torchtitan import read_torchtitan
 from rematbench.spec.jobfiles.trainers import merge, read_accelerate, read_trainer
 
-READ = "Megatron launch lines, DeepSpeed JSON, YAML of accelerate, TRL, LLaMA-Factory and axolotl, "
-READ += "TOML of torchtitan, and config.json of the model"
+READ = "launch lines of Megatron and of Hugging Face trainers, DeepSpeed JSON, YAML of accelerate, "
+READ += "TRL, LLaMA-Factory, axolotl and nanotron, TOML of torchtitan, config.json of the model"
 STRUCTURED = {".json", ".yaml", ".yml", ".toml"}
 
 
@@ -34,14 +38,29 @@ def read_files(paths: list[Path]) -> Reading:
             present.add(beside.resolve())
             merge(whole, read_file(beside))
     whole.files = [named for named in whole.files if not _read(named, present)]
-    if whole.files and not _has_states(whole):
-        whole.notes.append(f"{whole.files[0]} is not here: name it after {whole.file}")
+    for named in whole.files if not _has_states(whole) else ():
+        _by_name(whole, named)
     return whole
+
+
+def _by_name(whole: Reading, named: Path) -> None:
+    """Take the states of a file that is not here from its name (`zero3`, `ds_z2_offload.json`,
+    as ms-swift and LLaMA-Factory name theirs)."""
+    stage = re.search(r"(?:zero|z|stage)[-_]?([0-3])", named.name.lower())
+    if stage is None:
+        whole.notes.append(f"{named} is not here: name it after {whole.file}")
+        return
+    whole.put("zero_stage", int(stage[1]), str(named))
+    offloaded = "offload" in named.name.lower() and "no_offload" not in named.name.lower()
+    for name in ("optimizer", "parameters")[: (2 if stage[1] == "3" else 1) * offloaded]:
+        whole.put(name, "host", str(named))
+    if named.suffix:  # ms-swift has these names for files of its own
+        whole.notes.append(f"{named} is not here: its states are assumed from its name")
 
 
 _RANK = (
     *("config.json", "DeepSpeed", "accelerate", "TRL", "LLaMA-Factory", "axolotl"),
-    *("torchtitan", "Megatron"),
+    *("Transformers", "ms-swift", "torchtitan", "nanotron", "Megatron"),
 )
 """Packages by how much of a job their files say; the file of the last one is the whole job."""
 
@@ -77,17 +96,32 @@ def _package(package: Package, data: Mapping[str, Any], label: str) -> Reading:
         return read_deepspeed(data, label)
     if package == "accelerate":
         return read_accelerate(data, label)
+    if package == "nanotron":
+        return read_nanotron(data, label)
     if package == "torchtitan":
         return read_torchtitan(data, label)
     return read_trainer(data, label, package)
 
 
 def _launch(path: Path, label: str) -> Reading:
-    text = read_text(path, label)
-    if not is_launch(text):
-        problem = f"no launch line with --num-layers and --seq-length (read: {READ})"
+    if path.suffix == ".py":
+        problem = "a Python configuration, which is not read: give its values as options"
         raise ConfigError(label, "", problem)
-    return read_megatron(text, label)
+    script = read_script(read_text(path, label), label)
+    commands = [words for words in script.commands if words[0] not in ("echo", "printf")]
+    for words in reversed(commands):
+        if is_launch(words):
+            return read_megatron(script, words)
+        if {"megatron"} & set(words[:-1]) and words[words.index("megatron") + 1] in ("sft", "pt"):
+            return read_swift(script, words)
+        package = trainer_of(words)
+        if package is not None:
+            return read_command(script, words, package)
+    words = [one for values in script.variables.values() for value in values for one in value.split()]
+    if is_launch(words):  # the command is in another file
+        return read_megatron(script, words)
+    problem = f"no launch line with --num-layers or --model_name_or_path (read: {READ})"
+    raise ConfigError(label, "", problem)
 
 
 def _toml(path: Path, label: str) -> dict[str, Any]:

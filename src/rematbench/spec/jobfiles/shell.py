@@ -1,0 +1,253 @@
+"""The commands of a shell script, with the values of its variables.  Nothing is executed.
+
+Read are assignments (also arrays, `+=` and defaults `${X:-8}`), calculations `$((A*B))`, `if` and
+`case` over values that the script sets, files that it sources from its own folder, and
+here-documents.  The output of a command, an argument (`$1`) and a variable of the environment are
+empty, and a condition on them is taken as false.
+"""
+
+import fnmatch
+import re
+import shlex
+from pathlib import Path
+
+from msgspec import Struct
+
+from rematbench.spec.configfile import ConfigError, read_text
+from rematbench.spec.jobfiles.reading import Options
+from rematbench.spec.jobfiles.shell_values import (
+    Variables,
+    assigned,
+    expand_text,
+    expand_words,
+)
+from rematbench.spec.jobfiles.shell_words import Statement, split_statements
+
+ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(?:\[[^\]]*\])?(\+?)=(.*)", re.DOTALL)
+DECLARATIONS = {"export", "local", "readonly", "declare", "typeset"}
+SBATCH = re.compile(r"^#SBATCH\s+([^#\n]*)", re.MULTILINE)
+SLURM = {
+    "nodes": ("SLURM_NNODES", "SLURM_JOB_NUM_NODES"),
+    "ntasks-per-node": ("SLURM_NTASKS_PER_NODE",),
+    "gpus-per-node": ("SLURM_GPUS_ON_NODE", "SLURM_GPUS_PER_NODE"),
+}
+"""Variables that Slurm sets from the headers of a job (sbatch's manual page)."""
+SHORT = {"-N": "nodes", "-n": "ntasks"}
+COMPARED = {
+    "-eq": lambda a, b: a == b,
+    "-ne": lambda a, b: a != b,
+    "-gt": lambda a, b: a > b,
+    "-ge": lambda a, b: a >= b,
+    "-lt": lambda a, b: a < b,
+    "-le": lambda a, b: a <= b,
+}
+DEPTH = 8
+"""Files that source files, at most."""
+
+
+class Block(Struct):
+    """An `if`, `case` or loop around a statement.
+
+    `taken`: the statements of this branch are read; `ended`: a branch was taken; `condition`:
+    the value so far while the words are a condition (None: they are not).
+    """
+
+    kind: str
+    taken: bool = False
+    ended: bool = False
+    condition: bool | None = None
+    joined: str = ""
+    value: str = ""
+    patterns: list[str] | None = None
+
+
+class Script(Struct):
+    """The commands of a script, each a list of words; its variables; its here-documents by the file
+    into which they are written; the options of its Slurm headers; the conditions that were taken
+    as false because their values are not in the script."""
+
+    file: str
+    variables: Variables = {}
+    commands: list[list[str]] = []
+    documents: dict[str, str] = {}
+    headers: Options = {}
+    undecided: list[str] = []
+
+
+def read_script(text: str, file: str) -> Script:
+    """The commands of a script.  ConfigError if the text is not a shell script."""
+    script = Script(file=file)
+    words = shlex.split(" ".join(SBATCH.findall(text)))
+    script.headers = options_of([_long(word) for word in words])
+    gpus = [value for value in script.headers.get("gres", []) if value.startswith("gpu")]
+    if gpus and gpus[0].rsplit(":", 1)[-1].isdigit():
+        script.headers.setdefault("gpus-per-node", [gpus[0].rsplit(":", 1)[-1]])
+    for option, names in SLURM.items():
+        for name in names if script.headers.get(option) else ():
+            script.variables[name] = script.headers[option][-1:]
+    _read(script, text, Path(file).parent, DEPTH)
+    return script
+
+
+def _long(word: str) -> str:
+    short = word[:2]
+    return f"--{SHORT[short]}={word[2:]}" if short in SHORT and word[2:] else (
+        f"--{SHORT[word]}" if word in SHORT else word
+    )
+
+
+def options_of(words: list[str]) -> Options:
+    """The options among words, each with its values.  The last of two equal options counts;
+    redirections are left out."""
+    options: Options = {}
+    values: list[str] = []
+    skipped = False
+    for word in words:
+        if skipped:
+            skipped = False
+        elif redirection := re.fullmatch(r"(?:\d|&)?[<>]+(.*)", word):
+            skipped = not redirection[1]
+        elif re.match(r"--\w", word):
+            name, equals, value = word[2:].partition("=")
+            values = options[name] = [value] if value else []
+            values = [] if equals else values  # `--name=value` has one
+        else:
+            values.append(word)
+    return options
+
+
+def _read(script: Script, text: str, folder: Path, depth: int) -> None:
+    blocks: list[Block] = []
+    for statement in split_statements(text, script.file):
+        words = _keywords(script, statement, blocks)
+        if not words or not all(block.taken for block in blocks):
+            continue
+        if words[0] in (".", "source") and len(words) > 1 and depth:
+            beside = folder / Path(expand_text(words[1], script.variables)).name
+            if beside.is_file():
+                _read(script, read_text(beside, str(beside)), beside.parent, depth - 1)
+            continue
+        _run(script, words, statement.document)
+
+
+def _keywords(script: Script, statement: Statement, blocks: list[Block]) -> list[str]:
+    """The words of a statement after the keywords before them, which open and close blocks."""
+    words = list(statement.words)
+    while words and (not blocks or blocks[-1].patterns is None or words[0] == "esac"):
+        word = words[0]
+        if word in ("if", "while", "until"):
+            blocks.append(Block(kind=word, condition=False))
+        elif word in ("then", "do") and blocks and blocks[-1].condition is not None:
+            block = blocks[-1]
+            block.taken = bool(block.condition) and not block.ended
+            block.ended, block.condition = block.ended or block.taken, None
+        elif word == "elif" and blocks:
+            blocks[-1].taken, blocks[-1].condition, blocks[-1].joined = False, False, ""
+        elif word == "else" and blocks:
+            blocks[-1].taken, blocks[-1].ended = not blocks[-1].ended, True
+        elif word in ("fi", "done", "esac") and blocks:
+            blocks.pop()
+        elif word in ("for", "case") and len(words) > 1:
+            blocks.append(_opened(script, words))
+            return []
+        elif word not in ("{", "}", "do", "then", "time", "function", "!", "eval", "exec"):
+            break
+        words = words[1:]
+    block = blocks[-1] if blocks else None
+    if block is not None and block.patterns is not None:
+        return _pattern(script, block, words, statement.end)
+    if block is not None and block.condition is not None:
+        if all(outer.taken for outer in blocks[:-1]):
+            _decide(script, block, words, statement.end)
+        return []
+    if block is not None and block.kind == "case" and statement.end == ";;":
+        block.patterns = []
+        rest, block.taken = (words, False) if not block.taken else (words, True)
+        if block.taken and all(outer.taken for outer in blocks):
+            _run(script, rest, statement.document)
+        block.taken = False
+        return []
+    return words
+
+
+def _opened(script: Script, words: list[str]) -> Block:
+    """The block of `case WORD in` or `for NAME in WORDS`; a loop is read with its first word."""
+    if words[0] == "case":
+        return Block(kind="case", value=expand_text(words[1], script.variables), patterns=[])
+    values = [one for word in words[3:] for one in expand_words(word, script.variables)]
+    script.variables[words[1]] = values[:1]
+    return Block(kind="for", taken=True)
+
+
+def _pattern(script: Script, block: Block, words: list[str], end: str) -> list[str]:
+    """Add a pattern of `case`; its `)` decides whether the branch is taken."""
+    patterns = block.patterns or []
+    patterns += [expand_text(word, script.variables) for word in words]
+    block.patterns = patterns
+    if end == ")":
+        fits = any(fnmatch.fnmatchcase(block.value, pattern) for pattern in patterns)
+        block.taken = fits and not block.ended
+        block.ended, block.patterns = block.ended or fits, None
+    return []
+
+
+def _decide(script: Script, block: Block, words: list[str], end: str) -> None:
+    """Join a test with the tests of a condition before it."""
+    value = _test(script, words) if words else False
+    if value is None:
+        script.undecided.append(" ".join(words))
+    before = bool(block.condition)
+    joins = {"": bool(value), "&&": before and bool(value), "||": before or bool(value)}
+    block.condition = joins.get(block.joined, before)
+    block.joined = end if end in ("&&", "||") else "\n"
+
+
+def _test(script: Script, words: list[str]) -> bool | None:
+    """The value of a test of the values of variables; None for a test of something else."""
+    plain = [word for word in words if word not in ("[", "[[", "]", "]]", "test", "((", "))")]
+    if plain[:1] == ["!"]:
+        value = _test(script, plain[1:])
+        return None if value is None else not value
+    values = [expand_text(word, script.variables) for word in plain]
+    if len(plain) == len(words) or not values:
+        return {"true": True, "false": False}.get(words[0])
+    if len(values) == 1:
+        return bool(values[0])
+    if len(values) == 2 and values[0] in ("-n", "-z"):
+        return bool(values[1]) == (values[0] == "-n")
+    if len(values) != 3:
+        return None
+    left, sign, right = values
+    if sign in ("=", "==", "!="):
+        equal = fnmatch.fnmatchcase(left, right)
+        return None if not left and right else equal == (sign != "!=")
+    if sign in COMPARED and left.isdigit() and right.isdigit():
+        return COMPARED[sign](int(left), int(right))
+    return None
+
+
+def _run(script: Script, words: list[str], document: str) -> None:
+    """Set the variables of a statement, or add its command."""
+    declares = words[0] in DECLARATIONS
+    words = [word for word in words[declares:] if not (declares and word.startswith("-"))]
+    while words and (match := ASSIGNMENT.fullmatch(words[0])):
+        values = assigned(match[3], script.variables, script.file)
+        if match[2]:
+            before = script.variables.get(match[1], [])
+            joined = match[3].startswith("(") or not before
+            values = before + values if joined else [*before[:-1], before[-1] + values[0]]
+        script.variables[match[1]] = values
+        words = words[1:]
+    if not words:
+        return
+    command = [one for word in words for one in expand_words(word, script.variables)]
+    if document:
+        target = re.search(r">+\s*(\S+)", " ".join(command))
+        if target:
+            script.documents[Path(target[1]).name] = expand_text(
+                document.replace('"', '\\"'), script.variables
+            )
+    elif command[:1] and command[0].startswith("--") and script.commands:
+        script.commands[-1] += command  # a comment in a continued command
+    elif command:
+        script.commands.append(command)
