@@ -2,6 +2,7 @@
 
 import json
 import re
+from itertools import pairwise
 from pathlib import Path
 
 from rematbench.spec.configfile import ConfigError
@@ -83,6 +84,9 @@ REFUSED = {
 }
 """Options that turn on a feature which is not modelled, each with the reason."""
 SETTLED = {
+    *("use-rope-scaling", "rope-scaling-factor", "no-create-attention-mask-in-dataloader"),
+    *("rotary-seq-len-interpolation-factor", "cross-entropy-fusion-impl", "te-rng-tracker"),
+    *("use-legacy-models", "log-memory-to-tensorboard", "reset-position-ids", "eod-mask-loss"),
     *("embed-layernorm", "rampup-batch-size", "no-position-embedding", "model", "load"),
     *("activations-checkpoint-method", "activations-checkpoint-num-layers", "packing"),
     *("tuner-type", "train-type", "torch-dtype", "finetune", "DDP-impl", "jobid", "wait"),
@@ -154,6 +158,7 @@ SWIFT: Options = {
     "global-batch-size": ["16"],
 }
 """The defaults of ms-swift 4.6.0, swift/megatron/arguments/megatron_args.py."""
+SWIFT_TASKS = {("megatron", "sft"), ("megatron", "pt")}
 SWIFT_NAMES = {"max_length": "seq-length"}
 BACKENDS = {"flash": "flash", "fused": "flash", "auto": "flash", "unfused": "unfused"}
 
@@ -164,14 +169,19 @@ def is_launch(words: list[str]) -> bool:
     return "num-layers" in options and ("seq-length" in options or "micro-batch-size" in options)
 
 
+def is_swift(words: list[str]) -> bool:
+    """Whether a command starts the Megatron of ms-swift."""
+    return any(pair in SWIFT_TASKS for pair in pairwise(words))
+
+
 def read_megatron(script: Script, words: list[str]) -> Reading:
     """The reading of a launch line of a script.  ConfigError for a wrong value."""
     return _read({**script.headers, **options_of(words)}, script)
 
 
 def read_swift(script: Script, words: list[str]) -> Reading:
-    """The reading of `megatron sft` of ms-swift: Megatron's options with underscores and values, and
-    a model by name.  ConfigError for a wrong value."""
+    """The reading of `megatron sft` of ms-swift: Megatron's options with underscores and values,
+    and a model by name.  ConfigError for a wrong value."""
     options = {**script.headers, **SWIFT}
     for name, values in options_of(words).items():
         option = SWIFT_NAMES.get(name, name.replace("_", "-"))
@@ -180,7 +190,8 @@ def read_swift(script: Script, words: list[str]) -> Reading:
         else:
             options[option] = [value for value in values if value != "true"]
     for name, option in (("NPROC_PER_NODE", "nproc-per-node"), ("NNODES", "nnodes")):
-        options |= {option: value for value in [script.variables.get(name)] if value}
+        if script.variables.get(name):
+            options[option] = script.variables[name]
     tuner = first_value(options, "tuner-type", first_value(options, "train-type", "full"))
     reading = _read(options, script)
     if tuner != "full":
@@ -217,7 +228,6 @@ def _read(options: Options, script: Script) -> Reading:
     _deepspeed(reading, options, script)
     if "rampup-batch-size" in options:
         reading.notes.append("--rampup-batch-size: the batch after the ramp is counted")
-    reading.notes += [f"taken as false: {words}" for words in script.undecided if "=" in words]
     for option in sorted(set(options) - done):
         (reading.ignored if without_effect(option) else reading.unknown).append(f"--{option}")
     return reading

@@ -46,7 +46,9 @@ def read_nanotron(data: Mapping[str, Any], file: str) -> Reading:
     done = read_whole(reading, parallel, DEGREES, "parallelism.")
     replicas = reading.values.pop("replicas", None)
     if replicas:
-        reading.put("gpus", replicas * prod(reading.get(name, 1) for name in ("tp", "pp", "cp")), "dp")
+        reading.put(
+            "gpus", replicas * prod(reading.get(name, 1) for name in ("tp", "pp", "cp")), "dp"
+        )
     reading.put("sp", parallel.get("tp_mode", "REDUCE_SCATTER") == "REDUCE_SCATTER", "tp_mode")
     if parallel.get("pp_engine", "1f1b") not in ENGINES:
         reading.refused.append(f"parallelism.pp_engine: {parallel['pp_engine']}")

@@ -9,12 +9,12 @@ from typing import Any
 from rematbench.spec.configfile import ConfigError, read_mapping, read_text
 from rematbench.spec.foreign import Package, package_of, pointer
 from rematbench.spec.huggingface import is_huggingface
-from rematbench.spec.jobfiles.deepspeed import read_deepspeed
 from rematbench.spec.jobfiles.command import read_command, trainer_of
-from rematbench.spec.jobfiles.megatron import is_launch, read_megatron, read_swift
+from rematbench.spec.jobfiles.deepspeed import read_deepspeed
+from rematbench.spec.jobfiles.megatron import is_launch, is_swift, read_megatron, read_swift
 from rematbench.spec.jobfiles.nanotron import read_nanotron
 from rematbench.spec.jobfiles.reading import Reading
-from rematbench.spec.jobfiles.shell import options_of, read_script
+from rematbench.spec.jobfiles.shell import Script, read_script
 from rematbench.spec.jobfiles.torchtitan import read_torchtitan
 from rematbench.spec.jobfiles.trainers import merge, read_accelerate, read_trainer
 
@@ -108,20 +108,30 @@ def _launch(path: Path, label: str) -> Reading:
         problem = "a Python configuration, which is not read: give its values as options"
         raise ConfigError(label, "", problem)
     script = read_script(read_text(path, label), label)
+    reading = _command(script)
+    if reading is None:
+        problem = f"no launch line with --num-layers or --model_name_or_path (read: {READ})"
+        raise ConfigError(label, "", problem)
+    reading.notes += [f"{words}: nothing sets its variable" for words in script.undecided]
+    return reading
+
+
+def _command(script: Script) -> Reading | None:
+    """The reading of the last command that starts a training; of all variables together if the
+    command is in another file."""
     commands = [words for words in script.commands if words[0] not in ("echo", "printf")]
-    for words in reversed(commands):
+    variables = [
+        one for values in script.variables.values() for text in values for one in text.split()
+    ]
+    for words in (*reversed(commands), variables):
         if is_launch(words):
             return read_megatron(script, words)
-        if {"megatron"} & set(words[:-1]) and words[words.index("megatron") + 1] in ("sft", "pt"):
+        if is_swift(words):
             return read_swift(script, words)
-        package = trainer_of(words)
+        package = None if words is variables else trainer_of(words)
         if package is not None:
             return read_command(script, words, package)
-    words = [one for values in script.variables.values() for value in values for one in value.split()]
-    if is_launch(words):  # the command is in another file
-        return read_megatron(script, words)
-    problem = f"no launch line with --num-layers or --model_name_or_path (read: {READ})"
-    raise ConfigError(label, "", problem)
+    return None
 
 
 def _toml(path: Path, label: str) -> dict[str, Any]:

@@ -7,13 +7,15 @@ empty, and a condition on them is taken as false.
 """
 
 import fnmatch
+import operator
 import re
 import shlex
+from collections.abc import Callable
 from pathlib import Path
 
 from msgspec import Struct
 
-from rematbench.spec.configfile import ConfigError, read_text
+from rematbench.spec.configfile import read_text
 from rematbench.spec.jobfiles.reading import Options
 from rematbench.spec.jobfiles.shell_values import (
     Variables,
@@ -33,14 +35,16 @@ SLURM = {
 }
 """Variables that Slurm sets from the headers of a job (sbatch's manual page)."""
 SHORT = {"-N": "nodes", "-n": "ntasks"}
-COMPARED = {
-    "-eq": lambda a, b: a == b,
-    "-ne": lambda a, b: a != b,
-    "-gt": lambda a, b: a > b,
-    "-ge": lambda a, b: a >= b,
-    "-lt": lambda a, b: a < b,
-    "-le": lambda a, b: a <= b,
+COMPARED: dict[str, Callable[[int, int], bool]] = {
+    "-eq": operator.eq,
+    "-ne": operator.ne,
+    "-gt": operator.gt,
+    "-ge": operator.ge,
+    "-lt": operator.lt,
+    "-le": operator.le,
 }
+BRACKETS = {"[", "[[", "]", "]]", "test", "((", "))"}
+FILE_TESTS = {"-f", "-d", "-e", "-r", "-x", "-s"}
 DEPTH = 8
 """Files that source files, at most."""
 
@@ -63,8 +67,8 @@ class Block(Struct):
 
 class Script(Struct):
     """The commands of a script, each a list of words; its variables; its here-documents by the file
-    into which they are written; the options of its Slurm headers; the conditions that were taken
-    as false because their values are not in the script."""
+    into which they are written; the options of its Slurm headers; the conditions on values that are
+    not in the script."""
 
     file: str
     variables: Variables = {}
@@ -91,8 +95,10 @@ def read_script(text: str, file: str) -> Script:
 
 def _long(word: str) -> str:
     short = word[:2]
-    return f"--{SHORT[short]}={word[2:]}" if short in SHORT and word[2:] else (
-        f"--{SHORT[word]}" if word in SHORT else word
+    return (
+        f"--{SHORT[short]}={word[2:]}"
+        if short in SHORT and word[2:]
+        else (f"--{SHORT[word]}" if word in SHORT else word)
     )
 
 
@@ -120,7 +126,7 @@ def _read(script: Script, text: str, folder: Path, depth: int) -> None:
     blocks: list[Block] = []
     for statement in split_statements(text, script.file):
         words = _keywords(script, statement, blocks)
-        if not words or not all(block.taken for block in blocks):
+        if not words:
             continue
         if words[0] in (".", "source") and len(words) > 1 and depth:
             beside = folder / Path(expand_text(words[1], script.variables)).name
@@ -131,43 +137,62 @@ def _read(script: Script, text: str, folder: Path, depth: int) -> None:
 
 
 def _keywords(script: Script, statement: Statement, blocks: list[Block]) -> list[str]:
-    """The words of a statement after the keywords before them, which open and close blocks."""
+    """The words of a statement that are read as a command: those after the keywords, which open and
+    close blocks; none in a pattern, in a condition, or in a branch that is not taken."""
     words = list(statement.words)
     while words and (not blocks or blocks[-1].patterns is None or words[0] == "esac"):
-        word = words[0]
-        if word in ("if", "while", "until"):
-            blocks.append(Block(kind=word, condition=False))
-        elif word in ("then", "do") and blocks and blocks[-1].condition is not None:
-            block = blocks[-1]
-            block.taken = bool(block.condition) and not block.ended
-            block.ended, block.condition = block.ended or block.taken, None
-        elif word == "elif" and blocks:
-            blocks[-1].taken, blocks[-1].condition, blocks[-1].joined = False, False, ""
-        elif word == "else" and blocks:
-            blocks[-1].taken, blocks[-1].ended = not blocks[-1].ended, True
-        elif word in ("fi", "done", "esac") and blocks:
-            blocks.pop()
-        elif word in ("for", "case") and len(words) > 1:
-            blocks.append(_opened(script, words))
-            return []
-        elif word not in ("{", "}", "do", "then", "time", "function", "!", "eval", "exec"):
+        used = _keyword(script, words, blocks)
+        if not used:
             break
-        words = words[1:]
+        words = words[used:]
     block = blocks[-1] if blocks else None
     if block is not None and block.patterns is not None:
-        return _pattern(script, block, words, statement.end)
+        _pattern(script, block, words, statement.end)
+        return []
     if block is not None and block.condition is not None:
         if all(outer.taken for outer in blocks[:-1]):
             _decide(script, block, words, statement.end)
         return []
-    if block is not None and block.kind == "case" and statement.end == ";;":
-        block.patterns = []
-        rest, block.taken = (words, False) if not block.taken else (words, True)
-        if block.taken and all(outer.taken for outer in blocks):
-            _run(script, rest, statement.document)
-        block.taken = False
-        return []
-    return words
+    taken = all(outer.taken for outer in blocks)
+    if block is not None and statement.end == ";;":
+        block.taken, block.patterns = False, []
+    return words if taken else []
+
+
+def _keyword(script: Script, words: list[str], blocks: list[Block]) -> int:
+    """Apply the keyword at the beginning of some words; the number of its words (0: none)."""
+    word = words[0]
+    if word in ("if", "while", "until"):
+        blocks.append(Block(kind=word, condition=False))
+    elif word in ("for", "case") and len(words) > 1:
+        blocks.append(_opened(script, words))
+        return 3 if word == "case" else len(words)
+    elif word in ("fi", "done", "esac") and blocks:
+        blocks.pop()
+    elif word in BRANCHES and blocks:
+        BRANCHES[word](blocks[-1])
+    else:
+        return int(word in PREFIXES)
+    return 1
+
+
+def _then(block: Block) -> None:
+    if block.condition is not None:
+        block.taken = block.condition and not block.ended
+        block.ended, block.condition = block.ended or block.taken, None
+
+
+def _elif(block: Block) -> None:
+    block.taken, block.condition, block.joined = False, False, ""
+
+
+def _else(block: Block) -> None:
+    block.taken, block.ended = not block.ended, True
+
+
+BRANCHES = {"then": _then, "do": _then, "elif": _elif, "else": _else}
+PREFIXES = {"{", "}", "time", "function", "!", "eval", "exec"}
+"""Words before a command that change nothing which is read."""
 
 
 def _opened(script: Script, words: list[str]) -> Block:
@@ -179,51 +204,55 @@ def _opened(script: Script, words: list[str]) -> Block:
     return Block(kind="for", taken=True)
 
 
-def _pattern(script: Script, block: Block, words: list[str], end: str) -> list[str]:
+def _pattern(script: Script, block: Block, words: list[str], end: str) -> None:
     """Add a pattern of `case`; its `)` decides whether the branch is taken."""
-    patterns = block.patterns or []
-    patterns += [expand_text(word, script.variables) for word in words]
+    patterns = [*(block.patterns or []), *(expand_text(word, script.variables) for word in words)]
     block.patterns = patterns
-    if end == ")":
+    if end == ")" and patterns:
         fits = any(fnmatch.fnmatchcase(block.value, pattern) for pattern in patterns)
         block.taken = fits and not block.ended
         block.ended, block.patterns = block.ended or fits, None
-    return []
 
 
 def _decide(script: Script, block: Block, words: list[str], end: str) -> None:
     """Join a test with the tests of a condition before it."""
-    value = _test(script, words) if words else False
-    if value is None:
-        script.undecided.append(" ".join(words))
+    value = bool(words) and _test(script, words)
     before = bool(block.condition)
-    joins = {"": bool(value), "&&": before and bool(value), "||": before or bool(value)}
+    joins = {"": value, "&&": before and value, "||": before or value}
     block.condition = joins.get(block.joined, before)
     block.joined = end if end in ("&&", "||") else "\n"
 
 
-def _test(script: Script, words: list[str]) -> bool | None:
-    """The value of a test of the values of variables; None for a test of something else."""
-    plain = [word for word in words if word not in ("[", "[[", "]", "]]", "test", "((", "))")]
+def _test(script: Script, words: list[str]) -> bool:
+    """The value of a test; False for a test of a file or of a command."""
+    plain = [word for word in words if word not in BRACKETS]
     if plain[:1] == ["!"]:
-        value = _test(script, plain[1:])
-        return None if value is None else not value
+        tested = plain[1:] if len(plain) < len(words) else words[1:]
+        return bool(tested) and tested[0] not in FILE_TESTS and not _test(script, ["[", *tested])
+    if len(plain) == len(words):
+        return words[0] == "true"
     values = [expand_text(word, script.variables) for word in plain]
-    if len(plain) == len(words) or not values:
-        return {"true": True, "false": False}.get(words[0])
-    if len(values) == 1:
-        return bool(values[0])
     if len(values) == 2 and values[0] in ("-n", "-z"):
         return bool(values[1]) == (values[0] == "-n")
-    if len(values) != 3:
-        return None
-    left, sign, right = values
+    if len(values) == 3:
+        return _compared(script, words, *values)
+    return len(values) == 1 and bool(values[0])
+
+
+def _compared(script: Script, words: list[str], left: str, sign: str, right: str) -> bool:
+    if not left and right:
+        script.undecided.append(" ".join(words))
     if sign in ("=", "==", "!="):
-        equal = fnmatch.fnmatchcase(left, right)
-        return None if not left and right else equal == (sign != "!=")
+        return fnmatch.fnmatchcase(left, right) == (sign != "!=")
     if sign in COMPARED and left.isdigit() and right.isdigit():
         return COMPARED[sign](int(left), int(right))
-    return None
+    return False
+
+
+def _quoted(document: str) -> str:
+    """A here-document as a word: its quotes are plain, its variables are not."""
+    joined = document.replace("\\\n", " ")
+    return "".join(f"\\{one}" if one in "\"'" else one for one in joined)
 
 
 def _run(script: Script, words: list[str], document: str) -> None:
@@ -240,13 +269,15 @@ def _run(script: Script, words: list[str], document: str) -> None:
         words = words[1:]
     if not words:
         return
+    if words[0] == "read" and document:
+        script.variables[words[-1]] = [expand_text(_quoted(document), script.variables)]
+        return
     command = [one for word in words for one in expand_words(word, script.variables)]
     if document:
         target = re.search(r">+\s*(\S+)", " ".join(command))
         if target:
-            script.documents[Path(target[1]).name] = expand_text(
-                document.replace('"', '\\"'), script.variables
-            )
+            text = expand_text(_quoted(document), script.variables)
+            script.documents[Path(target[1]).name] = text
     elif command[:1] and command[0].startswith("--") and script.commands:
         script.commands[-1] += command  # a comment in a continued command
     elif command:

@@ -123,7 +123,9 @@ def _braced(text: str, variables: Variables) -> list[str]:
 
 def _calculated(text: str, variables: Variables) -> str:
     """The value of an expression of whole numbers; the text itself if it has none."""
-    plain = re.sub(r"[A-Za-z_]\w*", lambda m: " ".join(variables.get(m[0], ["0"])), _plain(text, variables))
+    plain = re.sub(
+        r"[A-Za-z_]\w*", lambda m: " ".join(variables.get(m[0], ["0"])), _plain(text, variables)
+    )
     try:
         tree = ast.parse(plain.strip().replace("/", "//"), mode="eval")
         return str(_number(tree.body))
@@ -156,8 +158,6 @@ def assigned(value: str, variables: Variables, file: str) -> list[str]:
     """The values that an assignment sets: several for an array."""
     if value.startswith("("):
         return [
-            one
-            for word in split_words(value[1:-1], file)
-            for one in expand_words(word, variables)
+            one for word in split_words(value[1:-1], file) for one in expand_words(word, variables)
         ]
     return [expand_text(value, variables)]

@@ -26,6 +26,7 @@ BATCHES = {
     "max_seq_length": "seq_len",
     "model_max_length": "seq_len",
     "block_size": "seq_len",
+    "max_seq_len": "seq_len",
     "sequence_parallel_degree": "cp",
     "sequence_parallel_size": "ulysses",
     "context_parallel_size": "cp",
@@ -84,6 +85,7 @@ LIGER_KERNELS = {
 }
 """The facts of each kernel that axolotl's plugin turns on by its own key."""
 LIGER_PLUGIN = "axolotl.integrations.liger.LigerPlugin"
+PACKING = ("packing", "sample_packing", "neat_packing", "padding_free")
 RECOMPUTES = {"TRL": True, "ms-swift": True, "Transformers": False}
 """Whether a trainer recomputes if no key says so: the default of `gradient_checkpointing`."""
 TUNERS = ("finetuning_type", "adapter", "tuner_type", "train_type")
@@ -115,7 +117,7 @@ def read_trainer(data: Mapping[str, Any], file: str, package: str) -> Reading:
 def _packing(reading: Reading, data: Mapping[str, Any]) -> set[str]:
     """Packed documents, whose mean length no file gives.  LLaMA-Factory's `packing` and TRL's
     strategy `wrapped` let attention cross documents; all other packing keeps it inside them."""
-    keys = {key for key in ("packing", "sample_packing", "neat_packing") if data.get(key)}
+    keys = {key for key in PACKING if data.get(key)}
     crossing = data.get("packing_strategy") == "wrapped" or (
         reading.package == "LLaMA-Factory" and not data.get("neat_packing")
     )
@@ -124,7 +126,7 @@ def _packing(reading: Reading, data: Mapping[str, Any]) -> set[str]:
         if not crossing:
             text = "attention stays inside documents: --document-len, else whole sequences"
         reading.notes.append(f"{key}: {text}")
-    return {"packing", "sample_packing", "neat_packing", "packing_strategy"}
+    return {*PACKING, "packing_strategy"}
 
 
 def _defaults(reading: Reading, data: Mapping[str, Any]) -> set[str]:
@@ -158,7 +160,7 @@ def _precision(reading: Reading, data: Mapping[str, Any]) -> set[str]:
 
 
 def _attention(reading: Reading, data: Mapping[str, Any]) -> set[str]:
-    done = {"flash_attention", "sdp_attention", *ATTENTION_KEYS}
+    done = {"flash_attention", "use_flash_attn", "sdp_attention", *ATTENTION_KEYS}
     for key in ATTENTION_KEYS:
         word = data.get(key)
         if word is None:
@@ -167,7 +169,7 @@ def _attention(reading: Reading, data: Mapping[str, Any]) -> set[str]:
             reading.refused.append(f"{key}: {word} (allowed: {', '.join(ATTENTION)})")
         else:
             reading.put("attention", ATTENTION[word], key)
-    if data.get("flash_attention"):
+    if data.get("flash_attention") or data.get("use_flash_attn"):
         reading.put("attention", "fa2", "flash_attention")
     return done
 
@@ -175,8 +177,8 @@ def _attention(reading: Reading, data: Mapping[str, Any]) -> set[str]:
 def _recomputation(reading: Reading, data: Mapping[str, Any]) -> set[str]:
     """LLaMA-Factory recomputes unless a key turns it off; the other trainers follow their key."""
     done = {"gradient_checkpointing", "disable_gradient_checkpointing"}
-    done |= {"gradient_checkpointing_kwargs", "activation_offloading"}
-    checkpoint = data.get("gradient_checkpointing")
+    done |= {"gradient_checkpointing_kwargs", "activation_offloading", "use_gradient_checkpointing"}
+    checkpoint = data.get("gradient_checkpointing", data.get("use_gradient_checkpointing"))
     if reading.package == "LLaMA-Factory":
         checkpoint = not data.get("disable_gradient_checkpointing", False)
     if checkpoint is None:
@@ -212,7 +214,7 @@ def _refuse(reading: Reading, data: Mapping[str, Any]) -> set[str]:
         if str(data.get(key, "")).lower() in ADAPTERS:
             reading.refused.append(f"{key}: {data[key]} (adapters are not modelled)")
     stage = str(data.get("stage", "sft"))
-    if reading.package == "LLaMA-Factory" and stage not in ("pt", "sft"):
+    if reading.package in ("LLaMA-Factory", "Transformers") and stage not in ("pt", "sft"):
         reading.refused.append(f"stage: {stage} (only pt and sft have one model and one loss)")
     lora = {key for key in data if str(key).startswith(("lora_", "peft_"))}
     return {*REFUSED, *TUNERS, "stage", *lora}
