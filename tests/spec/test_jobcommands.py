@@ -61,6 +61,9 @@ def value(text: str) -> str:
         ("while [[ $# -gt 0 ]]; do case $1 in -a) A=1; shift;; esac; done\nrun --x 9", "9"),
         ("u() { echo 'use: run'; }\nN=$(f \"$(g \"h\")\" | sed 's/a b//')\nrun --x 3$N", "3"),
         ("read -r -d '' ALL <<EOF\nrun --x 4 \\\n --y \"z\"\nEOF\ndeepspeed $ALL", "4"),
+        ("export A='run --x' B=5\nsrun --y 1 bash -c 'ulimit; $A $B --z $ID'", "5"),
+        ('A="run \\\n  --x 6 \\\n"\nexport A\nsrun bash -c "$A --y \\$ID"', "6"),
+        ('grep -q a <<< "$X"\nrun --x 4', "4"),
         ("#SBATCH --nodes=6 # six\n#SBATCH -n 48\nrun --x $SLURM_NNODES", "6"),
     ],
 )
@@ -80,8 +83,9 @@ def test_nothing_is_executed(tmp_path: Path) -> None:
     assert not target.exists()
 
 
-def test_a_job_of_one_task_on_a_node_has_all_its_gpus(tmp_path: Path) -> None:
-    header = "#SBATCH --nodes=3\n#SBATCH --ntasks-per-node=1\n#SBATCH --gres=gpu:a100:8\n"
+@pytest.mark.parametrize("gpus", ["--gres=gpu:8", "--gres=gpu:a100:8", "--gpus-per-node=mi250:8"])
+def test_a_job_of_one_task_on_a_node_has_all_its_gpus(tmp_path: Path, gpus: str) -> None:
+    header = f"#SBATCH -N 3\n#SBATCH --ntasks-per-node=1\n#SBATCH {gpus}\n"
     line = f"torchrun --nnodes $SLURM_NNODES pretrain_gpt.py {SIZES} --micro-batch-size 1 --bf16\n"
     assert job(tmp_path, header + line)[0].options["gpus"] == "24"
 
@@ -224,6 +228,31 @@ def test_a_command_replaces_values_of_its_yaml(tmp_path: Path) -> None:
 )
 def test_a_command_that_is_not_modelled_is_named(tmp_path: Path, line: str, refusal: str) -> None:
     assert any(refusal in one for one in job(tmp_path, line)[1].refused)
+
+
+def test_options_of_2020_and_their_checkpoints_on_the_host_are_read(tmp_path: Path) -> None:
+    line = f"pretrain_gpt2.py --model-parallel-size 2 {SIZES} --batch-size 4 --cpu-optimizer "
+    made = job(tmp_path, line + "--checkpoint-activations --checkpoint-in-cpu")[0]
+    assert (made.method, made.settings) == ("full_recompute", ("inputs=host",))
+    options = made.options
+    assert (options["tp"], options["micro_batch"], options["optimizer"]) == ("2", "4", "host")
+
+
+@pytest.mark.parametrize(("depth", "refused"), [("1", True), ("0", False)])
+def test_multi_token_prediction_is_refused_by_its_number(
+    tmp_path: Path, depth: str, refused: bool
+) -> None:
+    assert bool(job(tmp_path, f"x.py {SIZES} --mtp-num-layers {depth}")[1].refused) == refused
+
+
+def test_a_command_that_names_another_file_points_to_it(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"llama\.toml, which is not beside it"):
+        job(tmp_path, "torchrun train.py --job.config_file ./x/llama.toml")
+
+
+def test_a_nemo_configuration_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="NeMo"):
+        job(tmp_path, "trainer: {devices: 8}\nexp_manager: {}\nmodel: {}\n", "gpt.yaml")
 
 
 def test_a_python_configuration_is_refused_by_name(tmp_path: Path) -> None:

@@ -62,7 +62,7 @@ FILES = (".yaml", ".yml")
 WORDS: dict[str, Any] = {"true": True, "false": False, "null": None, "none": None}
 
 
-def trainer_of(words: list[str]) -> Package | None:
+def trainer_of(script: Script, words: list[str]) -> Package | None:
     """The package whose trainer a command starts; None for every other command."""
     options = {name.replace("-", "_") for name in options_of(words)}
     programs = [word.rsplit("/", 1)[-1] for word in words if not word.startswith("-")]
@@ -70,7 +70,8 @@ def trainer_of(words: list[str]) -> Package | None:
         if pair in PROGRAMS:
             return PROGRAMS[pair]
     if not options & SIGNS:
-        return None
+        content = _content(script, words) if programs[:1] else None
+        return package_of(content) if content else None
     if options & {"finetuning_type", "cutoff_len"}:
         return "LLaMA-Factory"
     trl = programs[:1] == ["trl"] or "sft.py" in programs
@@ -124,15 +125,22 @@ def _with_file(
     """The options together with those of the YAML file that the command names (`trl sft --config
     x.yaml`, `llamafactory-cli train x.yaml lr=1`); the command's count."""
     data |= {name: value for name, _, value in _overrides(words)}
+    content = _content(script, words)
+    if not content:
+        return package, data
+    data.pop("config", None)
+    return package_of(content) or package, {**content, **data}
+
+
+def _content(script: Script, words: list[str]) -> dict[str, Any]:
+    """The content of the trainer's YAML that a command names, if it is beside the script."""
     for word in words:
         beside = Path(script.file).parent / Path(word).name
-        if word.endswith((".yaml", ".yml")) and beside.is_file():
+        if word.endswith(FILES) and beside.is_file():
             content = read_mapping(beside, str(beside))
-            trainer = package_of(content)
-            if trainer in TRAINERS:
-                data.pop("config", None)
-                return trainer, {**content, **data}
-    return package, data
+            if package_of(content) in TRAINERS:
+                return content
+    return {}
 
 
 def _overrides(words: list[str]) -> list[tuple[str, str, str]]:

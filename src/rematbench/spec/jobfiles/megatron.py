@@ -21,11 +21,13 @@ from rematbench.spec.jobfiles.shell import Script, options_of
 from rematbench.spec.jobfiles.trainers import merge
 
 NUMBERS = {
+    "model-parallel-size": "tp",
     "tensor-model-parallel-size": "tp",
     "pipeline-model-parallel-size": "pp",
     "context-parallel-size": "cp",
     "num-layers-per-virtual-pipeline-stage": "layers_per_chunk",
     "num-virtual-stages-per-pipeline-rank": "vpp",
+    "batch-size": "micro_batch",
     "micro-batch-size": "micro_batch",
     "global-batch-size": "global_batch",
     "seq-length": "seq_len",
@@ -80,10 +82,14 @@ REFUSED = {
     "fp4-format": "FP4 is not modelled",
     "hybrid-override-pattern": "state-space layers are not modelled",
     "optimizer-offload-fraction": "only the whole optimizer can be on the host",
+    "memory-centric-tiled-linear": "tiled linears are not modelled",
     "pipeline-model-parallel-layout": "give the layers of each stage with --partition",
 }
 """Options that turn on a feature which is not modelled, each with the reason."""
 SETTLED = {
+    *("cpu-optimizer", "checkpoint-num-layers", "checkpoint-in-cpu", "partition-activations"),
+    *("zero-reduce-bucket-size", "zero-allgather-bucket-size", "zero-reduce-scatter"),
+    *("zero-contigious-gradients", "tile-factor", "overlap-p2p-communication"),
     *("use-rope-scaling", "rope-scaling-factor", "no-create-attention-mask-in-dataloader"),
     *("rotary-seq-len-interpolation-factor", "cross-entropy-fusion-impl", "te-rng-tracker"),
     *("use-legacy-models", "log-memory-to-tensorboard", "reset-position-ids", "eod-mask-loss"),
@@ -217,7 +223,9 @@ def _read(options: Options, script: Script) -> Reading:
             reading.model[name] = whole(options[option][0], file, f"--{option}")
     done |= {*NUMBERS, *LAUNCHER, *SHAPES, *FACTS, *REFUSED, *OF_EXPERTS}
     for option, reason in REFUSED.items():
-        if option in options and options[option][:1] != ["1"]:
+        whole_offload = option == "optimizer-offload-fraction"
+        off = {"1", "1.0"} if whole_offload else {"0", "null", "none"}
+        if option in options and first_value(options, option) not in off:
             reading.refused.append(f"--{option}: {reason}")
     _layout(reading, options)
     _model(reading, options)
@@ -287,7 +295,7 @@ def _layout(reading: Reading, options: Options) -> None:
     unfused = local and "use-flash-attn" not in options and not options.get("attention-backend")
     attention = "unfused" if unfused else BACKENDS.get(backend, "flash")
     reading.put("attention", attention, "--attention-backend")
-    if "optimizer-cpu-offload" in options:
+    if {"optimizer-cpu-offload", "cpu-optimizer"} & options.keys():
         reading.put("optimizer", "host", "--optimizer-cpu-offload")
     if first_value(options, "optimizer", "adam") != "adam":
         reading.refused.append(f"--optimizer: {first_value(options, 'optimizer')} (only adam)")
@@ -375,9 +383,12 @@ def _method(reading: Reading, options: Options) -> tuple[str, dict[str, object]]
     if granularity == "full":
         old = first_value(options, "activations-checkpoint-method", "uniform")  # of 2021
         method = first_value(options, "recompute-method", old)
-        number = first_value(options, "activations-checkpoint-num-layers", "1")
+        number = first_value(options, "checkpoint-num-layers", "1")  # of 2020
+        number = first_value(options, "activations-checkpoint-num-layers", number)
         layers = int(first_value(options, "recompute-num-layers", number))
         settings: dict[str, object] = {} if method == "uniform" else {"method": method}
+        if "checkpoint-in-cpu" in options:
+            settings["inputs"] = "host"
         return "full_recompute", settings | ({"num_layers": layers} if layers > 1 else {})
     if granularity == "selective":
         return "selective_recompute", _modules(reading, options)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rematbench.spec.configfile import ConfigError, read_mapping, read_text
-from rematbench.spec.foreign import Package, package_of, pointer
+from rematbench.spec.foreign import REFUSED, Package, package_of, pointer
 from rematbench.spec.huggingface import is_huggingface
 from rematbench.spec.jobfiles.command import read_command, trainer_of
 from rematbench.spec.jobfiles.deepspeed import read_deepspeed
@@ -90,7 +90,7 @@ def read_file(path: Path) -> Reading:
 
 
 def _package(package: Package, data: Mapping[str, Any], label: str) -> Reading:
-    if package == "GPT-NeoX":
+    if package in REFUSED:
         raise ConfigError(label, "", pointer(package, label))
     if package == "DeepSpeed":
         return read_deepspeed(data, label)
@@ -110,7 +110,12 @@ def _launch(path: Path, label: str) -> Reading:
     script = read_script(read_text(path, label), label)
     reading = _command(script)
     if reading is None:
+        named = [
+            word for words in script.commands for word in words if Path(word).suffix in STRUCTURED
+        ]
         problem = f"no launch line with --num-layers or --model_name_or_path (read: {READ})"
+        if named:
+            problem = f"the command names {named[-1]}, which is not beside it: read that file"
         raise ConfigError(label, "", problem)
     reading.notes += [f"{words}: nothing sets its variable" for words in script.undecided]
     return reading
@@ -128,7 +133,7 @@ def _command(script: Script) -> Reading | None:
             return read_megatron(script, words)
         if is_swift(words):
             return read_swift(script, words)
-        package = None if words is variables else trainer_of(words)
+        package = None if words is variables else trainer_of(script, words)
         if package is not None:
             return read_command(script, words, package)
     return None

@@ -138,7 +138,7 @@ WITHOUT_EFFECT = (
         "verbose",
     ),
     *("hint", "restarts", "mail", "evals", "saves", "sample", "ids", "affinity", "lazy"),
-    *("config", "do_train", "jobid", "error", "comms", "multinode", "reporting", "generate"),
+    *("do_train", "jobid", "error", "comms", "multinode", "reporting", "generate"),
     *("initial", "loss_scale", "hysteresis", "window", "dump", "job", "debug", "monitor", "comm"),
     *("machine", "rank", "main", "ip", "port", "rdzv", "master", "backend", "downcast", "same"),
     *("network", "compute", "environment", "tpu", "trust", "remote", "mock", "cache", "merges"),

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from rematbench.spec.configfile import read_text
+from rematbench.spec.configfile import ConfigError, read_text
 from rematbench.spec.jobfiles.reading import Options
 from rematbench.spec.jobfiles.shell_values import (
     Variables,
@@ -45,6 +45,8 @@ COMPARED: dict[str, Callable[[int, int], bool]] = {
 }
 BRACKETS = {"[", "[[", "]", "]]", "test", "((", "))"}
 FILE_TESTS = {"-f", "-d", "-e", "-r", "-x", "-s"}
+GPUS = re.compile(r"(?:[a-zA-Z][\w.-]*:)*(\d+)(?:\([^)]*\))?(?:,.*)?")
+"""A number of GPUs, also with their kind (`gpu:a100:8`)."""
 DEPTH = 8
 """Files that source files, at most."""
 
@@ -83,9 +85,11 @@ def read_script(text: str, file: str) -> Script:
     script = Script(file=file)
     words = shlex.split(" ".join(SBATCH.findall(text)))
     script.headers = options_of([_long(word) for word in words])
-    gpus = [value for value in script.headers.get("gres", []) if value.startswith("gpu")]
-    if gpus and gpus[0].rsplit(":", 1)[-1].isdigit():
-        script.headers.setdefault("gpus-per-node", [gpus[0].rsplit(":", 1)[-1]])
+    for option in ("gpus-per-node", "gres"):
+        gpus = GPUS.fullmatch(" ".join(script.headers.get(option, [])))
+        if gpus:
+            script.headers["gpus-per-node"] = [gpus[1]]
+            break
     for option, names in SLURM.items():
         for name in names if script.headers.get(option) else ():
             script.variables[name] = script.headers[option][-1:]
@@ -133,7 +137,7 @@ def _read(script: Script, text: str, folder: Path, depth: int) -> None:
             if beside.is_file():
                 _read(script, read_text(beside, str(beside)), beside.parent, depth - 1)
             continue
-        _run(script, words, statement.document)
+        _run(script, words, statement.document, depth)
 
 
 def _keywords(script: Script, statement: Statement, blocks: list[Block]) -> list[str]:
@@ -255,7 +259,25 @@ def _quoted(document: str) -> str:
     return "".join(f"\\{one}" if one in "\"'" else one for one in joined)
 
 
-def _run(script: Script, words: list[str], document: str) -> None:
+def _nested(script: Script, words: list[str], depth: int) -> bool:
+    """Read the script in `bash -c '...'`, whose own shell replaces the exported variables; the
+    options before it are those of each of its commands."""
+    shells = [index for index, word in enumerate(words) if word in ("bash", "sh", "/bin/bash")]
+    at = next((i + 1 for i in shells if words[i + 1 : i + 2] and words[i + 1].startswith("-")), 0)
+    if not at or "c" not in words[at] or not words[at + 1 : at + 2] or not depth:
+        return False
+    text = expand_text(words[at + 1], script.variables)
+    before = [one for word in words[:at] for one in expand_words(word, script.variables)]
+    inner = Script(file=script.file, variables=script.variables, documents=script.documents)
+    try:
+        _read(inner, text, Path(script.file).parent, depth - 1)
+    except ConfigError:  # quotes that only one of the two shells removes
+        return False
+    script.commands += [before + command for command in inner.commands]
+    return True
+
+
+def _run(script: Script, words: list[str], document: str, depth: int) -> None:
     """Set the variables of a statement, or add its command."""
     declares = words[0] in DECLARATIONS
     words = [word for word in words[declares:] if not (declares and word.startswith("-"))]
@@ -271,6 +293,8 @@ def _run(script: Script, words: list[str], document: str) -> None:
         return
     if words[0] == "read" and document:
         script.variables[words[-1]] = [expand_text(_quoted(document), script.variables)]
+        return
+    if _nested(script, words, depth):
         return
     command = [one for word in words for one in expand_words(word, script.variables)]
     if document:

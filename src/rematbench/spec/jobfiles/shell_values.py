@@ -24,6 +24,8 @@ OPERATIONS: dict[type[ast.operator], Callable[[int, int], int]] = {
     ast.Pow: operator.pow,
 }
 LARGEST = 1 << 62
+ESCAPED = '$`"\\\n'
+"""The characters that a backslash escapes inside double quotes."""
 
 
 def expand_text(word: str, variables: Variables) -> str:
@@ -62,7 +64,9 @@ def _pieces(word: str, variables: Variables) -> list[str]:
             pieces[-1] += word[position + 1 : end]
             position = end + 1
         elif one == "\\":
-            pieces[-1] += word[position + 1 : position + 2]
+            following = word[position + 1 : position + 2]
+            kept = quoted and following not in ESCAPED
+            pieces[-1] += one + following if kept else following.strip("\n")
             position += 2
         elif one == "`":
             position = word.find("`", position + 1) % len(word) + 1

@@ -12,7 +12,7 @@ from msgspec import Struct
 from rematbench.spec.configfile import ConfigError
 
 OPERATORS = (";;", "&&", "||", "\n", ";", "|", "&", "(", ")")
-HERE = re.compile(r"<<-?\s*(['\"]?)(\w+)\1")
+HERE = re.compile(r"(?<!<)<<(?!<)-?\s*(['\"]?)(\w+)\1")
 CONTINUED = re.compile(r"\\[ \t]*\n")
 """A continued line, also with spaces after its backslash, which bash would not join."""
 REDIRECTION = re.compile(r"[<>]&|&>")
@@ -89,6 +89,8 @@ def _next_word(text: str, start: int, file: str) -> tuple[str, int]:
             continue
         if one in " \t":
             position += not word
+            break
+        if word and HERE.match(text, position):
             break
         array = one == "(" and bool(re.fullmatch(r"[A-Za-z_]\w*\+?=", word))
         if not array and position > start and _operator(text, position):
