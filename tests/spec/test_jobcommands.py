@@ -177,6 +177,13 @@ TRAINERS = [
         "--seq-len 2048 --global-batch 64 --micro-batch 2 --zero 3 --attention fa2 "
         "--optimizer host",
     ),
+    (  # verl
+        "torchrun --nproc_per_node=8 -m verl.trainer.fsdp_sft_trainer data.train_batch_size=32 "
+        "data.micro_batch_size_per_gpu=1 data.max_length=4096 model.partial_pretrain=Qwen/Qwen3-8B "
+        "ulysses_sequence_parallel_size=2 optim.lr=1e-5 trainer.project_name=x",
+        "full_recompute --model qwen3-8b --cluster CLUSTER --system torchtitan --gpus 8 "
+        "--seq-len 4096 --global-batch 32 --ulysses 2 --zero 3 --attention fa2",
+    ),
     (  # LLaMA-Factory
         "llamafactory-cli train --model_name_or_path Qwen/Qwen3-8B --stage sft --cutoff_len 2048 "
         "--finetuning_type full --per_device_train_batch_size 1 --bf16 --deepspeed x/ds_z2.json",
@@ -236,6 +243,39 @@ def test_options_of_2020_and_their_checkpoints_on_the_host_are_read(tmp_path: Pa
     assert (made.method, made.settings) == ("full_recompute", ("inputs=host",))
     options = made.options
     assert (options["tp"], options["micro_batch"], options["optimizer"]) == ("2", "4", "host")
+    assert options["attention"] == "unfused"
+
+
+@pytest.mark.parametrize(
+    ("options", "attention"),
+    [("--bf16", None), ("", "unfused"), ("--attention-backend flash --bf16", None)],
+)
+def test_megatron_has_flash_attention_in_16_bits(
+    tmp_path: Path, options: str, attention: str | None
+) -> None:
+    made = job(tmp_path, f"pretrain_gpt.py {SIZES} {options}")[0]
+    assert made.options.get("attention") == attention
+    assert "system" in made.options
+
+
+@pytest.mark.parametrize(
+    ("name", "homes"),
+    [
+        ("zero3_bf16.json", []),
+        ("zero3_bf16_cpuoffload_params.json", ["parameters"]),
+        ("zero3_bf16_cpuoffload_all.json", ["optimizer", "parameters"]),
+        ("ds_z2_offload_config.json", ["optimizer"]),
+        ("ds_zero3_no_offload.json", []),
+    ],
+)
+def test_a_file_that_is_not_here_gives_the_states_of_its_name(
+    tmp_path: Path, name: str, homes: list[str]
+) -> None:
+    text = f"base_model: Qwen/Qwen3-8B\nsequence_len: 512\ndeepspeed: x/{name}\n"
+    made, reading = job(tmp_path, text, "axolotl.yaml")
+    assert [home for home in ("optimizer", "parameters") if home in made.options] == homes
+    assert made.options["zero_stage"] == ("2" if "z2" in name else "3")
+    assert f"x/{name} is not here: its states are assumed from its name" in reading.notes
 
 
 @pytest.mark.parametrize(("depth", "refused"), [("1", True), ("0", False)])
@@ -248,6 +288,38 @@ def test_multi_token_prediction_is_refused_by_its_number(
 def test_a_command_that_names_another_file_points_to_it(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"llama\.toml, which is not beside it"):
         job(tmp_path, "torchrun train.py --job.config_file ./x/llama.toml")
+
+
+def test_the_arguments_of_megatrons_own_tests_are_read(tmp_path: Path) -> None:
+    text = """
+ENV_VARS: {CUDA_DEVICE_MAX_CONNECTIONS: 1}
+MODEL_ARGS:
+  --num-layers: 4
+  --hidden-size: 64
+  --num-attention-heads: 4
+  --seq-length: 128
+  --micro-batch-size: 2
+  --global-batch-size: 8
+  --tensor-model-parallel-size: 2
+  --sequence-parallel: true
+  --use-distributed-optimizer: false
+  --squared-relu: true
+  --rotary-percent: 0.5
+  --position-embedding-type: rope
+  --bf16: true
+  --surprise: 3
+"""
+    made, reading = job(tmp_path, text, "model_config.yaml")
+    assert (made.options["tp"], made.options["zero_stage"]) == ("2", "0")
+    assert "sp" not in made.options
+    assert (reading.model["mlp"], reading.model["rotary_share"]) == ("relu2", 0.5)
+    assert reading.unknown == ["--surprise"]
+
+
+def test_tensor_parallelism_of_deepspeed_is_read(tmp_path: Path) -> None:
+    text = json.dumps({"zero_optimization": {"stage": 2}, "tensor_parallel": {"autotp_size": 2}})
+    options = job(tmp_path, text, "ds.json")[0].options
+    assert (options["tp"], "sp" in options) == ("2", True)
 
 
 def test_a_nemo_configuration_is_refused_by_name(tmp_path: Path) -> None:
@@ -325,6 +397,7 @@ def test_torchtitan_of_each_year(
     [
         ("liger_rope: true\nplugins: [axolotl.integrations.liger.LigerPlugin]", ""),
         ("sample_packing: false\nfsdp_version: 2\nevals_per_epoch: 1", ""),
+        ("fsdp: [full_shard, auto_wrap]\ndeepspeed:\nattention: flash\nxformers_attention:", ""),
         ("plugins: [axolotl.integrations.cut_cross_entropy.X]", "cut_cross_entropy"),
         ("unfrozen_parameters: [a]", "frozen"),
         ("tiled_mlp: true", "tiled_mlp"),

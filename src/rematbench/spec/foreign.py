@@ -28,6 +28,7 @@ SIGNS: tuple[tuple[Package, tuple[frozenset[str], ...]], ...] = (
             frozenset({"model-parallel-size", "hidden-size"}),
         ),
     ),
+    ("Megatron", (frozenset({"MODEL_ARGS"}),)),
     (
         "NeMo",
         (

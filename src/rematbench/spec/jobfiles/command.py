@@ -39,6 +39,26 @@ OPENRLHF = {
     "packing_samples": "packing",
 }
 """Names of OpenRLHF, each with the name of Transformers."""
+VERL = {
+    "model.partial_pretrain": "model_name_or_path",
+    "data.micro_batch_size_per_gpu": "per_device_train_batch_size",
+    "data.train_batch_size": "train_batch_size",
+    "data.max_length": "max_length",
+    "model.enable_gradient_checkpointing": "gradient_checkpointing",
+    "ulysses_sequence_parallel_size": "sequence_parallel_size",
+}
+"""Names of verl's trainer of supervised fine-tuning (verl 0.5, trainer/config/sft_trainer.yaml),
+each with the name of Transformers."""
+VERL_DEFAULTS: dict[str, Any] = {
+    "per_device_train_batch_size": 4,
+    "train_batch_size": 256,
+    "max_length": 1024,
+    "gradient_checkpointing": True,
+    "attn_implementation": "flash_attention_2",
+    "fsdp": "full_shard",
+    "bf16": True,
+}
+"""The defaults of the same file; fsdp_sft_trainer.py has the kernel, the shards, the precision."""
 TRAINERS = ("TRL", "LLaMA-Factory", "axolotl")
 LAUNCHER = {
     "ntasks_per_node": "gpus_per_node",
@@ -66,6 +86,8 @@ def trainer_of(script: Script, words: list[str]) -> Package | None:
     """The package whose trainer a command starts; None for every other command."""
     options = {name.replace("-", "_") for name in options_of(words)}
     programs = [word.rsplit("/", 1)[-1] for word in words if not word.startswith("-")]
+    if any(word.startswith("verl.trainer.") for word in words):
+        return "Transformers"
     for pair in pairwise(programs):
         if pair in PROGRAMS:
             return PROGRAMS[pair]
@@ -85,6 +107,8 @@ def read_command(script: Script, words: list[str], package: Package) -> Reading:
     data = {name: _value(values) for name, values in options.items() if name not in NAMES}
     if "micro_train_batch_size" in data:
         _openrlhf(data, words)
+    if any(word.startswith("verl.trainer.") for word in words):
+        data = _verl(words)
     config = data.pop("config_file", None)
     package, data = _with_file(script, words, package, data)
     batch = data.pop("train_batch_size", None)
@@ -117,6 +141,16 @@ def _openrlhf(data: dict[str, Any], words: list[str]) -> None:
     if data.get("flash_attn") is True:
         data["flash_attn"] = "flash_attention_2"
     data["stage"] = "sft" if any("train_sft" in word for word in words) else "rl"
+
+
+def _verl(words: list[str]) -> dict[str, Any]:
+    """The options of verl, `data.max_length=1024`, by the names of Transformers."""
+    given = dict(
+        word.lstrip("+").split("=", 1) for word in words if re.match(r"\+?[a-z_.]+=", word)
+    )
+    data = {VERL.get(name, name): _value([value]) for name, value in given.items()}
+    sft = any("sft_trainer" in word for word in words)
+    return {**VERL_DEFAULTS, **data, "stage": "sft" if sft else "rl"}
 
 
 def _with_file(

@@ -47,10 +47,16 @@ def read_deepspeed(data: Mapping[str, Any], file: str) -> Reading:
     if "activation_checkpointing" in data:
         done.add("activation_checkpointing")
         _checkpointing(reading, data["activation_checkpointing"])
-    for key in ("tensor_parallel", "compression_training"):
-        if key in data:
-            reading.refused.append(f"{key}: not read from a DeepSpeed configuration")
-            done.add(key)
+    done |= {key for key in data if str(key).startswith("_")}  # comments
+    if isinstance(data.get("tensor_parallel"), Mapping):
+        done |= {"tensor_parallel"}
+        prefix = "tensor_parallel."
+        read = read_whole(reading, data["tensor_parallel"], {"autotp_size": "tp"}, prefix)
+        reading.put("sp", False, prefix)
+        sort_rest(reading, set(data["tensor_parallel"]) - read, without_effect, prefix)
+    if "compression_training" in data:
+        reading.refused.append("compression_training: compression is not modelled")
+        done.add("compression_training")
     if isinstance(data.get("optimizer"), dict):
         done.add("optimizer")
         read_optimizer(reading, str(data["optimizer"].get("type", "AdamW")), "optimizer.type")

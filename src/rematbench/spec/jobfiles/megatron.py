@@ -2,8 +2,10 @@
 
 import json
 import re
+from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 from rematbench.spec.configfile import ConfigError
 from rematbench.spec.jobfiles.deepspeed import read_deepspeed
@@ -87,6 +89,7 @@ REFUSED = {
 }
 """Options that turn on a feature which is not modelled, each with the reason."""
 SETTLED = {
+    *("norm-epsilon", "tokenizer-library", "account-for-embedding-in-pipeline-split"),
     *("cpu-optimizer", "checkpoint-num-layers", "checkpoint-in-cpu", "partition-activations"),
     *("zero-reduce-bucket-size", "zero-allgather-bucket-size", "zero-reduce-scatter"),
     *("zero-contigious-gradients", "tile-factor", "overlap-p2p-communication"),
@@ -164,6 +167,10 @@ SWIFT: Options = {
     "global-batch-size": ["16"],
 }
 """The defaults of ms-swift 4.6.0, swift/megatron/arguments/megatron_args.py."""
+OLD = {"activations-checkpoint-method", "checkpoint-activations", "checkpoint-num-layers"}
+OLD |= {"model-parallel-size", "batch-size", "DDP-impl"}
+"""Options of Megatron-LM before 2023, which has neither Transformer Engine nor flash attention
+unless --use-flash-attn asks for it."""
 SWIFT_TASKS = {("megatron", "sft"), ("megatron", "pt")}
 SWIFT_NAMES = {"max_length": "seq-length"}
 BACKENDS = {"flash": "flash", "fused": "flash", "auto": "flash", "unfused": "unfused"}
@@ -211,6 +218,7 @@ def read_swift(script: Script, words: list[str]) -> Reading:
 def _read(options: Options, script: Script) -> Reading:
     file = script.file
     reading = Reading(file=file, package="Megatron", system="megatron-core", command=True)
+    reading.system = "megatron-lm" if OLD & options.keys() else "megatron-core"
     if "deepspeed" in options:
         reading.system = "megatron-deepspeed"
     done = set(SETTLED)
@@ -222,11 +230,7 @@ def _read(options: Options, script: Script) -> Reading:
         if options.get(option):
             reading.model[name] = whole(options[option][0], file, f"--{option}")
     done |= {*NUMBERS, *LAUNCHER, *SHAPES, *FACTS, *REFUSED, *OF_EXPERTS}
-    for option, reason in REFUSED.items():
-        whole_offload = option == "optimizer-offload-fraction"
-        off = {"1", "1.0"} if whole_offload else {"0", "null", "none"}
-        if option in options and first_value(options, option) not in off:
-            reading.refused.append(f"--{option}: {reason}")
+    _refuse(reading, options)
     _layout(reading, options)
     _model(reading, options)
     read_experts(reading, options)
@@ -239,6 +243,24 @@ def _read(options: Options, script: Script) -> Reading:
     for option in sorted(set(options) - done):
         (reading.ignored if without_effect(option) else reading.unknown).append(f"--{option}")
     return reading
+
+
+def _refuse(reading: Reading, options: Options) -> None:
+    for option, reason in REFUSED.items():
+        all_of_it = option == "optimizer-offload-fraction"
+        off = {"1", "1.0"} if all_of_it else {"0", "null", "none"}
+        if option in options and first_value(options, option) not in off:
+            reading.refused.append(f"--{option}: {reason}")
+
+
+def read_arguments(arguments: Mapping[str, Any], file: str) -> Reading:
+    """The reading of `MODEL_ARGS` in a configuration of Megatron-LM's own tests: options with their
+    values.  ConfigError for a wrong value."""
+    options: Options = {}
+    for name, value in arguments.items():
+        if value is not False and value is not None:
+            options[str(name).lstrip("-")] = [] if value is True else str(value).split()
+    return _read(options, Script(file=file))
 
 
 def _named_model(reading: Reading, options: Options) -> None:
@@ -292,7 +314,8 @@ def _layout(reading: Reading, options: Options) -> None:
     if backend not in BACKENDS:
         reading.refused.append(f"--attention-backend: {backend} (allowed: {', '.join(BACKENDS)})")
     local = first_value(options, "transformer-impl") == "local" or "deepspeed" in options
-    unfused = local and "use-flash-attn" not in options and not options.get("attention-backend")
+    local = local or bool(OLD & options.keys()) or reading.get("precision") == "fp32"
+    unfused = local and "use-flash-attn" not in options and backend == "auto"
     attention = "unfused" if unfused else BACKENDS.get(backend, "flash")
     reading.put("attention", attention, "--attention-backend")
     if {"optimizer-cpu-offload", "cpu-optimizer"} & options.keys():
@@ -326,8 +349,6 @@ def _model(reading: Reading, options: Options) -> None:
         position = "rope"
     if position not in POSITIONS:
         reading.refused.append(f"--position-embedding-type: {position}")
-    if "squared-relu" in options:
-        reading.refused.append("--squared-relu: only GELU and SwiGLU are modelled")
     hidden, heads = model.get("hidden", 0), model.get("num_heads", 0)
     bias = "disable-bias-linear" not in options
     if hidden and "ffn" not in model:
@@ -337,7 +358,8 @@ def _model(reading: Reading, options: Options) -> None:
     grouped = "group-query-attention" in options or "num-key-value-heads" in options
     model["num_kv_heads"] = model.get("num_kv_heads", 1) if grouped else heads
     model |= {
-        "mlp": "swiglu" if gated else "gelu",
+        "mlp": "swiglu" if gated else "relu2" if "squared-relu" in options else "gelu",
+        "rotary_share": float(first_value(options, "rotary-percent", "1")),
         "norm": "rmsnorm" if norm == "rmsnorm" else "layernorm",
         "position": POSITIONS.get(position, "rope"),
         "tied_embeddings": "untie-embeddings-and-output-weights" not in options,

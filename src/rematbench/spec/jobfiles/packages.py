@@ -11,7 +11,13 @@ from rematbench.spec.foreign import REFUSED, Package, package_of, pointer
 from rematbench.spec.huggingface import is_huggingface
 from rematbench.spec.jobfiles.command import read_command, trainer_of
 from rematbench.spec.jobfiles.deepspeed import read_deepspeed
-from rematbench.spec.jobfiles.megatron import is_launch, is_swift, read_megatron, read_swift
+from rematbench.spec.jobfiles.megatron import (
+    is_launch,
+    is_swift,
+    read_arguments,
+    read_megatron,
+    read_swift,
+)
 from rematbench.spec.jobfiles.nanotron import read_nanotron
 from rematbench.spec.jobfiles.reading import Reading
 from rematbench.spec.jobfiles.shell import Script, read_script
@@ -47,13 +53,15 @@ def _by_name(whole: Reading, named: Path) -> None:
     """Take the states of a file that is not here from its name (`zero3`, `ds_z2_offload.json`,
     as ms-swift and LLaMA-Factory name theirs)."""
     stage = re.search(r"(?:zero|z|stage)[-_]?([0-3])", named.name.lower())
-    if stage is None:
+    if stage is None or "partial" in named.name:
         whole.notes.append(f"{named} is not here: name it after {whole.file}")
         return
     whole.put("zero_stage", int(stage[1]), str(named))
-    offloaded = "offload" in named.name.lower() and "no_offload" not in named.name.lower()
-    for name in ("optimizer", "parameters")[: (2 if stage[1] == "3" else 1) * offloaded]:
-        whole.put(name, "host", str(named))
+    word = re.search(r"(no_)?offload(_param|_optim)?", named.name.lower())
+    homes = ("optimizer", "parameters") if stage[1] == "3" else ("optimizer",)
+    for name in homes if word and not word[1] else ():
+        if not word or name.startswith((word[2] or "").strip("_")):
+            whole.put(name, "host", str(named))
     if named.suffix:  # ms-swift has these names for files of its own
         whole.notes.append(f"{named} is not here: its states are assumed from its name")
 
@@ -96,6 +104,8 @@ def _package(package: Package, data: Mapping[str, Any], label: str) -> Reading:
         return read_deepspeed(data, label)
     if package == "accelerate":
         return read_accelerate(data, label)
+    if package == "Megatron":
+        return read_arguments(data["MODEL_ARGS"], label)
     if package == "nanotron":
         return read_nanotron(data, label)
     if package == "torchtitan":

@@ -1,5 +1,6 @@
 """The content of a training package's file: values of a job, and the keys that were not read."""
 
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -138,7 +139,21 @@ WITHOUT_EFFECT = (
         "verbose",
     ),
     *("hint", "restarts", "mail", "evals", "saves", "sample", "ids", "affinity", "lazy"),
-    *("do_train", "jobid", "error", "comms", "multinode", "reporting", "generate"),
+    *(
+        "revision",
+        "eos",
+        "bos",
+        "inputs",
+        "assistant",
+        "only",
+        "do_train",
+        "jobid",
+        "error",
+        "comms",
+        "multinode",
+        "reporting",
+        "generate",
+    ),
     *("initial", "loss_scale", "hysteresis", "window", "dump", "job", "debug", "monitor", "comm"),
     *("machine", "rank", "main", "ip", "port", "rdzv", "master", "backend", "downcast", "same"),
     *("network", "compute", "environment", "tpu", "trust", "remote", "mock", "cache", "merges"),
@@ -167,7 +182,7 @@ NOT_OF_THE_STEP = {
 def without_effect(key: str) -> bool:
     """Whether the words of a key say that its value changes neither bytes nor seconds."""
     text = key.lower().replace("-", "_").strip("_")
-    words = set(text.split("_"))
+    words = set(re.split(r"[_.]", text))
     if text in WITHOUT_EFFECT or words & NOT_OF_THE_STEP:
         return True
     return not words & WITH_EFFECT and bool(words & set(WITHOUT_EFFECT))

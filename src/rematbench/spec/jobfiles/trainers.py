@@ -33,8 +33,9 @@ BATCHES = {
     "tensor_parallel_size": "tp",
 }
 MODELS = ("model_name_or_path", "base_model", "model_name", "model")
-ATTENTION_KEYS = ("flash_attn", "attn_implementation", "attn_impl")
+ATTENTION_KEYS = ("flash_attn", "attn_implementation", "attn_impl", "attention", "attn")
 ATTENTION = {
+    "flash": "fa2",
     "flash_attn": "fa2",
     "flash_attention_2": "fa2",
     "flash_attention_3": "fa3",
@@ -59,6 +60,7 @@ REFUSED = {
     "quantization_bit": "quantised weights are not modelled",
     "use_unsloth": "unsloth's kernels are not modelled",
     "fp8": "FP8 is not modelled",
+    "alst_sequence_tiling": "give the mini-sequences as a method",
     "tiled_mlp": "give the MLP's mini-sequences as a method",
     "unfrozen_parameters": "frozen parameters are not modelled",
     "flex_attention": "the kernel of flex attention is not modelled",
@@ -85,7 +87,7 @@ LIGER_KERNELS = {
 }
 """The facts of each kernel that axolotl's plugin turns on by its own key."""
 LIGER_PLUGIN = "axolotl.integrations.liger.LigerPlugin"
-PACKING = ("packing", "sample_packing", "neat_packing", "padding_free")
+PACKING = ("packing", "sample_packing", "neat_packing", "padding_free", "use_remove_padding")
 RECOMPUTES = {"TRL": True, "ms-swift": True, "Transformers": False}
 """Whether a trainer recomputes if no key says so: the default of `gradient_checkpointing`."""
 TUNERS = ("finetuning_type", "adapter", "tuner_type", "train_type")
@@ -110,6 +112,7 @@ def read_trainer(data: Mapping[str, Any], file: str, package: str) -> Reading:
         done.add(key)
         read_optimizer(reading, str(data[key]), key)
     done |= _packing(reading, data) | _defaults(reading, data)
+    done |= {key for key, value in data.items() if value is None}
     sort_rest(reading, set(data) - done, without_effect)
     return reading
 
@@ -136,7 +139,7 @@ def _defaults(reading: Reading, data: Mapping[str, Any]) -> set[str]:
         reading.notes.append("neither --bf16 nor --fp16: bf16 is assumed")
     if reading.package == "ms-swift" and not any(data.get(key) for key in TUNERS):
         reading.refused.append("tuner_type: lora is ms-swift's default (adapters are not modelled)")
-    return {"fsdp_version", "fsdp_transformer_layer_cls_to_wrap", "tf32"}
+    return {"rope_scaling", "fsdp_version", "fsdp_transformer_layer_cls_to_wrap", "tf32"}
 
 
 def _model(reading: Reading, data: Mapping[str, Any]) -> set[str]:
@@ -267,8 +270,9 @@ def _fsdp(reading: Reading, section: Any, prefix: str) -> None:
     gathered parameters until the backward, as ZeRO-2's gradients with sharded parameters."""
     reading.system = FSDP_SYSTEM
     if not isinstance(section, Mapping):
-        words = str(section).split()
-        section = {"sharding_strategy": "FULL_SHARD" if "full_shard" in words else words[0]}
+        words = section if isinstance(section, list) else str(section).split()
+        kinds = [str(word).upper() for word in words if "shard" in str(word)]
+        section = {"sharding_strategy": (kinds or ["FULL_SHARD"])[0]}
     plain = {str(key).removeprefix("fsdp_"): value for key, value in section.items()}
     strategy = str(plain.get("sharding_strategy", "FULL_SHARD")).upper()
     if strategy not in SHARDING:
