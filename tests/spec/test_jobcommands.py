@@ -177,6 +177,14 @@ TRAINERS = [
         "--seq-len 2048 --global-batch 64 --micro-batch 2 --zero 3 --attention fa2 "
         "--optimizer host",
     ),
+    (  # open-instruct: the launcher has the precision and the DeepSpeed file
+        "accelerate launch --mixed_precision bf16 --num_machines 1 --num_processes 4 "
+        "--use_deepspeed --deepspeed_config_file ds/stage3_no_offloading_accelerate.conf "
+        "open_instruct/finetune.py --model_name_or_path Qwen/Qwen3-8B --use_flash_attn "
+        "--max_seq_length 2048 --per_device_train_batch_size 1 --gradient_accumulation_steps 4",
+        "keep_all --model qwen3-8b --cluster CLUSTER --system huggingface-deepspeed --gpus 4 "
+        "--seq-len 2048 --global-batch 16 --zero 3 --attention fa2",
+    ),
     (  # verl
         "torchrun --nproc_per_node=8 -m verl.trainer.fsdp_sft_trainer data.train_batch_size=32 "
         "data.micro_batch_size_per_gpu=1 data.max_length=4096 model.partial_pretrain=Qwen/Qwen3-8B "
@@ -229,6 +237,8 @@ def test_a_command_replaces_values_of_its_yaml(tmp_path: Path) -> None:
     [
         ("swift sft --model m --max_length 512", "lora is ms-swift's default"),
         ("megatron sft --model m --tuner_type lora", "lora"),
+        ("deepspeed train.py --model_name_or_path m --lora_enable True --lora_r 8", "lora_enable"),
+        ("deepspeed train.py --model_name_or_path m --vision_tower v", "vision_tower"),
         ("deepspeed -m openrlhf.cli.train_dpo --pretrain m --micro_train_batch_size 1", "stage"),
         (f"pretrain_gpt.py {SIZES} --num-experts 8 --moe-train-capacity-factor 1", "capacity"),
     ],

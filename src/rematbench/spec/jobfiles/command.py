@@ -109,6 +109,9 @@ def read_command(script: Script, words: list[str], package: Package) -> Reading:
         _openrlhf(data, words)
     if any(word.startswith("verl.trainer.") for word in words):
         data = _verl(words)
+    precision = str(data.pop("mixed_precision", "")).lower()
+    if precision in ("bf16", "fp16"):
+        data.setdefault(precision, True)
     config = data.pop("config_file", None)
     package, data = _with_file(script, words, package, data)
     batch = data.pop("train_batch_size", None)

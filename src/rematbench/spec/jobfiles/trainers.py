@@ -52,6 +52,10 @@ ATTENTION = {
 ADAPTERS = ("lora", "qlora", "dora", "freeze", "oft", "prompt")
 REFUSED = {
     "use_peft": "adapters are not modelled",
+    "use_lora": "adapters are not modelled",
+    "lora_enable": "adapters are not modelled",
+    "lora": "adapters are not modelled",
+    "vision_tower": "an encoder of images is not modelled",
     "load_in_4bit": "quantised weights are not modelled",
     "load_in_8bit": "quantised weights are not modelled",
     "use_galore": "GaLore is not modelled",
