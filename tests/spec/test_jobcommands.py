@@ -63,6 +63,8 @@ def value(text: str) -> str:
         ("read -r -d '' ALL <<EOF\nrun --x 4 \\\n --y \"z\"\nEOF\ndeepspeed $ALL", "4"),
         ("export A='run --x' B=5\nsrun --y 1 bash -c 'ulimit; $A $B --z $ID'", "5"),
         ('A="run \\\n  --x 6 \\\n"\nexport A\nsrun bash -c "$A --y \\$ID"', "6"),
+        ("T=2; C=$(( ($T > 1) ? 7 : 0 ))\nrun --x $C", "7"),
+        ("T=2\nif [[ ! $T =~ ^[1-3]$ ]]; then B=1; else B=2; fi\nrun --x $B", "2"),
         ('grep -q a <<< "$X"\nrun --x 4', "4"),
         ("#SBATCH --nodes=6 # six\n#SBATCH -n 48\nrun --x $SLURM_NNODES", "6"),
     ],
@@ -125,6 +127,48 @@ def test_a_sourced_file_and_the_names_of_2021_are_read(tmp_path: Path) -> None:
     made = job(tmp_path, text)[0]
     assert made.method == "full_recompute"
     assert made.options["global_batch"] == "32"
+
+
+def test_a_script_reads_the_script_that_it_starts_with_its_arguments(tmp_path: Path) -> None:
+    (tmp_path / "inner.sh").write_text(
+        f"TP=$2\nif [ $1 = 2L ]; then L='{SIZES}'; fi\nMBS=${{MBS:-1}}\n"
+        "torchrun --nproc_per_node 8 x.py $L --tensor-model-parallel-size $TP "
+        "--micro-batch-size $MBS --global-batch-size $3 --bf16\n"
+    )
+    for line in (
+        "MBS=2 bash a/inner.sh 2L 4 16",
+        "export MBS=2\nsrun --nodes 1 ./inner.sh 2L 4 16",
+    ):
+        options = job(tmp_path, line)[0].options
+        names = ("gpus", "tp", "micro_batch", "global_batch")
+        assert [options[name] for name in names] == ["8", "4", "2", "16"]
+
+
+def test_a_variable_that_doubles_has_an_end() -> None:
+    with pytest.raises(ConfigError, match="has no end"):
+        read_script("A=aaaaaaaa\n" + "A=$A$A\n" * 60, "run.sh")
+
+
+@pytest.mark.parametrize(
+    ("options", "vocab"),
+    [
+        ("--vocab-file v.json", 50257),
+        ("--merge-file", 50257),
+        ("--patch-tokenizer-type Qwen3Tokenizer", None),
+        ("--tokenizer-type NullTokenizer --vocab-file x", None),
+    ],
+)
+def test_gpt_2s_vocabulary_is_the_default_of_its_files(
+    tmp_path: Path, options: str, vocab: int | None
+) -> None:
+    sizes = SIZES.replace("--vocab-size 512", "")
+    assert job(tmp_path, f"x.py {sizes} {options}")[1].values.get("vocab") == vocab
+
+
+def test_comparisons_with_values_that_nothing_sets_are_named(tmp_path: Path) -> None:
+    text = f"if [ $1 = a ]; then T=2; fi\nx.py {SIZES} --tensor-model-parallel-size $T"
+    notes = job(tmp_path, text)[1].notes
+    assert "nothing in the script sets what these compare: [ $1 = a ]" in notes
 
 
 def test_gpus_that_hold_no_replica_are_named(tmp_path: Path) -> None:

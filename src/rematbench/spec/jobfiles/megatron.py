@@ -374,7 +374,9 @@ def _model(reading: Reading, options: Options) -> None:
         window = re.sub(r"[^\d,]", "", "".join(options["window-size"])).split(",")[0]
         if window and "num_layers" in model:
             model["attention_window"] = [int(window)] * model["num_layers"]
-    tokenizer = first_value(options, "tokenizer-type", "GPT2BPETokenizer")  # pretrain_gpt.py
+    tokenizer = first_value(options, "tokenizer-type")
+    if {"vocab-file", "merge-file"} & options.keys() and not tokenizer:
+        tokenizer = "GPT2BPETokenizer"  # the default of pretrain_gpt.py
     if "vocab" not in reading.values and tokenizer in VOCABULARIES:
         reading.put("vocab", VOCABULARIES[tokenizer], "--tokenizer-type")
 

@@ -127,7 +127,9 @@ def _launch(path: Path, label: str) -> Reading:
         if named:
             problem = f"the command names {named[-1]}, which is not beside it: read that file"
         raise ConfigError(label, "", problem)
-    reading.notes += [f"{words}: nothing sets its variable" for words in script.undecided]
+    if script.undecided:
+        tests = ", ".join(dict.fromkeys(script.undecided))
+        reading.notes.append(f"nothing in the script sets what these compare: {tests}")
     return reading
 
 

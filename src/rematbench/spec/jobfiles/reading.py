@@ -169,7 +169,18 @@ WITHOUT_EFFECT = (
 WITH_EFFECT = {
     *("parallel", "vocab", "attention", "attn", "recompute", "offload", "offloading", "fp8", "fp4"),
     *("float8", "experts", "expert", "moe", "kernel", "kernels", "dtype", "degree", "compile"),
-    *("quantization", "quantize", "layers", "hidden", "heads", "mtp", "mla", "frozen", "freeze"),
+    *(
+        "types",
+        "quantization",
+        "quantize",
+        "layers",
+        "hidden",
+        "heads",
+        "mtp",
+        "mla",
+        "frozen",
+        "freeze",
+    ),
 }
 """Words in the keys of values that can change bytes or seconds, whatever other words are there."""
 NOT_OF_THE_STEP = {

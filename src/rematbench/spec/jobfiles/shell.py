@@ -18,6 +18,7 @@ from msgspec import Struct
 from rematbench.spec.configfile import ConfigError, read_text
 from rematbench.spec.jobfiles.reading import Options
 from rematbench.spec.jobfiles.shell_values import (
+    LONGEST,
     Variables,
     assigned,
     expand_text,
@@ -43,6 +44,8 @@ COMPARED: dict[str, Callable[[int, int], bool]] = {
     "-lt": operator.lt,
     "-le": operator.le,
 }
+SHELLS = {"bash", "sh", "/bin/bash", "/bin/sh"}
+LAUNCHERS = {"srun", "nohup"}
 BRACKETS = {"[", "[[", "]", "]]", "test", "((", "))"}
 FILE_TESTS = {"-f", "-d", "-e", "-r", "-x", "-s"}
 GPUS = re.compile(r"(?:[a-zA-Z][\w.-]*:)*(\d+)(?:\([^)]*\))?(?:,.*)?")
@@ -82,7 +85,7 @@ class Script(Struct):
 
 def read_script(text: str, file: str) -> Script:
     """The commands of a script.  ConfigError if the text is not a shell script."""
-    script = Script(file=file)
+    script = Script(file=file, variables={"#": ["0"]})
     words = shlex.split(" ".join(SBATCH.findall(text)))
     script.headers = options_of([_long(word) for word in words])
     for option in ("gpus-per-node", "gres"):
@@ -248,9 +251,18 @@ def _compared(script: Script, words: list[str], left: str, sign: str, right: str
         script.undecided.append(" ".join(words))
     if sign in ("=", "==", "!="):
         return fnmatch.fnmatchcase(left, right) == (sign != "!=")
+    if sign == "=~":
+        return _matches(left, right)
     if sign in COMPARED and left.isdigit() and right.isdigit():
         return COMPARED[sign](int(left), int(right))
     return False
+
+
+def _matches(text: str, pattern: str) -> bool:
+    try:
+        return re.search(pattern, text) is not None
+    except re.error:
+        return False
 
 
 def _quoted(document: str) -> str:
@@ -260,25 +272,40 @@ def _quoted(document: str) -> str:
 
 
 def _nested(script: Script, words: list[str], depth: int) -> bool:
-    """Read the script in `bash -c '...'`, whose own shell replaces the exported variables; the
-    options before it are those of each of its commands."""
-    shells = [index for index, word in enumerate(words) if word in ("bash", "sh", "/bin/bash")]
-    at = next((i + 1 for i in shells if words[i + 1 : i + 2] and words[i + 1].startswith("-")), 0)
-    if not at or "c" not in words[at] or not words[at + 1 : at + 2] or not depth:
+    """Read the script that a command starts: `bash -c '...'`, whose own shell replaces the exported
+    variables, or a file beside the script with its arguments.  The options before it are those of
+    each of its commands."""
+    start = next((index for index, word in enumerate(words) if word in SHELLS), -1)
+    if start < 0 and (words[0] in LAUNCHERS or words[0].endswith(".sh")):
+        start = next((index - 1 for index, word in enumerate(words) if word.endswith(".sh")), -1)
+    rest = words[start + 1 :]
+    if not rest or not depth or (start < 0 and not words[0].endswith(".sh")):
         return False
-    text = expand_text(words[at + 1], script.variables)
-    before = [one for word in words[:at] for one in expand_words(word, script.variables)]
+    first = expand_text(rest[0], script.variables)
+    beside = Path(script.file).parent / Path(first).name
+    if first.startswith("-") and "c" in first and rest[1:]:
+        text = expand_text(rest[1], script.variables)
+    elif first.endswith(".sh") and beside.is_file():
+        text = read_text(beside, str(beside))
+        arguments = [one for word in rest[1:] for one in expand_words(word, script.variables)]
+        script.variables |= {str(number): [one] for number, one in enumerate(arguments, 1)}
+        script.variables |= {"@": arguments, "#": [str(len(arguments))]}
+    else:
+        return False
+    before = [one for word in words[: start + 1] for one in expand_words(word, script.variables)]
     inner = Script(file=script.file, variables=script.variables, documents=script.documents)
     try:
         _read(inner, text, Path(script.file).parent, depth - 1)
     except ConfigError:  # quotes that only one of the two shells removes
         return False
     script.commands += [before + command for command in inner.commands]
+    script.undecided += inner.undecided
     return True
 
 
-def _run(script: Script, words: list[str], document: str, depth: int) -> None:
-    """Set the variables of a statement, or add its command."""
+def _assign(script: Script, words: list[str]) -> list[str]:
+    """Set the variables at the beginning of a statement; the words after them.  ConfigError for a
+    variable that grows without end."""
     declares = words[0] in DECLARATIONS
     words = [word for word in words[declares:] if not (declares and word.startswith("-"))]
     while words and (match := ASSIGNMENT.fullmatch(words[0])):
@@ -287,8 +314,16 @@ def _run(script: Script, words: list[str], document: str, depth: int) -> None:
             before = script.variables.get(match[1], [])
             joined = match[3].startswith("(") or not before
             values = before + values if joined else [*before[:-1], before[-1] + values[0]]
+        if sum(map(len, values)) > LONGEST:
+            raise ConfigError(script.file, "", "not a shell command (a variable has no end)")
         script.variables[match[1]] = values
         words = words[1:]
+    return words
+
+
+def _run(script: Script, words: list[str], document: str, depth: int) -> None:
+    """Set the variables of a statement, or add its command."""
+    words = _assign(script, words)
     if not words:
         return
     if words[0] == "read" and document:

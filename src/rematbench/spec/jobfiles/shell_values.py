@@ -23,7 +23,17 @@ OPERATIONS: dict[type[ast.operator], Callable[[int, int], int]] = {
     ast.Mod: operator.mod,
     ast.Pow: operator.pow,
 }
+COMPARISONS: dict[type[ast.cmpop], Callable[[int, int], bool]] = {
+    ast.Gt: operator.gt,
+    ast.GtE: operator.ge,
+    ast.Lt: operator.lt,
+    ast.LtE: operator.le,
+    ast.Eq: operator.eq,
+    ast.NotEq: operator.ne,
+}
 LARGEST = 1 << 62
+LONGEST = 1 << 20
+"""The characters of a variable, at most."""
 ESCAPED = '$`"\\\n'
 """The characters that a backslash escapes inside double quotes."""
 
@@ -131,9 +141,12 @@ def _calculated(text: str, variables: Variables) -> str:
         r"[A-Za-z_]\w*", lambda m: " ".join(variables.get(m[0], ["0"])), _plain(text, variables)
     )
     try:
+        choice = re.fullmatch(r"(.+)\?(.+):(.+)", plain, re.DOTALL)
+        if choice:
+            plain = f"({choice[2]}) if ({choice[1]}) else ({choice[3]})"
         tree = ast.parse(plain.strip().replace("/", "//"), mode="eval")
         return str(_number(tree.body))
-    except (SyntaxError, ValueError, ZeroDivisionError):
+    except (SyntaxError, ValueError, ZeroDivisionError, RecursionError, MemoryError):
         return ""
 
 
@@ -147,6 +160,11 @@ def _number(node: ast.expr) -> int:
         return node.value
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
         return -_number(node.operand)
+    if isinstance(node, ast.IfExp):
+        return _number(node.body if _number(node.test) else node.orelse)
+    if isinstance(node, ast.Compare) and len(node.ops) == 1 and type(node.ops[0]) in COMPARISONS:
+        compared = COMPARISONS[type(node.ops[0])]
+        return int(compared(_number(node.left), _number(node.comparators[0])))
     if isinstance(node, ast.BinOp) and type(node.op) in OPERATIONS:
         left, right = _number(node.left), _number(node.right)
         if isinstance(node.op, ast.Pow) and not 0 <= right <= 64:

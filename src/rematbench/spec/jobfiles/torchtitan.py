@@ -70,12 +70,21 @@ def _section(reading: Reading, section: Mapping[str, Any], prefix: str) -> None:
     rest = {key for key in (*TRAINING, *DEGREES) if section.get(key) == -1}  # the default
     plain = {key: value for key, value in section.items() if key not in rest}
     done = rest | read_whole(reading, plain, {**TRAINING, **DEGREES}, prefix)
-    done |= {"compile", "mixed_precision_param", "enable_cpu_offload", "max_norm", "dtype"}
+    done |= {
+        "fp8_linear",
+        "compile",
+        "mixed_precision_param",
+        "enable_cpu_offload",
+        "max_norm",
+        "dtype",
+    }
     if str(section.get("dtype", "float32")) != "float32":
         key = f"{prefix}dtype: {section['dtype']}"
         reading.refused.append(f"{key} (only states in fp32 are modelled)")
     done |= {"mixed_precision_reduce", "fsdp_reshard_after_forward", "enable_async_tensor_parallel"}
     done |= {"pipeline_parallel_schedule", "enable_loss_parallel", "disable_loss_parallel"}
+    if section.get("fp8_linear"):
+        reading.refused.append(f"{prefix}fp8_linear: FP8 linears are not modelled")
     if section.get("enable_cpu_offload"):
         key = f"{prefix}enable_cpu_offload"
         reading.refused.append(f"{key}: FSDP's parameters on the host are not modelled")
