@@ -465,11 +465,30 @@ def test_keys_of_axolotl_are_read_or_named(tmp_path: Path, text: str, words: str
 
 
 @pytest.mark.parametrize(
-    "key", ["data_parallel_kind", "sliding_attention_window", "fp8_param_gather", "vocab_group"]
+    "key",
+    [
+        "data_parallel_kind",
+        "sliding_attention_window",
+        "fp8_param_gather",
+        "communication_data_type",
+    ],
 )
 def test_a_key_that_can_change_the_step_is_never_called_harmless(tmp_path: Path, key: str) -> None:
     base = "base_model: Qwen/Qwen3-8B\nsequence_len: 512\n"
     assert job(tmp_path, f"{base}{key}: 1", "axolotl.yaml")[1].unknown == [key]
+
+
+def test_shards_and_replicas_of_axolotl_give_the_gpus(tmp_path: Path) -> None:
+    text = "base_model: Qwen/Qwen3-8B\nsequence_len: 512\ndp_shard_size: 4\n"
+    text += "dp_replicate_size: 2\ntensor_parallel_size: 2\nfsdp_config: {version: 2}\n"
+    options = job(tmp_path, text, "axolotl.yaml")[0].options
+    assert (options["gpus"], options["shard_degree"]) == ("16", "4")
+
+
+def test_a_part_of_the_optimizer_on_the_host_is_refused(tmp_path: Path) -> None:
+    zero = {"stage": 2, "offload_optimizer": {"device": "cpu", "ratio": 0.3}}
+    refused = job(tmp_path, json.dumps({"zero_optimization": zero}), "ds.json")[1].refused
+    assert any("offload_optimizer.ratio" in line for line in refused)
 
 
 def test_accelerate_without_distribution_starts_one_process(tmp_path: Path) -> None:

@@ -59,7 +59,9 @@ def read_torchtitan(data: Mapping[str, Any], file: str) -> Reading:
     _float8(reading, data)
     _optimizer(reading, data.get("optimizer") or {})
     if reading.get("experts", 1) > 1:
-        reading.refused.append("parallelism.expert_parallel_degree: experts are not modelled")
+        reading.refused.append(
+            "parallelism.expert_parallel_degree: experts are not simulated with FSDP"
+        )
     _batch(reading)
     for key in sorted(set(data) - done):
         (reading.ignored if key in WITHOUT_EFFECT else reading.unknown).append(key)

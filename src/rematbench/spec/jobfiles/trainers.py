@@ -31,6 +31,8 @@ BATCHES = {
     "sequence_parallel_size": "ulysses",
     "context_parallel_size": "cp",
     "tensor_parallel_size": "tp",
+    "dp_shard_size": "shards",
+    "dp_replicate_size": "replicas",
 }
 MODELS = ("model_name_or_path", "base_model", "model_name", "model")
 ATTENTION_KEYS = ("flash_attn", "attn_implementation", "attn_impl", "attention", "attn")
