@@ -206,6 +206,9 @@ def _read(options: Options, script: Script) -> Reading:
     reading.method = _method(reading, options)
     _named_model(reading, options)
     _deepspeed(reading, options, script)
+    if "partition-activations" in options and reading.get("tp", 1) > 1:
+        text = "inputs of layers are sharded by rows only with --sequence-parallel"
+        reading.notes.append(f"--partition-activations: {text}")
     if "rampup-batch-size" in options:
         reading.notes.append("--rampup-batch-size: the batch after the ramp is counted")
     for option in sorted(set(options) - done):
