@@ -50,9 +50,10 @@ def read(  # noqa: PLR0913, PLR0917  # an option of the command line each
 ) -> None:
     """Read the files of a training job and print the equal `simulate` command.
 
-    FILE: a Megatron launch line or script, a DeepSpeed JSON, a YAML of accelerate, TRL,
-    LLaMA-Factory or axolotl, a TOML of torchtitan, and the model's config.json.  Options replace
-    values of the files.
+    FILE: a script with a launch line of Megatron or of a Hugging Face trainer (Transformers, TRL,
+    LLaMA-Factory, ms-swift, OpenRLHF, verl), a DeepSpeed JSON, a YAML of accelerate, TRL,
+    LLaMA-Factory, axolotl or nanotron, a TOML of torchtitan, and the model's config.json.  Nothing
+    is executed.  Options replace values of the files.
 
     \b
     Example:

@@ -11,7 +11,11 @@ Package = Literal[
     "LLaMA-Factory",
     "axolotl",
     "torchtitan",
+    "Transformers",
+    "ms-swift",
+    "nanotron",
     "GPT-NeoX",
+    "NeMo",
 ]
 
 SIGNS: tuple[tuple[Package, tuple[frozenset[str], ...]], ...] = (
@@ -22,6 +26,14 @@ SIGNS: tuple[tuple[Package, tuple[frozenset[str], ...]], ...] = (
             frozenset({"pipe-parallel-size"}),
             frozenset({"model_parallel_size", "hidden_size"}),
             frozenset({"model-parallel-size", "hidden-size"}),
+        ),
+    ),
+    ("Megatron", (frozenset({"MODEL_ARGS"}),)),
+    (
+        "NeMo",
+        (
+            frozenset({"trainer", "exp_manager"}),
+            frozenset({"trainer", "model", "restore_from_path"}),
         ),
     ),
     (
@@ -68,6 +80,13 @@ SIGNS: tuple[tuple[Package, tuple[frozenset[str], ...]], ...] = (
         ),
     ),
     (
+        "nanotron",
+        (
+            frozenset({"parallelism", "tokens", "model"}),
+            frozenset({"parallelism", "tokens", "optimizer"}),
+        ),
+    ),
+    (
         "torchtitan",
         (
             frozenset({"parallelism", "training"}),
@@ -81,6 +100,10 @@ SIGNS: tuple[tuple[Package, tuple[frozenset[str], ...]], ...] = (
 their files also have keys of later ones."""
 
 
+REFUSED = ("GPT-NeoX", "NeMo")
+"""Packages whose files are recognised and not read."""
+
+
 def package_of(data: Mapping[str, Any]) -> Package | None:
     """The package whose configuration file a mapping is; None for every other mapping."""
     keys = set(data)
@@ -92,7 +115,7 @@ def package_of(data: Mapping[str, Any]) -> Package | None:
 
 def pointer(package: Package, file: str) -> str:
     """A sentence that names the package and the command that reads the file."""
-    if package == "GPT-NeoX":
-        return "a GPT-NeoX configuration, which is not read: give its values as options"
+    if package in REFUSED:
+        return f"a {package} configuration, which is not read: give its values as options"
     article = "an" if package[0] in "aA" else "a"
     return f"{article} {package} configuration; read it with: rematbench read {file}"

@@ -47,10 +47,16 @@ def read_deepspeed(data: Mapping[str, Any], file: str) -> Reading:
     if "activation_checkpointing" in data:
         done.add("activation_checkpointing")
         _checkpointing(reading, data["activation_checkpointing"])
-    for key in ("tensor_parallel", "compression_training"):
-        if key in data:
-            reading.refused.append(f"{key}: not read from a DeepSpeed configuration")
-            done.add(key)
+    done |= {key for key in data if str(key).startswith("_")}  # comments
+    if isinstance(data.get("tensor_parallel"), Mapping):
+        done |= {"tensor_parallel"}
+        prefix = "tensor_parallel."
+        read = read_whole(reading, data["tensor_parallel"], {"autotp_size": "tp"}, prefix)
+        reading.put("sp", False, prefix)
+        sort_rest(reading, set(data["tensor_parallel"]) - read, without_effect, prefix)
+    if "compression_training" in data:
+        reading.refused.append("compression_training: compression is not modelled")
+        done.add("compression_training")
     if isinstance(data.get("optimizer"), dict):
         done.add("optimizer")
         read_optimizer(reading, str(data["optimizer"].get("type", "AdamW")), "optimizer.type")
@@ -69,7 +75,7 @@ def read_zero(reading: Reading, zero: Any, prefix: str) -> None:
     buckets."""
     if not isinstance(zero, Mapping):
         raise ConfigError(reading.file, prefix.rstrip("."), "expected a section with a stage")
-    done = {"stage", "offload_optimizer", "offload_param", "cpu_offload"}
+    done = {"stage", "offload_optimizer", "offload_param", "cpu_offload", "cpu_offload_params"}
     stage = zero.get("stage", 0)
     if isinstance(stage, bool) or stage not in STAGES:
         raise ConfigError(reading.file, f"{prefix}stage", f"{stage!r} (allowed: 0, 1, 2, 3)")
@@ -92,14 +98,18 @@ def _sizes(reading: Reading, zero: Mapping[str, Any], prefix: str) -> set[str]:
     """Read the limits of ZeRO 3, and whether gradients are copied into buckets; returns the keys
     that were read.  A prefetch bucket of 0 fetches nothing ahead."""
     for key, fact in SIZES.items():
-        if fact == "prefetch_elements" and zero.get(key) == 0:
-            reading.facts["gather_overlap"] = False
-        elif zero.get(key, AUTO) != AUTO:
-            reading.facts[fact] = whole(zero[key], reading.file, f"{prefix}{key}")
+        value = zero.get(key, zero.get(key.removeprefix("stage3_"), AUTO))
+        if value == 0:
+            if fact == "prefetch_elements":
+                reading.facts["gather_overlap"] = False
+            elif key in zero:
+                reading.notes.append(f"{prefix}{key}: 0 is read as DeepSpeed's default")
+        elif value != AUTO:
+            reading.facts[fact] = whole(value, reading.file, f"{prefix}{key}")
     if "contiguous_gradients" in zero:
         key = f"{prefix}contiguous_gradients"
         reading.facts["whole_buckets"] = switch(zero["contiguous_gradients"], reading.file, key)
-    return {*SIZES, "contiguous_gradients"}
+    return {*SIZES, *(key.removeprefix("stage3_") for key in SIZES), "contiguous_gradients"}
 
 
 def _homes(reading: Reading, zero: Mapping[str, Any], prefix: str) -> None:
@@ -111,8 +121,11 @@ def _homes(reading: Reading, zero: Mapping[str, Any], prefix: str) -> None:
             reading.refused.append(f"{prefix}{key}.device: nvme ({NVME})")
         elif device not in (None, "none"):
             reading.put(name, "host", f"{prefix}{key}.device")
-    if zero.get("cpu_offload"):
-        reading.put("optimizer", "host", f"{prefix}cpu_offload")
+            if section and float(section.get("ratio", 1)) != 1:
+                reading.refused.append(f"{prefix}{key}.ratio: a part of the states on the host")
+    for key, name in (("cpu_offload", "optimizer"), ("cpu_offload_params", "parameters")):
+        if zero.get(key):  # the names before DeepSpeed 0.4
+            reading.put(name, "host", f"{prefix}{key}")
 
 
 def _refuse_zero_pp(reading: Reading, zero: Mapping[str, Any], prefix: str) -> set[str]:
@@ -130,6 +143,7 @@ HARMLESS = {
     *("reduce_scatter", "round_robin_gradients"),
     *("stage3_gather_16bit_weights_on_model_save", "ignore_unused_parameters"),
     *("allgather_partitions", "elastic_checkpoint", "gather_16bit_weights_on_model_save"),
+    *("cpu_offload_use_pin_memory", "stage3_gather_fp16_weights_on_model_save"),
 }
 
 

@@ -93,10 +93,13 @@ def _degrees(values: dict[str, Any], reading: Reading) -> None:
             problem = f"{layers} layers are not a multiple of pp x layers of a chunk = {stages}"
             raise ConfigError(reading.file, key, problem)
         values["vpp"] = layers // stages
-    if values.get("gpus") is None and {"shards", "replicas"} & set(values):
-        ranks = values.get("shards", 1) * values.get("replicas", 1)
+    if values.get("gpus") is None and "shards" in values:
+        ranks = values["shards"] * values.get("replicas", 1)
         model_ranks = values.get("tp", 1) * values.get("pp", 1) * values.get("cp", 1)
         values["gpus"] = ranks * model_ranks
+    one = values.get("tp", 1) * values.get("pp", 1) * values.get("cp", 1)
+    if values.get("gpus") and values["gpus"] % one:
+        reading.notes.append(f"{values['gpus']} GPUs are not a multiple of tp x cp x pp = {one}")
 
 
 def _shards(values: dict[str, Any]) -> None:
@@ -225,7 +228,8 @@ def _rest(values: dict[str, Any]) -> dict[str, str]:
         options["zero_stage"] = str(values["zero_stage"])
     if values.get("sp") is False and values.get("tp", 1) > 1:
         options["sp"] = ""
-    defaults = {"attention": "flash", "precision": "bf16", "optimizer": "device"}
+    defaults = {"attention": "flash", "precision": "bf16"}
+    defaults |= {"optimizer": "device", "parameters": "device"}
     for name, default in defaults.items():
         if values.get(name, default) != default:
             options[name] = str(values[name])

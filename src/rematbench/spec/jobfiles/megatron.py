@@ -1,10 +1,14 @@
 """Reads a Megatron-LM launch line or launch script."""
 
+import json
 import re
-import shlex
-from collections.abc import Iterator
+from collections.abc import Mapping
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
 
 from rematbench.spec.configfile import ConfigError
+from rematbench.spec.jobfiles.deepspeed import read_deepspeed
 from rematbench.spec.jobfiles.megatron_experts import READ as OF_EXPERTS
 from rematbench.spec.jobfiles.megatron_experts import read_experts
 from rematbench.spec.jobfiles.reading import (
@@ -15,35 +19,36 @@ from rematbench.spec.jobfiles.reading import (
     whole,
     without_effect,
 )
-
-ASSIGNMENT = re.compile(r"^\s*(?:export\s+|local\s+|readonly\s+)?([A-Za-z_]\w*)=(.*)$")
-REFERENCE = re.compile(r"\$\{?([A-Za-z_]\w*)(?:\[[@*]\])?(?::?[-=]([^}]*))?\}?")
-ARITHMETIC = re.compile(r"\$\(\(([^()]*(?:\([^()]*\)[^()]*)*)\)\)")
-SBATCH = re.compile(r"^#SBATCH\s+(.*)$", re.MULTILINE)
-DEPTH = 8
-"""Rounds of replacing variables by their values."""
+from rematbench.spec.jobfiles.shell import Script, options_of
+from rematbench.spec.jobfiles.trainers import merge
 
 NUMBERS = {
+    "model-parallel-size": "tp",
     "tensor-model-parallel-size": "tp",
     "pipeline-model-parallel-size": "pp",
     "context-parallel-size": "cp",
     "num-layers-per-virtual-pipeline-stage": "layers_per_chunk",
     "num-virtual-stages-per-pipeline-rank": "vpp",
+    "batch-size": "micro_batch",
     "micro-batch-size": "micro_batch",
     "global-batch-size": "global_batch",
     "seq-length": "seq_len",
-    "nproc-per-node": "gpus_per_node",
-    "nproc_per_node": "gpus_per_node",
-    "gpus-per-node": "gpus_per_node",
-    "ntasks-per-node": "gpus_per_node",
-    "nnodes": "nodes",
-    "nodes": "nodes",
-    "num_nodes": "nodes",
-    "num_gpus": "gpus_per_node",
     "ds-sequence-parallel-size": "ulysses",
     "vocab-size": "vocab",
+    "pad-vocab-size-to": "vocab",
 }
 """Options with a positive whole number, each with the value of a job."""
+LAUNCHER = {
+    "ntasks-per-node": "gpus_per_node",
+    "gpus-per-node": "gpus_per_node",
+    "num_gpus": "gpus_per_node",
+    "nproc-per-node": "gpus_per_node",
+    "nproc_per_node": "gpus_per_node",
+    "nodes": "nodes",
+    "num_nodes": "nodes",
+    "nnodes": "nodes",
+}
+"""Options of launchers and of Slurm, each with the value of a job; later ones count."""
 SHAPES = {
     "num-layers": "num_layers",
     "hidden-size": "hidden",
@@ -79,62 +84,42 @@ REFUSED = {
     "fp4-format": "FP4 is not modelled",
     "hybrid-override-pattern": "state-space layers are not modelled",
     "optimizer-offload-fraction": "only the whole optimizer can be on the host",
+    "memory-centric-tiled-linear": "tiled linears are not modelled",
     "pipeline-model-parallel-layout": "give the layers of each stage with --partition",
 }
 """Options that turn on a feature which is not modelled, each with the reason."""
 SETTLED = {
-    *("sequence-parallel", "use-distributed-optimizer", "bf16", "fp16", "swiglu", "normalization"),
-    *("untie-embeddings-and-output-weights", "disable-bias-linear", "add-qkv-bias", "qk-layernorm"),
-    *("group-query-attention", "position-embedding-type", "use-rotary-position-embeddings"),
-    *("rotary-percent", "rotary-base", "recompute-granularity", "recompute-method"),
-    *("recompute-num-layers", "recompute-modules", "recompute-activations", "attention-backend"),
-    *(
-        "use-flash-attn",
-        "optimizer-cpu-offload",
-        "optimizer",
-        "hidden-dropout",
-        "apply-layernorm-1p",
-    ),
-    *(
-        "attention-dropout",
-        "squared-relu",
-        "transformer-impl",
-        "use-mcore-models",
-        "tokenizer-type",
-    ),
-    *(
-        "window-size",
-        "deepspeed",
-        "zero-stage",
-        "deepspeed_config",
-        "deepspeed-activation-checkpointing",
-    ),
-    *("cp-comm-type", "ddp-bucket-size", "attention-softmax-in-fp32", "no-masked-softmax-fusion"),
-    *("no-gradient-accumulation-fusion", "no-persist-layer-norm", "use-precision-aware-optimizer"),
-    *(
-        "checkpoint-activations",
-        "make-vocab-size-divisible-by",
-        "use-torch-fsdp2",
-        "no-bias-gelu-fusion",
-    ),
-    *("no-bias-dropout-fusion", "no-bias-swiglu-fusion", "account-for-embedding-in-pipeline-split"),
-    *(
-        "account-for-loss-in-pipeline-split",
-        "decoder-first-pipeline-num-layers",
-        "no-pipeline-parallel",
-    ),
-    *("decoder-last-pipeline-num-layers", "manual-gc", "no-async-tensor-model-parallel-allreduce"),
-    *(
-        "cpus-per-task",
-        "gres",
-        "mem",
-        "exclusive",
-        "partition",
-        "account",
-        "qos",
-        "constraint",
-        "mpi",
-    ),
+    *("DDP-impl", "account", "account-for-embedding-in-pipeline-split"),
+    *("account-for-loss-in-pipeline-split", "activations-checkpoint-method"),
+    *("activations-checkpoint-num-layers", "add-qkv-bias", "apply-layernorm-1p"),
+    *("attention-backend", "attention-dropout", "attention-softmax-in-fp32", "bf16"),
+    *("checkpoint-activations", "checkpoint-in-cpu", "checkpoint-num-layers", "constraint"),
+    *("cp-comm-type", "cpu-optimizer", "cpus-per-task", "cross-entropy-fusion-impl"),
+    *("ddp-bucket-size", "decoder-first-pipeline-num-layers"),
+    *("decoder-last-pipeline-num-layers", "deepspeed", "deepspeed-activation-checkpointing"),
+    *("deepspeed_config", "disable-bias-linear", "embed-layernorm", "eod-mask-loss"),
+    *("exclusive", "finetune", "force_multi", "fp16", "gres", "group-query-attention"),
+    *("hidden-dropout", "hostfile", "jobid", "load", "log-memory-to-tensorboard"),
+    *("make-vocab-size-divisible-by", "manual-gc", "mem", "model", "mpi"),
+    *("no-async-tensor-model-parallel-allreduce", "no-bias-dropout-fusion"),
+    *("no-bias-gelu-fusion", "no-bias-swiglu-fusion"),
+    *("no-create-attention-mask-in-dataloader", "no-gradient-accumulation-fusion"),
+    *("no-masked-softmax-fusion", "no-persist-layer-norm", "no-pipeline-parallel"),
+    *("no-position-embedding", "norm-epsilon", "normalization", "optimizer"),
+    *("optimizer-cpu-offload", "overlap-p2p-communication", "packing", "partition"),
+    *("partition-activations", "position-embedding-type", "pp-partition-method"),
+    *("qk-layernorm", "qos", "rampup-batch-size", "recompute-activations"),
+    *("recompute-granularity", "recompute-method", "recompute-modules"),
+    *("recompute-num-layers", "reservation", "reset-position-ids", "rope-scaling-factor"),
+    *("rotary-base", "rotary-percent", "rotary-seq-len-interpolation-factor"),
+    *("sequence-parallel", "squared-relu", "swiglu", "te-rng-tracker", "tile-factor"),
+    *("tokenizer-library", "tokenizer-type", "torch-dtype", "train-type", "transformer-impl"),
+    *("tuner-type", "untie-embeddings-and-output-weights", "use-cpu-initialization"),
+    *("use-distributed-optimizer", "use-flash-attn", "use-legacy-models", "use-mcore-models"),
+    *("use-precision-aware-optimizer", "use-rope-scaling", "use-rotary-position-embeddings"),
+    *("use-torch-fsdp2", "wait", "window-size", "zero-allgather-bucket-size"),
+    *("zero-contigious-gradients", "zero-reduce-bucket-size", "zero-reduce-scatter"),
+    *("zero-stage",),
 }
 """Options that `_read` uses or that change nothing which is modelled."""
 RECOMPUTE_MODULES = ("core_attn", "layernorm", "mlp", "moe", "moe_act", "shared_experts")
@@ -142,122 +127,154 @@ RECOMPUTE_MODULES = ("core_attn", "layernorm", "mlp", "moe", "moe_act", "shared_
 VOCABULARIES = {"GPT2BPETokenizer": 50257, "Llama2Tokenizer": 32000}
 """Vocabulary of tokenizers that come with their files: GPT-2's 50,257 tokens (Radford et al. 2019)
 and Llama 2's 32,000 (Touvron et al. 2023, arXiv 2307.09288)."""
-POSITIONS = {"rope": "rope", "learned_absolute": "learned", "none": "learned"}
+POSITIONS = {"rope": "rope", "learned_absolute": "learned", "none": "none", "alibi": "alibi"}
+SWIFT: Options = {
+    **{name: [] for name in ("bf16", "use-distributed-optimizer", "use-flash-attn")},
+    "recompute-granularity": ["selective"],
+    "micro-batch-size": ["1"],
+    "global-batch-size": ["16"],
+}
+"""The defaults of ms-swift 4.6.0, swift/megatron/arguments/megatron_args.py."""
+OLD = {"activations-checkpoint-method", "checkpoint-activations", "checkpoint-num-layers"}
+OLD |= {"model-parallel-size", "batch-size", "DDP-impl"}
+"""Options of Megatron-LM before 2023, which has neither Transformer Engine nor flash attention
+unless --use-flash-attn asks for it."""
+SWIFT_TASKS = {("megatron", "sft"), ("megatron", "pt")}
+SWIFT_NAMES = {"max_length": "seq-length"}
 BACKENDS = {"flash": "flash", "fused": "flash", "auto": "flash", "unfused": "unfused"}
 
 
-def is_launch(text: str) -> bool:
-    """Whether a text is a launch line of Megatron."""
-    return "--num-layers" in text and ("--seq-length" in text or "--micro-batch-size" in text)
+def is_launch(words: list[str]) -> bool:
+    """Whether a command starts a Megatron."""
+    options = options_of(words)
+    return "num-layers" in options and ("seq-length" in options or "micro-batch-size" in options)
 
 
-def read_megatron(text: str, file: str) -> Reading:
-    """The reading of a launch line or of a shell script.  ConfigError for a wrong value."""
-    options = _options(text, file)
-    reading = Reading(file=file, package="Megatron", system="megatron-core")
+def is_swift(words: list[str]) -> bool:
+    """Whether a command starts the Megatron of ms-swift."""
+    return any(pair in SWIFT_TASKS for pair in pairwise(words))
+
+
+def read_megatron(script: Script, words: list[str]) -> Reading:
+    """The reading of a launch line of a script.  ConfigError for a wrong value."""
+    return _read({**script.headers, **options_of(words)}, script)
+
+
+def read_swift(script: Script, words: list[str]) -> Reading:
+    """The reading of `megatron sft` of ms-swift: Megatron's options with underscores and values,
+    and a model by name.  ConfigError for a wrong value."""
+    options = {**script.headers, **SWIFT}
+    for name, values in options_of(words).items():
+        option = SWIFT_NAMES.get(name, name.replace("_", "-"))
+        if values[:1] == ["false"]:
+            options.pop(option, None)
+        else:
+            options[option] = [value for value in values if value != "true"]
+    for name, option in (("NPROC_PER_NODE", "nproc-per-node"), ("NNODES", "nnodes")):
+        if script.variables.get(name):
+            options[option] = script.variables[name]
+    tuner = first_value(options, "tuner-type", first_value(options, "train-type", "full"))
+    reading = _read(options, script)
+    if tuner != "full":
+        reading.refused.append(f"--tuner_type: {tuner} (adapters are not modelled)")
+    if "packing" in options:
+        text = "attention stays inside documents: --document-len, else whole sequences"
+        reading.notes.append(f"--packing: {text}")
+    return reading
+
+
+def _read(options: Options, script: Script) -> Reading:
+    file = script.file
+    reading = Reading(file=file, package="Megatron", system="megatron-core", command=True)
+    reading.system = "megatron-lm" if OLD & options.keys() else "megatron-core"
     if "deepspeed" in options:
         reading.system = "megatron-deepspeed"
     done = set(SETTLED)
+    for option, name in LAUNCHER.items():
+        if first_value(options, option).isdigit():
+            reading.put(name, int(first_value(options, option)), f"--{option}")
     put_numbers(reading, options, NUMBERS)
     for option, name in SHAPES.items():
         if options.get(option):
             reading.model[name] = whole(options[option][0], file, f"--{option}")
-    done |= {*NUMBERS, *SHAPES, *FACTS, *REFUSED, *OF_EXPERTS}
-    for option, reason in REFUSED.items():
-        if option in options and options[option][:1] != ["1"]:
-            reading.refused.append(f"--{option}: {reason}")
+    done |= {*NUMBERS, *LAUNCHER, *SHAPES, *FACTS, *REFUSED, *OF_EXPERTS}
+    _refuse(reading, options)
     _layout(reading, options)
     _model(reading, options)
     read_experts(reading, options)
     _facts(reading, options)
     reading.method = _method(reading, options)
+    _named_model(reading, options)
+    _deepspeed(reading, options, script)
+    if "partition-activations" in options and reading.get("tp", 1) > 1:
+        text = "inputs of layers are sharded by rows only with --sequence-parallel"
+        reading.notes.append(f"--partition-activations: {text}")
+    if "rampup-batch-size" in options:
+        reading.notes.append("--rampup-batch-size: the batch after the ramp is counted")
     for option in sorted(set(options) - done):
         (reading.ignored if without_effect(option) else reading.unknown).append(f"--{option}")
     return reading
 
 
-def _options(text: str, file: str) -> Options:
-    """The options of a launch line with their values; the variables of a script are replaced."""
-    headers = " ".join(SBATCH.findall(text)).replace("=", " ")
-    joined = re.sub(r"\\\s*\n", " ", text)
-    variables = {name: _without_self(name, value) for name, value in _assignments(joined)}
-    body = "\n".join(line for line in joined.splitlines() if not line.lstrip().startswith("#"))
-    body = ASSIGNMENT.sub("", body)
-    expanded = _expand(_without_assignments(body), variables)
-    try:
-        words = shlex.split(f"{headers}\n{expanded}", comments=True)
-    except ValueError as error:
-        raise ConfigError(file, "", f"not a shell command ({error})") from error
+def _refuse(reading: Reading, options: Options) -> None:
+    for option, reason in REFUSED.items():
+        all_of_it = option == "optimizer-offload-fraction"
+        off = {"1", "1.0"} if all_of_it else {"0", "null", "none"}
+        if option in options and first_value(options, option) not in off:
+            reading.refused.append(f"--{option}: {reason}")
+
+
+def read_arguments(arguments: Mapping[str, Any], file: str) -> Reading:
+    """The reading of `MODEL_ARGS` in a configuration of Megatron-LM's own tests: options with their
+    values.  ConfigError for a wrong value."""
     options: Options = {}
-    current: list[str] = []
-    for word in words:
-        if word.startswith("--"):
-            name, equals, value = word[2:].partition("=")
-            current = options.setdefault(name, [])
-            if equals:
-                current.append(value)
-        else:
-            current.append(word)
-    return options
+    for name, value in arguments.items():
+        if value is not False and value is not None:
+            options[str(name).lstrip("-")] = [] if value is True else str(value).split()
+    return _read(options, Script(file=file))
 
 
-def _without_self(name: str, value: str) -> str:
-    """A variable's value; its reference to itself (`PP=${PP:-2}`) becomes the default there."""
-    return REFERENCE.sub(lambda m: (m[2] or "") if m[1] == name else m[0], value)
+def _named_model(reading: Reading, options: Options) -> None:
+    """The model of a line that has a name in place of the sizes (ms-swift)."""
+    if "num-layers" in options:
+        return
+    reading.model.clear()
+    for option in ("model", "load"):
+        name = first_value(options, option)
+        if name and "model" not in reading.values:
+            reading.put("model", name.removesuffix("-mcore"), f"--{option}")
 
 
-def _assignments(text: str) -> Iterator[tuple[str, str]]:
-    """The variables of a script, also arrays over several lines."""
-    arrays = re.compile(r"^\s*([A-Za-z_]\w*)\+?=\(\s*(.*?)\)", re.MULTILINE | re.DOTALL)
-    for name, body in arrays.findall(text):
-        lines = (line.split(" #")[0] for line in body.splitlines())
-        yield name, " ".join(line for line in lines if not line.lstrip().startswith("#"))
-    quoted = re.compile(r"^\s*(?:export\s+)?([A-Za-z_]\w*)=\"([^\"]*)\"", re.MULTILINE)
-    yield from quoted.findall(text)
-    for line in text.splitlines():
-        match = ASSIGNMENT.match(line)
-        if match and not match[2].startswith(("(", '"')):
-            yield match[1], match[2].split(" #")[0].strip().strip("'\"").rstrip(";")
-
-
-def _without_assignments(text: str) -> str:
-    text = re.sub(r"^\s*[A-Za-z_]\w*\+?=\(.*?\)", "", text, flags=re.MULTILINE | re.DOTALL)
-    text = re.sub(r"^\s*(?:export\s+)?[A-Za-z_]\w*=\"[^\"]*\"", "", text, flags=re.MULTILINE)
-    kept = (line for line in text.splitlines() if not ASSIGNMENT.match(line))
-    return "\n".join(kept)
-
-
-def _expand(text: str, variables: dict[str, str]) -> str:
-    for _ in range(DEPTH):
-        before = text
-        text = REFERENCE.sub(lambda m: variables.get(m[1], m[2] or ""), text)
-        text = ARITHMETIC.sub(lambda m: _calculated(m[1], variables), text)
-        if text == before:
-            break
-    return text
-
-
-def _calculated(text: str, variables: dict[str, str]) -> str:
-    """The value of a product, sum or quotient of whole numbers; the text itself otherwise."""
-    plain = re.sub(r"[A-Za-z_]\w*", lambda m: variables.get(m[0], m[0]), text)
-    words = re.findall(r"\d+|[*/+-]", plain)
-    if not words or "".join(words) != re.sub(r"\s+", "", plain):
-        return text
-    value = int(words[0])
-    for sign, number in zip(words[1::2], map(int, words[2::2]), strict=False):
-        value = {"*": value * number, "+": value + number, "-": value - number}.get(
-            sign, value // max(1, number)
-        )
-    return str(value)
+def _deepspeed(reading: Reading, options: Options, script: Script) -> None:
+    """Read the DeepSpeed configuration that the script writes, or name its file.  With bf16 and
+    stage 0 DeepSpeed's BF16_Optimizer shards the optimizer's states all the same
+    (deepspeed/runtime/bf16_optimizer.py)."""
+    config = first_value(options, "deepspeed_config")
+    if "deepspeed" not in options:
+        return
+    if Path(config).name in script.documents:
+        name = Path(config).name
+        try:
+            data = json.loads(script.documents[name])
+        except json.JSONDecodeError as error:
+            raise ConfigError(script.file, name, f"not JSON ({error})") from error
+        merge(reading, read_deepspeed(data, f"{script.file}: {name}"))
+    elif config:
+        reading.files.append(Path(config))
+    if reading.get("precision") == "bf16" and not reading.get("zero_stage", 0):
+        reading.put("zero_stage", 1, "--zero-stage")
+        reading.notes.append("--zero-stage 0 with --bf16: DeepSpeed shards the states as stage 1")
 
 
 def _layout(reading: Reading, options: Options) -> None:
     stage = "1" if "use-distributed-optimizer" in options else "0"
     if "deepspeed" in options:
-        stage = first_value(options, "zero-stage", "0")
+        stage = first_value(options, "zero-stage", "")
     if "use-torch-fsdp2" in options:
         stage = "3"
-    reading.put("zero_stage", int(stage) if stage in "0123" else 0, "--use-distributed-optimizer")
+    if stage:
+        stage = stage.removesuffix(".0")
+        reading.put("zero_stage", int(stage) if stage in "0123" else 0, "--zero-stage")
     reading.put("sp", "sequence-parallel" in options, "--sequence-parallel")
     for word in ("bf16", "fp16"):
         if word in options:
@@ -268,10 +285,11 @@ def _layout(reading: Reading, options: Options) -> None:
     if backend not in BACKENDS:
         reading.refused.append(f"--attention-backend: {backend} (allowed: {', '.join(BACKENDS)})")
     local = first_value(options, "transformer-impl") == "local" or "deepspeed" in options
-    unfused = local and "use-flash-attn" not in options and not options.get("attention-backend")
+    local = local or bool(OLD & options.keys()) or reading.get("precision") == "fp32"
+    unfused = local and "use-flash-attn" not in options and backend == "auto"
     attention = "unfused" if unfused else BACKENDS.get(backend, "flash")
     reading.put("attention", attention, "--attention-backend")
-    if "optimizer-cpu-offload" in options:
+    if {"optimizer-cpu-offload", "cpu-optimizer"} & options.keys():
         reading.put("optimizer", "host", "--optimizer-cpu-offload")
     if first_value(options, "optimizer", "adam") != "adam":
         reading.refused.append(f"--optimizer: {first_value(options, 'optimizer')} (only adam)")
@@ -302,8 +320,6 @@ def _model(reading: Reading, options: Options) -> None:
         position = "rope"
     if position not in POSITIONS:
         reading.refused.append(f"--position-embedding-type: {position}")
-    if "squared-relu" in options:
-        reading.refused.append("--squared-relu: only GELU and SwiGLU are modelled")
     hidden, heads = model.get("hidden", 0), model.get("num_heads", 0)
     bias = "disable-bias-linear" not in options
     if hidden and "ffn" not in model:
@@ -313,7 +329,8 @@ def _model(reading: Reading, options: Options) -> None:
     grouped = "group-query-attention" in options or "num-key-value-heads" in options
     model["num_kv_heads"] = model.get("num_kv_heads", 1) if grouped else heads
     model |= {
-        "mlp": "swiglu" if gated else "gelu",
+        "mlp": "swiglu" if gated else "relu2" if "squared-relu" in options else "gelu",
+        "rotary_share": float(first_value(options, "rotary-percent", "1")),
         "norm": "rmsnorm" if norm == "rmsnorm" else "layernorm",
         "position": POSITIONS.get(position, "rope"),
         "tied_embeddings": "untie-embeddings-and-output-weights" not in options,
@@ -321,6 +338,7 @@ def _model(reading: Reading, options: Options) -> None:
         "proj_bias": bias,
         "mlp_bias": bias,
         "qk_norm": "qk-layernorm" in options,
+        "embedding_norm": "embed-layernorm" in options,
         "dropout": float(first_value(options, "hidden-dropout", "0.1") or 0.1),
     }
     if options.get("window-size"):
@@ -328,6 +346,8 @@ def _model(reading: Reading, options: Options) -> None:
         if window and "num_layers" in model:
             model["attention_window"] = [int(window)] * model["num_layers"]
     tokenizer = first_value(options, "tokenizer-type")
+    if {"vocab-file", "merge-file"} & options.keys() and not tokenizer:
+        tokenizer = "GPT2BPETokenizer"  # the default of pretrain_gpt.py
     if "vocab" not in reading.values and tokenizer in VOCABULARIES:
         reading.put("vocab", VOCABULARIES[tokenizer], "--tokenizer-type")
 
@@ -353,12 +373,17 @@ def _method(reading: Reading, options: Options) -> tuple[str, dict[str, object]]
     granularity = first_value(options, "recompute-granularity")
     if "recompute-activations" in options:
         granularity = granularity or "selective"
-    if "checkpoint-activations" in options:
+    if "checkpoint-activations" in options or "activations-checkpoint-method" in options:
         granularity = "full"
     if granularity == "full":
-        method = first_value(options, "recompute-method", "uniform")
-        layers = int(first_value(options, "recompute-num-layers", "1") or 1)
+        old = first_value(options, "activations-checkpoint-method", "uniform")  # of 2021
+        method = first_value(options, "recompute-method", old)
+        number = first_value(options, "checkpoint-num-layers", "1")  # of 2020
+        number = first_value(options, "activations-checkpoint-num-layers", number)
+        layers = int(first_value(options, "recompute-num-layers", number))
         settings: dict[str, object] = {} if method == "uniform" else {"method": method}
+        if "checkpoint-in-cpu" in options:
+            settings["inputs"] = "host"
         return "full_recompute", settings | ({"num_layers": layers} if layers > 1 else {})
     if granularity == "selective":
         return "selective_recompute", _modules(reading, options)

@@ -18,7 +18,11 @@ WIDTHS = {
     "moe-router-num-groups": "groups",
 }
 """Options with a positive whole number, each with the field of Experts."""
-DEGREES = {"expert-model-parallel-size": "ep", "expert-tensor-parallel-size": "etp"}
+DEGREES = {
+    "expert-model-parallel-size": "ep",
+    "moe-expert-parallel-size": "ep",
+    "expert-tensor-parallel-size": "etp",
+}
 DISPATCHERS = {"allgather": "allgather", "alltoall": "alltoall", "alltoall_seq": "alltoall"}
 FLEXIBLE = {"deepep": "deepep", "hybridep": "hybridep"}
 """Backends of the dispatcher `flex`."""
@@ -27,6 +31,7 @@ OVERLAPPING = "megatron-core-0.16"
 """The first shipped stack with the option --overlap-moe-expert-parallel-comm."""
 REFUSED = {
     "moe-shared-expert-overlap": "a shared expert beside the dispatch is not modelled",
+    "moe-train-capacity-factor": "a capacity of experts is not modelled",
     "moe-layer-recompute": "use --recompute-modules moe",
 }
 """Options that turn on a feature which is not modelled, each with the reason."""
@@ -50,12 +55,12 @@ READ = {
 def read_experts(reading: Reading, options: Options) -> None:
     """Set the model's experts, the degrees of the layout and the dispatcher of the stack.  Nothing
     for a dense model.  ConfigError for a wrong value."""
-    if not options.get("num-experts"):
-        return
     put_numbers(reading, options, DEGREES)
     for option, reason in REFUSED.items():
         if option in options:
             reading.refused.append(f"--{option}: {reason}")
+    if not options.get("num-experts"):
+        return
     experts: dict[str, Any] = {"active": 2, "ffn": reading.model.get("ffn", 0)}
     for option, name in WIDTHS.items():
         if options.get(option):

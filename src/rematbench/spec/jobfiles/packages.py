@@ -1,21 +1,31 @@
 """Reads files of any recognised package, and merges their values."""
 
+import re
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from rematbench.spec.configfile import ConfigError, read_mapping, read_text
-from rematbench.spec.foreign import Package, package_of, pointer
+from rematbench.spec.foreign import REFUSED, Package, package_of, pointer
 from rematbench.spec.huggingface import is_huggingface
+from rematbench.spec.jobfiles.command import read_command, trainer_of
 from rematbench.spec.jobfiles.deepspeed import read_deepspeed
-from rematbench.spec.jobfiles.megatron import is_launch, read_megatron
+from rematbench.spec.jobfiles.megatron import (
+    is_launch,
+    is_swift,
+    read_arguments,
+    read_megatron,
+    read_swift,
+)
+from rematbench.spec.jobfiles.nanotron import read_nanotron
 from rematbench.spec.jobfiles.reading import Reading
+from rematbench.spec.jobfiles.shell import Script, read_script
 from rematbench.spec.jobfiles.torchtitan import read_torchtitan
 from rematbench.spec.jobfiles.trainers import merge, read_accelerate, read_trainer
 
-READ = "Megatron launch lines, DeepSpeed JSON, YAML of accelerate, TRL, LLaMA-Factory and axolotl, "
-READ += "TOML of torchtitan, and config.json of the model"
+READ = "launch lines of Megatron and of Hugging Face trainers, DeepSpeed JSON, YAML of accelerate, "
+READ += "TRL, LLaMA-Factory, axolotl and nanotron, TOML of torchtitan, config.json of the model"
 STRUCTURED = {".json", ".yaml", ".yml", ".toml"}
 
 
@@ -34,14 +44,31 @@ def read_files(paths: list[Path]) -> Reading:
             present.add(beside.resolve())
             merge(whole, read_file(beside))
     whole.files = [named for named in whole.files if not _read(named, present)]
-    if whole.files and not _has_states(whole):
-        whole.notes.append(f"{whole.files[0]} is not here: name it after {whole.file}")
+    for named in whole.files if not _has_states(whole) else ():
+        _by_name(whole, named)
     return whole
+
+
+def _by_name(whole: Reading, named: Path) -> None:
+    """Take the states of a file that is not here from its name (`zero3`, `ds_z2_offload.json`,
+    as ms-swift and LLaMA-Factory name theirs)."""
+    stage = re.search(r"(?:zero|z|stage)[-_]?([0-3])", named.name.lower())
+    if stage is None or "partial" in named.name:
+        whole.notes.append(f"{named} is not here: name it after {whole.file}")
+        return
+    whole.put("zero_stage", int(stage[1]), str(named))
+    word = re.search(r"(no_)?offload(_param|_optim)?", named.name.lower())
+    homes = ("optimizer", "parameters") if stage[1] == "3" else ("optimizer",)
+    for name in homes if word and not word[1] else ():
+        if not word or name.startswith((word[2] or "").strip("_")):
+            whole.put(name, "host", str(named))
+    if named.suffix:  # ms-swift has these names for files of its own
+        whole.notes.append(f"{named} is not here: its states are assumed from its name")
 
 
 _RANK = (
     *("config.json", "DeepSpeed", "accelerate", "TRL", "LLaMA-Factory", "axolotl"),
-    *("torchtitan", "Megatron"),
+    *("Transformers", "ms-swift", "torchtitan", "nanotron", "Megatron"),
 )
 """Packages by how much of a job their files say; the file of the last one is the whole job."""
 
@@ -71,23 +98,57 @@ def read_file(path: Path) -> Reading:
 
 
 def _package(package: Package, data: Mapping[str, Any], label: str) -> Reading:
-    if package == "GPT-NeoX":
+    if package in REFUSED:
         raise ConfigError(label, "", pointer(package, label))
     if package == "DeepSpeed":
         return read_deepspeed(data, label)
     if package == "accelerate":
         return read_accelerate(data, label)
+    if package == "Megatron":
+        return read_arguments(data["MODEL_ARGS"], label)
+    if package == "nanotron":
+        return read_nanotron(data, label)
     if package == "torchtitan":
         return read_torchtitan(data, label)
     return read_trainer(data, label, package)
 
 
 def _launch(path: Path, label: str) -> Reading:
-    text = read_text(path, label)
-    if not is_launch(text):
-        problem = f"no launch line with --num-layers and --seq-length (read: {READ})"
+    if path.suffix == ".py":
+        problem = "a Python configuration, which is not read: give its values as options"
         raise ConfigError(label, "", problem)
-    return read_megatron(text, label)
+    script = read_script(read_text(path, label), label)
+    reading = _command(script)
+    if reading is None:
+        named = [
+            word for words in script.commands for word in words if Path(word).suffix in STRUCTURED
+        ]
+        problem = f"no launch line with --num-layers or --model_name_or_path (read: {READ})"
+        if named:
+            problem = f"the command names {named[-1]}, which is not beside it: read that file"
+        raise ConfigError(label, "", problem)
+    if script.undecided:
+        tests = ", ".join(dict.fromkeys(script.undecided))
+        reading.notes.append(f"nothing in the script sets what these compare: {tests}")
+    return reading
+
+
+def _command(script: Script) -> Reading | None:
+    """The reading of the last command that starts a training; of all variables together if the
+    command is in another file."""
+    commands = [words for words in script.commands if words[0] not in ("echo", "printf")]
+    variables = [
+        one for values in script.variables.values() for text in values for one in text.split()
+    ]
+    for words in (*reversed(commands), variables):
+        if is_launch(words):
+            return read_megatron(script, words)
+        if is_swift(words):
+            return read_swift(script, words)
+        package = None if words is variables else trainer_of(script, words)
+        if package is not None:
+            return read_command(script, words, package)
+    return None
 
 
 def _toml(path: Path, label: str) -> dict[str, Any]:

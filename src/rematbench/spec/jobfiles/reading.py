@@ -1,5 +1,6 @@
 """The content of a training package's file: values of a job, and the keys that were not read."""
 
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,8 @@ class Reading(Struct, kw_only=True):
     `model`: fields of Model; `facts`: facts of the stack; `system`: the shipped stack of the
     package; `method`: the method and its settings (None: the file does not say);
     `ignored`: keys without an effect on bytes or seconds; `unknown`: keys that are not read;
-    `refused`: requests that are not modelled.
+    `refused`: requests that are not modelled; `command`: the values are those of a command line,
+    which replace those of the files that it names.
     """
 
     file: str
@@ -33,6 +35,7 @@ class Reading(Struct, kw_only=True):
     refused: list[str] = []
     notes: list[str] = []
     files: list[Path] = []
+    command: bool = False
 
     def put(self, name: str, value: Any, key: str) -> None:
         """Set a value of the job, and remember the key that it comes from."""
@@ -119,6 +122,11 @@ WITHOUT_EFFECT = (
     *("template", "chat", "train_iters", "iters", "steps", "epochs", "samples", "exit", "hub"),
     *("push", "init", "special", "pad", "tokens", "overwrite", "preprocessing", "workers"),
     *("dataloader", "shuffle", "streaming", "interval", "timeout", "name", "project", "run"),
+    *("time", "hint", "mmap", "inference", "progress", "throughput", "input", "user"),
+    *("columns", "column", "loader", "verbose"),
+    *("hint", "restarts", "mail", "evals", "saves", "sample", "ids", "affinity", "lazy"),
+    *("profiler", "aio", "elasticity", "excess", "revision", "eos", "bos", "inputs"),
+    *("assistant", "do_train", "jobid", "error", "comms", "multinode", "reporting", "generate"),
     *("initial", "loss_scale", "hysteresis", "window", "dump", "job", "debug", "monitor", "comm"),
     *("machine", "rank", "main", "ip", "port", "rdzv", "master", "backend", "downcast", "same"),
     *("network", "compute", "environment", "tpu", "trust", "remote", "mock", "cache", "merges"),
@@ -131,7 +139,24 @@ WITHOUT_EFFECT = (
 """Words in the keys of values without an effect on bytes or seconds."""
 
 
+WITH_EFFECT = {
+    *("parallel", "vocab", "attention", "attn", "recompute", "offload", "offloading", "fp8"),
+    *("fp4", "float8", "experts", "expert", "moe", "kernel", "kernels", "dtype"),
+    *("degree", "compile", "types", "quantization", "quantize", "layers", "hidden", "heads"),
+    *("mtp", "mla", "frozen", "freeze", "communication", "sliding"),
+}
+"""Words in the keys of values that can change bytes or seconds, whatever other words are there."""
+NOT_OF_THE_STEP = {
+    *("eval", "evaluation", "val", "test", "save", "load", "log", "logging", "tensorboard"),
+    *("wandb", "ckpt", "checkpoint", "dataset", "tokenizer", "export", "init"),
+}
+"""Words in the keys of values that no training step uses, whatever other words are there."""
+
+
 def without_effect(key: str) -> bool:
     """Whether the words of a key say that its value changes neither bytes nor seconds."""
     text = key.lower().replace("-", "_").strip("_")
-    return text in WITHOUT_EFFECT or any(word in WITHOUT_EFFECT for word in text.split("_"))
+    words = set(re.split(r"[_.]", text))
+    if text in WITHOUT_EFFECT or words & NOT_OF_THE_STEP:
+        return True
+    return not words & WITH_EFFECT and bool(words & set(WITHOUT_EFFECT))

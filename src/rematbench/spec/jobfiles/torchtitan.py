@@ -4,6 +4,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from rematbench.spec.jobfiles.deepspeed import read_optimizer
 from rematbench.spec.jobfiles.reading import (
     Reading,
     read_whole,
@@ -27,6 +28,9 @@ DEGREES = {
     "context_parallel_degree": "cp",
     "pipeline_parallel_degree": "pp",
     "data_parallel_replicate_degree": "replicas",
+    "data_parallel_degree": "shards",
+    "data_parallel_shard_degree": "shards",
+    "expert_tensor_parallel_degree": "expert_tp",
     "pipeline_parallel_microbatch_size": "micro_batch",
     "pipeline_parallel_microbatches": "accumulation",
     "expert_parallel_degree": "experts",
@@ -34,7 +38,7 @@ DEGREES = {
 SECTIONS = ("parallelism", "experimental", "training")
 """Sections that held parallel degrees in different versions."""
 WITHOUT_EFFECT = (
-    *("job", "profiling", "metrics", "optimizer", "lr_scheduler", "checkpoint", "comm"),
+    *("job", "profiling", "metrics", "lr_scheduler", "checkpoint", "comm", "dataset"),
     *("validation", "debug", "fault_tolerance", "memory_estimation"),
 )
 SIZE = re.compile(r"(\d+(?:\.\d+)?[bm])$", re.IGNORECASE)
@@ -51,12 +55,13 @@ def read_torchtitan(data: Mapping[str, Any], file: str) -> Reading:
     _checkpoint(reading, data.get("activation_checkpoint") or {})
     if _compiles(data):
         reading.system = "torchtitan-compiled"
-    for key in FLOAT8:
-        if data.get(key) and _turned_on(data[key]):
-            reading.refused.append(f"{key}: FP8 linears are not modelled")
-        done.add(key)
+    done |= {*FLOAT8, "optimizer"}
+    _float8(reading, data)
+    _optimizer(reading, data.get("optimizer") or {})
     if reading.get("experts", 1) > 1:
-        reading.refused.append("parallelism.expert_parallel_degree: experts are not modelled")
+        reading.refused.append(
+            "parallelism.expert_parallel_degree: experts are not simulated with FSDP"
+        )
     _batch(reading)
     for key in sorted(set(data) - done):
         (reading.ignored if key in WITHOUT_EFFECT else reading.unknown).append(key)
@@ -64,13 +69,24 @@ def read_torchtitan(data: Mapping[str, Any], file: str) -> Reading:
 
 
 def _section(reading: Reading, section: Mapping[str, Any], prefix: str) -> None:
-    done = read_whole(reading, section, {**TRAINING, **DEGREES}, prefix)
-    done |= {"data_parallel_shard_degree", "compile", "mixed_precision_param", "enable_cpu_offload"}
+    rest = {key for key in (*TRAINING, *DEGREES) if section.get(key) == -1}  # the default
+    plain = {key: value for key, value in section.items() if key not in rest}
+    done = rest | read_whole(reading, plain, {**TRAINING, **DEGREES}, prefix)
+    done |= {
+        "fp8_linear",
+        "compile",
+        "mixed_precision_param",
+        "enable_cpu_offload",
+        "max_norm",
+        "dtype",
+    }
+    if str(section.get("dtype", "float32")) != "float32":
+        key = f"{prefix}dtype: {section['dtype']}"
+        reading.refused.append(f"{key} (only states in fp32 are modelled)")
     done |= {"mixed_precision_reduce", "fsdp_reshard_after_forward", "enable_async_tensor_parallel"}
     done |= {"pipeline_parallel_schedule", "enable_loss_parallel", "disable_loss_parallel"}
-    degree = section.get("data_parallel_shard_degree", -1)
-    if degree not in (-1, None):
-        read_whole(reading, section, {"data_parallel_shard_degree": "shards"}, prefix)
+    if section.get("fp8_linear"):
+        reading.refused.append(f"{prefix}fp8_linear: FP8 linears are not modelled")
     if section.get("enable_cpu_offload"):
         key = f"{prefix}enable_cpu_offload"
         reading.refused.append(f"{key}: FSDP's parameters on the host are not modelled")
@@ -104,7 +120,7 @@ def _model(reading: Reading, section: Mapping[str, Any]) -> None:
         reading.put("model", f"{family}-{size[1].lower()}", "model.flavor")
     if reading.get("zero_stage") is None:
         reading.put("zero_stage", 3, "FSDP2")
-    done = {"name", "flavor", "norm_type", "hf_assets_path", "tokenizer_path"}
+    done = {"name", "flavor", "norm_type", "hf_assets_path", "tokenizer_path", "converters"}
     sort_rest(reading, set(section) - done, without_effect, "model.")
 
 
@@ -131,12 +147,25 @@ def _compiles(data: Mapping[str, Any]) -> bool:
     return bool(old or new)
 
 
-def _turned_on(section: Any) -> bool:
-    """Whether a section about FP8 turns it on."""
-    if not isinstance(section, Mapping):
-        return bool(section)
-    keys = ("enable_float8_linear", "enable", "recipe_name", "linear")
-    return any(section.get(key) for key in keys)
+def _float8(reading: Reading, data: Mapping[str, Any]) -> None:
+    """Refuse FP8: `model.converters` of 2025 names it, a switch of 2024 turns it on.  Sections
+    about FP8 alone turn nothing on."""
+    converters = (data.get("model") or {}).get("converters") or []
+    for name in [converters] if isinstance(converters, str) else converters:
+        reading.refused.append(f"model.converters: {name} (FP8 linears are not modelled)")
+    for key in FLOAT8:
+        section = data.get(key)
+        switches = ("enable_float8_linear", "enable")
+        if isinstance(section, Mapping) and any(section.get(one) for one in switches):
+            reading.refused.append(f"{key}: FP8 linears are not modelled")
+
+
+def _optimizer(reading: Reading, section: Mapping[str, Any]) -> None:
+    """Refuse optimizers with other states, and one that steps inside the backward."""
+    read_optimizer(reading, str(section.get("name", "AdamW")), "optimizer.name")
+    if section.get("early_step_in_backward"):
+        key = "optimizer.early_step_in_backward"
+        reading.refused.append(f"{key}: a step inside the backward is not modelled")
 
 
 def _batch(reading: Reading) -> None:

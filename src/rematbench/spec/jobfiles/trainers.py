@@ -1,4 +1,5 @@
-"""Reads the YAML files of Hugging Face trainers: accelerate, TRL, LLaMA-Factory and axolotl."""
+"""Reads the YAML files of Hugging Face trainers: accelerate, TRL, LLaMA-Factory and axolotl; the
+options of their command lines have the same names."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -23,13 +24,21 @@ BATCHES = {
     "sequence_len": "seq_len",
     "max_length": "seq_len",
     "max_seq_length": "seq_len",
+    "model_max_length": "seq_len",
+    "block_size": "seq_len",
+    "max_seq_len": "seq_len",
     "sequence_parallel_degree": "cp",
     "sequence_parallel_size": "ulysses",
     "context_parallel_size": "cp",
     "tensor_parallel_size": "tp",
+    "dp_shard_size": "shards",
+    "dp_replicate_size": "replicas",
 }
-MODELS = ("model_name_or_path", "base_model")
+MODELS = ("model_name_or_path", "base_model", "model_name", "model")
+ATTENTION_KEYS = ("flash_attn", "attn_implementation", "attn_impl", "attention", "attn")
 ATTENTION = {
+    "flash": "fa2",
+    "flash_attn": "fa2",
     "flash_attention_2": "fa2",
     "flash_attention_3": "fa3",
     "fa2": "fa2",
@@ -45,6 +54,10 @@ ATTENTION = {
 ADAPTERS = ("lora", "qlora", "dora", "freeze", "oft", "prompt")
 REFUSED = {
     "use_peft": "adapters are not modelled",
+    "use_lora": "adapters are not modelled",
+    "lora_enable": "adapters are not modelled",
+    "lora": "adapters are not modelled",
+    "vision_tower": "an encoder of images is not modelled",
     "load_in_4bit": "quantised weights are not modelled",
     "load_in_8bit": "quantised weights are not modelled",
     "use_galore": "GaLore is not modelled",
@@ -53,6 +66,11 @@ REFUSED = {
     "quantization_bit": "quantised weights are not modelled",
     "use_unsloth": "unsloth's kernels are not modelled",
     "fp8": "FP8 is not modelled",
+    "alst_sequence_tiling": "give the mini-sequences as a method",
+    "tiled_mlp": "give the MLP's mini-sequences as a method",
+    "unfrozen_parameters": "frozen parameters are not modelled",
+    "flex_attention": "the kernel of flex attention is not modelled",
+    "use_hyper_parallel": "its layouts are not modelled",
 }
 """Switches that turn on a feature which is not modelled, each with the reason."""
 LIGER = ("use_liger_kernel", "enable_liger_kernel", "use_liger")
@@ -65,6 +83,20 @@ LIGER_FACTS = {
     "loss_in_place": True,
 }
 """The facts of Liger's kernels: https://github.com/linkedin/Liger-Kernel, README, "apply all"."""
+LIGER_KERNELS = {
+    "liger_rope": ("rope",),
+    "liger_rms_norm": ("norm", "norm_keeps_steps"),
+    "liger_glu_activation": ("fused_swiglu",),
+    "liger_swiglu": ("fused_swiglu",),
+    "liger_fused_linear_cross_entropy": ("fused_loss", "loss_in_place"),
+    "liger_layer_norm": (),
+}
+"""The facts of each kernel that axolotl's plugin turns on by its own key."""
+LIGER_PLUGIN = "axolotl.integrations.liger.LigerPlugin"
+PACKING = ("packing", "sample_packing", "neat_packing", "padding_free", "use_remove_padding")
+RECOMPUTES = {"TRL": True, "ms-swift": True, "Transformers": False}
+"""Whether a trainer recomputes if no key says so: the default of `gradient_checkpointing`."""
+TUNERS = ("finetuning_type", "adapter", "tuner_type", "train_type")
 
 
 def read_trainer(data: Mapping[str, Any], file: str, package: str) -> Reading:
@@ -85,7 +117,8 @@ def read_trainer(data: Mapping[str, Any], file: str, package: str) -> Reading:
         key = "optim" if "optim" in data else "optimizer"
         done.add(key)
         read_optimizer(reading, str(data[key]), key)
-    done |= _packing(reading, data)
+    done |= _packing(reading, data) | _defaults(reading, data)
+    done |= {key for key, value in data.items() if value is None}
     sort_rest(reading, set(data) - done, without_effect)
     return reading
 
@@ -93,7 +126,7 @@ def read_trainer(data: Mapping[str, Any], file: str, package: str) -> Reading:
 def _packing(reading: Reading, data: Mapping[str, Any]) -> set[str]:
     """Packed documents, whose mean length no file gives.  LLaMA-Factory's `packing` and TRL's
     strategy `wrapped` let attention cross documents; all other packing keeps it inside them."""
-    keys = {key for key in ("packing", "sample_packing", "neat_packing") if data.get(key)}
+    keys = {key for key in PACKING if data.get(key)}
     crossing = data.get("packing_strategy") == "wrapped" or (
         reading.package == "LLaMA-Factory" and not data.get("neat_packing")
     )
@@ -102,7 +135,17 @@ def _packing(reading: Reading, data: Mapping[str, Any]) -> set[str]:
         if not crossing:
             text = "attention stays inside documents: --document-len, else whole sequences"
         reading.notes.append(f"{key}: {text}")
-    return keys | {"packing_strategy"} & data.keys()
+    return {*PACKING, "packing_strategy"}
+
+
+def _defaults(reading: Reading, data: Mapping[str, Any]) -> set[str]:
+    """Say what a command line leaves to its trainer: the precision, and ms-swift's adapters."""
+    words = ("bf16", "fp16", "torch_dtype", "dtype")
+    if reading.package == "Transformers" and not any(data.get(word) for word in words):
+        reading.notes.append("neither --bf16 nor --fp16: bf16 is assumed")
+    if reading.package == "ms-swift" and not any(data.get(key) for key in TUNERS):
+        reading.refused.append("tuner_type: lora is ms-swift's default (adapters are not modelled)")
+    return {"rope_scaling", "fsdp_version", "fsdp_transformer_layer_cls_to_wrap", "tf32"}
 
 
 def _model(reading: Reading, data: Mapping[str, Any]) -> set[str]:
@@ -119,12 +162,15 @@ def _precision(reading: Reading, data: Mapping[str, Any]) -> set[str]:
             done.add(word)
             if data[word] not in (AUTO, "full", None) and switch(data[word], reading.file, word):
                 reading.put("precision", word.removeprefix("pure_"), word)
-    return done | {"tf32", "torch_dtype", "dtype"}
+    wide = str(data.get("torch_dtype") or data.get("dtype") or "")
+    if wide.removeprefix("torch.") == "float32" and "precision" not in reading.values:
+        reading.put("precision", "fp32", "dtype")
+    return done | {"torch_dtype", "dtype"}
 
 
 def _attention(reading: Reading, data: Mapping[str, Any]) -> set[str]:
-    done = {"flash_attn", "attn_implementation", "flash_attention", "sdp_attention"}
-    for key in ("flash_attn", "attn_implementation"):
+    done = {"flash_attention", "use_flash_attn", "sdp_attention", *ATTENTION_KEYS}
+    for key in ATTENTION_KEYS:
         word = data.get(key)
         if word is None:
             continue
@@ -132,7 +178,7 @@ def _attention(reading: Reading, data: Mapping[str, Any]) -> set[str]:
             reading.refused.append(f"{key}: {word} (allowed: {', '.join(ATTENTION)})")
         else:
             reading.put("attention", ATTENTION[word], key)
-    if data.get("flash_attention"):
+    if data.get("flash_attention") or data.get("use_flash_attn"):
         reading.put("attention", "fa2", "flash_attention")
     return done
 
@@ -140,12 +186,12 @@ def _attention(reading: Reading, data: Mapping[str, Any]) -> set[str]:
 def _recomputation(reading: Reading, data: Mapping[str, Any]) -> set[str]:
     """LLaMA-Factory recomputes unless a key turns it off; the other trainers follow their key."""
     done = {"gradient_checkpointing", "disable_gradient_checkpointing"}
-    done |= {"gradient_checkpointing_kwargs", "activation_offloading"}
-    checkpoint = data.get("gradient_checkpointing")
+    done |= {"gradient_checkpointing_kwargs", "activation_offloading", "use_gradient_checkpointing"}
+    checkpoint = data.get("gradient_checkpointing", data.get("use_gradient_checkpointing"))
     if reading.package == "LLaMA-Factory":
         checkpoint = not data.get("disable_gradient_checkpointing", False)
     if checkpoint is None:
-        checkpoint = reading.package == "TRL"  # SFTConfig's default
+        checkpoint = RECOMPUTES.get(reading.package, False)
     if checkpoint in ("offload", "offload_disk") or data.get("activation_offloading"):
         reading.method = ("full_recompute", {"inputs": "host"})
     else:
@@ -160,21 +206,27 @@ def _kernels(reading: Reading, data: Mapping[str, Any]) -> set[str]:
             reading.facts |= LIGER_FACTS
     if data.get("torch_compile"):
         reading.facts["compiled"] = True
-    return {*LIGER, "torch_compile"}
+    for key, facts in LIGER_KERNELS.items():
+        if data.get(key):
+            reading.facts |= {fact: LIGER_FACTS[fact] for fact in facts}
+    for plugin in data.get("plugins") or ():
+        if plugin != LIGER_PLUGIN:
+            reading.refused.append(f"plugins: {plugin} is not modelled")
+    return {*LIGER, *LIGER_KERNELS, "torch_compile", "plugins"}
 
 
 def _refuse(reading: Reading, data: Mapping[str, Any]) -> set[str]:
     for key, why in REFUSED.items():
         if data.get(key):
             reading.refused.append(f"{key}: {why}")
-    for key in ("finetuning_type", "adapter"):
+    for key in TUNERS:
         if str(data.get(key, "")).lower() in ADAPTERS:
             reading.refused.append(f"{key}: {data[key]} (adapters are not modelled)")
     stage = str(data.get("stage", "sft"))
-    if reading.package == "LLaMA-Factory" and stage not in ("pt", "sft"):
+    if reading.package in ("LLaMA-Factory", "Transformers") and stage not in ("pt", "sft"):
         reading.refused.append(f"stage: {stage} (only pt and sft have one model and one loss)")
     lora = {key for key in data if str(key).startswith(("lora_", "peft_"))}
-    return {*REFUSED, "finetuning_type", "adapter", "stage", *lora}
+    return {*REFUSED, *TUNERS, "stage", *lora}
 
 
 def _nested(reading: Reading, value: Any) -> None:
@@ -189,6 +241,8 @@ def merge(reading: Reading, more: Reading) -> None:
     """Add a reading of the same job to a reading.  ConfigError if both give a value and the values
     differ."""
     for name, value in more.values.items():
+        if reading.command and name in reading.values and name != "model":
+            continue
         named = name == "model" and more.package == "config.json"  # the file of that name
         if reading.values.get(name, value) != value and not named:
             here, there = reading.keys.get(name, name), more.keys.get(name, name)
@@ -198,7 +252,8 @@ def merge(reading: Reading, more: Reading) -> None:
     reading.facts |= more.facts
     reading.model |= more.model
     reading.method = reading.method or more.method
-    reading.system = more.system or reading.system
+    if reading.package != "Megatron":  # whose launch line says which of its stacks runs
+        reading.system = more.system or reading.system
     for name in ("ignored", "unknown", "refused", "notes", "files"):
         getattr(reading, name).extend(getattr(more, name))
 
@@ -221,8 +276,9 @@ def _fsdp(reading: Reading, section: Any, prefix: str) -> None:
     gathered parameters until the backward, as ZeRO-2's gradients with sharded parameters."""
     reading.system = FSDP_SYSTEM
     if not isinstance(section, Mapping):
-        words = str(section).split()
-        section = {"sharding_strategy": "FULL_SHARD" if "full_shard" in words else words[0]}
+        words = section if isinstance(section, list) else str(section).split()
+        kinds = [str(word).upper() for word in words if "shard" in str(word)]
+        section = {"sharding_strategy": (kinds or ["FULL_SHARD"])[0]}
     plain = {str(key).removeprefix("fsdp_"): value for key, value in section.items()}
     strategy = str(plain.get("sharding_strategy", "FULL_SHARD")).upper()
     if strategy not in SHARDING:
@@ -264,12 +320,14 @@ def read_accelerate(data: Mapping[str, Any], file: str) -> Reading:
     if kind == "DEEPSPEED":
         reading.system = "huggingface-deepspeed"
         done.add("deepspeed_config")
-        _accelerate_deepspeed(reading, data.get("deepspeed_config") or {})
+        read_accelerate_deepspeed(reading, data.get("deepspeed_config") or {})
     elif kind == "FSDP":
         done.add("fsdp_config")
         _fsdp(reading, data.get("fsdp_config") or {}, "fsdp_config.")
     elif kind in ("MULTI_GPU", "NO"):
         reading.put("zero_stage", 0, "distributed_type")
+        if kind == "NO":  # accelerate starts one process, whatever num_processes is
+            reading.put("gpus", 1, "distributed_type")
     else:
         reading.refused.append(f"distributed_type: {kind} is not modelled")
     if isinstance(data.get("parallelism_config"), Mapping):
@@ -279,7 +337,8 @@ def read_accelerate(data: Mapping[str, Any], file: str) -> Reading:
     return reading
 
 
-def _accelerate_deepspeed(reading: Reading, section: Mapping[str, Any]) -> None:
+def read_accelerate_deepspeed(reading: Reading, section: Mapping[str, Any]) -> None:
+    """Read the options of accelerate about DeepSpeed."""
     if section.get("deepspeed_config_file"):
         reading.files.append(Path(str(section["deepspeed_config_file"])))
         return
@@ -290,7 +349,7 @@ def _accelerate_deepspeed(reading: Reading, section: Mapping[str, Any]) -> None:
     read_zero(reading, zero, "deepspeed_config.zero_")
     names = {"gradient_accumulation_steps": "accumulation"}
     done = read_whole(reading, section, names, "deepspeed_config.")
-    done |= {"zero_stage", "offload_optimizer_device", "offload_param_device"}
+    done |= {"zero_stage", "offload_optimizer_device", "offload_param_device", "use_deepspeed"}
     done |= {"zero3_init_flag", "zero3_save_16bit_model"}
     sort_rest(reading, set(section) - done, without_effect, "deepspeed_config.")
 
