@@ -18,6 +18,7 @@ from rematbench.spec.jobfiles.reading import Reading
 from rematbench.spec.jobfiles.shell import options_of, read_script
 
 SIZES = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 128 --vocab-size 512"
+START = f"torchrun pretrain_gpt.py {SIZES} --micro-batch-size 1"
 
 
 def job(folder: Path, text: str, name: str = "run.sh") -> tuple[FileJob, Reading]:
@@ -168,7 +169,7 @@ def test_gpt_2s_vocabulary_is_the_default_of_its_files(
 def test_comparisons_with_values_that_nothing_sets_are_named(tmp_path: Path) -> None:
     text = f"if [ $1 = a ]; then T=2; fi\nx.py {SIZES} --tensor-model-parallel-size $T"
     notes = job(tmp_path, text)[1].notes
-    assert "nothing in the script sets what these compare: [ $1 = a ]" in notes
+    assert notes[0].endswith("does not set, read as empty: [ $1 = a ]")
 
 
 def test_gpus_that_hold_no_replica_are_named(tmp_path: Path) -> None:
@@ -390,7 +391,7 @@ def test_a_python_configuration_is_refused_by_name(tmp_path: Path) -> None:
 
 
 NANOTRON = """
-parallelism: {dp: 4, tp: 2, pp: 2, tp_mode: ALL_REDUCE, recompute_layer: true}
+parallelism: {dp: 4, tp: 2, pp: 2, pp_engine: 1f1b, recompute_layer: true}
 tokens: {micro_batch_size: 2, batch_accumulation_per_replica: 8, sequence_length: 4096}
 optimizer: {zero_stage: 1, optimizer_factory: {name: adamW}}
 model:
@@ -408,6 +409,32 @@ def test_nanotron_is_read(tmp_path: Path) -> None:
         "--seq-len 4096 --global-batch 64 --tp 2 --pp 2 --micro-batch 2 --no-sp"
     )
     assert reading.unknown == ["model.model_config.surprise"]
+    assert not reading.refused
+
+
+def test_nanotron_runs_all_forwards_first_unless_it_is_told_otherwise(tmp_path: Path) -> None:
+    _, reading = job(tmp_path, NANOTRON.replace("pp_engine: 1f1b, ", ""), "config.yaml")
+    assert reading.refused == ["parallelism.pp_engine: afab (only 1f1b is modelled)"]
+
+
+@pytest.mark.parametrize(
+    ("text", "file", "key"),
+    [
+        (f"{START} --recompute-granularity full --recompute-num-layers x", "a.sh", "num-layers"),
+        (f"{START} --rotary-percent x", "a.sh", "rotary-percent"),
+        (f"{START} --hidden-dropout x", "a.sh", "hidden-dropout"),
+        (
+            '{"zero_optimization": {"stage": 3, "offload_optimizer": {"ratio": "x"}}}',
+            "ds.json",
+            "ratio",
+        ),
+    ],
+)
+def test_a_wrong_number_is_refused_with_its_key(
+    tmp_path: Path, text: str, file: str, key: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"{key}.*'x' is not"):
+        job(tmp_path, text, file)
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from rematbench.spec.configfile import ConfigError
 from rematbench.spec.jobfiles.reading import (
     AUTO,
     Reading,
+    number,
     read_whole,
     sort_rest,
     switch,
@@ -121,8 +122,9 @@ def _homes(reading: Reading, zero: Mapping[str, Any], prefix: str) -> None:
             reading.refused.append(f"{prefix}{key}.device: nvme ({NVME})")
         elif device not in (None, "none"):
             reading.put(name, "host", f"{prefix}{key}.device")
-            if section and float(section.get("ratio", 1)) != 1:
-                reading.refused.append(f"{prefix}{key}.ratio: a part of the states on the host")
+            where = f"{prefix}{key}.ratio"
+            if section and number(section.get("ratio", 1), reading.file, where) != 1:
+                reading.refused.append(f"{where}: only all of the states can be on the host")
     for key, name in (("cpu_offload", "optimizer"), ("cpu_offload_params", "parameters")):
         if zero.get(key):  # the names before DeepSpeed 0.4
             reading.put(name, "host", f"{prefix}{key}")

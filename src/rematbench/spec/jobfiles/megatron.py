@@ -15,6 +15,7 @@ from rematbench.spec.jobfiles.reading import (
     Options,
     Reading,
     first_value,
+    number,
     put_numbers,
     whole,
     without_effect,
@@ -139,6 +140,8 @@ OLD = {"activations-checkpoint-method", "checkpoint-activations", "checkpoint-nu
 OLD |= {"model-parallel-size", "batch-size", "DDP-impl"}
 """Options of Megatron-LM before 2023, which has neither Transformer Engine nor flash attention
 unless --use-flash-attn asks for it."""
+LAYERS = ("recompute-num-layers", "activations-checkpoint-num-layers", "checkpoint-num-layers")
+"""The layers of a recomputed group: today's name, that of 2021 and that of 2020."""
 SWIFT_TASKS = {("megatron", "sft"), ("megatron", "pt")}
 SWIFT_NAMES = {"max_length": "seq-length"}
 BACKENDS = {"flash": "flash", "fused": "flash", "auto": "flash", "unfused": "unfused"}
@@ -330,7 +333,7 @@ def _model(reading: Reading, options: Options) -> None:
     model["num_kv_heads"] = model.get("num_kv_heads", 1) if grouped else heads
     model |= {
         "mlp": "swiglu" if gated else "relu2" if "squared-relu" in options else "gelu",
-        "rotary_share": float(first_value(options, "rotary-percent", "1")),
+        "rotary_share": _number(reading, options, "rotary-percent", "1"),
         "norm": "rmsnorm" if norm == "rmsnorm" else "layernorm",
         "position": POSITIONS.get(position, "rope"),
         "tied_embeddings": "untie-embeddings-and-output-weights" not in options,
@@ -339,7 +342,7 @@ def _model(reading: Reading, options: Options) -> None:
         "mlp_bias": bias,
         "qk_norm": "qk-layernorm" in options,
         "embedding_norm": "embed-layernorm" in options,
-        "dropout": float(first_value(options, "hidden-dropout", "0.1") or 0.1),
+        "dropout": _number(reading, options, "hidden-dropout", "0.1"),
     }
     if options.get("window-size"):
         window = re.sub(r"[^\d,]", "", "".join(options["window-size"])).split(",")[0]
@@ -350,6 +353,10 @@ def _model(reading: Reading, options: Options) -> None:
         tokenizer = "GPT2BPETokenizer"  # the default of pretrain_gpt.py
     if "vocab" not in reading.values and tokenizer in VOCABULARIES:
         reading.put("vocab", VOCABULARIES[tokenizer], "--tokenizer-type")
+
+
+def _number(reading: Reading, options: Options, name: str, default: str) -> float:
+    return number(first_value(options, name, default), reading.file, f"--{name}")
 
 
 def _facts(reading: Reading, options: Options) -> None:
@@ -378,9 +385,8 @@ def _method(reading: Reading, options: Options) -> tuple[str, dict[str, object]]
     if granularity == "full":
         old = first_value(options, "activations-checkpoint-method", "uniform")  # of 2021
         method = first_value(options, "recompute-method", old)
-        number = first_value(options, "checkpoint-num-layers", "1")  # of 2020
-        number = first_value(options, "activations-checkpoint-num-layers", number)
-        layers = int(first_value(options, "recompute-num-layers", number))
+        name = next((name for name in LAYERS if options.get(name)), LAYERS[0])
+        layers = whole(first_value(options, name, "1"), reading.file, f"--{name}")
         settings: dict[str, object] = {} if method == "uniform" else {"method": method}
         if "checkpoint-in-cpu" in options:
             settings["inputs"] = "host"

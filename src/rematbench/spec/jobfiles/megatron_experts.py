@@ -8,7 +8,14 @@ import re
 from typing import Any
 
 from rematbench.spec.configfile import ConfigError
-from rematbench.spec.jobfiles.reading import Options, Reading, first_value, put_numbers, whole
+from rematbench.spec.jobfiles.reading import (
+    Options,
+    Reading,
+    first_value,
+    number,
+    put_numbers,
+    whole,
+)
 
 WIDTHS = {
     "num-experts": "count",
@@ -68,7 +75,7 @@ def read_experts(reading: Reading, options: Options) -> None:
     dense = _dense_layers(reading, options)
     if dense:
         experts["dense_layers"] = dense
-    experts |= _router(options)
+    experts |= _router(options, reading.file)
     if "moe-shared-expert-gate" in options:
         experts["shared_gate"] = True
     reading.model["experts"] = experts
@@ -84,23 +91,21 @@ def _capacity(reading: Reading, options: Options) -> None:
     """The capacity of an expert; a factor below 0 is none."""
     option = "moe-expert-capacity-factor"
     text = first_value(options, option)
-    try:
-        factor = float(text or -1.0)
-    except ValueError as error:
-        raise ConfigError(reading.file, f"--{option}", f"{text!r} is not a number") from error
+    factor = number(text or -1.0, reading.file, f"--{option}")
     if factor >= 0:
         reading.put("capacity_factor", factor, f"--{option}")
     if "moe-pad-expert-input-to-capacity" in options:
         reading.put("expert_padding", "capacity", "--moe-pad-expert-input-to-capacity")
 
 
-def _router(options: Options) -> dict[str, Any]:
+def _router(options: Options, file: str) -> dict[str, Any]:
     """The router where it is unlike the defaults of Experts."""
     router: dict[str, Any] = {}
     if first_value(options, "moe-router-score-function", "softmax") != "softmax":
         router["router"] = first_value(options, "moe-router-score-function", "")
     kinds = options.get("moe-router-load-balancing-type") or ["aux_loss"]
-    coefficient = float(first_value(options, "moe-aux-loss-coeff", "0") or 0)
+    option = "moe-aux-loss-coeff"
+    coefficient = number(first_value(options, option, "0"), file, f"--{option}")
     if coefficient and set(kinds) & set(BALANCED_BY_LOSS):
         router["aux_loss"] = coefficient
     return router

@@ -1,7 +1,9 @@
 """Reads a nanotron configuration (YAML).
 
 Source of names and defaults: https://github.com/huggingface/nanotron, src/nanotron/config/config.py
-(ParallelismArgs, TokensArgs, OptimizerArgs) and models_config.py (LlamaConfig, Qwen2Config).
+(TokensArgs, OptimizerArgs), parallelism_config.py (ParallelismArgs: without a word tensor
+parallelism all-reduces, and pipelines run all forwards before all backwards, `afab`) and
+models_config.py (LlamaConfig, Qwen2Config).
 """
 
 from collections.abc import Mapping
@@ -32,7 +34,6 @@ SHAPES = {
     "vocab_size": "vocab",
 }
 PRECISIONS = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
-ENGINES = ("1f1b", "afab")
 SECTIONS = {"parallelism", "tokens", "model", "optimizer"}
 
 
@@ -49,9 +50,11 @@ def read_nanotron(data: Mapping[str, Any], file: str) -> Reading:
         reading.put(
             "gpus", replicas * prod(reading.get(name, 1) for name in ("tp", "pp", "cp")), "dp"
         )
-    reading.put("sp", parallel.get("tp_mode", "REDUCE_SCATTER") == "REDUCE_SCATTER", "tp_mode")
-    if parallel.get("pp_engine", "1f1b") not in ENGINES:
-        reading.refused.append(f"parallelism.pp_engine: {parallel['pp_engine']}")
+    mode = str(parallel.get("tp_mode") or "ALL_REDUCE").upper()
+    reading.put("sp", mode == "REDUCE_SCATTER", "tp_mode")
+    engine = str(parallel.get("pp_engine") or "afab")
+    if engine != "1f1b" and reading.get("pp", 1) > 1:
+        reading.refused.append(f"parallelism.pp_engine: {engine} (only 1f1b is modelled)")
     recomputes = parallel.get("recompute_layer")
     reading.method = ("full_recompute" if recomputes else "keep_all", {})
     done |= {"tp_mode", "pp_engine", "recompute_layer", "tp_linear_async_communication"}

@@ -58,10 +58,11 @@ def _by_name(whole: Reading, named: Path) -> None:
         return
     whole.put("zero_stage", int(stage[1]), str(named))
     word = re.search(r"(no_)?offload(_param|_optim)?", named.name.lower())
-    homes = ("optimizer", "parameters") if stage[1] == "3" else ("optimizer",)
-    for name in homes if word and not word[1] else ():
-        if not word or name.startswith((word[2] or "").strip("_")):
-            whole.put(name, "host", str(named))
+    if word and not word[1]:
+        homes = ("optimizer", "parameters") if stage[1] == "3" else ("optimizer",)
+        for name in homes:
+            if name.startswith((word[2] or "").strip("_")):
+                whole.put(name, "host", str(named))
     if named.suffix:  # ms-swift has these names for files of its own
         whole.notes.append(f"{named} is not here: its states are assumed from its name")
 
@@ -129,7 +130,9 @@ def _launch(path: Path, label: str) -> Reading:
         raise ConfigError(label, "", problem)
     if script.undecided:
         tests = ", ".join(dict.fromkeys(script.undecided))
-        reading.notes.append(f"nothing in the script sets what these compare: {tests}")
+        reading.notes.append(
+            f"these comparisons use a value that the script does not set, read as empty: {tests}"
+        )
     return reading
 
 

@@ -71,6 +71,14 @@ def whole(value: Any, file: str, key: str) -> int:
     return number
 
 
+def number(value: Any, file: str, key: str) -> float:
+    """A number; ConfigError for any other value."""
+    try:
+        return float(value)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(file, key, f"{value!r} is not a number") from error
+
+
 def put_numbers(reading: Reading, options: Options, names: Mapping[str, str]) -> None:
     """Set the values of a job that options give as positive whole numbers: `names` gives the value
     for each option.  ConfigError for any other number."""

@@ -3,7 +3,7 @@
 Read are assignments (also arrays, `+=` and defaults `${X:-8}`), calculations `$((A*B))`, `if` and
 `case` over values that the script sets, files that it sources from its own folder, and
 here-documents.  The output of a command, an argument (`$1`) and a variable of the environment are
-empty, and a condition on them is taken as false.
+empty, in conditions too; a test of a file is false, negated or not, and so is a command.
 """
 
 import fnmatch

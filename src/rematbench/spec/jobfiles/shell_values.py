@@ -136,7 +136,7 @@ def _braced(text: str, variables: Variables) -> list[str]:
 
 
 def _calculated(text: str, variables: Variables) -> str:
-    """The value of an expression of whole numbers; the text itself if it has none."""
+    """The value of an expression of whole numbers; empty if it has none."""
     plain = re.sub(
         r"[A-Za-z_]\w*", lambda m: " ".join(variables.get(m[0], ["0"])), _plain(text, variables)
     )
