@@ -17,8 +17,8 @@ def space_words(job: SearchJob) -> str:
     each = f"{methods} methods and their compositions"
     if job.package:
         each = f"{methods} policies that {job.package.name} has options for"
-    states = f" ({placed:,} of them with states placed by {job.states[0]}" if placed else ""
-    states += f" to {job.states[-1]})" if placed and len(job.states) > 1 else ")" * bool(placed)
+    by = " to ".join(dict.fromkeys((*job.states[:1], *job.states[-1:])))
+    states = f" ({placed:,} of them with states placed by {by})" if placed else ""
     return f"{layouts:,} layout{many}{states}, each with {each}"
 
 

@@ -20,11 +20,11 @@ from rematbench.worlds.packages.flags import Engines
 Stage = Literal[
     "shard", "layout", "grow", "expand", "compose", "pieces", "tighten", "simulate"
 ]  # fmt: skip
-"""The next work on an entry of the queue.  shard: read the shard's facts; layout: judge
-the tree's roots there; grow: bound the expansion of a candidate with a share, which
-may fit at a smaller share with one more method; expand: add a method to a candidate that does not
-fit; made: bound a candidate made so; pieces: bound a candidate in more pieces; closed (it has a
-closed-form bound): bound it by the schedule; tight: simulate it."""
+"""The next work on an entry of the queue.  shard: read the shard's facts; layout: judge the tree's
+roots there; grow: bound the expansion of a candidate with a share, which may fit at a smaller share
+with one more method; expand: add a method to a candidate that does not fit; compose: bound a
+candidate that was expanded so; pieces: bound a candidate in more pieces; tighten: bound by the
+schedule a candidate with a closed-form bound; simulate: simulate it."""
 
 
 RIPE: tuple[Stage, ...] = ("tighten", "simulate")

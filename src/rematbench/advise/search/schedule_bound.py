@@ -359,9 +359,10 @@ def frame(problem: Problem, plan: Plan) -> Frame:
             known[keys[-1]] = end.blocks
     if not system.launch_blocking:
         costs.pieces = piece_traffic((known[key] for key in keys), system.param_bytes)
+    first = {key: rank for rank, key in reversed([*enumerate(keys)])}  # of equal ranks
     seconds = {
         key: (_through(known[key], rank, costs), _stall_s(problem, plan, rank))
-        for rank, key in reversed([*enumerate(keys)])  # of equal ranks, the first
+        for key, rank in first.items()
     }
     end_s, stall_s = zip(*(seconds[key] for key in keys), strict=True)
     return Frame(

@@ -14,9 +14,9 @@ NOT_AGAIN = (
     "disable moe in recompute_modules, and full recomputation, when enabling "
     "overlap_moe_expert_parallel_comm"
 )
-"""Megatron-core's words (transformer_config.py) for a plan that sends experts' tokens again.  Those
-on modules are of releases after 0.16.1, which leaves the module's recomputation out and says
-nothing."""
+"""Megatron-core's words (transformer_config.py) for a plan that sends experts' tokens again.  The
+words on modules are from releases after 0.16.1; 0.16.1 itself skips the module's recomputation
+without a word."""
 
 
 class Names(NamedTuple):

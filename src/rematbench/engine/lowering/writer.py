@@ -124,7 +124,8 @@ class BlockWriter:
         scratch = op.scratch_forward_bytes if forward else op.scratch_backward_bytes
         if self.parameters and op.parameters and part in self.parameters:
             weights = self.parameters[part]
-            reads += [name for name in weights if is_expert_buffer(name) == op.of_experts]
+            own = (name for name in weights if is_expert_buffer(name) == op.of_experts)
+            reads = [*reads, *own]
         if self.weights is not None and op.parameters:
             reads = [*reads, *self.weights(self, part, op)]
         return self.add(
