@@ -15,7 +15,7 @@ from rematbench.evaluate.proof import check
 from rematbench.problem import Problem
 from rematbench.spec.layout import Layout, LayoutError
 from rematbench.worlds.records.refusals import refusals
-from tests.problems import LLAMA, on, problem
+from tests.problems import LLAMA, on, problem, remade
 
 ORDER = ("tp", "cp", "dp", "pp")
 MODEL = replace(LLAMA, num_layers=2, num_kv_heads=LLAMA.num_heads)
@@ -85,12 +85,20 @@ def test_the_exchange_stays_in_a_node_and_the_ring_leaves_it() -> None:
     ("changes", "said"),
     [
         ({"ulysses": 4, "model": replace(MODEL, num_kv_heads=2)}, "2 KV heads per rank must be"),
-        ({"seq_len": 36}, "seq_len 36 must be a multiple of 8: cp x ulysses = 4 ranks"),
+        ({"seq_len": 36}, "seq_len 36 must be a multiple of 8: each of cp x ulysses = 4"),
+        ({"model": replace(MODEL, attention_window=(16, 0))}, "has no sliding windows"),
+        ({"model": replace(MODEL, position="alibi")}, "has no ALiBi"),
     ],
 )
 def test_what_it_cannot_split_is_refused(changes: dict[str, Any], said: str) -> None:
     with pytest.raises(LayoutError, match=said):
         nested(**{"cp": 2, "ulysses": 2} | changes)
+
+
+def test_packed_documents_are_refused_inside_context_parallelism() -> None:
+    made = nested(2, 2)
+    with pytest.raises(LayoutError, match="has no packed documents"):
+        remade(made, workload=replace(made.workload, document_len=32))
 
 
 def test_the_executor_refuses_it_by_name() -> None:

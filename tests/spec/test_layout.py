@@ -42,7 +42,7 @@ BROKEN: list[tuple[str, dict[str, Any]]] = [
         {"layout": {"pp": 4, "vpp": 2, "global_batch": 6}},
     ),
     (
-        "zero_stage 2 with pp = 2: in a pipeline, system megatron-kwai has ZeRO stages 0, 1 alone",
+        "zero_stage 2 with pp = 2: in a pipeline, system megatron-kwai has only ZeRO stages 0, 1",
         {"layout": {"pp": 2, "zero_stage": 2, "global_batch": 2}},
     ),
     (

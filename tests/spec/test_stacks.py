@@ -245,6 +245,11 @@ def test_shipped_clusters_and_their_memory_are_like_shipped() -> None:
         assert not unlike_shipped(dataclass_replace(problem, cluster=bigger))
 
 
+def test_a_version_with_a_feature_more_has_those_of_its_base() -> None:
+    base, bridge = load_system("megatron-core-2026"), load_system("megatron-bridge")
+    assert {*bridge.features} == {*base.features, "ulysses_in_cp"}
+
+
 def test_mst_is_transformers_but_for_its_loop_and_its_optimizer() -> None:
     assert differences("mst-hf").keys() == {"held_logit_bytes", "step_scratch_bytes"}
     assert load_system("mst-hf").constants == load_system("huggingface-flash").constants

@@ -206,8 +206,8 @@ def _stack_rules(lay: Layout, system: System) -> list[tuple[bool, str]]:
         ),
         (
             lay.pp > 1 and stage not in system.pipeline_zero_stages,
-            f"zero_stage {stage} with pp = {lay.pp}: in a pipeline, system {system.name} has ZeRO "
-            f"stages {', '.join(map(str, system.pipeline_zero_stages))} alone",
+            f"zero_stage {stage} with pp = {lay.pp}: in a pipeline, system {system.name} has only "
+            f"ZeRO stages {', '.join(map(str, system.pipeline_zero_stages))}",
         ),
         (
             stage > 1 and lay.vpp > GATHERED_CHUNKS,
@@ -270,9 +270,16 @@ def _nested_rules(
     lay: Layout, work: Workload, system: System, kv_heads: int
 ) -> list[tuple[bool, str]]:
     """The rules of an all-to-all inside context parallelism (TransformerEngine, a2a+p2p of
-    context_parallel.py: whole KV heads, no packed sequences)."""
+    context_parallel.py: whole KV heads; no packed sequences, no sliding windows, no bias as of
+    ALiBi)."""
     degree, ranks = lay.ulysses, lay.cp * lay.ulysses
     parts = ranks * lcm(2, lay.tp if lay.sp else 1)
+    shared = f", and tp = {lay.tp} equal parts with sp" if lay.sp and lay.tp > 1 else ""
+    refused = {
+        "packed documents": work.packed,
+        "sliding windows": any(work.model.attention_window),
+        "ALiBi": work.model.position == "alibi",
+    }
     return [
         (
             "ulysses_in_cp" not in system.features,
@@ -281,14 +288,17 @@ def _nested_rules(
         ),
         (
             work.seq_len % parts != 0,
-            f"seq_len {work.seq_len} must be a multiple of {parts}: cp x ulysses = {ranks} ranks "
-            "take two slices, or tp of them (with sp)",
+            f"seq_len {work.seq_len} must be a multiple of {parts}: each of cp x ulysses = {ranks} "
+            f"ranks takes two slices{shared}",
         ),
         (
             kv_heads % degree != 0,
             f"{kv_heads} KV heads per rank must be a multiple of ulysses = {degree} inside cp",
         ),
-        (work.packed, f"packed documents with cp = {lay.cp} and ulysses = {degree}"),
+        *(
+            (holds, f"Ulysses inside context parallelism has no {words} (TransformerEngine)")
+            for words, holds in refused.items()
+        ),
     ]
 
 
