@@ -158,6 +158,26 @@ def test_a_capacity_of_experts_is_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    "option", ["recompute-num-layers", "rotary-percent", "hidden-dropout", "moe-aux-loss-coeff"]
+)
+def test_a_wrong_number_is_refused_with_its_option(tmp_path: Path, option: str) -> None:
+    text = (JOBS / "megatron_experts.sh").read_text()
+    file = tmp_path / "wrong.sh"
+    text = text.replace("--recompute-granularity selective", "--recompute-granularity full")
+    file.write_text(text.replace("--moe-grouped-gemm", f"--{option} much"))
+    with pytest.raises(ConfigError, match=rf"{option}.*'much' is not"):
+        read_files([file])
+
+
+def test_a_wrong_share_of_states_on_the_host_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "ds.json"
+    section = {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": "much"}}
+    file.write_text(json.dumps({"zero_optimization": section}))
+    with pytest.raises(ConfigError, match=r"ratio.*'much' is not a number"):
+        read_files([file])
+
+
+@pytest.mark.parametrize(
     ("frequency", "dense"),
     [("1", ()), ("2", (1, 3)), ("'([0]*1+[1]*3)'", (0,)), ("[0,1,0,1]", (0, 2))],
 )
