@@ -28,12 +28,6 @@ def test_zero_stages(stage: int, expected: tuple[int, int, int]) -> None:
     assert found.total == sum(expected)
 
 
-def test_a_lone_rank_updates_everything() -> None:
-    assert states.updated_parameters(PARAMETERS, Layout(zero_stage=1)) == PARAMETERS
-    assert states.updated_parameters(PARAMETERS, Layout(dp=2, zero_stage=0)) == PARAMETERS
-    assert states.updated_parameters(PARAMETERS, Layout(dp=2, zero_stage=1)) == 501
-
-
 def test_optimizer_traffic() -> None:
     # gradients read twice, states read and written, compute parameters written
     assert states.optimizer_traffic_bytes(10, 2, 4, 12, COMMON) == 10 * (2 * 4 + 2 * 12 + 2)

@@ -98,7 +98,8 @@ OPTIONS = {
     "capacity_factor": Option(
         min=0.0,
         metavar="F",
-        help="Most tokens of an expert, over balanced ones; others are dropped (0: none are).",
+        help="Most tokens that an expert takes, over balanced ones; the others are dropped "
+        "(0: no limit).",
     ),
     "expert_padding": Option(help="Fill each expert up to its capacity."),
     "ep_overlap": Option(

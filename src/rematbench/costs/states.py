@@ -40,11 +40,6 @@ def shard(parameters: int, shards: int) -> int:
     return -(-parameters // shards)
 
 
-def updated_parameters(parameters: int, layout: Layout) -> int:
-    """Parameters that a rank's optimizer step updates."""
-    return shard(parameters, layout.state_shards if layout.zero_stage >= OPTIMIZER_STAGE else 1)
-
-
 def state_bytes(
     parameters: int, layout: Layout, system: System, shards: int | None = None
 ) -> StateBytes:
