@@ -18,7 +18,7 @@ def space_words(job: SearchJob) -> str:
     if job.package:
         each = f"{methods} policies that {job.package.name} has options for"
     by = " to ".join(dict.fromkeys((*job.states[:1], *job.states[-1:])))
-    states = f" ({placed:,} of them with states placed by {by})" if placed else ""
+    states = f", {placed:,} of them with states placed by {by}" if placed else ""
     return f"{layouts:,} layout{many}{states}, each with {each}"
 
 
