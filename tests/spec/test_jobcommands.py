@@ -49,10 +49,9 @@ def value(text: str) -> str:
         ("E=1 F=2 run --x $F", "2"),
         ("run --x 1 --x 2 > log", "2"),
         ('A=full\nif [ "$A" = full ]; then B=1; else B=2; fi\nrun --x $B', "1"),
-        (
-            "A=b\nif [[ $A == a ]]; then\n B=1\nelif [[ $A == b ]]; then\n B=2\nfi\nrun --x $B",
-            "2",
-        ),
+        ("A=b\nif [[ $A == a ]]; then B=1\nelif [[ $A == b ]]; then B=2\nfi\nrun --x $B", "2"),
+        ('A=b\nif [ "$A" = a -o "$A" = b ]; then B=1; else B=2; fi\nrun --x $B', "1"),
+        ('A=b\nif [ "$A" = a -o "$A" = b -a 1 = 2 ]; then B=1; else B=2; fi\nrun --x $B', "2"),
         ('A=8\nif [ $A -gt 4 ] && [ -n "$A" ]; then B=1; else B=2; fi\nrun --x $B', "1"),
         ('if [ -z "$UNSET" ]; then B=1; else B=2; fi\nrun --x $B', "1"),
         ("if [ ! -f here ]; then B=1; else B=2; fi\nrun --x $B", "2"),

@@ -11,6 +11,7 @@ import operator
 import re
 import shlex
 from collections.abc import Callable
+from itertools import groupby
 from pathlib import Path
 
 from msgspec import Struct
@@ -233,6 +234,10 @@ def _decide(script: Script, block: Block, words: list[str], end: str) -> None:
 def _test(script: Script, words: list[str]) -> bool:
     """The value of a test; False for a test of a file or of a command."""
     plain = [word for word in words if word not in BRACKETS]
+    for sign, joined in (("-o", any), ("-a", all)):
+        if sign in plain[1:-1] and len(plain) < len(words):
+            parts = [[*part] for apart, part in groupby(plain, sign.__eq__) if not apart]
+            return joined([_test(script, ["[", *part]) for part in parts])
     if plain[:1] == ["!"]:
         tested = plain[1:] if len(plain) < len(words) else words[1:]
         return bool(tested) and tested[0] not in FILE_TESTS and not _test(script, ["[", *tested])
