@@ -192,6 +192,9 @@ def test_expert_parallelism_needs_experts_and_a_stack_with_it() -> None:
     layout = Layout(dp=8, ep=2, global_batch=8)
     with pytest.raises(LayoutError, match="ep = 2 and etp = 1 need a model with experts"):
         check_layout(layout, work, MEGATRON)
+    for more in ({"capacity_factor": 1.0}, {"expert_padding": "capacity"}):
+        with pytest.raises(LayoutError, match="capacity_factor and expert_padding need a model"):
+            check_layout(Layout(dp=8, global_batch=8), replace(work, **more), MEGATRON)
     with pytest.raises(LayoutError, match="system huggingface has no expert parallelism"):
         check_layout(layout, replace(work, model=QWEN), load_system("huggingface"))
 

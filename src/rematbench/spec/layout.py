@@ -308,7 +308,11 @@ def _expert_rules(lay: Layout, work: Workload, system: System) -> list[tuple[boo
     experts, etp = work.model.experts, lay.expert_tp
     if experts is None:
         given = lay.ep > 1 or lay.etp is not None
-        return [(given, f"ep = {lay.ep} and etp = {etp} need a model with experts")]
+        capacity = work.capacity_factor > 0 or work.expert_padding != "none"
+        return [
+            (given, f"ep = {lay.ep} and etp = {etp} need a model with experts"),
+            (capacity, "capacity_factor and expert_padding need a model with experts"),
+        ]
     ranks = lay.tp * lay.cp * lay.dp
     return [
         (
@@ -353,11 +357,13 @@ def _capacity_rules(work: Workload, system: System) -> list[tuple[bool, str]]:
     return [
         (
             padded and not work.capacity_factor,
-            f"moe_expert_capacity_factor must be set to use {option}",
+            "expert_padding without capacity_factor: moe_expert_capacity_factor must be set to "
+            f"use {option}",
         ),
         (
             padded and system.dispatcher == "deepep",
-            f"Flex token dispatcher with deepep backend does not support {option}",
+            "expert_padding with the dispatcher deepep: Flex token dispatcher with deepep backend "
+            f"does not support {option}",
         ),
         (
             padded and system.dispatcher == "allgather",
@@ -371,7 +377,7 @@ def _ep_overlap_rules(lay: Layout, work: Workload, system: System) -> list[tuple
     (0.16.1, core/transformer/transformer_config.py)."""
     if system.ep_overlap == "none":
         return []
-    option = "overlap_moe_expert_parallel_comm is"
+    option = "ep_overlap: overlap_moe_expert_parallel_comm is"
     return [
         (
             "ep_overlap" not in system.features,
