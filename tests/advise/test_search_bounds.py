@@ -5,6 +5,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 import pytest
+from msgspec.structs import replace
 
 from rematbench.advise.search.candidates import KEEP, Candidate, Tree, Variant
 from rematbench.advise.search.closed_bounds import Bounds
@@ -16,6 +17,7 @@ from rematbench.engine.lowering.lower import lower
 from rematbench.evaluate.evaluation import evaluate_program
 from rematbench.plan import PlanError, Unsupported
 from rematbench.spec.layout import LayoutError
+from rematbench.spec.load import load_system
 from rematbench.spec.problemspec import ProblemSpec
 from tests.everything import bounds_at
 
@@ -208,8 +210,9 @@ def test_layers_on_the_device_and_a_head_on_the_host_are_not_added_up() -> None:
 def test_layers_with_wider_attention_are_counted(degrees: dict[str, int]) -> None:
     """Gemma 2, at 131,072 tokens: every second layer has a window of 4,096, as probes have, and the
     others take most of a step."""
+    stack = replace(load_system("megatron-core"), cp_kind="allgather")  # a ring has no windows
     spec = ProblemSpec(
-        model="gemma-2-9b", cluster="h100-80gb", system="megatron-core", gpus=16, seq_len=131072,
+        model="gemma-2-9b", cluster="h100-80gb", system=stack, gpus=16, seq_len=131072,
         global_batch=32,
     )  # fmt: skip
     fixed = Fixed(**degrees, cp=2, sp=True, micro_batch=1, zero_stage=1)

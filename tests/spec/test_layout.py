@@ -72,6 +72,15 @@ BROKEN: list[tuple[str, dict[str, Any]]] = [
         {"layout": {"cp": 2}, "seq_len": 4098},
     ),
     (
+        "cp = 2 around a ring has no sliding windows (TransformerEngine); a stack with cp_kind: "
+        "allgather has",
+        {
+            "layout": {"cp": 2},
+            "model": {"attention_window": (1024,) * LLAMA.num_layers},
+            "system": "megatron-core",
+        },
+    ),
+    (
         "seq_len 4098 must be a multiple of cp x tp = 4 (with sp)",
         {"layout": {"tp": 4}, "seq_len": 4098},
     ),

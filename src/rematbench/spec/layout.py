@@ -171,6 +171,11 @@ def _rules(lay: Layout, work: Workload, system: System) -> list[tuple[bool, str]
             lay.sp and work.seq_len % (lay.cp * lay.tp) != 0,
             f"seq_len {work.seq_len} must be a multiple of cp x tp = {lay.cp * lay.tp} (with sp)",
         ),
+        (
+            lay.cp > 1 and system.cp_kind == "ring" and any(work.model.attention_window),
+            f"cp = {lay.cp} around a ring has no sliding windows (TransformerEngine); a stack with "
+            "cp_kind: allgather has",
+        ),
         *_ulysses_rules(lay, work, system),
         *_expert_rules(lay, work, system),
         *_ep_overlap_rules(lay, work, system),
@@ -312,6 +317,7 @@ def _expert_rules(lay: Layout, work: Workload, system: System) -> list[tuple[boo
         return [
             (given, f"ep = {lay.ep} and etp = {etp} need a model with experts"),
             (capacity, "capacity_factor and expert_padding need a model with experts"),
+            (work.imbalance > 1, f"imbalance {work.imbalance:g} needs a model with experts"),
         ]
     ranks = lay.tp * lay.cp * lay.dp
     return [

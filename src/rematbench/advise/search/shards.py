@@ -317,7 +317,8 @@ class Shard:
         found = mixed(*ends, share)
         scalar = candidate.share.scalar
         if first_dense(self.problem.workload.model) and scalar and scalar.scale == "layers":
-            # The first chunk's layers are not alike: neither end's numbers are the share's.
+            # The first chunk's layers are not alike: neither end's numbers are the share's.  It is
+            # no shorter than its probe, since such a share composes with nothing (`first_dense`).
             return found._replace(first=lesser(ends[0].first, ends[1].first))
         return found
 
