@@ -26,7 +26,13 @@ from rematbench.worlds.torch.parameters import Parameter
 from rematbench.worlds.torch.rank_model import RankModel
 from rematbench.worlds.torch.streams import CudaStreams, Mark
 from tests.problems import transfers
-from tests.worlds.torch import cases, test_host_update, test_in_backward, test_state_pieces
+from tests.worlds.torch import (
+    cases,
+    test_host_update,
+    test_in_backward,
+    test_ready_pieces,
+    test_state_pieces,
+)
 from tests.worlds.torch.fake_cuda import DEVICE, OVERLAP, executor_of, first_fault
 from tests.worlds.torch.recorder import Recorder, recording
 
@@ -65,6 +71,11 @@ def in_pieces(mix: str) -> Case:
     return test_state_pieces.pair("one", "keep", mix, "bf16")[1]
 
 
+def early(layout: str, mix: str) -> Case:
+    """Pieces that start as their gradients become ready."""
+    return test_ready_pieces.early(layout, "keep", mix, "bf16")[1]
+
+
 def leaving(layout: str, *kinds: str) -> Case:
     """Kinds of states in host memory."""
     return cases.in_host_memory(cases.case(layout, "keep", precision="bf16"), *kinds)
@@ -78,6 +89,9 @@ REFUSED: dict[str, Callable[[], Case]] = {
     "pieces on the device with parameters on the host": lambda: test_state_pieces.pair(
         "dp2-zero3", "keep", "k2", "bf16", "parameter"
     )[1],
+    "ZeRO stages 2 and 3, or gradients on the host, with pipeline stages": lambda: cases.case(
+        "dp2-zero3", "keep", precision="bf16", pp=2
+    ),
     "parameters gathered matrix by matrix": lambda: cases.case(
         "dp2-zero3",
         "keep",
@@ -94,6 +108,9 @@ MADE: dict[str, Callable[[], Case]] = {
     "dp2 hosted": lambda: hosted("dp2"),
     "one pieces": lambda: in_pieces("all three"),
     "one pieces master": lambda: in_pieces("master"),
+    "one early host": lambda: early("one", "host"),
+    "tp2 early visit": lambda: early("tp2", "visit"),
+    "tp2-dp2-zero2 early host": lambda: early("tp2-dp2-zero2", "host"),
     "dp2-zero3 gradients leave": lambda: leaving("dp2-zero3", "optimizer", "gradient"),
     "dp2-zero3 all leave": lambda: leaving("dp2-zero3", "optimizer", "gradient", "parameter"),
     "pp2 held": held,

@@ -44,9 +44,8 @@ PROGRAM: dict[str, tuple[str, ...]] = {
         "step_blocks.gather_block: w.collective on dp",
     ),
     "tp2-ulysses2 offload": (
-        "emit_op._exchange: w.collective on cp",
+        "writer.BlockWriter.exchange: self.collective on cp",
         "emit_op._exchange: w.wait on compute",
-        "emit_backward.BackwardEmitter._exchange: self.w.collective on cp",
         "emit_backward.BackwardEmitter._exchange: self.w.wait on compute",
         "step_blocks.norm_block: w.collective on tp",
     ),
@@ -71,6 +70,19 @@ PROGRAM: dict[str, tuple[str, ...]] = {
         "state_pieces._Writer._weights_up: self.w.wait (1) on compute",
         "state_pieces._Writer._weights_up: self.w.wait on h2d",
     ),
+    "one early host": (
+        "ready_pieces.ReadyWriter._hosted: self.w.state_copy on d2h",
+        "ready_pieces.ReadyWriter._hosted: self.w.wait on host_update",
+        "ready_pieces.ready_end_block: w.state_copy on h2d",
+    ),
+    "tp2 early visit": (
+        "emit_states.GradReducer._sum_norms: w.collective on tp",
+        "ready_pieces.ReadyWriter._visit: self.w.state_copy on h2d",
+        "ready_pieces.ReadyWriter._land: self.w.wait on compute",
+        "ready_pieces.ReadyWriter._land: self.w.state_copy on d2h",
+        "ready_pieces._end_visit: w.wait on compute",
+    ),
+    "tp2-dp2-zero2 early host": ("emit_states.GradReducer._exchange: w.wait (1) on dp",),
     "dp2 once": (
         "emit_states.GradReducer._apply: w.collective on dp",
         "emit_states.GradReducer._apply: w.wait on compute",
@@ -119,7 +131,10 @@ CHANGES_NOTHING = {
     ("dp2 windows beside", "emit_states.GradReducer._record_end: w.wait on dp"): (
         "the last reduction, just before, waits for the same; only its event is needed"
     ),
-    ("dp2-zero2 keep", "emit_states.GradReducer._exchange: w.wait (1) on compute"): (
+    ("one early host", "ready_pieces.ready_end_block: w.wait on compute"): (
+        "updated weights are read in the next step, and a step ends for every stream"
+    ),
+    ("dp2-zero2 keep", "emit_states.GradReducer._exchange: w.wait (2) on compute"): (
         "a stack reduces without overlap; before the buffer is freed, compute waits again"
     ),
     ("dp2-zero3 keep", "emit_states.ParameterGatherer._issue: w.wait on dp"): (
@@ -139,7 +154,10 @@ CHANGES_NOTHING = {
 }
 NO_OPTIMIZER_THERE = "parameters on the host without an optimizer there"
 NO_VISITS_THERE = "pieces on the device with parameters on the host"
+HELD_THERE = "ZeRO stages 2 and 3, or gradients on the host, with pipeline stages"
 NOT_EXECUTED = {
+    "held_states.sums_block: w.collective on dp": HELD_THERE,
+    "held_states.sums_block: w.wait on compute": HELD_THERE,
     "step_blocks.optimizer_block: w.wait on compute": NO_OPTIMIZER_THERE,
     "step_blocks.optimizer_block: w.state_copy on d2h": NO_OPTIMIZER_THERE,
     "state_pieces._Writer._on_device: self.w.state_copy on d2h": NO_VISITS_THERE,

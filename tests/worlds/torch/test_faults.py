@@ -204,7 +204,7 @@ def test_the_exact_fallback_equals_flash(monkeypatch: pytest.MonkeyPatch) -> Non
     )
     out, lse = attention_backends.flash(q, k, v, True)
     gradients = attention_backends.flash_backward(grad, q, k, v, out, lse, True)
-    monkeypatch.setattr(attention_backends, "backend", lambda x: "exact")
+    monkeypatch.setattr(attention_backends, "backend", lambda *_: "exact")
     again, lse2 = attention_backends.flash(q, k, v, True)
     others = attention_backends.flash_backward(grad, q, k, v, again, lse2, True)
     for a, b in zip((out, lse, *gradients), (again, lse2, *others), strict=True):

@@ -12,6 +12,7 @@ from rematbench.engine.lowering import lower as lowering
 from rematbench.engine.lowering.lower import lower
 from rematbench.engine.program.action import HOST_UPDATE, Kind
 from rematbench.engine.program.program import Block, Program
+from rematbench.workload import Precision
 from rematbench.worlds.torch.case import Case
 from rematbench.worlds.torch.rank_processes import execute_cases
 from tests.engine.test_ready_pieces import EARLY, one_unit_early
@@ -20,9 +21,9 @@ from tests.worlds.torch.test_host_update import STEPS, same, weights
 from tests.worlds.torch.test_state_pieces import pair
 
 
-def early(layout: str, plan: str, mix: str) -> tuple[Case, Case]:
+def early(layout: str, plan: str, mix: str, precision: Precision = "fp32") -> tuple[Case, Case]:
     """A plan without pieces, and with pieces that start as their gradients become ready."""
-    whole, cut = pair(layout, plan, mix)
+    whole, cut = pair(layout, plan, mix, precision)
     optimizer = cut.plan.state("optimizer")
     assert optimizer.pieces is not None
     pieces = replace(optimizer.pieces, start="ready", clip=False)
