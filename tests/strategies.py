@@ -23,6 +23,7 @@ from rematbench.plan import (
     Window,
 )
 from rematbench.problem import Problem
+from rematbench.spec.load import load_system
 from rematbench.workload import Model
 from tests.problems import BLOCKS, FULL, GPT, LLAMA, problem
 
@@ -73,7 +74,7 @@ def problems(draw: st.DrawFn, deeper: int = 0) -> Problem:
     layout: dict[str, Any] = {
         "tp": draw(st.sampled_from([1, 2])),
         "sp": draw(st.booleans()),
-        "cp": draw(st.sampled_from([1, 2])) if system in CONTEXT_PARALLEL else 1,
+        "cp": draw(st.sampled_from([1, 2])),
         "pp": pp,
         "vpp": vpp,
         "dp": dp,
@@ -84,7 +85,10 @@ def problems(draw: st.DrawFn, deeper: int = 0) -> Problem:
     model = draw(models(pp * vpp + draw(st.integers(0, 2)) + deeper))
     if model.experts is not None:
         system = draw(st.sampled_from(EXPERTS))
-        layout["cp"] = layout["cp"] if system in CONTEXT_PARALLEL else 1
+    ring = load_system(system).cp_kind == "ring"  # which has no windows
+    if system not in CONTEXT_PARALLEL or (ring and any(model.attention_window)):
+        layout["cp"] = 1
+    if model.experts is not None:
         layout |= draw(expert_layouts(layout["tp"] * layout["cp"] * dp))
     elif system == "deepspeed" and dp == 2 and draw(st.booleans()):
         layout |= {"ulysses": 2, "tp": 1, "global_batch": m * micro_batch}
