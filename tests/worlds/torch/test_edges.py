@@ -44,8 +44,9 @@ PROGRAM: dict[str, tuple[str, ...]] = {
         "step_blocks.gather_block: w.collective on dp",
     ),
     "tp2-ulysses2 offload": (
-        "writer.BlockWriter.exchange: self.collective on cp",
+        "emit_op._exchange: w.collective on cp",
         "emit_op._exchange: w.wait on compute",
+        "emit_backward.BackwardEmitter._exchange: self.w.collective on cp",
         "emit_backward.BackwardEmitter._exchange: self.w.wait on compute",
         "step_blocks.norm_block: w.collective on tp",
     ),

@@ -8,6 +8,7 @@ fit.
 from collections.abc import Sequence
 from dataclasses import replace as replaced
 from itertools import accumulate, pairwise
+from math import gcd
 from typing import NamedTuple, get_args
 
 from msgspec.json import encode
@@ -124,8 +125,8 @@ def alone(layout: Layout, gpus_per_node: int, domain: int, pp: int) -> Layout:
         whole = all(gpus <= unit or gpus % unit == 0 for unit in (gpus_per_node, domain))
         return whole and gpus <= layout.gpus
 
-    counts = [n for n in range(1, domain * block + 1) if model * n % block == 0]
-    copies = next(filter(fills, counts), counts[0])
+    fewest = block // gcd(block, model)  # copies in which whole groups of experts lie
+    copies = next(filter(fills, range(fewest, domain * block + 1, fewest)), fewest)
     return replace(
         layout,
         pp=pp,

@@ -152,7 +152,9 @@ class SearchJob:
         if isinstance(plan, Unsupported):
             raise MethodError(plan.reason)
         if self.model.experts is not None:
-            raise MethodError(f"{choice.states}: search does not place optimizer states of models with experts")
+            raise MethodError(
+                f"{choice.states}: search does not place optimizer states of models with experts"
+            )
         others = [state for state in plan.states if state.kind != "optimizer"]
         kept = replace(plan, states=base.states, fit=base.fit) == choice.base(base)
         if not kept or any(state != base.state(state.kind) for state in others):

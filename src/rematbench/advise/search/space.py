@@ -297,7 +297,6 @@ class Columns:
         self.inner_work = np.array([r[3] for r in rows])
         self.inner_before = np.array([r[4] for r in rows])
         self.inner_rank = np.array([r[5] for r in rows])
-        self.after_first = np.array([sum(c.sizes[1 - c.layout.pp :]) for c in choices])
         self.before_last = np.array([r[6] for r in rows])
         self.opening = np.array([choice.sizes[0] for choice in choices])
         self.ending = np.array([choice.sizes[-1] for choice in choices])

@@ -220,10 +220,8 @@ class BackwardEmitter:
         assert op.grad_gather is not None
         reads = [*incoming, *self._accumulated(unit, op)]
         made = self._gradients(unit, op).written
-        comm, variant = op.grad_gather, unit.variant
-        event = self.w.exchange(
-            comm, unit.prefix, op.name, reads, made, self.share, variant=variant
-        )
+        event = self.w.collective(op.grad_gather, unit.prefix, op.name, reads, made, self.share)
+        self.w.run_beside(unit.variant)
         self.rebuild.window(unit, op.name, "backward")
         self.w.wait(COMPUTE, event)
 

@@ -96,7 +96,8 @@ def _exchange(w: BlockWriter, unit: Unit, op: Op, names: Names, share: Share) ->
         return
     comm = Comm(op.reduce.kind, op.reduce.group, moved)
     reads += slices
-    done = w.exchange(comm, unit.prefix, op.name, reads, allocs, share, variant=unit.variant)
+    done = w.collective(comm, unit.prefix, op.name, reads, allocs, share)
+    w.run_beside(unit.variant)
     w.wait(COMPUTE, done)
 
 

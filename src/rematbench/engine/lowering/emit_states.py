@@ -265,6 +265,13 @@ def parameter_gathers(layout: Layout, system: System, count: int, experts: int) 
     return [*found, Comm("all_gather", "edp", width * experts)] if more else found
 
 
+def allocate_gradients(w: BlockWriter, unit: Unit, storage: Alloc) -> None:
+    """Allocate a storage of a unit's gradients."""
+    w.add(
+        Action(kind=Kind.ALLOC, stream=COMPUTE, part=unit.prefix, op="gradients", allocs=(storage,))
+    )
+
+
 class GradReducer:
     """Reduces each unit's gradients on the dp stream when the unit's backward is done.  With
     optimizer-in-backward, also updates the unit's parameters.
@@ -323,16 +330,7 @@ class GradReducer:
 
     def _allocate(self, w: BlockWriter, unit: Unit) -> None:
         if self.transient and unit.parameters:
-            buffer = Alloc(self.buffer(unit), self._bytes(unit))
-            w.add(
-                Action(
-                    kind=Kind.ALLOC,
-                    stream=COMPUTE,
-                    part=unit.prefix,
-                    op="gradients",
-                    allocs=(buffer,),
-                )
-            )
+            allocate_gradients(w, unit, Alloc(self.buffer(unit), self._bytes(unit)))
 
     def _bytes(self, unit: Unit) -> int:
         """Bytes of a unit's buffer."""

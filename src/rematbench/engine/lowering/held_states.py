@@ -15,6 +15,7 @@ from rematbench.engine.lowering.chunk_ops import ChunkOps, Unit
 from rematbench.engine.lowering.emit_states import (
     GradReducer,
     ParameterGatherer,
+    allocate_gradients,
     gathered_parts,
     gradient_reductions,
 )
@@ -97,16 +98,7 @@ class GradientSums(GradReducer):
     def _begin(self, w: BlockWriter, unit: Unit) -> None:
         if self.first and unit.parameters:
             name = gradient_sums(unit.prefix)
-            sums = Alloc(name, self.system.reduce_bytes * unit.parameters)
-            w.add(
-                Action(
-                    kind=Kind.ALLOC,
-                    stream=COMPUTE,
-                    part=unit.prefix,
-                    op="gradients",
-                    allocs=(sums,),
-                )
-            )
+            allocate_gradients(w, unit, Alloc(name, self.system.reduce_bytes * unit.parameters))
             self.survivors.add(name)
 
 

@@ -13,7 +13,12 @@ from msgspec.structs import replace
 
 from rematbench.engine.lowering.chunk_ops import ChunkOps
 from rematbench.engine.lowering.emit_states import Reduced
-from rematbench.engine.lowering.state_pieces import PieceWidths, unit_ranges
+from rematbench.engine.lowering.state_pieces import (
+    PieceWidths,
+    device_update,
+    host_update,
+    unit_ranges,
+)
 from rematbench.engine.lowering.writer import BlockWriter
 from rematbench.engine.program.action import (
     COMPUTE,
@@ -103,17 +108,7 @@ class ReadyWriter:
             events = (down,)
         for event in events:
             self.w.wait(HOST_UPDATE, event)
-        self.w.add(
-            Action(
-                kind=Kind.OPTIMIZER,
-                stream=HOST_UPDATE,
-                part=part,
-                op="optimizer",
-                nbytes=self.widths.param * one.piece.count,
-                event=_updated(part),
-                units=one.units,
-            )
-        )
+        self.w.add(host_update(part, one.piece, self.widths, _updated(part), one.units))
 
     def _visit(self, one: Ready, events: tuple[str, ...]) -> None:
         """Copy a piece's states to the device; one of `slots` visits must be free."""
@@ -140,18 +135,7 @@ class ReadyWriter:
             reads = (name,) if name else ()
             for event in events:
                 self.w.wait(COMPUTE, event)
-            self.w.add(
-                Action(
-                    kind=Kind.OPTIMIZER,
-                    stream=COMPUTE,
-                    part=part,
-                    op="optimizer",
-                    reads=reads,
-                    nbytes=self.widths.param * piece.count,
-                    scratch=self.widths.scratch * piece.count,
-                    units=one.units,
-                )
-            )
+            self.w.add(device_update(part, piece, self.widths, reads, one.units))
             if name:
                 nbytes, done = self.widths.states * piece.count, self.w.mark(COMPUTE)
                 self.w.state_copy(Kind.D2H, part, STATES_DOWN, nbytes, after=done, reads=reads)

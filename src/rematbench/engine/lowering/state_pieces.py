@@ -108,6 +108,41 @@ def unit_ranges(
             start = stop
 
 
+def device_update(
+    part: str,
+    piece: Piece,
+    widths: PieceWidths,
+    reads: tuple[str, ...],
+    units: tuple[str, ...] = (),
+) -> Action:
+    """Return the update of a piece on the device, which `reads` its states (empty: resident)."""
+    return Action(
+        kind=Kind.OPTIMIZER,
+        stream=COMPUTE,
+        part=part,
+        op="optimizer",
+        reads=reads,
+        nbytes=widths.param * piece.count,
+        scratch=widths.scratch * piece.count,
+        units=units,
+    )
+
+
+def host_update(
+    part: str, piece: Piece, widths: PieceWidths, event: str, units: tuple[str, ...] = ()
+) -> Action:
+    """Return the update of a piece on the host, which ends with an event."""
+    return Action(
+        kind=Kind.OPTIMIZER,
+        stream=HOST_UPDATE,
+        part=part,
+        op="optimizer",
+        nbytes=widths.param * piece.count,
+        event=event,
+        units=units,
+    )
+
+
 def update_block(pieces: Sequence[Piece], cut: Pieces | None, widths: PieceWidths) -> Block:
     """Update a rank's pieces, of which at least one is not resident on the device.  Without `cut`
     there is one piece, which has no name."""
@@ -150,17 +185,7 @@ class _Writer:
 
     def _on_device(self, piece: Piece, reads: tuple[str, ...]) -> None:
         widths, part = self.widths, self._part(piece)
-        self.w.add(
-            Action(
-                kind=Kind.OPTIMIZER,
-                stream=COMPUTE,
-                part=part,
-                op="optimizer",
-                reads=reads,
-                nbytes=widths.param * piece.count,
-                scratch=widths.scratch * piece.count,
-            )
-        )
+        self.w.add(device_update(part, piece, widths, reads))
         if widths.back:
             done, nbytes = self.w.mark(COMPUTE), widths.back * piece.count
             self.back.append(self.w.state_copy(Kind.D2H, part, WEIGHTS_DOWN, nbytes, after=done))
@@ -170,16 +195,7 @@ class _Writer:
         self._weights_up()
         self.w.wait(HOST_UPDATE, self._gradients(piece))
         done = self.w.new_event()
-        self.w.add(
-            Action(
-                kind=Kind.OPTIMIZER,
-                stream=HOST_UPDATE,
-                part=self._part(piece),
-                op="optimizer",
-                nbytes=self.widths.param * piece.count,
-                event=done,
-            )
-        )
+        self.w.add(host_update(self._part(piece), piece, self.widths, done))
         self.updated = (piece, done)
         if piece.number in self.next:
             after = self.next[piece.number]

@@ -215,24 +215,12 @@ class BlockWriter:
         )
         return event
 
-    def exchange(
-        self,
-        comm: Comm,
-        part: str,
-        op: str,
-        reads: list[str],
-        allocs: list[Alloc],
-        share: Share = WHOLE,
-        *,
-        variant: int,
-    ) -> str:
-        """Append an all-to-all, beside another micro-batch if one of its passes runs beside the
-        block, and return its end event."""
-        done = self.collective(comm, part, op, reads, allocs, share)
+    def run_beside(self, variant: int) -> None:
+        """Mark the collective just appended, an all-to-all of experts in a layer of kind `variant`:
+        it runs beside a pass of another micro-batch, if one runs beside the block."""
         if self.beside:
             found = msgspec.structs.replace(self.actions[-1], beside=self.beside, variant=variant)
             self.actions[-1] = found
-        return done
 
     def repeat(self, piece: RepeatedPiece) -> None:
         """Note a piece that stands for further pieces.  Write all pieces if the block is not
