@@ -21,12 +21,12 @@ from rematbench.engine.simulate.seconds import action_seconds
 from rematbench.evaluate.evaluation import evaluate, program_bytes
 from rematbench.evaluate.evaluator import reserved
 from rematbench.evaluate.proof import check
+from rematbench.inputs.constants import load_calibration
+from rematbench.inputs.layout import Layout
+from rematbench.inputs.load import load_cluster, load_model, load_system
+from rematbench.inputs.paths import data_dir
 from rematbench.plan import ByteBudget, Keep, Plan, Rule, Select
 from rematbench.problem import Problem
-from rematbench.spec.constants import load_calibration
-from rematbench.spec.layout import Layout
-from rematbench.spec.load import load_cluster, load_model, load_system
-from rematbench.spec.paths import data_dir
 from rematbench.workload import Workload
 
 REPEATS = 5

@@ -35,8 +35,8 @@ from rematbench.advise.search.shard_bounds import ShardBounds
 from rematbench.advise.search.shards import Shard, key
 from rematbench.advise.search.space import Choice
 from rematbench.cli.doctor import cpu_name
+from rematbench.inputs.problemspec import ProblemSpec
 from rematbench.paper.matrix.best import Line, Task, Worker
-from rematbench.spec.problemspec import ProblemSpec
 from rematbench.worlds.records.matrix_spec import MatrixSpec
 from rematbench.worlds.records.suite import load_matrix
 

@@ -27,8 +27,8 @@ from rematbench.advise.search.search_job import SearchJob, SearchRequest
 from rematbench.advise.search.shard_bounds import ShardBounds
 from rematbench.advise.search.shards import Shard
 from rematbench.costs.copies import NO_TRAFFIC
-from rematbench.spec.paths import data_dir
-from rematbench.spec.problemspec import ProblemSpec
+from rematbench.inputs.paths import data_dir
+from rematbench.inputs.problemspec import ProblemSpec
 
 GAP, MOST, SHORT_S = 0.02, 4.0, 5.0
 """The gap to prove.  A search without a rule may take MOST times the seconds with all rules, and

@@ -16,13 +16,13 @@ from collections.abc import Callable
 from msgspec.structs import replace
 
 from rematbench.engine.lowering.lower import lower
+from rematbench.inputs.paths import data_dir
 from rematbench.paper.studies.study import Study, load_study
 from rematbench.plan import Plan
 from rematbench.plugins.discover import discover
 from rematbench.problem import Problem
 from rematbench.solve.memory_plan import memory_plan
 from rematbench.solve.relocate import Relocation
-from rematbench.spec.paths import data_dir
 
 REPEATS = 3
 STUDIES = data_dir("config") / "study"

@@ -1,6 +1,6 @@
 """Round constants for tests of the cost model: literal expectations never move with a new fit."""
 
-from rematbench.spec.constants import (
+from rematbench.inputs.constants import (
     Calibration,
     CommonConstants,
     GpuConstants,

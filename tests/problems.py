@@ -9,6 +9,11 @@ from msgspec.structs import replace
 from rematbench.engine.program.action import Action, Kind
 from rematbench.evaluate import method_contract, problems
 from rematbench.evaluate.evaluation import evaluate
+from rematbench.inputs.constants import Calibration, load_calibration
+from rematbench.inputs.layout import Layout
+from rematbench.inputs.load import load_cluster, load_system
+from rematbench.inputs.paths import data_dir
+from rematbench.inputs.problemspec import ProblemSpec
 from rematbench.plan import (
     ByteBudget,
     Fate,
@@ -26,11 +31,6 @@ from rematbench.plugins.discover import discover
 from rematbench.plugins.registry import Registry
 from rematbench.problem import Problem
 from rematbench.solve.relocate import Relocation
-from rematbench.spec.constants import Calibration, load_calibration
-from rematbench.spec.layout import Layout
-from rematbench.spec.load import load_cluster, load_system
-from rematbench.spec.paths import data_dir
-from rematbench.spec.problemspec import ProblemSpec
 from rematbench.workload import Experts, Model, Workload
 
 LLAMA = replace(method_contract.LLAMA, name="test-llama")

@@ -6,6 +6,7 @@ from typing import Any
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from rematbench.inputs.load import load_system
 from rematbench.plan import (
     ByteBudget,
     Fate,
@@ -23,7 +24,6 @@ from rematbench.plan import (
     Window,
 )
 from rematbench.problem import Problem
-from rematbench.spec.load import load_system
 from rematbench.workload import Model
 from tests.problems import BLOCKS, FULL, GPT, LLAMA, problem
 

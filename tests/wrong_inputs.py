@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import yaml
 from hypothesis import strategies as st
 
-from rematbench.spec.paths import data_dir
+from rematbench.inputs.paths import data_dir
 from tests.typed import typed
 
 CONFIG = data_dir("config")

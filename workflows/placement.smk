@@ -1,6 +1,6 @@
 """Where simulated jobs run: on this machine, or on Slurm with resources from the cluster file."""
 
-from rematbench.spec.configfile import ConfigError
+from rematbench.inputs.configfile import ConfigError
 from rematbench.worlds.slurm.submissions import KEYS, simulated_resources
 from rematbench.worlds.slurm.settings import load_center
 

@@ -7,8 +7,8 @@ lists its value as assumed; tests hold every fact to one of the tables.
 from collections.abc import Iterator
 from typing import Any
 
+from rematbench.inputs.effects import ACTS
 from rematbench.problem import Problem
-from rematbench.spec.effects import ACTS
 from rematbench.worlds.packages.limits import ABILITIES, assumed_facts, use_of
 
 KEYS = {

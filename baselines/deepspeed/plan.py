@@ -15,6 +15,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from baselines.deepspeed import options
+from rematbench.inputs.layout import Layout
 from rematbench.plan import (
     MiniSequence,
     Offload,
@@ -28,7 +29,6 @@ from rematbench.plan import (
 )
 from rematbench.problem import Problem
 from rematbench.solve.kept import holding_inputs, kept_activations
-from rematbench.spec.layout import Layout
 from rematbench.workload import Model, PositiveInt
 from rematbench.worlds.packages.limits import Reason, Setup, active_reasons, setup_of
 

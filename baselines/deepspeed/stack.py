@@ -10,8 +10,8 @@ from baselines.deepspeed.plan import DeepSpeed
 from baselines.deepspeed.zero_sizes import ZERO_2, ZERO_3
 from rematbench.costs.operators.ops import Part
 from rematbench.engine.program.program import RankProgram
+from rematbench.inputs.shapes import shapes
 from rematbench.problem import Problem
-from rematbench.spec.shapes import shapes
 from rematbench.worlds.packages.stack import Extra, Stack
 
 WIDE = 4

@@ -19,7 +19,7 @@ from baselines.megatron_core.plan import (
     RecomputeModule,
     fusion_argument,
 )
-from rematbench.spec.layout import Layout
+from rematbench.inputs.layout import Layout
 from rematbench.worlds.records.record import RunSpec
 
 NOT_FUSED = ("no_bias_swiglu_fusion", "no_bias_gelu_fusion")

@@ -7,8 +7,8 @@ The attention is Megatron-core's own with materialised scores, or ours under con
 from functools import partial
 
 from baselines.megatron_core.plan import MegatronCore
+from rematbench.inputs.shapes import shapes
 from rematbench.problem import Problem
-from rematbench.spec.shapes import shapes
 from rematbench.worlds.packages.stack import Extra
 
 LSE_BYTES = 4

@@ -6,10 +6,10 @@ NO_OPTION, and `flags` lists its value as assumed; tests hold every fact to one 
 
 from collections.abc import Callable, Iterator
 
+from rematbench.inputs.effects import ACTS
+from rematbench.inputs.layout import Layout
+from rematbench.inputs.system import System
 from rematbench.problem import Problem
-from rematbench.spec.effects import ACTS
-from rematbench.spec.layout import Layout
-from rematbench.spec.system import System
 from rematbench.workload import Model, Workload
 from rematbench.worlds.packages.limits import ABILITIES, assumed_facts, use_of
 

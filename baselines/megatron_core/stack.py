@@ -9,8 +9,8 @@ from baselines.megatron_core import attention, offloads
 from baselines.megatron_core.plan import MegatronCore
 from rematbench.costs.operators.ops import Part
 from rematbench.engine.program.program import RankProgram
+from rematbench.inputs.shapes import shapes
 from rematbench.problem import Problem
-from rematbench.spec.shapes import shapes
 from rematbench.worlds.packages.stack import Extra, Stack
 
 

@@ -9,7 +9,7 @@ from transformers import PreTrainedConfig
 from baselines.common.interface import NotRunnable, Rank, RankAnswer
 from baselines.transformers.families import Transformers, config_of_model, model_class
 from baselines.transformers.traced_step import DTYPES, Kernel, Setup, StepTrace, run
-from rematbench.spec.system import AttentionChoice
+from rematbench.inputs.system import AttentionChoice
 from rematbench.worlds.packages.process import PackageJob
 from rematbench.worlds.records.record import RunSpec
 

@@ -18,10 +18,10 @@ from rematbench.evaluate.problems import make_problem
 from rematbench.evaluate.result import Job, Result, evaluate_method, told_fragmented
 from rematbench.evidence.bands import with_band
 from rematbench.evidence.peaks import leaving_reserve
+from rematbench.inputs.configfile import ConfigError, convert
+from rematbench.inputs.problemspec import ProblemSpec
 from rematbench.plugins.discover import discover, entry_of
 from rematbench.plugins.registry import Composition, Method, MethodError, Value, build
-from rematbench.spec.configfile import ConfigError, convert
-from rematbench.spec.problemspec import ProblemSpec
 
 Problem = ProblemSpec
 """A planning problem, in the words of the command line: `Problem(model="llama-7b", gpus=8, ...)`.

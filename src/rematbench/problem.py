@@ -18,14 +18,14 @@ from rematbench.costs.states import (
     room_bytes,
     state_bytes,
 )
+from rematbench.inputs.cluster import Cluster
+from rematbench.inputs.constants import Calibration
+from rematbench.inputs.facts import CPU
+from rematbench.inputs.kernel_rates import RateError
+from rematbench.inputs.layout import Layout, LayoutError, check_layout, even_partition
+from rematbench.inputs.precision import attention_problem, peak_flop_per_s
+from rematbench.inputs.system import AttentionBackend, AttentionChoice, System, TpOverlap
 from rematbench.plan import Plan, StateFate
-from rematbench.spec.cluster import Cluster
-from rematbench.spec.constants import Calibration
-from rematbench.spec.facts import CPU
-from rematbench.spec.kernel_rates import RateError
-from rematbench.spec.layout import Layout, LayoutError, check_layout, even_partition
-from rematbench.spec.precision import attention_problem, peak_flop_per_s
-from rematbench.spec.system import AttentionBackend, AttentionChoice, System, TpOverlap
 from rematbench.workload import Workload
 
 AttentionKind = Literal["flash", "unfused"]

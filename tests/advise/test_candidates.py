@@ -15,6 +15,7 @@ from rematbench.advise.compare.compositions import (
     compositions,
     load_compare,
 )
+from rematbench.inputs.layout import Layout
 from rematbench.plan import (
     MiniSequence,
     Offload,
@@ -27,7 +28,6 @@ from rematbench.plan import (
 )
 from rematbench.plugins.policies import Policy, applicable_settings
 from rematbench.problem import Problem
-from rematbench.spec.layout import Layout
 from tests.problems import all_methods, make_problem
 
 

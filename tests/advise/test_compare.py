@@ -26,8 +26,8 @@ from rematbench.evaluate.evaluator import same_plan
 from rematbench.evaluate.result import Job, Result, evaluate_method
 from rematbench.evidence.bands import with_ties
 from rematbench.evidence.peaks import leaving_reserve
+from rematbench.inputs.layout import Layout
 from rematbench.problem import Problem
-from rematbench.spec.layout import Layout
 from tests.problems import all_methods, make_problem
 from tests.serial import compared
 

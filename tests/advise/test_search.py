@@ -21,10 +21,10 @@ from rematbench.cli.app import command_line
 from rematbench.engine.lowering.schedule import passes
 from rematbench.evaluate.evaluation import evaluate
 from rematbench.evaluate.result import Result
+from rematbench.inputs.layout import Layout, LayoutError
+from rematbench.inputs.problemspec import ProblemSpec
 from rematbench.plan import Plan
 from rematbench.plugins.registry import MethodError
-from rematbench.spec.layout import Layout, LayoutError
-from rematbench.spec.problemspec import ProblemSpec
 from rematbench.worlds.packages.flags import Engines
 from tests.everything import everything
 

@@ -15,10 +15,10 @@ from rematbench.advise.search.shard_bounds import ShardBounds
 from rematbench.advise.search.space import Choice, Fixed
 from rematbench.engine.lowering.lower import lower
 from rematbench.evaluate.evaluation import evaluate_program
+from rematbench.inputs.layout import LayoutError
+from rematbench.inputs.load import load_system
+from rematbench.inputs.problemspec import ProblemSpec
 from rematbench.plan import PlanError, Unsupported
-from rematbench.spec.layout import LayoutError
-from rematbench.spec.load import load_system
-from rematbench.spec.problemspec import ProblemSpec
 from tests.everything import bounds_at
 
 JOBS = (

@@ -38,8 +38,8 @@ from rematbench.costs.copies import NO_TRAFFIC, CopyTraffic
 from rematbench.engine.lowering.lower import lower
 from rematbench.engine.simulate.seconds import ActionCosts
 from rematbench.evaluate.evaluator import Evaluator, without_cluster
+from rematbench.inputs.problemspec import ProblemSpec
 from rematbench.plan import Offload, Plan, Recompute, Rule, Select
-from rematbench.spec.problemspec import ProblemSpec
 
 
 def job(model: str = "llama-65b", gpus: int = 16, **changes: int) -> SearchJob:

@@ -15,10 +15,10 @@ from rematbench.advise.search.trials import planned_at
 from rematbench.engine.lowering.lower import lower
 from rematbench.evaluate import evaluator as programs
 from rematbench.evaluate.evaluator import Evaluator, Lowered, without_cluster
+from rematbench.inputs.load import load_cluster, load_model
+from rematbench.inputs.problemspec import ProblemSpec
 from rematbench.plan import Plan
 from rematbench.plugins.discover import discover
-from rematbench.spec.load import load_cluster, load_model
-from rematbench.spec.problemspec import ProblemSpec
 from tests.everything import bounds_at
 
 NAMES = {FETCH: "H2D", FREE: "free_d2h"}

@@ -16,9 +16,9 @@ from rematbench.advise.search.space import Fixed
 from rematbench.advise.search.trials import Site, Trial
 from rematbench.evaluate.result import Result
 from rematbench.evidence.peaks import reserve_bytes
-from rematbench.spec.layout import LayoutError
-from rematbench.spec.load import load_cluster, load_model, load_system
-from rematbench.spec.problemspec import ProblemSpec
+from rematbench.inputs.layout import LayoutError
+from rematbench.inputs.load import load_cluster, load_model, load_system
+from rematbench.inputs.problemspec import ProblemSpec
 from rematbench.workload import Experts, Model
 from tests.everything import every_plan, everything
 

@@ -17,7 +17,7 @@ from rematbench.advise.search.space import Fixed
 from rematbench.advise.search.trials import Site, planned_at
 from rematbench.evaluate.evaluation import evaluate
 from rematbench.evaluate.evaluator import Reserved, weighed
-from rematbench.spec.problemspec import ProblemSpec
+from rematbench.inputs.problemspec import ProblemSpec
 
 GIB = 2**30
 

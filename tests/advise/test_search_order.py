@@ -9,7 +9,7 @@ from rematbench.advise.search.queue import Queue
 from rematbench.advise.search.search_job import SearchJob, SearchRequest
 from rematbench.advise.search.space import Choice, Fixed
 from rematbench.advise.search.trials import Site
-from rematbench.spec.problemspec import ProblemSpec
+from rematbench.inputs.problemspec import ProblemSpec
 
 GIB = 2**30
 

@@ -11,10 +11,10 @@ from rematbench.advise.search.processes import in_one_process
 from rematbench.advise.search.search_job import SearchJob, SearchRequest, with_engines
 from rematbench.advise.search.space import Fixed
 from rematbench.advise.search.trials import Site, Trial
+from rematbench.inputs.load import load_model
+from rematbench.inputs.problemspec import ProblemSpec
 from rematbench.plan import Plan
 from rematbench.plugins.registry import Composition, MethodError
-from rematbench.spec.load import load_model
-from rematbench.spec.problemspec import ProblemSpec
 from rematbench.worlds.packages.flags import flags_of
 from tests.advise.test_search_everything import ENDLESS, SHARES, at_the_edge, held
 from tests.everything import bounds_at

@@ -15,8 +15,8 @@ from rematbench.advise.search.space import Fixed
 from rematbench.cli.app import command_line
 from rematbench.evaluate.result import Result
 from rematbench.host.console import CommandError
+from rematbench.inputs.problemspec import ProblemSpec
 from rematbench.plugins.registry import MethodError
-from rematbench.spec.problemspec import ProblemSpec
 
 RUN = CliRunner()
 app = command_line()

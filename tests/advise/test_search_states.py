@@ -10,9 +10,9 @@ from rematbench.advise.search.limits import not_searched, space_words
 from rematbench.advise.search.search_job import SearchJob, SearchRequest
 from rematbench.advise.search.space import Fixed
 from rematbench.advise.search.trials import Site
+from rematbench.inputs.load import load_cluster, load_model
+from rematbench.inputs.problemspec import ProblemSpec
 from rematbench.plugins.registry import MethodError
-from rematbench.spec.load import load_cluster, load_model
-from rematbench.spec.problemspec import ProblemSpec
 from tests.advise.test_search_everything import (
     ENDLESS,
     LENGTHS,

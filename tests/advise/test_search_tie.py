@@ -11,7 +11,7 @@ from rematbench.advise.search.search_job import SearchJob, SearchRequest
 from rematbench.advise.search.space import Fixed
 from rematbench.cli.search_output import beside_line
 from rematbench.evaluate.result import Result
-from rematbench.spec.problemspec import ProblemSpec
+from rematbench.inputs.problemspec import ProblemSpec
 from tests.everything import everything
 
 GIB = 2**30

@@ -17,6 +17,11 @@ from rematbench.advise.search.search_job import SearchJob, SearchRequest
 from rematbench.cli.app import command_line
 from rematbench.evidence.published.row_cases import read_case
 from rematbench.evidence.published.sheets import read_sheet
+from rematbench.inputs.cluster import Cluster
+from rematbench.inputs.configfile import ConfigError
+from rematbench.inputs.load import load_cluster
+from rematbench.inputs.paths import data_dir
+from rematbench.inputs.problemspec import ProblemSpec
 from rematbench.paper.studies.package_spaces import SpaceJob, Spaces, load_spaces, searched_spaces
 from rematbench.paper.studies.published_layouts import search_question
 from rematbench.paper.studies.published_sweeps import searched_sweeps
@@ -28,11 +33,6 @@ from rematbench.paper.tables.searched import (
     space_table,
     sweep_table,
 )
-from rematbench.spec.cluster import Cluster
-from rematbench.spec.configfile import ConfigError
-from rematbench.spec.load import load_cluster
-from rematbench.spec.paths import data_dir
-from rematbench.spec.problemspec import ProblemSpec
 from rematbench.worlds.packages.flags import Engines
 from tests.problems import all_methods
 

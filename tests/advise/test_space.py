@@ -9,9 +9,9 @@ from rematbench.advise.search.limits import not_searched
 from rematbench.advise.search.questions import reached
 from rematbench.advise.search.search_job import SearchJob, SearchRequest
 from rematbench.advise.search.space import MOST_MICRO_BATCH, Fixed
+from rematbench.inputs.problemspec import ProblemSpec
 from rematbench.plugins.discover import discover
 from rematbench.plugins.registry import method_text
-from rematbench.spec.problemspec import ProblemSpec
 
 LONG = ProblemSpec(
     model="llama-3.1-8b", cluster="h100-80gb", system="megatron-core", gpus=8,

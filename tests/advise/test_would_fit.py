@@ -9,8 +9,8 @@ from rematbench.advise.compare.compositions import Candidate
 from rematbench.advise.compare.tuning import Tuning
 from rematbench.advise.compare.would_fit import GIB, MIB, STEP_BYTES, would_fit
 from rematbench.evaluate.result import Job, Result, evaluate_plan
+from rematbench.inputs.layout import Layout
 from rematbench.problem import Problem
-from rematbench.spec.layout import Layout
 from tests.problems import all_methods, make_problem
 
 

@@ -3,10 +3,10 @@
 from random import Random
 from typing import Any, NamedTuple
 
+from rematbench.inputs.configfile import ConfigError
+from rematbench.inputs.layout import Layout, LayoutError
 from rematbench.plan import Unsupported
 from rematbench.problem import Problem
-from rematbench.spec.configfile import ConfigError
-from rematbench.spec.layout import Layout, LayoutError
 from rematbench.workload import Model
 from rematbench.worlds.packages.process import policy
 from tests.problems import make_problem

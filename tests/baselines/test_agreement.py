@@ -7,7 +7,7 @@ from msgspec.structs import replace
 
 pytest.importorskip("torch", reason="the executor needs torch")
 
-from rematbench.spec.paths import data_dir
+from rematbench.inputs.paths import data_dir
 from rematbench.worlds import agreement
 from rematbench.worlds.agreement import agreement_records, disagreements
 from rematbench.worlds.packages.process import BaselineError

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
+from rematbench.inputs.configfile import ConfigError
 from rematbench.paper.studies.baseline_points import load_points, published, rows
 from rematbench.paper.tables.baselines import agreement_table
-from rematbench.spec.configfile import ConfigError
 from rematbench.worlds.agreement import ROWS
 from rematbench.worlds.records.measured import Measured
 from rematbench.worlds.records.record import read_record

@@ -10,9 +10,9 @@ import pytest
 from rematbench.engine.lowering.lower import lower
 from rematbench.evaluate.evaluation import evaluate
 from rematbench.evaluate.proof import check
+from rematbench.inputs.paths import data_dir
 from rematbench.plan import Unsupported
 from rematbench.problem import Problem
-from rematbench.spec.paths import data_dir
 from rematbench.worlds.packages.flags import flags_of
 from rematbench.worlds.packages.process import baselines, policy
 from rematbench.worlds.records.record import run_spec

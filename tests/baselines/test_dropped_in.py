@@ -9,9 +9,9 @@ import pytest
 
 from rematbench.engine.lowering.lower import lower
 from rematbench.evaluate.proof import check
+from rematbench.inputs import paths
+from rematbench.inputs.paths import data_dir
 from rematbench.plan import Plan
-from rematbench.spec import paths
-from rematbench.spec.paths import data_dir
 from rematbench.worlds.packages.process import (
     BaselineError,
     NotInstalled,

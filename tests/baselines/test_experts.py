@@ -7,10 +7,10 @@ import pytest
 from msgspec.structs import replace
 
 from baselines.megatron_core.plan import TRACED, MegatronCore
+from rematbench.inputs.layout import LayoutError
 from rematbench.plan import Unsupported
 from rematbench.problem import Problem
 from rematbench.solve.recompute_modules import modules_dropped
-from rematbench.spec.layout import LayoutError
 from rematbench.workload import Experts, Model
 from rematbench.worlds.packages.process import job as make_job
 from rematbench.worlds.packages.process import policy, run_jobs

@@ -15,11 +15,11 @@ from baselines.megatron_core.options import partition_words
 from baselines.megatron_core.plan import MIN_OFFLOADED, MegatronCore
 from rematbench.evaluate.evaluation import RankBytes
 from rematbench.evaluate.problems import make_problem
+from rematbench.inputs.effects import ACTS
+from rematbench.inputs.layout import Layout
+from rematbench.inputs.load import load_system
+from rematbench.inputs.problemspec import ProblemSpec
 from rematbench.plan import Plan, Unsupported
-from rematbench.spec.effects import ACTS
-from rematbench.spec.layout import Layout
-from rematbench.spec.load import load_system
-from rematbench.spec.problemspec import ProblemSpec
 from rematbench.worlds.packages.flags import FlagsAnswer, flags_of
 from rematbench.worlds.packages.limits import ABILITIES
 from rematbench.worlds.packages.process import PackageJob, baselines, policy, run_jobs

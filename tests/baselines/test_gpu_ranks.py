@@ -18,7 +18,7 @@ from baselines.common import driver, resources, training
 from baselines.common.driver import write_record_of
 from baselines.common.interface import NotRunnable, RankAnswer
 from baselines.common.meter import Meter
-from rematbench.spec.paths import data_dir
+from rematbench.inputs.paths import data_dir
 from rematbench.worlds.packages.process import PackageJob
 from rematbench.worlds.records.record import read_record
 from rematbench.worlds.torch.case import NotFinite

@@ -13,8 +13,8 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from rematbench.spec.load import load_system
-from rematbench.spec.paths import data_dir
+from rematbench.inputs.load import load_system
+from rematbench.inputs.paths import data_dir
 from tests.baselines.cases import GPT, TINY, Asked, asked_problem
 from tests.baselines.dispatched import Launches, of_more_layers
 from tests.installed import needs

@@ -12,11 +12,11 @@ from rematbench.engine.lowering.lower import lower
 from rematbench.evaluate.evaluation import program_bytes
 from rematbench.evaluate.result import evaluate_plan
 from rematbench.evidence.peaks import fits_word
+from rematbench.inputs.cluster import Cluster
+from rematbench.inputs.layout import Layout
+from rematbench.inputs.load import load_cluster, load_model
 from rematbench.plan import Plan
 from rematbench.problem import Problem
-from rematbench.spec.cluster import Cluster
-from rematbench.spec.layout import Layout
-from rematbench.spec.load import load_cluster, load_model
 from rematbench.workload import Model
 from tests.problems import make_problem, plan_of, problem, remade
 

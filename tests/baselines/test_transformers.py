@@ -10,7 +10,7 @@ import msgspec
 import pytest
 import torch
 
-from rematbench.spec.layout import Layout
+from rematbench.inputs.layout import Layout
 from rematbench.worlds.packages.process import PackageJob
 from rematbench.worlds.records.record import Record, RunSpec
 from tests.problems import LLAMA

@@ -10,13 +10,13 @@ from msgspec.structs import replace
 from rematbench.costs.operators.block import head_table, layer_table
 from rematbench.engine.lowering.lower import lower
 from rematbench.evaluate.evaluation import program_bytes
+from rematbench.inputs.layout import Layout
+from rematbench.inputs.load import load_system
+from rematbench.inputs.paths import data_dir
+from rematbench.inputs.system import System
 from rematbench.plan import Plan, Unsupported
 from rematbench.plugins.discover import load_module
 from rematbench.problem import Problem
-from rematbench.spec.layout import Layout
-from rematbench.spec.load import load_system
-from rematbench.spec.paths import data_dir
-from rematbench.spec.system import System
 from rematbench.workload import Model, Workload
 from tests.problems import problem
 

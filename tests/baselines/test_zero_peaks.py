@@ -18,9 +18,9 @@ from baselines.deepspeed.zero_sizes import (
 from baselines.deepspeed.zero_weights import Whole, modules
 from rematbench.engine.lowering.lower import lower
 from rematbench.engine.program.program import RankProgram
+from rematbench.inputs.load import load_model
 from rematbench.plan import Plan
 from rematbench.problem import Problem
-from rematbench.spec.load import load_model
 from rematbench.workload import Model, Precision
 from rematbench.worlds.packages.process import job, policy, run_jobs
 from rematbench.worlds.packages.stack import stack_of

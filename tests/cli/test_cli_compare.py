@@ -20,10 +20,10 @@ from rematbench.evaluate.breakdown import PARTS
 from rematbench.evaluate.result import Result
 from rematbench.evidence.published.closed_forms import closed_form
 from rematbench.evidence.published.sheets import read_sheet
+from rematbench.inputs.paths import data_dir
 from rematbench.paper.studies.rule80 import scored_cells
 from rematbench.paper.tables.fujii_80_percent_rule import rule_table
 from rematbench.plan import Unsupported
-from rematbench.spec.paths import data_dir
 from tests.cli.test_cli import DEMO, PIPE
 from tests.problems import all_methods, plan_of
 from tests.typed import typed

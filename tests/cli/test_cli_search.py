@@ -18,7 +18,7 @@ from rematbench.advise.search.search_job import SearchRequest
 from rematbench.cli.app import command_line
 from rematbench.cli.options import percents
 from rematbench.evaluate.breakdown import PARTS
-from rematbench.spec.paths import data_dir
+from rematbench.inputs.paths import data_dir
 
 RUN = CliRunner()
 app = command_line()

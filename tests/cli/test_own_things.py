@@ -17,13 +17,13 @@ from rematbench.costs.operators.ops import ACTIVATIONS
 from rematbench.evaluate.result import evaluate_method
 from rematbench.evidence.predict import predict_rows
 from rematbench.host.table import write_sheet
+from rematbench.inputs.configfile import ConfigError
+from rematbench.inputs.layout import Layout, LayoutError
+from rematbench.inputs.load import load_model, load_system, names
+from rematbench.inputs.paths import data_dir
 from rematbench.plan import Plan, Unsupported
 from rematbench.plugins.discover import entry_of
 from rematbench.plugins.registry import Composition
-from rematbench.spec.configfile import ConfigError
-from rematbench.spec.layout import Layout, LayoutError
-from rematbench.spec.load import load_model, load_system, names
-from rematbench.spec.paths import data_dir
 from rematbench.workload import Experts, Workload
 from rematbench.worlds.records.suite import load_suite
 from rematbench.worlds.records.suite_cells import cells

@@ -13,7 +13,7 @@ from rematbench.engine.simulate.op_level import DeadlockError
 from rematbench.evaluate import result as suite
 from rematbench.evaluate.proof import CheckError
 from rematbench.host.console import CommandError
-from rematbench.spec.paths import data_dir
+from rematbench.inputs.paths import data_dir
 from rematbench.worlds import executed, traced, trained
 from tests.typed import typed
 

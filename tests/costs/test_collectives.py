@@ -9,9 +9,9 @@ from msgspec.structs import replace
 from rematbench.costs import collectives as c
 from rematbench.costs.bind import CostModel
 from rematbench.costs.operators.ops import Comm, CommKind
-from rematbench.spec.layout import Layout
-from rematbench.spec.load import load_cluster, load_model, load_system
-from rematbench.spec.shapes import reached_share
+from rematbench.inputs.layout import Layout
+from rematbench.inputs.load import load_cluster, load_model, load_system
+from rematbench.inputs.shapes import reached_share
 from rematbench.workload import Workload
 from tests.cost_constants import COMMON, NETWORK, ROUND
 

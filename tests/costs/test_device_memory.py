@@ -6,10 +6,10 @@ import pytest
 
 from rematbench.costs.states import communicators
 from rematbench.evaluate.problems import make_problem
+from rematbench.inputs.layout import Layout
+from rematbench.inputs.load import load_cluster, names
+from rematbench.inputs.problemspec import ProblemSpec
 from rematbench.problem import Problem
-from rematbench.spec.layout import Layout
-from rematbench.spec.load import load_cluster, names
-from rematbench.spec.problemspec import ProblemSpec
 
 ORDER = ("tp", "cp", "dp", "pp")
 GIB = 2**30

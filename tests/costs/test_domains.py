@@ -4,11 +4,11 @@ import pytest
 from msgspec.structs import replace
 
 from rematbench.costs.operators.ops import Comm
+from rematbench.inputs.configfile import ConfigError
+from rematbench.inputs.facts import check_cluster
+from rematbench.inputs.layout import Layout
+from rematbench.inputs.load import load_cluster
 from rematbench.problem import Problem
-from rematbench.spec.configfile import ConfigError
-from rematbench.spec.facts import check_cluster
-from rematbench.spec.layout import Layout
-from rematbench.spec.load import load_cluster
 from tests.problems import make_problem
 
 RACK = load_cluster("gb200-nvl72")

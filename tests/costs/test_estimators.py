@@ -10,9 +10,9 @@ from rematbench.costs.estimators import (
     phaze_estimate,
 )
 from rematbench.evidence.published.closed_forms import closed_form
+from rematbench.inputs.layout import Layout
+from rematbench.inputs.load import load_model
 from rematbench.plan import Unsupported
-from rematbench.spec.layout import Layout
-from rematbench.spec.load import load_model
 from tests.problems import layers, plan_of, problem
 
 GIB = 1 << 30

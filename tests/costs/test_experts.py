@@ -21,11 +21,11 @@ from rematbench.costs.states import state_bytes
 from rematbench.evaluate.evaluation import evaluate
 from rematbench.evaluate.problems import make_problem
 from rematbench.evidence.published.sheets import read_sheet
+from rematbench.inputs.layout import Layout, LayoutError, check_layout
+from rematbench.inputs.load import load_system
+from rematbench.inputs.paths import data_dir
+from rematbench.inputs.problemspec import ProblemSpec
 from rematbench.problem import rank_states
-from rematbench.spec.layout import Layout, LayoutError, check_layout
-from rematbench.spec.load import load_system
-from rematbench.spec.paths import data_dir
-from rematbench.spec.problemspec import ProblemSpec
 from rematbench.workload import Experts, Model, Workload
 
 MEGATRON = load_system("megatron-core")

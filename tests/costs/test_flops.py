@@ -4,7 +4,7 @@ import pytest
 from msgspec.structs import replace
 
 from rematbench.costs.flops import attention_flop_per_token, hfu, mfu, model_flop_per_token
-from rematbench.spec.load import load_model
+from rematbench.inputs.load import load_model
 from rematbench.workload import Model
 
 H800, A800 = 989.5e12, 312e12

@@ -5,7 +5,7 @@ import pytest
 from msgspec.structs import replace
 
 from rematbench.costs import copies, formulas
-from rematbench.spec.kernel_rates import Device
+from rematbench.inputs.kernel_rates import Device
 from tests.cost_constants import COMMON, GPU
 
 PEAK, HBM = 1e12, 1e9

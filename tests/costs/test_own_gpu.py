@@ -22,11 +22,11 @@ from rematbench.evidence.bands import (
 )
 from rematbench.evidence.job_evidence import job_of, left_out_cells, unlike_devices
 from rematbench.evidence.quantiles import quantile
+from rematbench.inputs.cluster import Cluster
+from rematbench.inputs.load import load_cluster, load_model, load_system, names, shipped_balances
+from rematbench.inputs.problemspec import ProblemSpec
 from rematbench.plugins.discover import discover
 from rematbench.problem import Problem
-from rematbench.spec.cluster import Cluster
-from rematbench.spec.load import load_cluster, load_model, load_system, names, shipped_balances
-from rematbench.spec.problemspec import ProblemSpec
 from tests.problems import on, problem
 
 H20: dict[str, Any] = {"gpu": "H20", "peak_flop_per_s": 1.48e14, "hbm_bytes_per_s": 4e12}

@@ -11,12 +11,12 @@ from rematbench.costs.operators.kernels import Attention
 from rematbench.evaluate.problems import make_problem
 from rematbench.evaluate.result import Job, evaluate_method
 from rematbench.evidence.bands import band_of, with_band
+from rematbench.inputs.layout import LayoutError, check_layout
+from rematbench.inputs.load import load_model, load_system
+from rematbench.inputs.problemspec import ProblemSpec
+from rematbench.inputs.shapes import causal_pairs, packed_pairs
 from rematbench.plugins.discover import discover
 from rematbench.problem import Problem
-from rematbench.spec.layout import LayoutError, check_layout
-from rematbench.spec.load import load_model, load_system
-from rematbench.spec.problemspec import ProblemSpec
-from rematbench.spec.shapes import causal_pairs, packed_pairs
 from rematbench.worlds.records.plan_replay import spec_problem
 from rematbench.worlds.records.record import run_spec
 from tests.problems import LLAMA, problem, remade

@@ -4,8 +4,8 @@ import pytest
 from msgspec.structs import replace
 
 from rematbench.costs import states
-from rematbench.spec.layout import Layout
-from rematbench.spec.load import load_system
+from rematbench.inputs.layout import Layout
+from rematbench.inputs.load import load_system
 from tests.cost_constants import COMMON
 
 MEGATRON = load_system("megatron-core")  # 2 + 4 bytes a parameter, optimizer 12

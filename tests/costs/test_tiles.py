@@ -14,11 +14,11 @@ from rematbench.costs.tiles import HEAD_DIM_MULTIPLE, rounded, tiled
 from rematbench.evaluate.problems import make_problem
 from rematbench.evaluate.result import evaluate_method
 from rematbench.evidence.bands import band_of, ratio_band
+from rematbench.inputs.load import load_cluster, load_model, names
+from rematbench.inputs.problemspec import ProblemSpec
+from rematbench.inputs.shapes import shapes
 from rematbench.plugins.discover import discover
 from rematbench.problem import Problem
-from rematbench.spec.load import load_cluster, load_model, names
-from rematbench.spec.problemspec import ProblemSpec
-from rematbench.spec.shapes import shapes
 from rematbench.workload import Model
 from tests.problems import on, problem
 

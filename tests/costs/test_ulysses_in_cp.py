@@ -12,8 +12,8 @@ from rematbench.costs.operators.ops import Comm
 from rematbench.engine.lowering.lower import lower
 from rematbench.evaluate.evaluation import evaluate, kernel_flop
 from rematbench.evaluate.proof import check
+from rematbench.inputs.layout import Layout, LayoutError
 from rematbench.problem import Problem
-from rematbench.spec.layout import Layout, LayoutError
 from rematbench.worlds.records.refusals import refusals
 from tests.problems import LLAMA, on, problem, remade
 

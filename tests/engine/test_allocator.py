@@ -13,9 +13,9 @@ from rematbench.engine.program.replay import _Run, replay
 from rematbench.evaluate.evaluation import evaluate_program
 from rematbench.evaluate.evaluator import SINGLE_EVALUATOR, Lowered, unpressed, weighed
 from rematbench.evaluate.problems import make_problem
+from rematbench.inputs.problemspec import ProblemSpec
 from rematbench.plan import Plan
 from rematbench.plugins.discover import discover
-from rematbench.spec.problemspec import ProblemSpec
 from tests.problems import BALANCED, LLAMA, half, layers, problem, transfers
 from tests.program_text import parse_program
 

@@ -13,9 +13,9 @@ from rematbench.engine.simulate.copy_contention import copy_traffic as crowd
 from rematbench.engine.simulate.max_plus import simulate_chunks
 from rematbench.engine.simulate.seconds import action_seconds
 from rematbench.evaluate.evaluation import evaluate, evaluate_program
+from rematbench.inputs.layout import Layout
 from rematbench.plan import Offload, Plan
 from rematbench.problem import Problem
-from rematbench.spec.layout import Layout
 from tests.problems import (
     all_methods,
     by_layer,

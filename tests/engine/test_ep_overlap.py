@@ -16,11 +16,11 @@ from rematbench.engine.simulate.seconds import ActionCosts
 from rematbench.evaluate.evaluation import evaluate
 from rematbench.evaluate.problems import make_problem, overlapping
 from rematbench.evaluate.proof import check
+from rematbench.inputs.layout import LayoutError
+from rematbench.inputs.load import load_system
+from rematbench.inputs.problemspec import ProblemSpec
 from rematbench.plan import Plan, PlanError
 from rematbench.problem import Problem
-from rematbench.spec.layout import LayoutError
-from rematbench.spec.load import load_system
-from rematbench.spec.problemspec import ProblemSpec
 from rematbench.workload import Experts
 from rematbench.worlds.records.record import Record, provenance, run_spec
 from rematbench.worlds.records.refusals import refusals

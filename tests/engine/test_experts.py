@@ -16,9 +16,9 @@ from rematbench.evaluate.breakdown import parts_of
 from rematbench.evaluate.evaluation import evaluate
 from rematbench.evaluate.proof import check
 from rematbench.evaluate.result import assumed
+from rematbench.inputs.layout import LayoutError
 from rematbench.plan import Plan
 from rematbench.problem import Problem
-from rematbench.spec.layout import LayoutError
 from rematbench.workload import Experts
 from rematbench.worlds.records.refusals import refusals
 from tests.problems import LLAMA, layers, plan_of, problem, refusal, remade

@@ -5,9 +5,9 @@ from dataclasses import replace as remade
 from msgspec.structs import replace
 
 from rematbench.evaluate.problems import make_problem
+from rematbench.inputs.load import load_system
+from rematbench.inputs.problemspec import ProblemSpec
 from rematbench.problem import Problem
-from rematbench.spec.load import load_system
-from rematbench.spec.problemspec import ProblemSpec
 
 
 def given(tp: int, system: str = "nemo-24.12") -> Problem:

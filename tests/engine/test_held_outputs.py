@@ -6,9 +6,9 @@ from msgspec.structs import replace
 from rematbench.engine.lowering.lower import lower
 from rematbench.evaluate.evaluation import evaluate
 from rematbench.evaluate.proof import check
+from rematbench.inputs.layout import Layout
+from rematbench.inputs.load import load_cluster
 from rematbench.problem import Problem
-from rematbench.spec.layout import Layout
-from rematbench.spec.load import load_cluster
 from rematbench.workload import Model
 from tests.problems import FULL, layers, make_problem, plan_of, problem, remade
 

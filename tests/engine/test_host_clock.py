@@ -14,10 +14,10 @@ from rematbench.engine.simulate.max_plus import simulate_chunks
 from rematbench.engine.simulate.op_level import ORDERING, TIMELESS, Timing, simulate
 from rematbench.engine.simulate.seconds import DIRECTION, ActionCosts, action_seconds
 from rematbench.evaluate.breakdown import host_wait_s
+from rematbench.inputs.constants import Calibration, instant_hosts
+from rematbench.inputs.layout import Layout
+from rematbench.inputs.load import load_cluster, load_model, load_system
 from rematbench.problem import Problem
-from rematbench.spec.constants import Calibration, instant_hosts
-from rematbench.spec.layout import Layout
-from rematbench.spec.load import load_cluster, load_model, load_system
 from rematbench.workload import Workload
 from tests.cost_constants import ROUND
 from tests.problems import BALANCED, FULL, SKELETAL, half, problem, remade, transfers

@@ -12,8 +12,8 @@ from rematbench.engine.lowering.lower import lower
 from rematbench.engine.program.action import Action, Kind
 from rematbench.evaluate.evaluation import evaluate
 from rematbench.evaluate.proof import check
+from rematbench.inputs.layout import Layout, LayoutError
 from rematbench.problem import Problem, rank_parameters
-from rematbench.spec.layout import Layout, LayoutError
 from rematbench.workload import Experts
 from tests.problems import layers, on, problem, remade
 

@@ -16,9 +16,9 @@ from rematbench.engine.program.ledger import (
 )
 from rematbench.engine.program.profile import program_profiles
 from rematbench.engine.program.program import Step
+from rematbench.inputs.layout import Layout
 from rematbench.plan import Offload, Recompute, Rule
 from rematbench.problem import Problem
-from rematbench.spec.layout import Layout
 from tests.problems import (
     BALANCED,
     FULL,

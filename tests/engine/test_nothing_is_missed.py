@@ -14,11 +14,11 @@ from rematbench.engine.lowering.lower import lower
 from rematbench.evaluate.evaluation import program_bytes
 from rematbench.evaluate.evaluator import reserved
 from rematbench.evaluate.result import evaluate_plan
+from rematbench.inputs.layout import Layout
+from rematbench.inputs.load import load_cluster
 from rematbench.plan import Plan, PlanError, Unsupported
 from rematbench.plugins.registry import Registry
 from rematbench.problem import Problem
-from rematbench.spec.layout import Layout
-from rematbench.spec.load import load_cluster
 from rematbench.workload import Model
 from tests.problems import all_methods, make_problem
 from tests.serial import compared

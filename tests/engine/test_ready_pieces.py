@@ -20,9 +20,9 @@ from rematbench.engine.program.ledger import live_bytes
 from rematbench.engine.program.program import Block, Program
 from rematbench.evaluate.evaluation import evaluate, evaluate_program, program_bytes
 from rematbench.evaluate.proof import CheckError, check
+from rematbench.inputs.constants import instant_hosts
 from rematbench.plan import Pieces, Plan, PlanError
 from rematbench.problem import Problem
-from rematbench.spec.constants import instant_hosts
 from tests.engine.test_host_states import RATE
 from tests.engine.test_state_pieces import MIXES, copied, in_pieces, sized
 from tests.problems import LLAMA, on, problem, remade

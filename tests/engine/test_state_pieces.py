@@ -24,9 +24,9 @@ from rematbench.engine.program.program import Block, Program
 from rematbench.engine.simulate.seconds import action_seconds
 from rematbench.evaluate.evaluation import evaluate, evaluate_program, program_bytes
 from rematbench.evaluate.proof import CheckError, check
+from rematbench.inputs.constants import instant_hosts
 from rematbench.plan import Pieces, Plan, PlanError, StateFate
 from rematbench.problem import Problem, rank_parameters
-from rematbench.spec.constants import instant_hosts
 from tests.engine.test_host_states import LAYOUTS, RATE
 from tests.problems import on, problem, remade
 

@@ -8,9 +8,9 @@ from msgspec.structs import replace
 from rematbench.costs.flops import model_flop_per_token
 from rematbench.evaluate.evaluation import evaluate
 from rematbench.evaluate.evaluator import weigh
+from rematbench.inputs.shapes import causal_pairs
 from rematbench.plan import Offload, Recompute, Rule, StateFate
 from rematbench.problem import Problem, Weight
-from rematbench.spec.shapes import causal_pairs
 from rematbench.workload import Model
 from tests.problems import (
     BALANCED,

@@ -14,12 +14,12 @@ from rematbench.evaluate.evaluation import evaluate
 from rematbench.evaluate.problems import make_problem
 from rematbench.evaluate.result import evaluate_method
 from rematbench.evaluate.verdict import judge
+from rematbench.inputs.layout import LayoutError
+from rematbench.inputs.load import load_cluster, load_model, load_system, names
+from rematbench.inputs.problemspec import ProblemSpec
+from rematbench.inputs.system import System
 from rematbench.plugins.discover import discover
 from rematbench.problem import Problem, rank_parameters
-from rematbench.spec.layout import LayoutError
-from rematbench.spec.load import load_cluster, load_model, load_system, names
-from rematbench.spec.problemspec import ProblemSpec
-from rematbench.spec.system import System
 from rematbench.workload import Model
 from tests.problems import LLAMA, layers, problem
 

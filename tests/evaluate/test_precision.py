@@ -8,11 +8,11 @@ from msgspec.structs import replace
 from rematbench.evaluate.problems import make_problem
 from rematbench.evaluate.result import Result, evaluate_method
 from rematbench.evidence.bands import with_band
+from rematbench.inputs.kernel_rates import RateError
+from rematbench.inputs.load import load_cluster, load_model, load_system, names
+from rematbench.inputs.precision import in_precision
+from rematbench.inputs.problemspec import ProblemSpec
 from rematbench.plugins.discover import discover
-from rematbench.spec.kernel_rates import RateError
-from rematbench.spec.load import load_cluster, load_model, load_system, names
-from rematbench.spec.precision import in_precision
-from rematbench.spec.problemspec import ProblemSpec
 from rematbench.workload import Precision
 from tests.typed import typed
 

@@ -13,11 +13,11 @@ from rematbench.evaluate.problems import make_problem
 from rematbench.evaluate.result import Result, evaluate_method, told_fragmented
 from rematbench.evidence.bands import with_band
 from rematbench.evidence.predict import predict_rows
+from rematbench.inputs.configfile import ConfigError
+from rematbench.inputs.kernel_rates import RateError
+from rematbench.inputs.load import calibration, load_cluster, load_model, load_system, names
+from rematbench.inputs.problemspec import ProblemSpec
 from rematbench.plugins.discover import discover
-from rematbench.spec.configfile import ConfigError
-from rematbench.spec.kernel_rates import RateError
-from rematbench.spec.load import calibration, load_cluster, load_model, load_system, names
-from rematbench.spec.problemspec import ProblemSpec
 from tests.typed import typed
 
 GIB = 2**30

@@ -19,9 +19,9 @@ from rematbench.evidence.job_evidence import (
 from rematbench.evidence.predict import predict_rows
 from rematbench.evidence.published.row_cases import read_case
 from rematbench.evidence.published.sheets import SPEED, read_sheet
-from rematbench.spec.configfile import ConfigError
-from rematbench.spec.load import calibration
-from rematbench.spec.paths import data_dir
+from rematbench.inputs.configfile import ConfigError
+from rematbench.inputs.load import calibration
+from rematbench.inputs.paths import data_dir
 from tests.problems import all_methods
 
 ROWS = read_sheet(data_dir("published") / "runs.csv")

@@ -15,9 +15,9 @@ from rematbench.evidence.decisions import (
     sweeps,
 )
 from rematbench.evidence.published.sheets import read_sheet
+from rematbench.inputs.load import calibration
+from rematbench.inputs.paths import data_dir
 from rematbench.paper.tables.scores import decision_table, score_tables
-from rematbench.spec.load import calibration
-from rematbench.spec.paths import data_dir
 from tests.problems import all_methods
 
 ROWS = read_sheet(data_dir("published") / "runs.csv")

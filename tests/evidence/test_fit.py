@@ -9,14 +9,14 @@ from msgspec.structs import replace
 
 from rematbench.evidence.fit import PredictAll, fit, fit_rows, published_step_s
 from rematbench.evidence.published.sheets import Row
-from rematbench.spec.constants import (
+from rematbench.inputs.constants import (
     Calibration,
     FitRule,
     load_calibration,
     parse_calibration,
     updated_text,
 )
-from rematbench.spec.paths import data_dir
+from rematbench.inputs.paths import data_dir
 from tests.cost_constants import ROUND
 from tests.wrong_inputs import ROW
 

@@ -8,9 +8,9 @@ from msgspec.structs import replace
 from rematbench.evaluate.evaluator import evaluate
 from rematbench.evidence.bands import band_of
 from rematbench.evidence.open_causes import CHECKED, PUBLISHED_LONGER
+from rematbench.inputs.layout import Layout
+from rematbench.inputs.load import load_model, load_system
 from rematbench.problem import Problem
-from rematbench.spec.layout import Layout
-from rematbench.spec.load import load_model, load_system
 from rematbench.workload import Model
 from tests.problems import make_problem, plan_of
 

@@ -19,10 +19,10 @@ from rematbench.evidence.peaks import (
     underestimates,
 )
 from rematbench.evidence.published.sheets import PeakKind, Quantity, read_sheet
+from rematbench.inputs.load import names
+from rematbench.inputs.paths import data_dir
+from rematbench.inputs.problemspec import ProblemSpec
 from rematbench.problem import Problem
-from rematbench.spec.load import names
-from rematbench.spec.paths import data_dir
-from rematbench.spec.problemspec import ProblemSpec
 
 CHECKED = "huggingface-flash-4.4x"
 

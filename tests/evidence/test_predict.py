@@ -19,8 +19,8 @@ from rematbench.evidence.published.sheets import (
 from rematbench.host.console import CommandError
 from rematbench.host.errors import UserError
 from rematbench.host.table import write_sheet
-from rematbench.spec.configfile import ConfigError
-from rematbench.spec.paths import data_dir
+from rematbench.inputs.configfile import ConfigError
+from rematbench.inputs.paths import data_dir
 from tests.problems import all_methods
 from tests.wrong_inputs import ROW
 

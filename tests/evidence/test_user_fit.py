@@ -40,10 +40,10 @@ from rematbench.evidence.user_fit import (
 )
 from rematbench.host.console import CommandError
 from rematbench.host.table import write_sheet
-from rematbench.spec.constants import Calibration
-from rematbench.spec.layout import Layout
-from rematbench.spec.load import calibration, load_system
-from rematbench.spec.paths import data_dir
+from rematbench.inputs.constants import Calibration
+from rematbench.inputs.layout import Layout
+from rematbench.inputs.load import calibration, load_system
+from rematbench.inputs.paths import data_dir
 from tests.problems import make_problem
 
 ROWS = read_sheet(data_dir("published") / "runs.csv")

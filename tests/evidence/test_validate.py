@@ -18,9 +18,9 @@ from rematbench.evidence.accuracy import (
     validate,
 )
 from rematbench.evidence.published.sheets import is_scored, read_sheet
+from rematbench.inputs.constants import FitRule, ShapedBy
+from rematbench.inputs.paths import data_dir
 from rematbench.paper.tables.scores import promise_table
-from rematbench.spec.constants import FitRule, ShapedBy
-from rematbench.spec.paths import data_dir
 from tests.problems import calibration
 from tests.wrong_inputs import PREDICTED
 

@@ -10,8 +10,8 @@ from rematbench.evidence.published.row_cases import bundle_of
 from rematbench.evidence.published.sheets import read_sheet
 from rematbench.host.console import rich_table
 from rematbench.host.table import Column, Table, TableText, gib, signed_percent, write_sheet
-from rematbench.spec.configfile import ConfigError
-from rematbench.spec.paths import data_dir
+from rematbench.inputs.configfile import ConfigError
+from rematbench.inputs.paths import data_dir
 from rematbench.worlds.records.suite import bundles as suite_bundles
 from rematbench.worlds.records.suite import load_suite
 from tests.problems import all_methods

@@ -151,7 +151,7 @@ def test_wheel_works_from_any_directory(tmp_path: Path) -> None:
     subprocess.run([*pip, "--target", site, wheel], check=True, capture_output=True)
     code = """
 from rematbench.cli.app import main
-from rematbench.spec.paths import data_dir
+from rematbench.inputs.paths import data_dir
 for kind in ("config", "methods", "published"):
     print(data_dir(kind), len(list(data_dir(kind).iterdir())) > 0)
 main()

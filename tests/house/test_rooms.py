@@ -17,12 +17,14 @@ SRC = ROOT / "src"
 ROOMS: dict[str, tuple[str, ...]] = {
     "host": (),
     "workload": (),
-    "spec": (".", "jobfiles"),
+    "inputs": (),
+    "spec": (),
     "costs": ("operators", "."),
     "plan": (),
     "problem": (),
     "engine": ("program", "lowering", "simulate"),
     "solve": (),
+    "foreign": (),
     "plugins": (),
     "evaluate": (),
     "worlds": ("records", "packages", "torch", ".", "slurm"),
@@ -48,7 +50,7 @@ READERS = {
 """Readers of actions."""
 TORCH = {"worlds.torch", "measure.torch"}
 
-METHOD_MAY_IMPORT = {"plan", "problem", "solve", "workload", "spec"}
+METHOD_MAY_IMPORT = {"plan", "problem", "solve", "workload", "inputs", "spec"}
 METHOD_LIBRARIES = {"rematbench", "msgspec", "numpy"} | sys.stdlib_module_names
 OUTSIDE = {"methods", "baselines", "figures"}
 FRAMEWORKS = {"torch", "megatron", "deepspeed"}

@@ -10,9 +10,9 @@ from msgspec.structs import replace
 
 pytest.importorskip("torch", reason="the executed world needs torch")
 
+from rematbench.inputs.paths import data_dir
 from rematbench.measure.parts import checks, run
 from rematbench.measure.parts.checks import Finding, Ran, findings
-from rematbench.spec.paths import data_dir
 from rematbench.worlds import executed
 from rematbench.worlds.executed import How, compared_outcome, run_cells
 from rematbench.worlds.records.measured import Comparison, Measured, largest

@@ -12,6 +12,8 @@ from rematbench.evaluate.evaluator import SINGLE_EVALUATOR
 from rematbench.evaluate.result import evaluate_plan
 from rematbench.host.console import CommandError
 from rematbench.host.gpu_state import GpuState, read_state
+from rematbench.inputs.configfile import ConfigError
+from rematbench.inputs.paths import data_dir
 from rematbench.measure import layer_suite, predicted_steps
 from rematbench.measure.layer_suite import HandCell, LayerSuite
 from rematbench.measure.parts import layers
@@ -30,8 +32,6 @@ from rematbench.paper.tables.gpu_checks import checks_table
 from rematbench.paper.tables.gpu_layers import build, layer_rows, layers_table, ratios_table
 from rematbench.paper.tables.gpu_rates import rates_table
 from rematbench.plan import Plan
-from rematbench.spec.configfile import ConfigError
-from rematbench.spec.paths import data_dir
 from rematbench.worlds.records.record import Provenance, RecordError
 from rematbench.worlds.records.suite_cells import Cell
 from tests.campaigns import suite_text, tiny

@@ -8,6 +8,8 @@ from msgspec.structs import replace
 from rematbench.advise.search.processes import rounds
 from rematbench.advise.search.search_job import SearchRequest
 from rematbench.host.console import CommandError
+from rematbench.inputs.configfile import ConfigError
+from rematbench.inputs.paths import data_dir
 from rematbench.measure import predicted_steps
 from rematbench.measure.parts import run
 from rematbench.measure.parts import searched_plans as part
@@ -23,8 +25,6 @@ from rematbench.paper.tables.gpu_searched import (
     searched_table,
 )
 from rematbench.plan import Plan
-from rematbench.spec.configfile import ConfigError
-from rematbench.spec.paths import data_dir
 from tests.measure.test_gpu_layers import H100, turn
 
 MEASURED = data_dir("config").parent / "results/measured"

@@ -10,8 +10,8 @@ from msgspec.structs import replace
 pytest.importorskip("torch", reason="the executed world needs torch")
 
 from rematbench.cli.real import timing, verdict
+from rematbench.inputs.paths import data_dir
 from rematbench.measure.parts.checks import Ran, Summary, findings
-from rematbench.spec.paths import data_dir
 from rematbench.worlds.records.measured import Comparison
 from rematbench.worlds.records.record import Record, read_record, write_record
 from tests.campaigns import suite_text, tiny

@@ -12,9 +12,9 @@ from rematbench.engine.program.action import HOST
 from rematbench.evaluate.evaluation import evaluate
 from rematbench.evaluate.method_contract import check_plan
 from rematbench.evaluate.proof import check
+from rematbench.inputs.load import load_system, names
 from rematbench.plan import Plan, Unsupported
 from rematbench.problem import Problem
-from rematbench.spec.load import load_system, names
 from tests.problems import all_methods, layers, plan_of, problem, tight
 
 METHODS = all_methods()

@@ -10,12 +10,12 @@ from msgspec.structs import replace
 from rematbench.engine.lowering.lower import lower
 from rematbench.engine.program.action import Kind
 from rematbench.evaluate.proof import check
+from rematbench.inputs.layout import Layout
+from rematbench.inputs.load import load_model
 from rematbench.plan import Offload, Plan, Recompute
 from rematbench.problem import Problem
 from rematbench.solve.kept import kept_activations
 from rematbench.solve.layer_costs import forward_s
-from rematbench.spec.layout import Layout
-from rematbench.spec.load import load_model
 from tests.problems import make_problem, plan_of, refusal, remade
 
 EIGHT = replace(load_model("llama2-7b"), num_layers=8)

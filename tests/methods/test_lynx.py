@@ -13,6 +13,7 @@ from rematbench.engine.program.action import Kind
 from rematbench.engine.simulate.op_level import simulate
 from rematbench.engine.simulate.seconds import action_seconds
 from rematbench.evaluate.proof import check
+from rematbench.inputs.layout import Layout
 from rematbench.plan import Recompute, Window
 from rematbench.problem import Problem
 from rematbench.solve import layer_policies, relocate
@@ -27,7 +28,6 @@ from rematbench.solve.layer_policies import (
 from rematbench.solve.relocate import Relocation
 from rematbench.solve.stage_times import balance, contiguous
 from rematbench.solve.windows import LayerWindows, Slot, WindowJob, idle_s, layer_windows
-from rematbench.spec.layout import Layout
 from tests.engine.twin.interpreter import interpret
 from tests.problems import layers, make_problem, plan_of, problem, refusal, rule, tight
 

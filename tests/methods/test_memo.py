@@ -14,11 +14,11 @@ from rematbench.engine.simulate.seconds import action_seconds
 from rematbench.evaluate.evaluation import evaluate
 from rematbench.evaluate.proof import CheckError, check
 from rematbench.evaluate.result import evaluate_plan
+from rematbench.inputs.layout import Layout
+from rematbench.inputs.paths import data_dir
 from rematbench.plan import Plan, Recompute, Rule, Select, Unsupported
 from rematbench.problem import Problem
 from rematbench.solve.memory_plan import is_placeable, lifetimes, planned_peak
-from rematbench.spec.layout import Layout
-from rematbench.spec.paths import data_dir
 from tests.engine.twin.interpreter import interpret
 from tests.problems import (
     GPT,

@@ -10,12 +10,12 @@ from rematbench.engine.lowering.lower import lower
 from rematbench.engine.program.action import Kind
 from rematbench.engine.program.ledger import issue_order
 from rematbench.evaluate.evaluation import PlanEvaluation, evaluate, kernel_flop
+from rematbench.inputs.layout import Layout
 from rematbench.plan import ByteBudget, Group, Keep, Recompute, Rule, Select
 from rematbench.problem import Problem
 from rematbench.solve.kept import kept_activations, kept_layer_bytes
 from rematbench.solve.pareto import cheapest_within, front, point
 from rematbench.solve.search import brackets, first_true, smallest_feasible, twice
-from rematbench.spec.layout import Layout
 from tests.problems import GPT, all_methods, layers, make_problem, plan_of, problem, refusal
 
 REGISTRY = all_methods()

@@ -12,10 +12,10 @@ from rematbench.engine.program.action import Action, Kind
 from rematbench.engine.program.ledger import issue_order
 from rematbench.evaluate.evaluation import evaluate, program_bytes
 from rematbench.evaluate.proof import check
+from rematbench.inputs.layout import Layout
 from rematbench.paper.studies.longest import longest_sequence
 from rematbench.plan import Plan, Unsupported
 from rematbench.problem import Problem
-from rematbench.spec.layout import Layout
 from tests.problems import all_methods, layers, make_problem, plan_of, problem, refusal
 
 REGISTRY = all_methods()

@@ -9,10 +9,10 @@ import pytest
 from rematbench.costs.estimators import PipelineOffloadEstimator
 from rematbench.engine.lowering.lower import lower
 from rematbench.evaluate.evaluation import evaluate
+from rematbench.inputs.layout import Layout
+from rematbench.inputs.load import load_cluster
 from rematbench.problem import Problem
 from rematbench.solve.kept import kept_activations
-from rematbench.spec.layout import Layout
-from rematbench.spec.load import load_cluster
 from tests.problems import all_methods, layers, make_problem, plan_of, problem, refusal
 
 REGISTRY = all_methods()

@@ -8,6 +8,8 @@ import pytest
 from msgspec.structs import replace
 
 from rematbench.evidence.published.sheets import read_sheet
+from rematbench.inputs.configfile import ConfigError
+from rematbench.inputs.paths import data_dir
 from rematbench.paper.studies.answers import StudyAnswer
 from rematbench.paper.studies.declarations import (
     Claim,
@@ -36,8 +38,6 @@ from rematbench.paper.tables.claims import (
     claims_table,
     prediction_answers,
 )
-from rematbench.spec.configfile import ConfigError
-from rematbench.spec.paths import data_dir
 from tests.problems import all_methods
 
 CLAIMS = load_claims()

@@ -17,6 +17,9 @@ from rematbench.evidence.job_evidence import methods_of
 from rematbench.evidence.peaks import reserve_bytes
 from rematbench.evidence.published.sheets import read_sheet
 from rematbench.host.console import CommandError
+from rematbench.inputs.configfile import ConfigError
+from rematbench.inputs.load import calibration, load_cluster
+from rematbench.inputs.paths import data_dir
 from rematbench.paper.matrix.best import (
     ANSWERED,
     ANY,
@@ -33,9 +36,6 @@ from rematbench.paper.matrix.sweep import NOT_RUN, Line, run_matrix
 from rematbench.paper.matrix.verdicts import by_cell, judged, speed, summary
 from rematbench.paper.tables.matrix import fastest_table, layout_text, matrix_tables, shortage
 from rematbench.paper.tables.pareto import pareto_table
-from rematbench.spec.configfile import ConfigError
-from rematbench.spec.load import calibration, load_cluster
-from rematbench.spec.paths import data_dir
 from rematbench.worlds.records.matrix_spec import MatrixSpec, Work
 from rematbench.worlds.records.suite import load_suite
 from tests.problems import all_methods

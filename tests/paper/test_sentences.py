@@ -11,10 +11,10 @@ from msgspec.structs import fields
 from PIL import Image
 
 from rematbench.evaluate.evaluation import evaluate
+from rematbench.inputs.layout import Layout
+from rematbench.inputs.system import System
 from rematbench.paper.page import GPUS, gpus_used, load_report, what_was_measured
 from rematbench.problem import Problem
-from rematbench.spec.layout import Layout
-from rematbench.spec.system import System
 from rematbench.workload import Workload
 from tests.problems import make_problem, plan_of
 from tests.typed import typed

@@ -8,8 +8,8 @@ import pytest
 
 from rematbench.evidence.published.sheets import read_sheet
 from rematbench.host.table import write_sheet
+from rematbench.inputs.configfile import ConfigError
 from rematbench.paper.tables.measured_speed import build, speed_table
-from rematbench.spec.configfile import ConfigError
 from tests.campaigns import ROOT
 
 FIGURE = ROOT / "figures/measured_speed.py"

@@ -10,12 +10,12 @@ import pytest
 from rematbench.evaluate.problems import make_problem
 from rematbench.evidence.published.sheets import CONFIGURATION, SCORED, TABLED
 from rematbench.host.table import write_sheet
+from rematbench.inputs.configfile import ConfigError
+from rematbench.inputs.paths import data_dir
 from rematbench.paper.studies import answers
 from rematbench.paper.studies.answers import StudyAnswer, ask_study, dump, read_answers
 from rematbench.paper.studies.measures import part_peak_bytes, saved_layer_bytes
 from rematbench.paper.studies.study import load_study, narrowed
-from rematbench.spec.configfile import ConfigError
-from rematbench.spec.paths import data_dir
 from tests.problems import all_methods, layers, problem
 from tests.typed import typed
 

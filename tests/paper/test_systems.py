@@ -7,8 +7,8 @@ import msgspec
 import pytest
 
 from rematbench.host.table import Table
+from rematbench.inputs.configfile import ConfigError, read_mapping
 from rematbench.paper.tables import layer_grain, systems
-from rematbench.spec.configfile import ConfigError, read_mapping
 from tests.problems import all_methods
 from tests.workflow.checkout import ROOT
 

@@ -16,6 +16,8 @@ from rematbench.evidence.job_evidence import (
     left_out_cells,
     out_of_source,
 )
+from rematbench.inputs.constants import is_fit
+from rematbench.inputs.load import calibration
 from rematbench.paper.tables.scores import (
     ALL,
     NOTHING,
@@ -24,8 +26,6 @@ from rematbench.paper.tables.scores import (
     out_of_source_means,
     regret_table,
 )
-from rematbench.spec.constants import is_fit
-from rematbench.spec.load import calibration
 
 
 def known(source: str, error: float, stack: str = "s", seq_len: int = 4096) -> LeftOutCell:

@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 
 from rematbench.evaluate.method_contract import check_file, check_on_top, check_plan, problems
+from rematbench.inputs.paths import data_dir
 from rematbench.plugins.discover import discover
 from rematbench.plugins.file_checks import CONTRACT_CHECKS, FORMAT_CHECKS, MethodFile, first_problem
 from rematbench.plugins.registry import MethodError
-from rematbench.spec.paths import data_dir
 from tests.problems import all_methods
 from tests.typed import typed
 

@@ -12,10 +12,10 @@ from rematbench.engine.lowering.lower import lower
 from rematbench.engine.program.allocator import AllocatorPeaks
 from rematbench.engine.program.program import RankProgram
 from rematbench.engine.program.replay import replay
+from rematbench.inputs.layout import Layout
 from rematbench.plan import Plan
 from rematbench.plugins.discover import discover
 from rematbench.problem import Problem
-from rematbench.spec.layout import Layout
 from rematbench.worlds.torch.case import Case
 from rematbench.worlds.torch.executor import Executor
 from rematbench.worlds.torch.groups import Groups

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from rematbench.spec.layout import Layout
+from rematbench.inputs.layout import Layout
 from tests.stand_in import allocators, orders
 from tests.stand_in.conftest import Run
 from tests.worlds.torch import cases

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from rematbench.inputs.paths import data_dir
 from rematbench.measure.records import STEP, ActionSeconds, Prediction, Rate, Turn, read_lines
-from rematbench.spec.paths import data_dir
 from tests.campaigns import suite_text, tiny
 from tests.stand_in.conftest import Run
 

@@ -9,10 +9,10 @@ import pytest
 from rematbench.cli.measure import measure
 from rematbench.engine.lowering.lower import lower
 from rematbench.host.console import CommandError
+from rematbench.inputs.paths import data_dir
 from rematbench.paper.tables.convergence import build
 from rematbench.plan import Plan
 from rematbench.plugins.registry import IDENTITY
-from rematbench.spec.paths import data_dir
 from rematbench.worlds.records.suite import load_suite
 from rematbench.worlds.records.suite_cells import Cell, cells
 from rematbench.worlds.trained import select_cells

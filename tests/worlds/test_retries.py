@@ -15,10 +15,10 @@ from rematbench.evaluate.evaluator import SINGLE_EVALUATOR
 from rematbench.evaluate.problems import make_problem
 from rematbench.evaluate.result import Result, evaluate_plan
 from rematbench.evaluate.verdict import Retries, judge, retries
+from rematbench.inputs.layout import Layout
+from rematbench.inputs.problemspec import ProblemSpec
 from rematbench.plugins.discover import discover
 from rematbench.problem import Problem
-from rematbench.spec.layout import Layout
-from rematbench.spec.problemspec import ProblemSpec
 from rematbench.worlds.records.record import make_record
 from tests.engine.test_allocator import FRAGMENTED, run, sequence
 from tests.typed import typed

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from rematbench.inputs.configfile import ConfigError
 from rematbench.plugins.discover import discover
-from rematbench.spec.configfile import ConfigError
 from rematbench.worlds.slurm.campaign import Campaign
 from rematbench.worlds.slurm.launch import torchrun
 from rematbench.worlds.slurm.settings import load_center

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from rematbench.inputs.paths import data_dir
 from rematbench.plugins.registry import MethodError
-from rematbench.spec.paths import data_dir
 from rematbench.worlds.records.measured import TIMED_STEPS
 from rematbench.worlds.records.record import read_record
 from rematbench.worlds.records.store import Store

@@ -11,7 +11,7 @@ from rematbench.cli.baseline import show
 from rematbench.cli.real import speed_text, timing
 from rematbench.costs.flops import model_flop_per_token
 from rematbench.evaluate.result import evaluate_method
-from rematbench.spec.load import load_cluster
+from rematbench.inputs.load import load_cluster
 from rematbench.worlds.records.measured import (
     OF_CUDA,
     Engine,

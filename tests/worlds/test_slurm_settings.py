@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from rematbench.spec.configfile import ConfigError
-from rematbench.spec.load import load_cluster
+from rematbench.inputs.configfile import ConfigError
+from rematbench.inputs.load import load_cluster
 from rematbench.worlds.records.record import content_hash
 from rematbench.worlds.slurm.settings import load_center
 from tests.campaigns import center_file

@@ -223,8 +223,8 @@ def _our_option(message: str) -> str:
     unknown = re.match(r"No such option:? '?--([\w-]+)", message)
     if unknown is None:
         return ""
-    megatron = importlib.import_module("rematbench.spec.jobfiles.megatron")
-    problemspec = importlib.import_module("rematbench.spec.problemspec")
+    megatron = importlib.import_module("rematbench.foreign.megatron")
+    problemspec = importlib.import_module("rematbench.inputs.problemspec")
     name = megatron.NUMBERS.get(unknown[1], "")
     fields = problemspec.ProblemSpec.__struct_fields__
     return f"; here it is {problemspec.flag(name)}" if name in fields else ""

@@ -39,11 +39,11 @@ from rematbench.evidence.user_fit import (
 )
 from rematbench.host.console import CommandError, console, grid, percent, plain
 from rematbench.host.table import write_sheet
+from rematbench.inputs.constants import Calibration, updated_text
+from rematbench.inputs.load import calibration, claim_of_row, load_system, located, names
+from rematbench.inputs.paths import data_dir
+from rematbench.inputs.system import Scales
 from rematbench.paper.tables.scores import out_of_source_means
-from rematbench.spec.constants import Calibration, updated_text
-from rematbench.spec.load import calibration, claim_of_row, load_system, located, names
-from rematbench.spec.paths import data_dir
-from rematbench.spec.system import Scales
 
 
 def calibrate(

@@ -14,9 +14,9 @@ from rich.table import Table
 from rematbench.cli.targets import need_file
 from rematbench.host.console import CommandError, align_left, console, grid
 from rematbench.host.gpu_state import query_smi
+from rematbench.inputs.cluster import Cluster
+from rematbench.inputs.load import calibration, load_cluster, names
 from rematbench.plugins.discover import discover
-from rematbench.spec.cluster import Cluster
-from rematbench.spec.load import calibration, load_cluster, names
 
 PACKAGES = ("rematbench", "numpy", "scipy", "pandas", "msgspec", "snakemake", "matplotlib")
 OUTPUT = Annotated[

@@ -11,6 +11,7 @@ from typer import Option
 from rematbench.cli.real import need_gpu, need_torch
 from rematbench.cli.targets import Only, Output, need_folder
 from rematbench.host.console import CommandError, console, rich_table
+from rematbench.inputs.paths import data_dir
 from rematbench.measure.layer_suite import HandCell, layer_cells, load_layers
 from rematbench.measure.parts.checks import Summary
 from rematbench.measure.parts.run import (
@@ -26,7 +27,6 @@ from rematbench.measure.parts.searched_plans import load_searched, search_all
 from rematbench.measure.predicted_steps import PREDICTIONS, predict, write_predictions
 from rematbench.measure.records import Prediction
 from rematbench.paper.tables.gpu_checks import checks_table
-from rematbench.spec.paths import data_dir
 
 SuiteFile = Annotated[
     Path | None,

@@ -11,9 +11,9 @@ from rematbench.cli.options import Timeout
 from rematbench.cli.real import as_committed, gpus_here, need_gpu, need_torch
 from rematbench.cli.targets import Compare, Methods, Only, Output, need_folder
 from rematbench.host.console import CommandError
+from rematbench.inputs.configfile import require_among
+from rematbench.inputs.paths import data_dir
 from rematbench.paper.studies.baseline_points import load_points, trace_points
-from rematbench.spec.configfile import require_among
-from rematbench.spec.paths import data_dir
 from rematbench.worlds import executed, traced, trained
 from rematbench.worlds.agreement import agreement_records, disagreements
 from rematbench.worlds.packages.process import Device

@@ -20,11 +20,11 @@ from rematbench.evaluate.problems import make_problem
 from rematbench.evaluate.result import Job
 from rematbench.evidence.peaks import leaving_reserve
 from rematbench.host.console import GIB, CommandError
+from rematbench.inputs.problemspec import ProblemSpec, flag
 from rematbench.plan import Plan
 from rematbench.plugins.discover import discover
 from rematbench.plugins.registry import Composition
 from rematbench.problem import Problem
-from rematbench.spec.problemspec import ProblemSpec, flag
 from rematbench.worlds.packages.process import baselines
 
 DEFAULT_SYSTEM = "megatron-core-0.16"

@@ -10,11 +10,11 @@ from typer import Argument, Option
 
 from rematbench.cli.targets import need_folder
 from rematbench.evidence.published.row_cases import recompute_method
+from rematbench.foreign.job import FileJob, file_job
+from rematbench.foreign.packages import read_files
+from rematbench.foreign.reading import Reading
 from rematbench.host.console import CommandError
 from rematbench.plugins.discover import discover
-from rematbench.spec.jobfiles.job import FileJob, file_job
-from rematbench.spec.jobfiles.packages import read_files
-from rematbench.spec.jobfiles.reading import Reading
 
 
 def read(  # noqa: PLR0913, PLR0917  # an option of the command line each

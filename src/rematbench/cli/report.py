@@ -10,6 +10,8 @@ from rematbench import __version__
 from rematbench.cli.matrix import SUITE
 from rematbench.evidence.published.sheets import read_sheet
 from rematbench.host.console import CommandError
+from rematbench.inputs.configfile import require_among
+from rematbench.inputs.load import calibration
 from rematbench.paper.expected import check, compare_folders, load_artifact
 from rematbench.paper.html import matrix_grids, page_html
 from rematbench.paper.matrix.sweep import TABLES
@@ -25,8 +27,6 @@ from rematbench.paper.page import (
 )
 from rematbench.paper.tables.matrix import NAMES, equal_terms
 from rematbench.plugins.discover import discover
-from rematbench.spec.configfile import require_among
-from rematbench.spec.load import calibration
 from rematbench.worlds.records.suite import load_matrix
 
 RESULTS = Path("results")

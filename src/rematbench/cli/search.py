@@ -20,8 +20,8 @@ from rematbench.cli.search_output import show_assumed, show_difference, show_spa
 from rematbench.cli.targets import Json, Methods, need_file
 from rematbench.host.console import CommandError, console
 from rematbench.host.table import write_sheet
-from rematbench.spec.problemspec import ProblemSpec
-from rematbench.spec.system import AttentionChoice, EpOverlapChoice, Home
+from rematbench.inputs.problemspec import ProblemSpec
+from rematbench.inputs.system import AttentionChoice, EpOverlapChoice, Home
 from rematbench.workload import ExpertPadding, Precision
 from rematbench.worlds.packages.process import package_system
 

@@ -17,10 +17,10 @@ from rematbench.evidence.published.sheets import Cell, read_cells
 from rematbench.host.console import CommandError, progress_bar
 from rematbench.host.table import write_sheet
 from rematbench.host.workers import collect_rarely
+from rematbench.inputs.configfile import closest, require_among
+from rematbench.inputs.constants import instant_hosts as instant
+from rematbench.inputs.load import calibration, load_system, names
 from rematbench.plugins.discover import discover
-from rematbench.spec.configfile import closest, require_among
-from rematbench.spec.constants import instant_hosts as instant
-from rematbench.spec.load import calibration, load_system, names
 
 ROWS = Annotated[
     Path, Argument(metavar="ROWS.csv", help="A sheet like the one that `examples` writes.")

@@ -14,11 +14,11 @@ from typer import Argument, Option
 from rematbench.cli.targets import Methods, need_folder
 from rematbench.evaluate.method_contract import check_file
 from rematbench.host.console import GIB, CommandError, align_left, console, grid, plain
+from rematbench.inputs.load import calibration, load_cluster, load_model, load_system, names
+from rematbench.inputs.paths import data_dir
+from rematbench.inputs.stackfacts import Fact, chain, defaults, facts, listed
 from rematbench.plugins.discover import discover
 from rematbench.plugins.registry import MethodError, Registry
-from rematbench.spec.load import calibration, load_cluster, load_model, load_system, names
-from rematbench.spec.paths import data_dir
-from rematbench.spec.stackfacts import Fact, chain, defaults, facts, listed
 
 CHECK_S = 60.0
 """Limit of CPU seconds of a check; a plan for a tiny problem takes milliseconds."""

@@ -20,9 +20,9 @@ from rematbench.evaluate.verdict import Retries
 from rematbench.evidence.bands import inside_shares
 from rematbench.evidence.peaks import about, in_words, total_is_checked
 from rematbench.host.console import gib, grid, percent, plain, print_uncut, rounded, seconds
+from rematbench.inputs.stackfacts import other_versions
 from rematbench.problem import Problem, has_exact_pins
 from rematbench.solve.memory_plan import BEST_FIT_TENSORS, is_placeable
-from rematbench.spec.stackfacts import other_versions
 
 HOST_SHARE = 0.01
 """The smallest share of a step spent waiting for the host that is printed."""

@@ -21,9 +21,9 @@ from rematbench.evidence.predict import predict_rows
 from rematbench.evidence.published.phase_rows import hosted_rows
 from rematbench.evidence.published.sheets import SCORED, SPEED, STEP, Cell, read_cells
 from rematbench.host.console import CommandError, console, plain, progress_bar, rich_table
+from rematbench.inputs.load import calibration
+from rematbench.inputs.paths import data_dir
 from rematbench.paper.tables.scores import how_to_read, out_of_source_means, score_tables
-from rematbench.spec.load import calibration
-from rematbench.spec.paths import data_dir
 
 MEASURED = (SPEED, STEP, "peak_device_bytes")
 """Columns with a measurement that a prediction is scored against."""

@@ -11,7 +11,7 @@ from rematbench.costs import collectives, copies, formulas, states
 from rematbench.costs.bind_kernels import KernelCosts
 from rematbench.costs.copies import NO_TRAFFIC, CopyTraffic
 from rematbench.costs.operators.ops import Comm
-from rematbench.spec.layout import Layout
+from rematbench.inputs.layout import Layout
 
 CopyDirection = Literal["d2h", "h2d"]
 

@@ -9,19 +9,19 @@ from msgspec.structs import replace
 from rematbench.costs import formulas, kernel_seconds, tiles
 from rematbench.costs.operators.kernels import Attention, Elementwise, Gemm, Kernel, Named, launches
 from rematbench.costs.operators.ops import Op
-from rematbench.spec.cluster import Cluster
-from rematbench.spec.constants import (
+from rematbench.inputs.cluster import Cluster
+from rematbench.inputs.constants import (
     Calibration,
     CommonConstants,
     GpuConstants,
     NetworkConstants,
     SystemConstants,
 )
-from rematbench.spec.kernel_rates import AttentionRates, Device, Quantity, RateError
-from rematbench.spec.layout import Layout
-from rematbench.spec.load import shipped_balances
-from rematbench.spec.precision import peak_flop_per_s
-from rematbench.spec.system import AttentionBackend, System
+from rematbench.inputs.kernel_rates import AttentionRates, Device, Quantity, RateError
+from rematbench.inputs.layout import Layout
+from rematbench.inputs.load import shipped_balances
+from rematbench.inputs.precision import peak_flop_per_s
+from rematbench.inputs.system import AttentionBackend, System
 from rematbench.workload import Workload
 
 Direction = Literal["forward", "backward_input", "backward_weight"]

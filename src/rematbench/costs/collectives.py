@@ -12,10 +12,10 @@ import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray
 
-from rematbench.spec.constants import CommonConstants
-from rematbench.spec.kernel_rates import Quantity
-from rematbench.spec.layout import Layout
-from rematbench.spec.shapes import reached_share
+from rematbench.inputs.constants import CommonConstants
+from rematbench.inputs.kernel_rates import Quantity
+from rematbench.inputs.layout import Layout
+from rematbench.inputs.shapes import reached_share
 
 
 class GroupShape(Struct, frozen=True):

@@ -5,8 +5,8 @@ from typing import NamedTuple
 import numpy as np
 
 from rematbench.costs.formulas import memory_s
-from rematbench.spec.constants import CommonConstants, GpuConstants
-from rematbench.spec.kernel_rates import Quantity
+from rematbench.inputs.constants import CommonConstants, GpuConstants
+from rematbench.inputs.kernel_rates import Quantity
 
 
 class CopyTraffic(NamedTuple):

@@ -4,7 +4,7 @@ from typing import Literal
 
 from msgspec import Struct
 
-from rematbench.spec.layout import Layout
+from rematbench.inputs.layout import Layout
 from rematbench.workload import Model
 
 

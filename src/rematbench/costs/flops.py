@@ -2,7 +2,7 @@
 
 from math import fsum
 
-from rematbench.spec.shapes import packed_pairs
+from rematbench.inputs.shapes import packed_pairs
 from rematbench.workload import Model
 
 FORWARD_AND_BACKWARD = 3

@@ -6,8 +6,8 @@ Units: FLOP, bytes, seconds; rates per second.  `gpu` has the constants of the G
 
 import numpy as np
 
-from rematbench.spec.constants import GpuConstants
-from rematbench.spec.kernel_rates import Device, Quantity
+from rematbench.inputs.constants import GpuConstants
+from rematbench.inputs.kernel_rates import Device, Quantity
 
 
 def gemm_flop(m: Quantity, n: Quantity, k: Quantity, batch: Quantity = 1.0) -> Quantity:

@@ -8,7 +8,7 @@ import numpy as np
 
 from rematbench.costs.formulas import balance_factor
 from rematbench.costs.operators.kernels import Named
-from rematbench.spec.kernel_rates import (
+from rematbench.inputs.kernel_rates import (
     AttentionPass,
     AttentionRates,
     ByteRates,

@@ -13,11 +13,11 @@ from msgspec import Struct
 
 from rematbench.costs.collectives import EXPERT_AXES, degrees, group_stride, worst_group
 from rematbench.costs.copies import pinned_block_bytes
-from rematbench.spec.cluster import Cluster
-from rematbench.spec.constants import Calibration, CommonConstants
-from rematbench.spec.kernel_rates import Quantity
-from rematbench.spec.layout import Layout
-from rematbench.spec.system import System
+from rematbench.inputs.cluster import Cluster
+from rematbench.inputs.constants import Calibration, CommonConstants
+from rematbench.inputs.kernel_rates import Quantity
+from rematbench.inputs.layout import Layout
+from rematbench.inputs.system import System
 
 OPTIMIZER_STAGE, GRADIENT_STAGE, PARAMETER_STAGE = 1, 2, 3
 

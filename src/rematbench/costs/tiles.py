@@ -9,9 +9,9 @@ from math import ceil
 from msgspec.structs import replace
 
 from rematbench.costs.operators.kernels import Gemm
-from rematbench.spec.layout import Layout
-from rematbench.spec.shapes import shapes
-from rematbench.spec.system import System
+from rematbench.inputs.layout import Layout
+from rematbench.inputs.shapes import shapes
+from rematbench.inputs.system import System
 from rematbench.workload import Workload
 
 TILE_BYTES = 128

@@ -17,13 +17,13 @@ from rematbench.engine.lowering.lower import lower
 from rematbench.engine.program.ledger import issue_order
 from rematbench.evaluate.evaluation import evaluate
 from rematbench.evaluate.proof import check
+from rematbench.inputs.layout import Layout
+from rematbench.inputs.load import calibration, load_cluster, load_system
 from rematbench.plan import Plan, Unsupported
 from rematbench.plugins.discover import entry_of
 from rematbench.plugins.file_checks import CONTRACT_CHECKS, FORMAT_CHECKS, MethodFile, first_problem
 from rematbench.plugins.registry import Method, MethodError, Registry
 from rematbench.problem import Problem
-from rematbench.spec.layout import Layout
-from rematbench.spec.load import calibration, load_cluster, load_system
 from rematbench.workload import Model, Workload
 
 LLAMA = Model(

@@ -5,15 +5,15 @@ from typing import Literal
 from msgspec.structs import replace
 
 from rematbench.evaluate.evaluator import evaluate, weigh
+from rematbench.inputs.cluster import Cluster
+from rematbench.inputs.constants import Calibration
+from rematbench.inputs.facts import CPU
+from rematbench.inputs.load import calibration, load_cluster, load_model, load_system
+from rematbench.inputs.precision import in_precision
+from rematbench.inputs.problemspec import ProblemSpec
+from rematbench.inputs.system import EpOverlap, EpOverlapChoice, Home, System
 from rematbench.plan import Unsupported
 from rematbench.problem import Problem
-from rematbench.spec.cluster import Cluster
-from rematbench.spec.constants import Calibration
-from rematbench.spec.facts import CPU
-from rematbench.spec.load import calibration, load_cluster, load_model, load_system
-from rematbench.spec.precision import in_precision
-from rematbench.spec.problemspec import ProblemSpec
-from rematbench.spec.system import EpOverlap, EpOverlapChoice, Home, System
 from rematbench.workload import Model
 
 Variant = Literal["compile", "async_tp"]

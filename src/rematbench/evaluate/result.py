@@ -16,12 +16,12 @@ from rematbench.evaluate.evaluator import SINGLE_EVALUATOR, Evaluator, timed, we
 from rematbench.evaluate.proof import Proof, check
 from rematbench.evaluate.unread import unread
 from rematbench.evaluate.verdict import Retries, Verdict, judge, judged, only_fragmented
+from rematbench.inputs.kernel_rates import RateError
+from rematbench.inputs.layout import Layout, LayoutError
+from rematbench.inputs.system import System
 from rematbench.plan import Plan, PlanError, Unsupported
 from rematbench.plugins.registry import Composition, MethodError
 from rematbench.problem import Problem
-from rematbench.spec.kernel_rates import RateError
-from rematbench.spec.layout import Layout, LayoutError
-from rematbench.spec.system import System
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -1,8 +1,8 @@
 """Facts of a stack that nobody has read: the usual value stands in for them, which is said."""
 
+from rematbench.inputs.configfile import ASSUMED
+from rematbench.inputs.effects import ACTS, Use
 from rematbench.problem import Problem
-from rematbench.spec.configfile import ASSUMED
-from rematbench.spec.effects import ACTS, Use
 
 
 def use_of(problem: Problem) -> Use:

@@ -20,10 +20,10 @@ from msgspec import Struct
 from rematbench.evidence.decisions import regret, sweeps
 from rematbench.evidence.peaks import fits_word
 from rematbench.evidence.published.sheets import SPEED, Row, is_scored, number
-from rematbench.spec.configfile import ConfigError
-from rematbench.spec.constants import Calibration, FitRule, is_fit
-from rematbench.spec.load import load_cluster, load_system
-from rematbench.spec.paths import data_dir
+from rematbench.inputs.configfile import ConfigError
+from rematbench.inputs.constants import Calibration, FitRule, is_fit
+from rematbench.inputs.load import load_cluster, load_system
+from rematbench.inputs.paths import data_dir
 
 OfNode = Literal["host_used_gib", "update_s"]
 Metric = Literal["tokens_per_s_per_gpu", "peak_device_bytes", "gain", "verdict", "regret", OfNode]

@@ -43,11 +43,11 @@ from rematbench.evidence.predict import predict_rows, run_case
 from rematbench.evidence.published.row_cases import PublishedCase, read_case
 from rematbench.evidence.published.sheets import SPEED, Cell, Row, RowError
 from rematbench.host.workers import collect_rarely
+from rematbench.inputs.constants import Calibration, is_fit
+from rematbench.inputs.load import load_cluster, load_system
 from rematbench.plan import Plan
 from rematbench.plugins.discover import discover
 from rematbench.problem import Problem
-from rematbench.spec.constants import Calibration, is_fit
-from rematbench.spec.load import load_cluster, load_system
 
 WARM, LONG = 2, 3
 """Numbers of rounds of pp micro-batches.  After WARM rounds a 1F1B schedule is periodic.  So the

@@ -28,10 +28,10 @@ from rematbench.evidence.published.sheets import (
     is_scored,
     number,
 )
+from rematbench.inputs.configfile import ConfigError
 from rematbench.plugins.discover import discover
 from rematbench.plugins.registry import Registry
 from rematbench.problem import Problem, rank_parameters
-from rematbench.spec.configfile import ConfigError
 
 RECOMPUTED: dict[str, Recomputation] = {
     "keep_all": "none",

@@ -8,8 +8,8 @@ from rematbench.evidence.predict import predict_rows
 from rematbench.evidence.published.expert_columns import has_experts
 from rematbench.evidence.published.row_cases import read_case
 from rematbench.evidence.published.sheets import SPEED, Row, RowError, read_sheet, text
+from rematbench.inputs.paths import data_dir
 from rematbench.plugins.discover import discover
-from rematbench.spec.paths import data_dir
 
 MEGATRON_FLOP = "Megatron-LM num_floating_point_operations"
 """The count of FLOPs from whose TFLOP/s a row's tokens/s follow."""

@@ -13,7 +13,7 @@ from msgspec import Struct
 from numpy.typing import NDArray
 
 from rematbench.evidence.published.sheets import Row
-from rematbench.spec.constants import Calibration, FitRule, is_fit
+from rematbench.inputs.constants import Calibration, FitRule, is_fit
 
 Concerns: TypeAlias = Callable[[str, Row], bool]
 """Whether a constant (`section.entry.field`) may move a row."""

@@ -33,16 +33,16 @@ from rematbench.evidence.published.sheets import (
     number,
     read_sheet,
 )
+from rematbench.inputs.cluster import Cluster
+from rematbench.inputs.configfile import ConfigError
+from rematbench.inputs.constants import Calibration
+from rematbench.inputs.load import calibration, load_cluster, load_system, names
+from rematbench.inputs.paths import data_dir
+from rematbench.inputs.precision import WIDE, in_precision
+from rematbench.inputs.system import System
 from rematbench.plugins.discover import discover
 from rematbench.plugins.registry import IDENTITY, Registry
 from rematbench.problem import Problem
-from rematbench.spec.cluster import Cluster
-from rematbench.spec.configfile import ConfigError
-from rematbench.spec.constants import Calibration
-from rematbench.spec.load import calibration, load_cluster, load_system, names
-from rematbench.spec.paths import data_dir
-from rematbench.spec.precision import WIDE, in_precision
-from rematbench.spec.system import System
 
 NAME = "left_out.csv"
 SHEETS = ("runs.csv", "runs_more.csv")

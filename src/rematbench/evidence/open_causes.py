@@ -10,8 +10,8 @@ from functools import cache
 
 from rematbench.evaluate.result import Band
 from rematbench.evidence.job_evidence import left_out_cells, published_stack
+from rematbench.inputs.layout import Layout
 from rematbench.problem import Problem
-from rematbench.spec.layout import Layout
 
 PUBLISHED_LONGER = 0.75
 """The share by which the published step of one micro-batch is longer than the predicted step, in

@@ -20,8 +20,8 @@ from rematbench.evidence.job_evidence import PEAK, log_error, out_of_source, pub
 from rematbench.evidence.published.row_cases import stack_of
 from rematbench.evidence.published.sheets import PeakKind, Quantity, Row
 from rematbench.evidence.quantiles import Errors, quantile
+from rematbench.inputs.facts import CPU
 from rematbench.problem import Problem
-from rematbench.spec.facts import CPU
 
 ABOUT: PeakKind = "device"
 """The quantity that verdicts are about."""

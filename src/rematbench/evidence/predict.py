@@ -19,11 +19,11 @@ from rematbench.evidence.bands import with_band
 from rematbench.evidence.published.row_cases import PublishedCase, read_case
 from rematbench.evidence.published.sheets import PeakKind, PeakRank, Row, RowError
 from rematbench.host.workers import collect_rarely
+from rematbench.inputs.constants import Calibration
 from rematbench.plan import Plan
 from rematbench.plugins.discover import discover
 from rematbench.plugins.registry import Composition, Registry
 from rematbench.problem import Problem
-from rematbench.spec.constants import Calibration
 
 COLUMNS = (
     "pred_tokens_per_s_per_gpu",

@@ -6,10 +6,10 @@ from pathlib import Path
 from msgspec import Struct
 
 from rematbench.host.console import CommandError
+from rematbench.inputs.configfile import ConfigError, require_among
 from rematbench.measure.hand_written import Means
 from rematbench.plugins.discover import discover
 from rematbench.plugins.registry import IDENTITY
-from rematbench.spec.configfile import ConfigError, require_among
 from rematbench.worlds.records.suite import Suite, Variant, bundles, read_suite
 from rematbench.worlds.records.suite_cells import Cell, cells, is_selected
 

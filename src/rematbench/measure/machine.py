@@ -5,7 +5,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from rematbench.host.gpu_state import GpuState, gpu_state
-from rematbench.spec.constants import Calibration
+from rematbench.inputs.constants import Calibration
 from rematbench.worlds.packages.process import Device
 from rematbench.worlds.records.record import provenance
 

@@ -13,7 +13,7 @@ from msgspec import Struct
 
 from rematbench.evaluate.result import Status
 from rematbench.host.gpu_state import GpuState
-from rematbench.spec.problemspec import ProblemSpec
+from rematbench.inputs.problemspec import ProblemSpec
 from rematbench.worlds.records.record import Provenance, RecordError
 
 T = TypeVar("T", bound=Struct)

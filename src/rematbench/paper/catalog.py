@@ -23,8 +23,8 @@ from rematbench.evidence.published.derived import all_cells
 from rematbench.evidence.published.derived import bundles as sheet_bundles
 from rematbench.evidence.published.sheets import read_sheet
 from rematbench.host.table import SUFFIXES
+from rematbench.inputs.configfile import ConfigError, convert
 from rematbench.plugins.discover import discover
-from rematbench.spec.configfile import ConfigError, convert
 from rematbench.worlds.records.suite import bundles, load_matrix, load_suite
 
 TABLES = Path(__file__).parent / "tables"

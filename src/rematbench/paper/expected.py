@@ -11,8 +11,8 @@ from typing import Literal, NamedTuple
 from msgspec import Struct
 
 from rematbench.host.console import CommandError
-from rematbench.spec.configfile import convert, read_mapping
-from rematbench.spec.paths import data_dir
+from rematbench.inputs.configfile import convert, read_mapping
+from rematbench.inputs.paths import data_dir
 
 Cells = list[list[str]]
 

@@ -18,8 +18,8 @@ from rematbench.evidence.accuracy import FEWEST_OOMS
 from rematbench.evidence.published.sheets import read_sheet
 from rematbench.evidence.quantiles import LEVEL
 from rematbench.host.table import TableText
-from rematbench.spec.configfile import convert, read_mapping
-from rematbench.spec.paths import data_dir
+from rematbench.inputs.configfile import convert, read_mapping
+from rematbench.inputs.paths import data_dir
 
 GPUS = ("H800", "A800", "A100", "H100", "H200")
 GPU_NAME = re.compile(r"^NVIDIA ")

@@ -16,10 +16,10 @@ from typing import Any, cast
 
 from msgspec import Struct
 
+from rematbench.inputs.paths import data_dir
 from rematbench.plugins.file_checks import CONTRACT_CHECKS, MethodFile, first_problem
 from rematbench.plugins.policies import shipped_policies
 from rematbench.plugins.registry import MethodEntry, MethodError, Registry, build
-from rematbench.spec.paths import data_dir
 
 ENTRY_POINTS = "rematbench.methods"
 BASELINES = "baselines"

@@ -5,9 +5,9 @@ from typing import Any
 
 from msgspec import Struct
 
+from rematbench.inputs.configfile import convert, read_mapping
+from rematbench.inputs.paths import data_dir
 from rematbench.problem import Problem
-from rematbench.spec.configfile import convert, read_mapping
-from rematbench.spec.paths import data_dir
 
 LABEL = "config/compare.yaml"
 

@@ -13,10 +13,10 @@ from msgspec import Struct
 
 from rematbench.engine.lowering.plan_checks import graph_conflict
 from rematbench.host.errors import UserError
+from rematbench.inputs.configfile import closest, validation_problem
 from rematbench.plan import Plan, Settings, Unsupported
 from rematbench.plugins.policies import Policy, applicable_settings
 from rematbench.problem import Problem
-from rematbench.spec.configfile import closest, validation_problem
 
 Value = str | int | float | bool | None | list[Any] | tuple[Any, ...]
 

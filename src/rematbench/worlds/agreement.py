@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 from msgspec.structs import replace
 
 from rematbench.evaluate.problems import make_problem
+from rematbench.inputs.layout import Layout
+from rematbench.inputs.load import load_cluster
+from rematbench.inputs.problemspec import ProblemSpec
 from rematbench.plugins.discover import discover
 from rematbench.plugins.registry import IDENTITY
 from rematbench.problem import Problem
-from rematbench.spec.layout import Layout
-from rematbench.spec.load import load_cluster
-from rematbench.spec.problemspec import ProblemSpec
 from rematbench.workload import Precision
 from rematbench.worlds.packages.process import (
     BaselineError,

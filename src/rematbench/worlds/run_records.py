@@ -21,9 +21,9 @@ from rematbench.host.ranks import (
     record_status,
     write_error,
 )
+from rematbench.inputs.load import load_system
 from rematbench.plan import Plan
 from rematbench.problem import Problem
-from rematbench.spec.load import load_system
 from rematbench.workload import Model
 from rematbench.worlds.records.measured import (
     BOUNDS,

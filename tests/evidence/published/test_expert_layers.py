@@ -15,12 +15,12 @@ from msgspec.structs import replace
 from rematbench.evaluate.evaluation import evaluate
 from rematbench.evaluate.problems import make_problem
 from rematbench.evidence.published.sheets import read_sheet
+from rematbench.inputs.layout import Layout
+from rematbench.inputs.load import load_model, load_system
+from rematbench.inputs.paths import data_dir
+from rematbench.inputs.problemspec import ProblemSpec
+from rematbench.inputs.system import Dispatcher
 from rematbench.problem import Problem
-from rematbench.spec.layout import Layout
-from rematbench.spec.load import load_model, load_system
-from rematbench.spec.paths import data_dir
-from rematbench.spec.problemspec import ProblemSpec
-from rematbench.spec.system import Dispatcher
 from rematbench.workload import Experts
 
 SHAPE = "tokens=4096;h=7168;ffn=2048;experts=32;topk=8;shared=2048;ep=8"

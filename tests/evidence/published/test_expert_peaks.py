@@ -15,8 +15,8 @@ from rematbench.evidence.published.sheets import (
     read_peak_rank,
     read_sheet,
 )
-from rematbench.spec.load import load_cluster, load_system
-from rematbench.spec.paths import data_dir
+from rematbench.inputs.load import load_cluster, load_system
+from rematbench.inputs.paths import data_dir
 
 APART = "num-distributed-optimizer-instances"
 """Rows with this flag are refused: experts whose states are sharded over a part of the ranks."""

@@ -7,8 +7,8 @@ import pytest
 
 from rematbench.evidence.published.row_cases import PublishedCase, read_case
 from rematbench.evidence.published.sheets import Cell, RowError, read_sheet
+from rematbench.inputs.paths import data_dir
 from rematbench.plugins.discover import discover
-from rematbench.spec.paths import data_dir
 
 REGISTRY = discover(())
 ROWS = read_sheet(data_dir("published") / "moe.csv")

@@ -11,8 +11,8 @@ from rematbench.evaluate.evaluation import speed
 from rematbench.evidence.expert_rows import expert_rows, timed_rows
 from rematbench.evidence.published.row_cases import read_case
 from rematbench.evidence.published.sheets import SPEED
+from rematbench.inputs.load import calibration
 from rematbench.plugins.discover import discover
-from rematbench.spec.load import calibration
 
 REGISTRY = discover(())
 

@@ -18,11 +18,11 @@ from rematbench.evidence.accuracy import MORE, load_accuracy, members
 from rematbench.evidence.fit import with_values
 from rematbench.evidence.predict import predict_rows
 from rematbench.evidence.published.sheets import SPEED, read_sheet
-from rematbench.spec.constants import Calibration, is_fit
-from rematbench.spec.layout import Layout
-from rematbench.spec.load import calibration
-from rematbench.spec.paths import data_dir
-from rematbench.spec.problemspec import ProblemSpec
+from rematbench.inputs.constants import Calibration, is_fit
+from rematbench.inputs.layout import Layout
+from rematbench.inputs.load import calibration
+from rematbench.inputs.paths import data_dir
+from rematbench.inputs.problemspec import ProblemSpec
 from tests.problems import plan_of
 
 ROOT = data_dir("config").parent

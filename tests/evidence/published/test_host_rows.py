@@ -18,8 +18,8 @@ from rematbench.evidence.published.host_rows import (
 )
 from rematbench.evidence.published.phase_rows import hosted_rows
 from rematbench.evidence.published.sheets import read_sheet
-from rematbench.spec.load import calibration, load_cluster
-from rematbench.spec.paths import data_dir
+from rematbench.inputs.load import calibration, load_cluster
+from rematbench.inputs.paths import data_dir
 from tests.engine.test_host_states import of_row, published
 
 ROWS = host_rows()

@@ -25,10 +25,10 @@ from rematbench.evidence.kernels.kernel_rows import (
     outliers,
     read_kernel_rows,
 )
+from rematbench.inputs.kernel_rates import OPERATORS, SOURCES, fitted_parameters, load_kernel_rates
+from rematbench.inputs.load import calibration, load_cluster
+from rematbench.inputs.paths import data_dir
 from rematbench.paper.tables.scores import how_to_read
-from rematbench.spec.kernel_rates import OPERATORS, SOURCES, fitted_parameters, load_kernel_rates
-from rematbench.spec.load import calibration, load_cluster
-from rematbench.spec.paths import data_dir
 from tests.problems import problem
 
 FOLDER = data_dir("config") / "kernels"

@@ -16,8 +16,8 @@ from rematbench.evidence.kernels.kernel_rows import (
     read_kernel_rows,
     unclaimed,
 )
-from rematbench.spec.kernel_rates import SOURCES
-from rematbench.spec.paths import data_dir
+from rematbench.inputs.kernel_rates import SOURCES
+from rematbench.inputs.paths import data_dir
 
 ROWS = read_kernel_rows(data_dir("published") / "kernels.csv")
 DECLARED = load_sources(data_dir("config") / "kernels" / f"{SOURCES}.yaml")

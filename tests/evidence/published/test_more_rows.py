@@ -7,10 +7,10 @@ import pytest
 
 from rematbench.evidence.published.row_cases import read_case
 from rematbench.evidence.published.sheets import RowError, read_sheet
+from rematbench.inputs.configfile import ConfigError
+from rematbench.inputs.load import load_cluster, names
+from rematbench.inputs.paths import data_dir
 from rematbench.plugins.discover import discover
-from rematbench.spec.configfile import ConfigError
-from rematbench.spec.load import load_cluster, names
-from rematbench.spec.paths import data_dir
 
 
 def rows(name: str) -> list[dict[str, str]]:

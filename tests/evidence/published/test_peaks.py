@@ -8,7 +8,7 @@ import pytest
 from rematbench.evidence.predict import predict_case
 from rematbench.evidence.published.row_cases import read_case
 from rematbench.evidence.published.sheets import read_sheet
-from rematbench.spec.paths import data_dir
+from rematbench.inputs.paths import data_dir
 from tests.problems import all_methods
 
 Row = dict[str, str]

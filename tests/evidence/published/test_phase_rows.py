@@ -10,10 +10,10 @@ from rematbench.evidence.accuracy import Accuracy, load_accuracy, validate
 from rematbench.evidence.published.host_rows import node_count, row_problem
 from rematbench.evidence.published.phase_rows import hosted_rows, phase_rows, phases, whole_plan
 from rematbench.evidence.published.update_rows import INTERLEAVED, sheet_rows
+from rematbench.inputs.load import calibration
+from rematbench.inputs.paths import data_dir
 from rematbench.paper.tables import offloaded_front
 from rematbench.paper.tables.offloaded_updates import PHASES, updates_table
-from rematbench.spec.load import calibration
-from rematbench.spec.paths import data_dir
 
 
 def test_phases_grow_with_micro_batches_and_leave_the_update() -> None:

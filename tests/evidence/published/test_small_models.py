@@ -16,9 +16,9 @@ from rematbench.evidence.accuracy import MORE, Accuracy, Group, load_accuracy, m
 from rematbench.evidence.predict import predict_rows
 from rematbench.evidence.published.sheets import Row, read_sheet
 from rematbench.host.table import write_sheet
-from rematbench.spec.constants import instant_hosts, is_fit
-from rematbench.spec.load import calibration
-from rematbench.spec.paths import data_dir
+from rematbench.inputs.constants import instant_hosts, is_fit
+from rematbench.inputs.load import calibration
+from rematbench.inputs.paths import data_dir
 
 GROUPS = [
     group

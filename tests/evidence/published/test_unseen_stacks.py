@@ -5,8 +5,8 @@ from statistics import fmean
 
 from rematbench.evidence.predict import predict_rows
 from rematbench.evidence.published.sheets import Cell, read_sheet
-from rematbench.spec.load import calibration
-from rematbench.spec.paths import data_dir
+from rematbench.inputs.load import calibration
+from rematbench.inputs.paths import data_dir
 
 NEMO = "dgxc-benchmarking"
 LONG = ("128K", "1M")

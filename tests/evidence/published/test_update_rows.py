@@ -16,8 +16,8 @@ from rematbench.evidence.published.update_rows import (
     plan_of,
     update_rows,
 )
-from rematbench.spec.load import calibration, load_cluster
-from rematbench.spec.paths import data_dir
+from rematbench.inputs.load import calibration, load_cluster
+from rematbench.inputs.paths import data_dir
 
 ROWS = update_rows()
 

@@ -9,8 +9,8 @@ from rematbench.evidence.expert_rows import expert_rows
 from rematbench.evidence.predict import predict_rows
 from rematbench.evidence.published.phase_rows import hosted_rows
 from rematbench.evidence.published.sheets import read_sheet
-from rematbench.spec.load import calibration
-from rematbench.spec.paths import data_dir
+from rematbench.inputs.load import calibration
+from rematbench.inputs.paths import data_dir
 
 ACCURACY = load_accuracy()
 PROMISES = [(group.name, name) for group in ACCURACY.groups for name in group.promises]

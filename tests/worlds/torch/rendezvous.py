@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from rematbench.engine.program.action import Kind, is_local
 from rematbench.engine.program.program import Program
-from rematbench.spec.layout import Layout
+from rematbench.inputs.layout import Layout
 from rematbench.worlds.torch.exchanges import message
 from rematbench.worlds.torch.groups import Channel
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from rematbench.spec.system import AttentionBackend
+from rematbench.inputs.system import AttentionBackend
 from rematbench.worlds.torch import attention_backends
 from rematbench.worlds.torch.arithmetic import wide
 from tests.worlds.torch.recorder import Plainly

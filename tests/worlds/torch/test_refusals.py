@@ -9,7 +9,7 @@ pytest.importorskip("torch", reason="the executed world needs torch")
 import torch
 from msgspec.structs import replace
 
-from rematbench.spec.layout import LayoutError
+from rematbench.inputs.layout import LayoutError
 from rematbench.workload import Workload
 from rematbench.worlds.torch.batch import make_batch, micro_batches
 from rematbench.worlds.torch.case import NotFinite, failure

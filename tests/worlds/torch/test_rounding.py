@@ -19,7 +19,7 @@ pytest.importorskip("torch", reason="the executed world needs torch")
 
 import torch
 
-from rematbench.spec.layout import Layout
+from rematbench.inputs.layout import Layout
 from rematbench.workload import Precision
 from rematbench.worlds.run_records import norm_error
 from rematbench.worlds.torch.case import Case, Result

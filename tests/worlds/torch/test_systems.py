@@ -11,10 +11,10 @@ from msgspec.structs import replace
 
 from rematbench.engine.lowering.lower import lower
 from rematbench.evaluate.evaluation import program_bytes
+from rematbench.inputs.layout import Layout
+from rematbench.inputs.load import load_model, load_system, names
 from rematbench.plan import Plan, Recompute
 from rematbench.problem import Problem
-from rematbench.spec.layout import Layout
-from rematbench.spec.load import load_model, load_system, names
 from rematbench.worlds.run_records import measured_ranks
 from rematbench.worlds.torch.case import Case, RankResult
 from rematbench.worlds.torch.rank_model import NotExecutable, require_executable

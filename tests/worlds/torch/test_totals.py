@@ -7,7 +7,7 @@ import pytest
 
 pytest.importorskip("torch", reason="the executed world needs torch")
 
-from rematbench.spec.layout import Layout
+from rematbench.inputs.layout import Layout
 from rematbench.worlds.run_records import measured_ranks
 from rematbench.worlds.torch.case import Case, Result
 from tests.problems import make_problem, plan_of

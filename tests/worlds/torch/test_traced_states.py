@@ -10,9 +10,9 @@ from rematbench.engine.lowering.lower import lower
 from rematbench.engine.program.ledger import live_bytes
 from rematbench.evaluate.evaluation import program_bytes
 from rematbench.evaluate.problems import make_problem
+from rematbench.inputs.load import load_cluster, load_model, load_system
+from rematbench.inputs.problemspec import ProblemSpec
 from rematbench.plan import Plan
-from rematbench.spec.load import load_cluster, load_model, load_system
-from rematbench.spec.problemspec import ProblemSpec
 from rematbench.worlds.torch.single_rank import trace_rank
 from tests.problems import all_methods
 

@@ -10,7 +10,7 @@ pytest.importorskip("torch", reason="the executed world needs torch")
 
 import torch
 
-from rematbench.spec.layout import Layout
+from rematbench.inputs.layout import Layout
 from rematbench.worlds.records.measured import BOUNDS
 from rematbench.worlds.records.refusals import refusals
 from rematbench.worlds.run_records import measured_ranks, norm_error

@@ -25,9 +25,9 @@ from rematbench.evaluate.evaluator import same_plan
 from rematbench.evaluate.result import ALIKE, Job, Result, Status
 from rematbench.evidence.bands import ratio_band, with_band, with_ties
 from rematbench.host.workers import NoAnswer, Pool
+from rematbench.inputs.configfile import ConfigError, wrong_field
 from rematbench.plan import Plan
 from rematbench.plugins.discover import discover
-from rematbench.spec.configfile import ConfigError, wrong_field
 from rematbench.worlds.packages.flags import Engines
 
 Amount = Annotated[float, Meta(ge=0.0, le=1e30)]

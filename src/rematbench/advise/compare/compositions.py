@@ -16,13 +16,13 @@ from msgspec import Meta, Struct
 from msgspec.structs import replace
 
 from rematbench.host.workers import NoAnswer
+from rematbench.inputs.configfile import convert, read_mapping
+from rematbench.inputs.paths import data_dir
 from rematbench.plan import ByteBudget, Fate, Offload, Plan, Recompute, Settings, Split
 from rematbench.plugins.policies import LABEL, Policy, Setting
 from rematbench.plugins.registry import Registry
 from rematbench.problem import Problem
 from rematbench.solve.kept import overruled
-from rematbench.spec.configfile import convert, read_mapping
-from rematbench.spec.paths import data_dir
 from rematbench.workload import PositiveInt
 
 Kind = Literal["partition", "rebuild", "offload", "states", "ends", "pieces"]

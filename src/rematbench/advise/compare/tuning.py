@@ -12,13 +12,13 @@ from rematbench.evaluate.evaluator import SINGLE_EVALUATOR
 from rematbench.evaluate.result import Job, Result, needs_seconds, of_plan, told_fragmented
 from rematbench.evaluate.verdict import retries
 from rematbench.host.workers import collect_rarely
+from rematbench.inputs.kernel_rates import RateError
+from rematbench.inputs.layout import LayoutError
 from rematbench.plan import Plan, PlanError, Unsupported
 from rematbench.plugins.discover import discover
 from rematbench.plugins.policies import applicable_settings
 from rematbench.plugins.registry import MethodError, make_plan, method_text
 from rematbench.solve.search import smallest_feasible
-from rematbench.spec.kernel_rates import RateError
-from rematbench.spec.layout import LayoutError
 
 Pair = tuple[Candidate, Result]
 """What was to be planned, and what came out."""

@@ -6,13 +6,13 @@ from dataclasses import replace as replaced
 from msgspec.structs import replace
 
 from rematbench.evaluate.result import Result, evaluate_plan
+from rematbench.inputs.cluster import Cluster
+from rematbench.inputs.kernel_rates import RateError
+from rematbench.inputs.layout import Layout, LayoutError
 from rematbench.plan import Plan, PlanError, Unsupported
 from rematbench.plugins.registry import MethodError, Registry
 from rematbench.problem import Problem, state_fates
 from rematbench.solve.search import smallest_feasible
-from rematbench.spec.cluster import Cluster
-from rematbench.spec.kernel_rates import RateError
-from rematbench.spec.layout import Layout, LayoutError
 
 NEAREST = 4
 """How many results, nearest to fitting first, are tried on twice the GPUs."""

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from rematbench.advise.search.candidates import LARGEST_UNIT, Variant
 from rematbench.advise.search.search_job import SearchJob
 from rematbench.advise.search.space import MOST_MICRO_BATCH
-from rematbench.spec.layout import GATHERED_CHUNKS, Layout
+from rematbench.inputs.layout import GATHERED_CHUNKS, Layout
 
 
 def space_words(job: SearchJob) -> str:

@@ -25,12 +25,12 @@ from rematbench.engine.program.profile import program_profiles
 from rematbench.engine.program.program import Program
 from rematbench.engine.simulate.seconds import ActionCosts
 from rematbench.evaluate.evaluator import same_plan
+from rematbench.inputs.cluster import Cluster
+from rematbench.inputs.layout import Layout
+from rematbench.inputs.system import System
 from rematbench.plan import ByteBudget, Fate, Offload, Phase, Plan, Split
 from rematbench.problem import Problem, state_fates
 from rematbench.solve.kept import resolved
-from rematbench.spec.cluster import Cluster
-from rematbench.spec.layout import Layout
-from rematbench.spec.system import System
 
 
 def leaves(fate: Fate) -> bool:

@@ -31,10 +31,10 @@ from rematbench.advise.search.probe_problems import (
 )
 from rematbench.advise.search.space import first_dense
 from rematbench.costs.copies import NO_TRAFFIC, CopyTraffic
+from rematbench.inputs.layout import LayoutError
 from rematbench.plan import Plan, PlanError, Transfers, Unsupported
 from rematbench.plugins.registry import Composition
 from rematbench.problem import Problem
-from rematbench.spec.layout import LayoutError
 
 STEPS = 1024
 """Numbers of a traffic are rounded down to a multiple of 1 / STEPS."""

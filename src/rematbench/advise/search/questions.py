@@ -11,12 +11,12 @@ from msgspec.structs import replace
 from rematbench.advise.search.processes import MINUTE, Progress, rounds
 from rematbench.advise.search.search_job import SearchJob, SearchRequest
 from rematbench.evaluate.result import Result
+from rematbench.inputs.cluster import Cluster
+from rematbench.inputs.configfile import ConfigError
+from rematbench.inputs.layout import LayoutError
+from rematbench.inputs.load import load_cluster
 from rematbench.plugins.registry import MethodError
 from rematbench.solve.search import brackets, middle, twice
-from rematbench.spec.cluster import Cluster
-from rematbench.spec.configfile import ConfigError
-from rematbench.spec.layout import LayoutError
-from rematbench.spec.load import load_cluster
 
 Question = Literal["gpus", "context", "batch", "memory"]
 

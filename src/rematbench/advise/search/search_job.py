@@ -42,16 +42,16 @@ from rematbench.evaluate.result import WORDS, Job, Result
 from rematbench.evidence.bands import band_of, ratio_band
 from rematbench.evidence.peaks import fits_word, leaving_reserve
 from rematbench.evidence.published.sheets import flag
+from rematbench.inputs.cluster import Cluster
+from rematbench.inputs.configfile import ConfigError
+from rematbench.inputs.kernel_rates import RateError
+from rematbench.inputs.layout import LayoutError
+from rematbench.inputs.load import load_cluster, load_model
+from rematbench.inputs.problemspec import ProblemSpec
 from rematbench.plan import Plan, PlanError, Unsupported
 from rematbench.plugins.discover import discover
 from rematbench.plugins.registry import IDENTITY, MethodEntry, MethodError, Registry
 from rematbench.problem import Problem
-from rematbench.spec.cluster import Cluster
-from rematbench.spec.configfile import ConfigError
-from rematbench.spec.kernel_rates import RateError
-from rematbench.spec.layout import LayoutError
-from rematbench.spec.load import load_cluster, load_model
-from rematbench.spec.problemspec import ProblemSpec
 from rematbench.workload import Model
 from rematbench.worlds.packages.flags import Engines
 from rematbench.worlds.packages.process import baselines

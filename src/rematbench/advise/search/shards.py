@@ -48,10 +48,10 @@ from rematbench.advise.search.space import (
 from rematbench.advise.search.trials import Site, states_at
 from rematbench.engine.lowering.state_shards import rank_sharded
 from rematbench.evaluate.evaluator import Evaluator
+from rematbench.inputs.layout import Layout
 from rematbench.plan import Place, Plan
 from rematbench.plugins.registry import Composition, MethodError, Registry
 from rematbench.problem import Problem
-from rematbench.spec.layout import Layout
 
 
 class Key(NamedTuple):

@@ -13,6 +13,10 @@ from numpy.typing import NDArray
 
 from rematbench.costs.states import reduce_buckets
 from rematbench.engine.lowering.state_shards import shards_experts
+from rematbench.inputs.cluster import Cluster
+from rematbench.inputs.layout import Layout, LayoutError, check_layout, even_partition
+from rematbench.inputs.problemspec import ProblemSpec
+from rematbench.inputs.system import System, ZeroStage
 from rematbench.plan import Plan
 from rematbench.problem import (
     Problem,
@@ -20,10 +24,6 @@ from rematbench.problem import (
     head_parameters,
     state_fates,
 )
-from rematbench.spec.cluster import Cluster
-from rematbench.spec.layout import Layout, LayoutError, check_layout, even_partition
-from rematbench.spec.problemspec import ProblemSpec
-from rematbench.spec.system import System, ZeroStage
 from rematbench.workload import Model, Workload
 
 DEGREES = ("tp", "cp", "pp", "vpp", "dp")

@@ -13,8 +13,8 @@ from rematbench.advise.search.processes import MINUTE, rounds
 from rematbench.advise.search.search_job import SearchJob, SearchRequest
 from rematbench.evaluate.result import Result
 from rematbench.evidence.bands import ratio_band
+from rematbench.inputs.system import System
 from rematbench.plugins.registry import IDENTITY, MethodError
-from rematbench.spec.system import System
 from rematbench.worlds.packages.process import baselines
 
 NEAREST = 10

@@ -12,10 +12,10 @@ from rematbench.evaluate.evaluation import host_node_bytes
 from rematbench.evaluate.evaluator import Evaluator, Lowered, same_plan, timed, weighed
 from rematbench.evaluate.result import Job, Result
 from rematbench.evaluate.verdict import judge, judged
+from rematbench.inputs.layout import LayoutError
 from rematbench.plan import Plan, PlanError, Unsupported
 from rematbench.plugins.registry import IDENTITY, MethodError, Registry
 from rematbench.problem import Problem
-from rematbench.spec.layout import LayoutError
 from rematbench.worlds.packages.flags import Engines
 
 NO_PLAN = "no plan: "

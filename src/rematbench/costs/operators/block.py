@@ -4,8 +4,8 @@ from rematbench.costs.operators.builder import Builder
 from rematbench.costs.operators.experts import add_experts
 from rematbench.costs.operators.kernels import Elementwise, Kernel, Named
 from rematbench.costs.operators.ops import Comm, Op, OpTable
-from rematbench.spec.layout import Layout
-from rematbench.spec.system import System
+from rematbench.inputs.layout import Layout
+from rematbench.inputs.system import System
 from rematbench.workload import Workload
 
 

@@ -14,9 +14,9 @@ from rematbench.costs.operators.ops import (
     Part,
     memory_kernel,
 )
-from rematbench.spec.layout import Layout
-from rematbench.spec.shapes import packed_pairs, shapes
-from rematbench.spec.system import System
+from rematbench.inputs.layout import Layout
+from rematbench.inputs.shapes import packed_pairs, shapes
+from rematbench.inputs.system import System
 from rematbench.workload import Model, Workload
 
 FP32 = 4

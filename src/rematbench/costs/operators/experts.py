@@ -14,8 +14,8 @@ from math import ceil
 from rematbench.costs.operators.builder import FP32, Builder
 from rematbench.costs.operators.kernels import Elementwise, Gemm
 from rematbench.costs.operators.ops import Comm, Group, Op, memory_kernel
-from rematbench.spec.layout import Layout
-from rematbench.spec.shapes import reached_share
+from rematbench.inputs.layout import Layout
+from rematbench.inputs.shapes import reached_share
 from rematbench.workload import Experts
 
 INDEX = 8

@@ -4,7 +4,7 @@ from typing import Literal
 
 from msgspec import Struct
 
-from rematbench.spec.system import NormKernel, RopeKernel
+from rematbench.inputs.system import NormKernel, RopeKernel
 
 
 class Gemm(Struct, frozen=True, tag="gemm"):

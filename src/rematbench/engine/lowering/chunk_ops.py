@@ -10,9 +10,9 @@ from rematbench.engine.lowering.fates import ChunkPlace, ChunkSites, Resolved, S
 from rematbench.engine.lowering.mini_sequences import MiniRun, mini_runs
 from rematbench.engine.lowering.state_shards import sharded
 from rematbench.engine.program.action import KEPT, OFFLOADED
+from rematbench.inputs.layout import Layout
 from rematbench.plan import MiniSequence, Phase, Plan, PlanError, StateFate
 from rematbench.problem import Problem, head_parameters
-from rematbench.spec.layout import Layout
 
 MAX_RECENT_FATES = 64
 """The most results of `ChunkOps.fates` that a problem keeps."""

@@ -19,10 +19,10 @@ from rematbench.engine.lowering.emit_states import ParameterGatherer
 from rematbench.engine.lowering.fates import Resolved, Site
 from rematbench.engine.lowering.writer import BlockWriter
 from rematbench.engine.program.action import COMPUTE, Action, Kind
+from rematbench.inputs.layout import Layout
+from rematbench.inputs.system import System
 from rematbench.plan import StateFate
 from rematbench.problem import tied_on_one_rank
-from rematbench.spec.layout import Layout
-from rematbench.spec.system import System
 
 FETCHED = "fetched"
 """The event at which the matrices that a forward leaves whole are gathered."""

@@ -23,9 +23,9 @@ from rematbench.engine.program.action import (
     held,
     parameter_buffer,
 )
+from rematbench.inputs.layout import Layout
+from rematbench.inputs.system import System
 from rematbench.plan import StateFate
-from rematbench.spec.layout import Layout
-from rematbench.spec.system import System
 
 
 class Reduced(NamedTuple):

@@ -8,13 +8,13 @@ from rematbench.costs.states import shard
 from rematbench.engine.lowering.chunk_ops import ChunkOps
 from rematbench.engine.lowering.state_shards import sharded
 from rematbench.engine.program.program import Late, LateUnit
+from rematbench.inputs.system import System
 from rematbench.plan import Plan
 from rematbench.problem import (
     Problem,
     operator_tensors,
     weighted_operators,
 )
-from rematbench.spec.system import System
 
 MOMENTS = 2
 """Adam keeps two moments of each parameter (Kingma & Ba 2015), each a separate tensor."""

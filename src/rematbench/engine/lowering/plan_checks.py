@@ -7,6 +7,7 @@ from msgspec.structs import asdict
 from rematbench.costs.operators.ops import ACTIVATIONS
 from rematbench.costs.states import shard
 from rematbench.engine.lowering.state_pieces import master_bytes
+from rematbench.inputs.configfile import closest
 from rematbench.plan import (
     ByteBudget,
     Fate,
@@ -26,7 +27,6 @@ from rematbench.problem import (
     gathers_by_layer,
     rank_parameters,
 )
-from rematbench.spec.configfile import closest
 
 
 def check_plan(plan: Plan, problem: Problem) -> None:

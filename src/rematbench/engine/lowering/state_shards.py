@@ -1,9 +1,9 @@
 """How many parameters a rank holds a state of: experts have peers of their own."""
 
 from rematbench.costs.states import GRADIENT_STAGE, OPTIMIZER_STAGE, shard
+from rematbench.inputs.layout import Layout
 from rematbench.plan import Plan, StateFate
 from rematbench.problem import Problem, expert_parameters, rank_parameters
-from rematbench.spec.layout import Layout
 
 STAGES = {"optimizer": OPTIMIZER_STAGE, "gradient": GRADIENT_STAGE}
 """The ZeRO stage from which a kind of states is sharded."""

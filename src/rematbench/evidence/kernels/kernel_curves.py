@@ -34,7 +34,7 @@ from rematbench.evidence.kernels.kernel_rows import (
     evidence,
     measured,
 )
-from rematbench.spec.kernel_rates import (
+from rematbench.inputs.kernel_rates import (
     REFERENCE_HEAD_DIM,
     AttentionPass,
     AttentionRates,

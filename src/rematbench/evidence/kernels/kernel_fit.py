@@ -31,7 +31,7 @@ from rematbench.evidence.kernels.kernel_rows import (
     read_kernel_rows,
     unclaimed,
 )
-from rematbench.spec.kernel_rates import (
+from rematbench.inputs.kernel_rates import (
     OPERATORS,
     SOURCES,
     AttentionRates,
@@ -42,7 +42,7 @@ from rematbench.spec.kernel_rates import (
     evidence_of,
     load_kernel_rates,
 )
-from rematbench.spec.paths import data_dir
+from rematbench.inputs.paths import data_dir
 
 HEADER = """# Written by `python -m rematbench.evidence.kernels.kernel_fit` from sources.yaml and
 # results/published/kernels.csv: `fitted` names what was fitted to those rows, `source` says where

@@ -19,7 +19,7 @@ import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray
 
-from rematbench.spec.kernel_rates import Evidence, Outlier
+from rematbench.inputs.kernel_rates import Evidence, Outlier
 
 KernelKind = Literal[
     "gemm",

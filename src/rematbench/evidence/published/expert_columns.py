@@ -8,8 +8,8 @@ from typing import Any, NoReturn, get_args
 from msgspec.structs import replace
 
 from rematbench.evidence.published.sheets import Row, RowError, read_choice, text, whole
+from rematbench.inputs.system import Dispatcher, System
 from rematbench.solve.recompute_modules import MODULES
-from rematbench.spec.system import Dispatcher, System
 from rematbench.workload import Experts, Model, Precision
 
 NONE = ("", "none", "no", "0")

@@ -11,11 +11,11 @@ from rematbench.engine.lowering.host_states import rank_tensors
 from rematbench.evaluate.problems import make_problem
 from rematbench.evidence.published.sheets import Cell, read_sheet, whole
 from rematbench.host.console import GIB
+from rematbench.inputs.layout import Layout
+from rematbench.inputs.load import load_cluster, load_model, load_system
+from rematbench.inputs.paths import data_dir
+from rematbench.inputs.problemspec import ProblemSpec
 from rematbench.problem import Problem
-from rematbench.spec.layout import Layout
-from rematbench.spec.load import load_cluster, load_model, load_system
-from rematbench.spec.paths import data_dir
-from rematbench.spec.problemspec import ProblemSpec
 
 NODES = {
     "polaris-a100-40gb": "polaris-a100-40gb-bound",

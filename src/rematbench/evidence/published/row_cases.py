@@ -24,14 +24,11 @@ from rematbench.evidence.published.sheets import (
     text,
     whole,
 )
-from rematbench.plan import Unsupported
-from rematbench.plugins.registry import MethodError, Registry, Value
-from rematbench.problem import Problem
-from rematbench.spec.configfile import ConfigError
-from rematbench.spec.constants import Calibration
-from rematbench.spec.kernel_rates import RateError
-from rematbench.spec.layout import Layout, LayoutError
-from rematbench.spec.load import (
+from rematbench.inputs.configfile import ConfigError
+from rematbench.inputs.constants import Calibration
+from rematbench.inputs.kernel_rates import RateError
+from rematbench.inputs.layout import Layout, LayoutError
+from rematbench.inputs.load import (
     claim_of_row,
     is_path,
     load_cluster,
@@ -39,8 +36,11 @@ from rematbench.spec.load import (
     load_system,
     names,
 )
-from rematbench.spec.problemspec import ProblemSpec
-from rematbench.spec.system import AttentionChoice, Home, System, ZeroStage
+from rematbench.inputs.problemspec import ProblemSpec
+from rematbench.inputs.system import AttentionChoice, Home, System, ZeroStage
+from rematbench.plan import Unsupported
+from rematbench.plugins.registry import MethodError, Registry, Value
+from rematbench.problem import Problem
 from rematbench.workload import GATED, MlpKind, Model, Precision
 
 ASSUMED = "unknown model: norms, biases and positions taken from"

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Final, Literal, get_args
 
 from rematbench.host.errors import UserError
-from rematbench.spec.configfile import ConfigError, require_unique
+from rematbench.inputs.configfile import ConfigError, require_unique
 
 Row = Mapping[str, Any]
 """A row of a sheet: texts as they are read, and numbers of predictions."""

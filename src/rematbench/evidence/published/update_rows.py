@@ -18,10 +18,10 @@ from rematbench.engine.simulate.op_level import simulate
 from rematbench.engine.simulate.seconds import action_seconds
 from rematbench.evidence.published.host_rows import NODES, node_count, row_problem
 from rematbench.evidence.published.sheets import Cell, read_sheet, whole
+from rematbench.inputs.paths import data_dir
 from rematbench.plan import Pieces, Place, Plan
 from rematbench.problem import Problem
 from rematbench.solve.state_pieces import placed
-from rematbench.spec.paths import data_dir
 
 SERIAL, INTERLEAVED = "one after another", "interleaved"
 AT_ONCE = 1e21

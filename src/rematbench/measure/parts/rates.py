@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
+from rematbench.inputs.load import load_cluster
 from rematbench.measure.machine import Machine
 from rematbench.measure.records import Rate, append_line
-from rematbench.spec.load import load_cluster
 from rematbench.workload import PositiveInt
 from rematbench.worlds.packages.process import Device
 from rematbench.worlds.records.measured import has_peak_of

@@ -12,6 +12,7 @@ from msgspec.structs import replace
 
 from rematbench.host.console import CommandError
 from rematbench.host.files import write_atomically
+from rematbench.inputs.paths import data_dir
 from rematbench.measure.layer_suite import load_layers
 from rematbench.measure.parts.actions import measure_actions
 from rematbench.measure.parts.checks import SUMMARY, Ran, Summary, findings, read_summary
@@ -19,7 +20,6 @@ from rematbench.measure.parts.layers import measure_layers
 from rematbench.measure.parts.rates import load_rates, measure_rates
 from rematbench.measure.parts.searched_plans import load_searched, measure_searched
 from rematbench.measure.predicted_steps import PREDICTIONS
-from rematbench.spec.paths import data_dir
 from rematbench.worlds import package
 from rematbench.worlds.executed import How, run_cells
 from rematbench.worlds.packages.process import Device, policy

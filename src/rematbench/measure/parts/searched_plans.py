@@ -19,20 +19,20 @@ from rematbench.evaluate.problems import make_problem
 from rematbench.evaluate.result import Result
 from rematbench.host.console import CommandError
 from rematbench.host.table import GIB
-from rematbench.measure.parts.layers import FEWEST, run_by_turns
-from rematbench.measure.predicted_steps import PREDICTIONS, lines_of, predict
-from rematbench.measure.records import Searched, Turn, by_cell
-from rematbench.plan import Fraction
-from rematbench.plugins.discover import discover
-from rematbench.plugins.registry import MethodError
-from rematbench.spec.configfile import (
+from rematbench.inputs.configfile import (
     ConfigError,
     convert,
     read_mapping,
     require_among,
     require_unique,
 )
-from rematbench.spec.problemspec import ProblemSpec
+from rematbench.inputs.problemspec import ProblemSpec
+from rematbench.measure.parts.layers import FEWEST, run_by_turns
+from rematbench.measure.predicted_steps import PREDICTIONS, lines_of, predict
+from rematbench.measure.records import Searched, Turn, by_cell
+from rematbench.plan import Fraction
+from rematbench.plugins.discover import discover
+from rematbench.plugins.registry import MethodError
 from rematbench.workload import PositiveInt
 from rematbench.worlds.packages.process import Device
 from rematbench.worlds.records.suite_cells import Cell, is_selected, planned_cell

@@ -17,10 +17,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from rematbench.costs.bind_kernels import Direction
 from rematbench.costs.operators.kernels import Attention, Gemm, Named
 from rematbench.costs.operators.ops import Op
+from rematbench.inputs.kernel_rates import RateError
+from rematbench.inputs.system import AttentionBackend
 from rematbench.measure.torch.repeats import Call
 from rematbench.problem import Problem
-from rematbench.spec.kernel_rates import RateError
-from rematbench.spec.system import AttentionBackend
 from rematbench.worlds.torch import arithmetic
 from rematbench.worlds.torch.attention_backends import repeat
 from rematbench.worlds.torch.rank_model import DTYPES

@@ -22,10 +22,10 @@ from rematbench.evaluate.evaluator import Evaluator, without_cluster
 from rematbench.evidence.published.sheets import Row, number
 from rematbench.host.console import CommandError
 from rematbench.host.workers import Pool, collect_rarely
+from rematbench.inputs.layout import LayoutError
+from rematbench.inputs.load import load_cluster, load_system
 from rematbench.plugins.discover import discover
 from rematbench.plugins.registry import Registry
-from rematbench.spec.layout import LayoutError
-from rematbench.spec.load import load_cluster, load_system
 from rematbench.worlds.records.matrix_spec import Arm, MatrixSpec, Work
 
 SAME, BEST, ANY = "same layout", "best layout", "any plan"

@@ -14,6 +14,8 @@ from rematbench.evaluate.evaluation import fullest_rank
 from rematbench.evaluate.problems import make_problem
 from rematbench.evaluate.result import Result, Status, evaluate_method
 from rematbench.host.console import CommandError
+from rematbench.inputs.layout import LayoutError
+from rematbench.inputs.problemspec import ProblemSpec
 from rematbench.paper.studies.longest import longest_sequence
 from rematbench.paper.studies.measures import (
     attention_share,
@@ -35,8 +37,6 @@ from rematbench.plan import Plan, PlanError, Unsupported
 from rematbench.plugins.registry import Composition, Registry, Value
 from rematbench.problem import Problem
 from rematbench.solve.search import first_true
-from rematbench.spec.layout import LayoutError
-from rematbench.spec.problemspec import ProblemSpec
 from rematbench.worlds.records.suite import NamedProblem
 
 SPEEDS = ("step_s", "tokens_per_s_per_gpu", "mfu_causal", "mfu_dense")

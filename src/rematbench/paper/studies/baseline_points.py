@@ -10,13 +10,13 @@ from rematbench.engine.lowering.lower import lower
 from rematbench.evaluate.evaluation import program_bytes
 from rematbench.evaluate.problems import make_problem
 from rematbench.evidence.published.sheets import read_sheet
+from rematbench.inputs.configfile import ConfigError, convert, read_mapping
+from rematbench.inputs.layout import Layout
+from rematbench.inputs.paths import data_dir
+from rematbench.inputs.problemspec import ProblemSpec, degrees
 from rematbench.plan import Unsupported
 from rematbench.plugins.registry import Composition
 from rematbench.problem import Problem
-from rematbench.spec.configfile import ConfigError, convert, read_mapping
-from rematbench.spec.layout import Layout
-from rematbench.spec.paths import data_dir
-from rematbench.spec.problemspec import ProblemSpec, degrees
 from rematbench.workload import NonNegativeInt
 from rematbench.worlds.packages.process import PackageJob, job, policy, run_jobs
 from rematbench.worlds.packages.stack import (

@@ -11,10 +11,10 @@ from typing import Literal
 from msgspec import Struct
 from msgspec.structs import replace
 
+from rematbench.inputs.configfile import ConfigError, convert, read_mapping
+from rematbench.inputs.paths import data_dir
 from rematbench.paper.studies.answers import StudyAnswer
 from rematbench.paper.studies.study import Ask
-from rematbench.spec.configfile import ConfigError, convert, read_mapping
-from rematbench.spec.paths import data_dir
 
 LABEL = "config/claims.yaml"
 Form = Literal["value", "ratio", "less_pct", "more_pct"]

@@ -6,11 +6,11 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from rematbench.evaluate.result import Result, evaluate_method
+from rematbench.inputs.layout import LayoutError
 from rematbench.plan import Plan
 from rematbench.plugins.registry import Composition
 from rematbench.problem import Problem
 from rematbench.solve.search import brackets, middle
-from rematbench.spec.layout import LayoutError
 
 Factory = Callable[[int], Problem]
 """Makes the problem at a sequence length; raises LayoutError where the layout does not allow it."""

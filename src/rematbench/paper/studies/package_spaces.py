@@ -10,8 +10,8 @@ from msgspec.structs import replace
 
 from rematbench.advise.search.processes import rounds
 from rematbench.advise.search.search_job import SearchJob, SearchRequest
+from rematbench.inputs.configfile import convert, read_mapping
 from rematbench.plan import Fraction
-from rematbench.spec.configfile import convert, read_mapping
 from rematbench.workload import PositiveInt
 from rematbench.worlds.records.suite import NamedProblem
 

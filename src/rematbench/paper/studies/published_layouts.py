@@ -20,11 +20,11 @@ from rematbench.evaluate.result import evaluate_method
 from rematbench.evidence.predict import method_of
 from rematbench.evidence.published.row_cases import PublishedCase, read_case
 from rematbench.evidence.published.sheets import Row, RowError, text
+from rematbench.inputs.load import Kind, load_model, load_system, names
+from rematbench.inputs.problemspec import ProblemSpec
 from rematbench.plan import Plan
 from rematbench.plugins.discover import discover
 from rematbench.problem import Problem
-from rematbench.spec.load import Kind, load_model, load_system, names
-from rematbench.spec.problemspec import ProblemSpec
 
 NEVER = -1.0
 """A gap that no search proves: a count of faster layouts goes on while any layout may be faster."""

@@ -13,9 +13,9 @@ from rematbench.costs.estimators import SAFE_SHARE, fujii_estimate
 from rematbench.evidence.published.closed_forms import fujii_refusal
 from rematbench.evidence.published.row_cases import read_case
 from rematbench.evidence.published.sheets import RowError
+from rematbench.inputs.configfile import ConfigError
+from rematbench.inputs.layout import LayoutError
 from rematbench.plugins.registry import Registry
-from rematbench.spec.configfile import ConfigError
-from rematbench.spec.layout import LayoutError
 
 Row = Mapping[str, Any]
 

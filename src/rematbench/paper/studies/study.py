@@ -11,7 +11,7 @@ from typing import Any, Literal
 from msgspec import Struct
 from msgspec.structs import replace
 
-from rematbench.spec.configfile import (
+from rematbench.inputs.configfile import (
     ConfigError,
     closest,
     convert,
@@ -19,7 +19,7 @@ from rematbench.spec.configfile import (
     require_among,
     require_unique,
 )
-from rematbench.spec.problemspec import ProblemSpec
+from rematbench.inputs.problemspec import ProblemSpec
 from rematbench.workload import PositiveInt
 from rematbench.worlds.records.suite import NamedProblem, Variant
 

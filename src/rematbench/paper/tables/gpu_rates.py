@@ -15,9 +15,9 @@ from rematbench.evidence.kernels.kernel_rows import (
 )
 from rematbench.host.console import CommandError
 from rematbench.host.table import Column, Table, fixed, percent, seconds, signed_percent, whole
+from rematbench.inputs.paths import data_dir
 from rematbench.measure.parts.measured_errors import CPU_NOTE, mean_error, runs_with, signed_error
 from rematbench.measure.records import Rate, read_lines
-from rematbench.spec.paths import data_dir
 from rematbench.worlds.records.measured import same_gpu
 
 INPUTS = {"runs": "results/measured/gpu*"}

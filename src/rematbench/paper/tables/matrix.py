@@ -7,10 +7,10 @@ from typing import Any
 from rematbench.evaluate.breakdown import PARTS, losses
 from rematbench.evidence.published.sheets import number, read_sheet
 from rematbench.host.table import GIB, Column, Table, fixed, gib, percent, signed_percent, whole
+from rematbench.inputs.load import load_system
 from rematbench.paper.matrix.best import ANY, BEST, CELL, SAME
 from rematbench.paper.matrix.sweep import LAYOUT, NOT_RUN
 from rematbench.paper.matrix.verdicts import Line, by_cell, judged, speed, summary
-from rematbench.spec.load import load_system
 from rematbench.worlds.records.matrix_spec import MatrixSpec
 from rematbench.worlds.records.suite import load_matrix
 

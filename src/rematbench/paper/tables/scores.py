@@ -52,9 +52,9 @@ from rematbench.evidence.published.sheets import Quantity, Row, number, read_pre
 from rematbench.evidence.quantiles import LEVEL, Errors, quantile
 from rematbench.evidence.user_fit import COUNTS, DRAWS, calibrated
 from rematbench.host.table import Column, Table, fixed, gib, percent, signed_percent, whole
-from rematbench.spec.constants import Calibration
-from rematbench.spec.kernel_rates import fitted_parameters
-from rematbench.spec.load import calibration as shipped_calibration
+from rematbench.inputs.constants import Calibration
+from rematbench.inputs.kernel_rates import fitted_parameters
+from rematbench.inputs.load import calibration as shipped_calibration
 
 INPUTS = {
     "predictions": "results/paper/tables/predictions.csv",

@@ -9,8 +9,8 @@ from msgspec import Struct
 
 from rematbench.evidence.published.sheets import read_sheet
 from rematbench.host.table import Column, Table
+from rematbench.inputs.configfile import ConfigError, convert, read_mapping
 from rematbench.plugins.discover import discover
-from rematbench.spec.configfile import ConfigError, convert, read_mapping
 from rematbench.worlds.records.record import read_records
 
 INPUTS = {

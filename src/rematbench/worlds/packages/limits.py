@@ -6,9 +6,9 @@ from typing import NamedTuple
 from msgspec import Struct
 from msgspec.structs import fields
 
+from rematbench.inputs.effects import ACTS, Use
+from rematbench.inputs.layout import Layout
 from rematbench.problem import AttentionKind, Problem
-from rematbench.spec.effects import ACTS, Use
-from rematbench.spec.layout import Layout
 from rematbench.workload import Model, Precision
 from rematbench.worlds.records.record import RunSpec
 

@@ -21,11 +21,11 @@ from rematbench.evaluate.result import Status
 from rematbench.host.errors import UserError
 from rematbench.host.files import scratch
 from rematbench.host.ranks import error_of_exit, error_of_record, record_status
+from rematbench.inputs.configfile import closest
+from rematbench.inputs.paths import data_dir
 from rematbench.plugins.discover import load_baselines
 from rematbench.plugins.registry import Composition, MethodEntry, MethodError, Value, build
 from rematbench.problem import Problem
-from rematbench.spec.configfile import closest
-from rematbench.spec.paths import data_dir
 from rematbench.workload import NonNegativeInt, PositiveInt
 from rematbench.worlds.records.measured import TIMED_STEPS
 from rematbench.worlds.records.record import Record, RunSpec, provenance, run_spec

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 
-from rematbench.spec.paths import data_dir
+from rematbench.inputs.paths import data_dir
 
 PACKAGE = Path(__file__).resolve().parents[2]
 BASELINES = data_dir("baselines")

@@ -6,11 +6,11 @@ from typing import Any
 from msgspec import Struct
 from msgspec.structs import replace
 
+from rematbench.inputs.configfile import ConfigError
+from rematbench.inputs.problemspec import ProblemSpec
+from rematbench.inputs.system import AttentionChoice, ZeroStage
 from rematbench.plan import Fraction
 from rematbench.plugins.registry import Composition, Registry, Value
-from rematbench.spec.configfile import ConfigError
-from rematbench.spec.problemspec import ProblemSpec
-from rematbench.spec.system import AttentionChoice, ZeroStage
 from rematbench.workload import PositiveInt, Precision
 
 

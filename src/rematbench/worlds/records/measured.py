@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence
 from msgspec import Struct
 
 from rematbench.evaluate.evaluation import speed
+from rematbench.inputs.cluster import Cluster
 from rematbench.problem import Problem
-from rematbench.spec.cluster import Cluster
 
 TIMED_STEPS = 3
 """Default number of timed steps of a run on GPUs."""

@@ -8,12 +8,12 @@ from rematbench.evaluate.evaluation import PlanEvaluation, evaluate_program
 from rematbench.evaluate.evaluator import reserved
 from rematbench.evaluate.problems import make_problem
 from rematbench.host.table import GIB
+from rematbench.inputs.cluster import Cluster
+from rematbench.inputs.configfile import ConfigError
+from rematbench.inputs.load import load_cluster
+from rematbench.inputs.problemspec import ProblemSpec
 from rematbench.plan import Plan
 from rematbench.problem import Problem
-from rematbench.spec.cluster import Cluster
-from rematbench.spec.configfile import ConfigError
-from rematbench.spec.load import load_cluster
-from rematbench.spec.problemspec import ProblemSpec
 from rematbench.worlds.records.record import Record, RecordError, RunSpec, same_content
 
 

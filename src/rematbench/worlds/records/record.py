@@ -22,12 +22,12 @@ from rematbench.evaluate.result import Result, Status
 from rematbench.evaluate.verdict import Retries, retries
 from rematbench.host.errors import UserError
 from rematbench.host.files import write_atomically
+from rematbench.inputs.constants import Calibration
+from rematbench.inputs.layout import Layout
+from rematbench.inputs.system import AttentionChoice
 from rematbench.plan import Plan
 from rematbench.plugins.registry import Composition
 from rematbench.problem import Problem
-from rematbench.spec.constants import Calibration
-from rematbench.spec.layout import Layout
-from rematbench.spec.system import AttentionChoice
 from rematbench.workload import ExpertPadding, Model, Precision
 from rematbench.worlds.records.measured import Engine, Measured
 

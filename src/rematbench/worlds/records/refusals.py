@@ -3,9 +3,9 @@
 from math import gcd
 
 from rematbench.engine.lowering.state_shards import has_whole_gradients
+from rematbench.inputs.shapes import shapes
 from rematbench.plan import Plan
 from rematbench.problem import Problem, gathered_bytes, tensor_parameters
-from rematbench.spec.shapes import shapes
 
 SUM_BYTES = {"fp64": 8, "fp32": 4, "bf16": 4}
 """Bytes of the runtime's gradient sums, by compute precision."""

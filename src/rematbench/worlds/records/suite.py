@@ -10,10 +10,7 @@ from msgspec import Struct
 
 from rematbench.evaluate.problems import make_problem
 from rematbench.evaluate.result import evaluate_method
-from rematbench.plugins.discover import discover
-from rematbench.plugins.registry import Composition, Registry, Value
-from rematbench.problem import Problem
-from rematbench.spec.configfile import (
+from rematbench.inputs.configfile import (
     ConfigError,
     closest,
     convert,
@@ -21,9 +18,12 @@ from rematbench.spec.configfile import (
     require_among,
     require_unique,
 )
-from rematbench.spec.kernel_rates import RateError
-from rematbench.spec.layout import LayoutError
-from rematbench.spec.problemspec import ProblemSpec
+from rematbench.inputs.kernel_rates import RateError
+from rematbench.inputs.layout import LayoutError
+from rematbench.inputs.problemspec import ProblemSpec
+from rematbench.plugins.discover import discover
+from rematbench.plugins.registry import Composition, Registry, Value
+from rematbench.problem import Problem
 from rematbench.worlds.records.digests import code_digest, method_digest
 from rematbench.worlds.records.matrix_spec import MatrixSpec
 from rematbench.worlds.records.record import (

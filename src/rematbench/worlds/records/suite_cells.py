@@ -8,11 +8,11 @@ import msgspec
 
 from rematbench.engine.lowering.lower import lower
 from rematbench.evaluate.problems import hosting, overlapping
+from rematbench.inputs.configfile import ConfigError
 from rematbench.plan import Plan, PlanError, Unsupported
 from rematbench.plugins.discover import discover
 from rematbench.plugins.registry import IDENTITY, Composition, Registry
 from rematbench.problem import Problem
-from rematbench.spec.configfile import ConfigError
 from rematbench.worlds.records.plan_replay import spec_problem
 from rematbench.worlds.records.record import EP_OVERLAP, OPTIMIZER, PARAMETERS, RESERVE, Record
 from rematbench.worlds.records.suite import Suite, Variant, bundles, load_suite

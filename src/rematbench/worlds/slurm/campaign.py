@@ -13,11 +13,11 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from rematbench.evaluate.evaluation import PlanEvaluation
+from rematbench.inputs.configfile import ConfigError, closest, convert, read_mapping
+from rematbench.inputs.paths import data_dir
 from rematbench.plan import PlanError, Unsupported
 from rematbench.plugins.registry import IDENTITY, Composition, MethodError, Registry, Value
 from rematbench.problem import Problem
-from rematbench.spec.configfile import ConfigError, closest, convert, read_mapping
-from rematbench.spec.paths import data_dir
 from rematbench.workload import PositiveInt
 from rematbench.worlds.packages.process import baselines, policy
 from rematbench.worlds.packages.stack import package_problem

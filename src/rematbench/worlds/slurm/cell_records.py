@@ -9,7 +9,7 @@ import msgspec
 from msgspec import Struct
 
 from rematbench.host.console import CommandError
-from rematbench.spec.configfile import closest
+from rematbench.inputs.configfile import closest
 from rematbench.worlds.records.record import FORMAT, Record, RecordError
 from rematbench.worlds.records.store import Store
 from rematbench.worlds.slurm.campaign import Campaign, CampaignCell, CellStatus

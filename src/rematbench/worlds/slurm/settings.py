@@ -6,9 +6,9 @@ from typing import Any
 
 from msgspec import Struct
 
-from rematbench.spec.cluster import Cluster
-from rematbench.spec.configfile import ConfigError, convert, read_mapping
-from rematbench.spec.load import load_cluster, located
+from rematbench.inputs.cluster import Cluster
+from rematbench.inputs.configfile import ConfigError, convert, read_mapping
+from rematbench.inputs.load import load_cluster, located
 from rematbench.workload import NonNegativeInt, PositiveInt
 
 

@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rematbench.spec.system import AttentionBackend
+from rematbench.inputs.system import AttentionBackend
 from rematbench.worlds.torch.arithmetic import wide
 
 LSE_ALIGN = 32

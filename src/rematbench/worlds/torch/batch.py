@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from rematbench.spec.layout import Layout
+from rematbench.inputs.layout import Layout
 from rematbench.workload import Workload
 from rematbench.worlds.torch.arithmetic import IGNORED
 from rematbench.worlds.torch.case import NotFinite

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from rematbench.costs.operators.ops import Activation
 from rematbench.engine.program.action import COMPUTE, Action, Kind, identity, is_gradient, place
 from rematbench.engine.program.program import Program
-from rematbench.spec.layout import Layout
+from rematbench.inputs.layout import Layout
 from rematbench.worlds.torch.groups import STEP, Channel, Group, Groups
 from rematbench.worlds.torch.parameters import Parameter
 from rematbench.worlds.torch.rank_model import RankModel

@@ -23,7 +23,7 @@ from torch import Tensor
 from rematbench.costs.collectives import degrees, group_ranks
 from rematbench.costs.operators.ops import STREAMS_OF
 from rematbench.costs.operators.ops import Group as GroupName
-from rematbench.spec.layout import Layout
+from rematbench.inputs.layout import Layout
 
 RELEASE_S = 1.0
 

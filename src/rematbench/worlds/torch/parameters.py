@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from rematbench.costs.operators.ops import Part
-from rematbench.spec.layout import Layout
+from rematbench.inputs.layout import Layout
 from rematbench.workload import Experts, Model
 from rematbench.worlds.torch.arithmetic import fused, wide
 

@@ -9,9 +9,9 @@ from torch import Tensor
 from rematbench.costs.operators.experts import COUNTS
 from rematbench.costs.operators.ops import Activation
 from rematbench.engine.lowering.chunk_ops import ChunkOps, Unit
+from rematbench.inputs.shapes import Shapes, shapes
 from rematbench.plan import Plan
 from rematbench.problem import Problem
-from rematbench.spec.shapes import Shapes, shapes
 from rematbench.worlds.records.refusals import refusals
 from rematbench.worlds.torch.arithmetic import rope_tables, wide
 from rematbench.worlds.torch.attention_backends import Shape

@@ -19,9 +19,9 @@ from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from rematbench.engine.lowering.lower import lower
+from rematbench.inputs.layout import Layout
 from rematbench.plan import Plan
 from rematbench.problem import Problem
-from rematbench.spec.layout import Layout
 from rematbench.worlds.torch.batch import MicroBatch
 from rematbench.worlds.torch.case import RankResult
 from rematbench.worlds.torch.dispatch import MetaMode, Tracker

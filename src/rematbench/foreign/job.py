@@ -1,0 +1,243 @@
+"""A job as options of `simulate`, from the values that files give."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import yaml
+from msgspec import Struct, convert
+
+from rematbench.foreign.reading import Reading
+from rematbench.inputs.configfile import ConfigError
+from rematbench.inputs.load import load_model, load_system, names
+from rematbench.inputs.problemspec import flag
+from rematbench.workload import Experts
+
+LEADING = ("model", "cluster", "system", "gpus", "seq_len", "global_batch")
+"""Options that every command needs, in the order of the printed command."""
+DEGREES = ("tp", "cp", "pp", "vpp", "ulysses", "ep", "shard_degree", "micro_batch")
+UNSHARDED = "huggingface-flash"
+"""The stack of a trainer without DeepSpeed and FSDP, where every rank holds all states."""
+SUFFIXES = re.compile(r"-(instruct|chat|base|hf|it|v\d[\d.]*|\d{4})(?=-|$)")
+
+
+class FileJob(Struct, frozen=True, kw_only=True):
+    """A job from files: the words of `simulate`, the texts of the files that the words name
+    (by file name), and the options that no file gives."""
+
+    method: str
+    settings: tuple[str, ...]
+    options: dict[str, str]
+    files: dict[str, str]
+    missing: tuple[str, ...]
+
+    @property
+    def words(self) -> list[str]:
+        """The arguments of `rematbench simulate`; a missing value is its option's name in capitals
+        (`--cluster CLUSTER`)."""
+        words = [self.method]
+        shown = {**dict.fromkeys(LEADING), **self.options}
+        for name, value in shown.items():
+            words += [flag(name)] if value == "" else [flag(name), value or name.upper()]
+        for text in self.settings:
+            words += ["--set", text]
+        return words
+
+
+def file_job(reading: Reading, overrides: dict[str, Any], method: str, prefix: str) -> FileJob:
+    """The job of a reading.  `overrides`: the user's options, which replace the files' values;
+    `method`: the user's method (empty: the file's); `prefix`: the start of the names of files that
+    describe the model and the stack if no shipped file does."""
+    values = {**reading.values, **{name: v for name, v in overrides.items() if v is not None}}
+    if reading.system == UNSHARDED:
+        values.setdefault("zero_stage", 0)
+    files: dict[str, str] = {}
+    _degrees(values, reading)
+    _shards(values)
+    _batches(values, reading)
+    values["model"] = _model(values, reading, files, prefix, overrides)
+    values["system"] = _system(values, reading, files, prefix, overrides)
+    name, settings = _method(reading, method)
+    options = {key: str(values[key]) for key in LEADING if values.get(key) is not None}
+    options |= {key: str(values[key]) for key in DEGREES if values.get(key, 1) != 1}
+    options |= _rest(values)
+    missing = tuple(key for key in LEADING if key not in options)
+    return FileJob(
+        method=name,
+        settings=settings,
+        options=options,
+        files=files,
+        missing=missing,
+    )
+
+
+def _method(reading: Reading, method: str) -> tuple[str, tuple[str, ...]]:
+    if method:
+        return method, ()
+    if reading.method is None:
+        reading.notes.append("no file says what is recomputed: keep_all is assumed (--method NAME)")
+        return "keep_all", ()
+    name, settings = reading.method
+    return name, tuple(f"{key}={value}" for key, value in settings.items())
+
+
+def _degrees(values: dict[str, Any], reading: Reading) -> None:
+    """Derive `gpus` from nodes, and `vpp` from the layers of a chunk."""
+    if values.get("gpus") is None and "gpus_per_node" in values:
+        values["gpus"] = values["gpus_per_node"] * values.get("nodes", 1)
+    layers = reading.model.get("num_layers")
+    if "layers_per_chunk" in values and layers:
+        stages = values.get("pp", 1) * values["layers_per_chunk"]
+        if layers % stages:
+            key = reading.keys.get("layers_per_chunk", "")
+            problem = f"{layers} layers are not a multiple of pp x layers of a chunk = {stages}"
+            raise ConfigError(reading.file, key, problem)
+        values["vpp"] = layers // stages
+    if values.get("gpus") is None and "shards" in values:
+        ranks = values["shards"] * values.get("replicas", 1)
+        model_ranks = values.get("tp", 1) * values.get("pp", 1) * values.get("cp", 1)
+        values["gpus"] = ranks * model_ranks
+    one = values.get("tp", 1) * values.get("pp", 1) * values.get("cp", 1)
+    if values.get("gpus") and values["gpus"] % one:
+        reading.notes.append(f"{values['gpus']} GPUs are not a multiple of tp x cp x pp = {one}")
+
+
+def _shards(values: dict[str, Any]) -> None:
+    """Derive the sharding degree where sharded states have replicas: so many, or one a node."""
+    gpus, replicas = values.get("gpus"), values.get("replicas", 1)
+    if values.get("inside_node"):
+        replicas = values.get("nodes", 1)
+    if gpus and replicas > 1:
+        values["shard_degree"] = gpus // (values.get("tp", 1) * values.get("pp", 1) * replicas)
+
+
+def _batches(values: dict[str, Any], reading: Reading) -> None:
+    """Derive the missing one of micro-batch and global batch from accumulation and replicas."""
+    gpus = values.get("gpus")
+    if not gpus:
+        return
+    ranks = values.get("tp", 1) * values.get("cp", 1) * values.get("pp", 1)
+    replicas = max(1, gpus // ranks // values.get("ulysses", 1))
+    micro, steps = values.get("micro_batch"), values.get("accumulation")
+    if values.get("global_batch") is None and micro is not None:
+        values["global_batch"] = micro * (steps or 1) * replicas
+    elif micro is None and steps is not None and values.get("global_batch"):
+        values["micro_batch"] = max(1, values["global_batch"] // (steps * replicas))
+
+
+def _model(
+    values: dict[str, Any],
+    reading: Reading,
+    files: dict[str, str],
+    prefix: str,
+    overrides: dict[str, Any],
+) -> str | None:
+    """The model's name or file: the user's, a shipped model of the name or the shape, or a new
+    file of the shape."""
+    if overrides.get("model") is not None:
+        return str(overrides["model"])
+    if not reading.model:
+        return shipped_model(str(values["model"]), reading) if values.get("model") else None
+    shape = dict(reading.model)
+    if values.get("vocab") is not None:
+        shape["vocab"] = values["vocab"]
+    required = ("num_layers", "hidden", "num_heads", "vocab")
+    lacking = [name for name in required if not shape.get(name)]
+    if lacking:
+        reading.notes.append(
+            f"the model is incomplete: {', '.join(lacking)} (--vocab N, or --model FILE)"
+        )
+        return None
+    name = _equal_model(shape)
+    if name:
+        return name
+    file = f"{prefix}-model.yaml"
+    files[file] = _yaml({"name": prefix, **shape, "source": f"{reading.package}: {reading.file}"})
+    return file
+
+
+def _equal_model(shape: dict[str, Any]) -> str:
+    """The shipped model with all these fields, and without experts unless they are one of them;
+    learned positions may be more than the model's."""
+    compared = {"experts": None} | {k: v for k, v in shape.items() if k != "max_positions"}
+    if shape.get("experts"):
+        compared["experts"] = convert(shape["experts"], Experts, strict=False)
+    for name in names("model"):
+        model = load_model(name)
+        if all(_plain(getattr(model, key)) == _plain(value) for key, value in compared.items()):
+            return name
+    return ""
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
+
+
+def shipped_model(text: str, reading: Reading) -> str | None:
+    """The shipped model of a hub's name (`meta-llama/Llama-3.1-8B-Instruct`), or the path of an
+    existing config.json; None with a note for every other name."""
+    path = Path(text)
+    if path.is_file() or (path / "config.json").is_file():
+        return text
+    beside = Path(reading.file).parent / text
+    if (beside / "config.json").is_file():
+        return str(beside)
+    stem = SUFFIXES.sub("", text.rsplit("/", 1)[-1].lower()).replace("meta-", "")
+    known = names("model")
+    tried = (stem, stem.replace("llama-2", "llama2"), stem.replace("llama-3-", "llama3-"))
+    for name in (*tried, stem.replace("_", "-")):
+        if name in known:
+            return name
+    key = reading.keys.get("model", "")
+    reading.notes.append(f"{key}: {text} is not shipped: give its config.json as a further FILE")
+    return None
+
+
+def _system(
+    values: dict[str, Any],
+    reading: Reading,
+    files: dict[str, str],
+    prefix: str,
+    overrides: dict[str, Any],
+) -> str:
+    """The stack's name, or a new file based on the package's stack with the facts that differ."""
+    base = str(overrides.get("system") or reading.system or "huggingface-flash")
+    system = load_system(base)
+    facts = dict(reading.facts)
+    overlaps = facts.get("reduce_overlap", system.reduce_overlap)
+    if values.get("bucket_elements") and (overlaps or system.whole_buckets):
+        facts["bucket_bytes"] = values["bucket_elements"] * system.reduce_bytes
+    changed = {key: value for key, value in facts.items() if getattr(system, key) != value}
+    if not changed:
+        return base
+    file = f"{prefix}-stack.yaml"
+    source = f"{reading.package} file {reading.file}"
+    sourced = {key: {"value": value, "source": source} for key, value in changed.items()}
+    version = f"{system.version}, as {reading.file} sets it"
+    files[file] = _yaml({"name": f"{prefix}-stack", "version": version, "base": base, **sourced})
+    return file
+
+
+def _rest(values: dict[str, Any]) -> dict[str, str]:
+    """The experts' TP where it is unlike TP; the options with words: ZeRO stage, sequence
+    parallelism, kernel, precision, homes; and the length of documents."""
+    options = {}
+    if values.get("etp", values.get("tp", 1)) != values.get("tp", 1):
+        options["etp"] = str(values["etp"])
+    if values.get("zero_stage", 1) != 1:
+        options["zero_stage"] = str(values["zero_stage"])
+    if values.get("sp") is False and values.get("tp", 1) > 1:
+        options["sp"] = ""
+    defaults = {"attention": "flash", "precision": "bf16"}
+    defaults |= {"optimizer": "device", "parameters": "device"}
+    for name, default in defaults.items():
+        if values.get(name, default) != default:
+            options[name] = str(values[name])
+    for name in ("capacity_factor", "expert_padding", "ep_overlap", "document_len", "partition"):
+        if values.get(name):
+            options[name] = str(values[name])
+    return options
+
+
+def _yaml(data: dict[str, Any]) -> str:
+    return yaml.safe_dump(data, sort_keys=False, allow_unicode=True)

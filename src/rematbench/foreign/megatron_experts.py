@@ -1,0 +1,144 @@
+"""Reads the options of a Megatron-LM launch line that describe a mixture of experts.
+
+Source of names and defaults: Megatron-LM d98e8a64, megatron/training/arguments.py
+(_add_moe_args) and megatron/core/transformer/transformer_config.py.
+"""
+
+import re
+from typing import Any
+
+from rematbench.foreign.reading import (
+    Options,
+    Reading,
+    first_value,
+    number,
+    put_numbers,
+    whole,
+)
+from rematbench.inputs.configfile import ConfigError
+
+WIDTHS = {
+    "num-experts": "count",
+    "moe-router-topk": "active",
+    "moe-ffn-hidden-size": "ffn",
+    "moe-shared-expert-intermediate-size": "shared_ffn",
+    "moe-router-num-groups": "groups",
+}
+"""Options with a positive whole number, each with the field of Experts."""
+DEGREES = {
+    "expert-model-parallel-size": "ep",
+    "moe-expert-parallel-size": "ep",
+    "expert-tensor-parallel-size": "etp",
+}
+DISPATCHERS = {"allgather": "allgather", "alltoall": "alltoall", "alltoall_seq": "alltoall"}
+FLEXIBLE = {"deepep": "deepep", "hybridep": "hybridep"}
+"""Backends of the dispatcher `flex`."""
+BALANCED_BY_LOSS = ("aux_loss", "seq_aux_loss", "global_aux_loss")
+OVERLAPPING = "megatron-core-0.16"
+"""The first shipped stack with the option --overlap-moe-expert-parallel-comm."""
+REFUSED = {
+    "moe-shared-expert-overlap": "a shared expert beside the dispatch is not modelled",
+    "moe-train-capacity-factor": "a capacity of experts is not modelled",
+    "moe-layer-recompute": "use --recompute-modules moe",
+}
+"""Options that turn on a feature which is not modelled, each with the reason."""
+WITHOUT_EFFECT = {
+    *("moe-grouped-gemm", "moe-permute-fusion", "moe-router-fusion", "moe-router-dtype"),
+    *("moe-router-pre-softmax", "moe-router-topk-scaling-factor", "moe-router-group-topk"),
+    *("moe-router-enable-expert-bias", "moe-router-bias-update-rate", "moe-z-loss-coeff"),
+    *("moe-router-force-load-balancing", "moe-token-drop-policy", "moe-per-layer-logging"),
+    *("moe-input-jitter-eps", "moe-router-padding-for-fp8", "moe-use-legacy-grouped-gemm"),
+}
+READ = {
+    *(*WIDTHS, *DEGREES, *REFUSED, *WITHOUT_EFFECT, "moe-layer-freq", "moe-enable-deepep"),
+    *("moe-router-score-function", "moe-router-load-balancing-type", "moe-aux-loss-coeff"),
+    *("moe-token-dispatcher-type", "moe-flex-dispatcher-backend", "moe-shared-expert-gate"),
+    *("overlap-moe-expert-parallel-comm", "delay-wgrad-compute"),
+    *("moe-expert-capacity-factor", "moe-pad-expert-input-to-capacity"),
+}
+"""All options that `read_experts` reads."""
+
+
+def read_experts(reading: Reading, options: Options) -> None:
+    """Set the model's experts, the degrees of the layout and the dispatcher of the stack.  Nothing
+    for a dense model.  ConfigError for a wrong value."""
+    put_numbers(reading, options, DEGREES)
+    for option, reason in REFUSED.items():
+        if option in options:
+            reading.refused.append(f"--{option}: {reason}")
+    if not options.get("num-experts"):
+        return
+    experts: dict[str, Any] = {"active": 2, "ffn": reading.model.get("ffn", 0)}
+    for option, name in WIDTHS.items():
+        if options.get(option):
+            experts[name] = whole(options[option][0], reading.file, f"--{option}")
+    dense = _dense_layers(reading, options)
+    if dense:
+        experts["dense_layers"] = dense
+    experts |= _router(options, reading.file)
+    if "moe-shared-expert-gate" in options:
+        experts["shared_gate"] = True
+    reading.model["experts"] = experts
+    _dispatcher(reading, options)
+    _capacity(reading, options)
+    if (overlap := "overlap-moe-expert-parallel-comm") in options:
+        reading.system = OVERLAPPING
+        delayed = "delay-wgrad-compute" in options
+        reading.put("ep_overlap", "delayed_wgrad" if delayed else "on", f"--{overlap}")
+
+
+def _capacity(reading: Reading, options: Options) -> None:
+    """The capacity of an expert; a factor below 0 is none."""
+    option = "moe-expert-capacity-factor"
+    text = first_value(options, option)
+    factor = number(text or -1.0, reading.file, f"--{option}")
+    if factor >= 0:
+        reading.put("capacity_factor", factor, f"--{option}")
+    if "moe-pad-expert-input-to-capacity" in options:
+        reading.put("expert_padding", "capacity", "--moe-pad-expert-input-to-capacity")
+
+
+def _router(options: Options, file: str) -> dict[str, Any]:
+    """The router where it is unlike the defaults of Experts."""
+    router: dict[str, Any] = {}
+    if first_value(options, "moe-router-score-function", "softmax") != "softmax":
+        router["router"] = first_value(options, "moe-router-score-function", "")
+    kinds = options.get("moe-router-load-balancing-type") or ["aux_loss"]
+    option = "moe-aux-loss-coeff"
+    coefficient = number(first_value(options, option, "0"), file, f"--{option}")
+    if coefficient and set(kinds) & set(BALANCED_BY_LOSS):
+        router["aux_loss"] = coefficient
+    return router
+
+
+def _dense_layers(reading: Reading, options: Options) -> list[int]:
+    """The layers without experts: `--moe-layer-freq N` has experts in layers 0, N, 2 N, ...; a
+    list such as `([0]*3+[1]*58)` says 1 for each layer with experts.  ConfigError for any other
+    text."""
+    text = "".join(options.get("moe-layer-freq") or ["1"]).replace(" ", "")
+    layers = reading.model.get("num_layers", 0)
+    if text.isdigit() and int(text) > 0:
+        return [layer for layer in range(layers) if layer % int(text)]
+    terms = text.replace("(", "").replace(")", "").split("+")
+    pattern: list[int] = []
+    for term in terms:
+        match = re.fullmatch(r"\[([01](?:,[01])*)\](?:\*(\d+))?", term)
+        if match is None:
+            problem = f"{text!r} is neither a number nor a list of 0 and 1 such as ([0]*3+[1]*58)"
+            raise ConfigError(reading.file, "--moe-layer-freq", problem)
+        pattern += [int(one) for one in match[1].split(",")] * int(match[2] or 1)
+    if layers and len(pattern) != layers:
+        problem = f"{len(pattern)} entries for {layers} layers"
+        raise ConfigError(reading.file, "--moe-layer-freq", problem)
+    return [layer for layer, kind in enumerate(pattern) if not kind]
+
+
+def _dispatcher(reading: Reading, options: Options) -> None:
+    kind = first_value(options, "moe-token-dispatcher-type", "allgather")
+    backend = first_value(options, "moe-flex-dispatcher-backend", "deepep")
+    kinds = {**DISPATCHERS, "flex": FLEXIBLE.get(backend, "")}
+    if not kinds.get(kind):
+        allowed = ", ".join((*DISPATCHERS, *(f"flex with {name}" for name in FLEXIBLE)))
+        reading.refused.append(f"--moe-token-dispatcher-type: {kind} (allowed: {allowed})")
+        return
+    reading.facts["dispatcher"] = kinds[kind]

@@ -1,0 +1,161 @@
+"""Reads files of any recognised package, and merges their values."""
+
+import re
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rematbench.foreign.command import read_command, trainer_of
+from rematbench.foreign.deepspeed import read_deepspeed
+from rematbench.foreign.megatron import (
+    is_launch,
+    is_swift,
+    read_arguments,
+    read_megatron,
+    read_swift,
+)
+from rematbench.foreign.nanotron import read_nanotron
+from rematbench.foreign.reading import Reading
+from rematbench.foreign.shell import Script, read_script
+from rematbench.foreign.torchtitan import read_torchtitan
+from rematbench.foreign.trainers import merge, read_accelerate, read_trainer
+from rematbench.inputs.configfile import ConfigError, read_mapping, read_text
+from rematbench.inputs.foreign import REFUSED, Package, package_of, pointer
+from rematbench.inputs.huggingface import is_huggingface
+
+READ = "launch lines of Megatron and of Hugging Face trainers, DeepSpeed JSON, YAML of accelerate, "
+READ += "TRL, LLaMA-Factory, axolotl and nanotron, TOML of torchtitan, config.json of the model"
+STRUCTURED = {".json", ".yaml", ".yml", ".toml"}
+
+
+def read_files(paths: list[Path]) -> Reading:
+    """The values of all files together, and of the files that they name and that exist.
+    ConfigError for an unknown kind of file or two different values."""
+    readings = [read_file(path) for path in paths]
+    whole = max(readings, key=lambda reading: _RANK.index(reading.package))
+    present = {path.resolve() for path in paths}
+    for reading in readings:
+        if reading is not whole:
+            merge(whole, reading)
+    for path, named in ((path, named) for path in paths for named in list(whole.files)):
+        beside = path.parent / named.name
+        if beside.is_file() and beside.resolve() not in present:
+            present.add(beside.resolve())
+            merge(whole, read_file(beside))
+    whole.files = [named for named in whole.files if not _read(named, present)]
+    for named in whole.files if not _has_states(whole) else ():
+        _by_name(whole, named)
+    return whole
+
+
+def _by_name(whole: Reading, named: Path) -> None:
+    """Take the states of a file that is not here from its name (`zero3`, `ds_z2_offload.json`,
+    as ms-swift and LLaMA-Factory name theirs)."""
+    stage = re.search(r"(?:zero|z|stage)[-_]?([0-3])", named.name.lower())
+    if stage is None or "partial" in named.name:
+        whole.notes.append(f"{named} is not here: name it after {whole.file}")
+        return
+    whole.put("zero_stage", int(stage[1]), str(named))
+    word = re.search(r"(no_)?offload(_param|_optim)?", named.name.lower())
+    if word and not word[1]:
+        homes = ("optimizer", "parameters") if stage[1] == "3" else ("optimizer",)
+        for name in homes:
+            if name.startswith((word[2] or "").strip("_")):
+                whole.put(name, "host", str(named))
+    if named.suffix:  # ms-swift has these names for files of its own
+        whole.notes.append(f"{named} is not here: its states are assumed from its name")
+
+
+_RANK = (
+    *("config.json", "DeepSpeed", "accelerate", "TRL", "LLaMA-Factory", "axolotl"),
+    *("Transformers", "ms-swift", "torchtitan", "nanotron", "Megatron"),
+)
+"""Packages by how much of a job their files say; the file of the last one is the whole job."""
+
+
+def _read(named: Path, present: set[Path]) -> bool:
+    return any(path.name == named.name for path in present)
+
+
+def _has_states(reading: Reading) -> bool:
+    return "zero_stage" in reading.values
+
+
+def read_file(path: Path) -> Reading:
+    """The reading of one file.  ConfigError for a file of an unknown kind."""
+    label = str(path)
+    if path.suffix not in STRUCTURED:
+        return _launch(path, label)
+    data = _toml(path, label) if path.suffix == ".toml" else read_mapping(path, label)
+    if is_huggingface(data):
+        reading = Reading(file=label, package="config.json")
+        reading.put("model", label, "config.json")
+        return reading
+    package = package_of(data)
+    if package is None:
+        raise ConfigError(label, "", f"not a file that is read (read: {READ})")
+    return _package(package, data, label)
+
+
+def _package(package: Package, data: Mapping[str, Any], label: str) -> Reading:
+    if package in REFUSED:
+        raise ConfigError(label, "", pointer(package, label))
+    if package == "DeepSpeed":
+        return read_deepspeed(data, label)
+    if package == "accelerate":
+        return read_accelerate(data, label)
+    if package == "Megatron":
+        return read_arguments(data["MODEL_ARGS"], label)
+    if package == "nanotron":
+        return read_nanotron(data, label)
+    if package == "torchtitan":
+        return read_torchtitan(data, label)
+    return read_trainer(data, label, package)
+
+
+def _launch(path: Path, label: str) -> Reading:
+    if path.suffix == ".py":
+        problem = "a Python configuration, which is not read: give its values as options"
+        raise ConfigError(label, "", problem)
+    script = read_script(read_text(path, label), label)
+    reading = _command(script)
+    if reading is None:
+        named = [
+            word for words in script.commands for word in words if Path(word).suffix in STRUCTURED
+        ]
+        problem = f"no launch line with --num-layers or --model_name_or_path (read: {READ})"
+        if named:
+            problem = f"the command names {named[-1]}, which is not beside it: read that file"
+        raise ConfigError(label, "", problem)
+    if script.undecided:
+        tests = ", ".join(dict.fromkeys(script.undecided))
+        reading.notes.append(
+            f"these comparisons use a value that the script does not set, read as empty: {tests}"
+        )
+    return reading
+
+
+def _command(script: Script) -> Reading | None:
+    """The reading of the last command that starts a training; of all variables together if the
+    command is in another file."""
+    commands = [words for words in script.commands if words[0] not in ("echo", "printf")]
+    variables = [
+        one for values in script.variables.values() for text in values for one in text.split()
+    ]
+    for words in (*reversed(commands), variables):
+        if is_launch(words):
+            return read_megatron(script, words)
+        if is_swift(words):
+            return read_swift(script, words)
+        package = None if words is variables else trainer_of(script, words)
+        if package is not None:
+            return read_command(script, words, package)
+    return None
+
+
+def _toml(path: Path, label: str) -> dict[str, Any]:
+    try:
+        return tomllib.loads(read_text(path, label))
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(label, "", str(error)) from error

@@ -1,0 +1,295 @@
+"""Strict reading of configuration files: every number has a source, and every error is one line.
+
+A value is plain, `{value: V, source: "..."}`, `{value: V, fitted: "..."}` or, if nobody has read it
+and it is only the usual value, `{value: V, assumed: "..."}`.  A `source:` at the top level of a
+file covers the plain values of that file.
+"""
+
+import difflib
+import json
+import re
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+
+import msgspec
+import yaml
+from msgspec import Struct
+
+from rematbench.host.errors import UserError
+from rematbench.inputs.paths import data_dir
+
+T = TypeVar("T", bound=Struct)
+_KINDS = ("source", "fitted", "assumed")
+"""The words with which a value says where it is from."""
+ASSUMED = "assumed: "
+"""Start of the source of a value that nobody has read: it is the usual one."""
+
+
+class ConfigError(UserError):
+    """A wrong configuration; the message is one line: file, key path, allowed values."""
+
+    def __init__(self, file: str, key: str, problem: str) -> None:
+        super().__init__(": ".join(part for part in (file, key, problem) if part))
+
+
+class _Loader(yaml.SafeLoader):
+    """A YAML loader that reads `9.895e14` as a number (YAML 1.2) and refuses a key given twice."""
+
+
+class _ShippedLoader(yaml.CSafeLoader):
+    """The same rules on libyaml, which is six times faster.  Only for shipped files: its error
+    messages are less precise, and deep nesting can exhaust its stack."""
+
+
+_FLOAT = re.compile(r"^[-+]?(\d[\d_]*\.?\d*|\.\d+)([eE][-+]?\d+)?$")
+MERGE = "tag:yaml.org,2002:merge"
+
+
+def _mapping(loader: yaml.SafeLoader | yaml.CSafeLoader, node: yaml.MappingNode) -> dict[Any, Any]:
+    seen: set[object] = set()
+    for key_node, _ in node.value:
+        if key_node.tag == MERGE:
+            continue  # a merged anchor adds only keys that the mapping does not have
+        key = loader.construct_object(key_node)
+        twice = isinstance(key, Hashable) and key in seen
+        if twice or not isinstance(key, Hashable):
+            problem = (
+                f"key {key!r} is given twice"
+                if twice
+                else ("a key of a mapping must not be a mapping or a list")
+            )
+            raise yaml.constructor.ConstructorError(None, None, problem, key_node.start_mark)
+        seen.add(key)
+    loader.flatten_mapping(node)
+    return loader.construct_mapping(node)
+
+
+for each in (_Loader, _ShippedLoader):
+    each.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+.0123456789"))
+    each.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping)
+
+
+def closest(word: str, allowed: Iterable[str]) -> str:
+    """A did-you-mean clause for `word`; empty if no allowed word is similar.  Case is ignored.
+    Words that begin with `word` go first, then words of its family (the text before a hyphen)."""
+    by_lower = {name.lower(): name for name in sorted(allowed, reverse=True)}
+    low = word.lower()
+    longer = sorted(name for name in by_lower if low and name.startswith(low))
+    family = [name for name in by_lower if name.split("-")[0] == low.split("-")[0]]
+    match = (
+        longer[:1]
+        or difflib.get_close_matches(low, family, n=1, cutoff=0.5)
+        or difflib.get_close_matches(low, list(by_lower), n=1, cutoff=0.5)
+    )
+    return f"; did you mean {by_lower[match[0]]!r}?" if match else ""
+
+
+def require_unique(names: Sequence[str], label: str, key: str) -> None:
+    """ConfigError if a name occurs twice in `names` (the names of the entries under `key`)."""
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise ConfigError(label, key, f"name {twice!r} appears twice")
+
+
+def require_among(
+    names: Iterable[str], allowed: Sequence[str], where: tuple[str, str, str]
+) -> None:
+    """ConfigError for the first of `names` that is not in `allowed`.  `where` is (file, key, kind),
+    where `kind` is the word for a named thing (`problem`)."""
+    label, key, kind = where
+    for name in names:
+        if name not in allowed:
+            raise ConfigError(label, key, f"no {kind} {name!r}{closest(name, allowed)}")
+
+
+def read_text(path: Path, label: str) -> str:
+    """The text of a UTF-8 file, with or without a byte order mark; `label` names it in errors."""
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+        raise ConfigError(label, "", f"cannot be read ({reason})") from error
+
+
+def read_mapping(path: Path, label: str) -> dict[str, Any]:
+    """The top-level mapping of a YAML or JSON file; `label` names the file in errors."""
+    text = read_text(path, label)
+    try:
+        data = _json(text) if path.suffix == ".json" else _yaml(path, text)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise ConfigError(label, "", _syntax_problem(error)) from error
+    if _circular(data, set(), set()):
+        raise ConfigError(label, "", "an alias contains itself")
+    if not isinstance(data, dict) or not all(isinstance(key, str) for key in data):
+        raise ConfigError(label, "", "the top level must be a mapping of names to values")
+    return data
+
+
+class _GivenTwice(ValueError):
+    """A key of a JSON mapping is given twice."""
+
+
+def _json(text: str) -> Any:
+    """The value of a JSON text; ValueError for invalid JSON and for a key given twice."""
+
+    def mapping(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for key, value in pairs:
+            if key in found:
+                raise _GivenTwice(f"key {key!r} is given twice")
+            found[key] = value
+        return found
+
+    return json.loads(text, object_pairs_hook=mapping)
+
+
+def _yaml(path: Path, text: str) -> Any:
+    """The value of a YAML text; YAMLError with a line number for invalid YAML."""
+    if path.absolute().is_relative_to(data_dir("config")):
+        with suppress(yaml.YAMLError):
+            return yaml.load(text, Loader=_ShippedLoader)
+    return yaml.load(text, Loader=_Loader)
+
+
+def _syntax_problem(error: Exception) -> str:
+    if isinstance(error, json.JSONDecodeError):
+        return f"line {error.lineno}: {error.msg}"
+    if isinstance(error, yaml.MarkedYAMLError):
+        line = error.problem_mark.line + 1 if error.problem_mark else 0
+        return f"line {line}: {error.problem or 'not valid YAML'}"
+    if isinstance(error, _GivenTwice):
+        return str(error)
+    return f"cannot be read ({' '.join(str(error).split())})"
+
+
+def _circular(value: object, above: set[int], done: set[int]) -> bool:
+    """Whether a mapping or list contains itself.  `above` and `done` hold the ids of the enclosing
+    containers and of the visited containers."""
+    if not isinstance(value, dict | list) or id(value) in done:
+        return False
+    if id(value) in above:
+        return True
+    above.add(id(value))
+    inside = value.values() if isinstance(value, dict) else value
+    found = any(_circular(item, above, done) for item in inside)
+    above.discard(id(value))
+    done.add(id(value))
+    return found
+
+
+def flatten(data: Mapping[str, Any], label: str) -> tuple[dict[str, Any], dict[str, str]]:
+    """(plain values, sources), each by key; ConfigError for a number without a source."""
+    everywhere = data.get("source", "")
+    if not isinstance(everywhere, str):
+        raise ConfigError(label, "source", "expected a string")
+    values: dict[str, Any] = {}
+    sources: dict[str, str] = {}
+    for key, entry in data.items():
+        if key == "source":
+            continue
+        value, source = _entry(entry, label, key)
+        source = source or everywhere
+        if not source and _has_number(value):
+            raise ConfigError(
+                label,
+                key,
+                f"{value!r} has no source: write {{value: ..., source: ...}}, "
+                "or one `source:` for the file",
+            )
+        values[key] = value
+        if source and (_has_number(value) or source.startswith(ASSUMED)):
+            sources[key] = source
+    return values, sources
+
+
+def _entry(entry: object, label: str, key: str) -> tuple[object, str]:
+    """(value, source) of one key, which is written plainly or as a mapping."""
+    if not isinstance(entry, dict):
+        return entry, ""
+    kind = next((word for word in _KINDS if word in entry), "")
+    if not kind or "value" not in entry or len(entry) != 2:
+        raise ConfigError(
+            label, key, "expected {value: ..., source: ...} or {value: ..., fitted: ...}"
+        )
+    return entry["value"], source_of(entry, label, key)
+
+
+def source_of(entry: Mapping[str, Any], label: str = "", key: str = "") -> str:
+    """The source of a sourced value as one text, which says whether the value is fitted or assumed;
+    ConfigError for a source without words."""
+    kind = next(word for word in _KINDS if word in entry)
+    text = entry[kind]
+    if not isinstance(text, str) or not text.strip():
+        raise ConfigError(label, key, "the source must be a non-empty string")
+    return text if kind == "source" else f"{kind}: {text}"
+
+
+def _has_number(value: object) -> bool:
+    """Whether a value is, or is a list that contains, a number or a switch."""
+    if isinstance(value, list | tuple):
+        return any(_has_number(item) for item in value)
+    return isinstance(value, int | float)
+
+
+def convert(data: Mapping[str, Any], kind: type[T], label: str) -> T:
+    """The struct of type `kind` with these plain values; ConfigError for an unknown key or a wrong
+    type, with the key and the allowed values."""
+    fields = [field.encode_name for field in msgspec.structs.fields(kind)]
+    for key in data:
+        if key not in fields:
+            raise ConfigError(
+                label,
+                key,
+                f"unknown key{closest(key, fields)} (allowed: {', '.join(sorted(fields))})",
+            )
+    try:
+        return msgspec.convert(data, kind)
+    except msgspec.ValidationError as error:
+        key, problem = validation_problem(str(error), kind)
+        raise ConfigError(label, key, problem) from error
+
+
+@cache
+def _fields(kind: type[msgspec.Struct]) -> tuple[msgspec.structs.FieldInfo, ...]:
+    return msgspec.structs.fields(kind)
+
+
+def wrong_field(struct: msgspec.Struct, kind: type[msgspec.Struct]) -> tuple[str, str] | None:
+    """(field, problem) of the first field whose value has a wrong type; None if all are right.
+    It checks structs that code constructs; msgspec itself checks types only when it reads files."""
+    for field in _fields(kind):
+        value = getattr(struct, field.name)
+        try:
+            msgspec.convert(value, field.type)
+        except msgspec.ValidationError as error:
+            _, problem = validation_problem(str(error), kind)
+            allowed = _values(field.type)
+            listing = f" (allowed: {', '.join(map(str, allowed))})" if allowed else ""
+            return field.name, f"{value!r}: {problem}{listing}"
+    return None
+
+
+def _values(hint: object) -> tuple[object, ...]:
+    """The values of a Literal type, also inside a tuple or in a union with None; empty for other
+    types."""
+    if get_origin(hint) is Literal:
+        return get_args(hint)
+    return tuple(value for part in get_args(hint) for value in _values(part))
+
+
+def validation_problem(message: str, kind: type) -> tuple[str, str]:
+    """(key path, problem) of a msgspec message; the problem lists the values of a Literal type."""
+    text, _, where = message.partition(" - at `$.")
+    key = where.rstrip("`")
+    text = text[:1].lower() + text[1:].replace("`", "")
+    missing = re.match(r"object missing required field (\w+)", text)
+    if missing:
+        return missing[1], "required key is missing"
+    hint = get_type_hints(kind).get(key.split("[")[0])
+    allowed = _values(hint)
+    if allowed:
+        text = f"{text} (allowed: {', '.join(str(value) for value in allowed)})"
+    return key, text

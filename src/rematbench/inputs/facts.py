@@ -1,0 +1,209 @@
+"""Checks of the facts of a model, cluster or stack; each error is one line.
+
+Only impossible or contradictory facts are errors.  A fact without an effect is allowed, for example
+`repeats_kv` with unfused attention, because a run may choose fused attention.
+"""
+
+import difflib
+import re
+from collections.abc import Iterable
+
+from rematbench.inputs.cluster import Cluster
+from rematbench.inputs.configfile import ConfigError, closest
+from rematbench.inputs.system import System
+from rematbench.workload import Experts, Model
+
+FEATURES = (
+    "activation_offload",
+    "async_tp",
+    "compile",
+    "ep_overlap",
+    "hybrid_sharding",
+    "optimizer_offload",
+    "param_offload",
+    "ulysses",
+    "ulysses_in_cp",
+)
+DEGREES = ("tp", "cp", "dp", "pp")
+WIRES = ("reduce_bytes", "gather_bytes", "host_grad_bytes")
+"""Fields with the bytes of a parameter in a tensor of one dtype."""
+DTYPES = (1, 2, 4)
+"""Bytes of an element in the dtypes of training."""
+GRADIENTS = (*DTYPES, 6)
+"""Bytes of a gradient: in one dtype, or in bf16 with an fp32 sum."""
+CPU = "cpu"
+"""The generation of clusters without GPUs, whose rates are not checked."""
+GENERATIONS = {
+    "ampere": re.compile(r"\bA(100|800)\b"),
+    "hopper": re.compile(r"\bG?H(20|100|200|800)\b"),
+    "blackwell": re.compile(r"\bG?B(100|200|300)\b"),
+}
+"""GPU names in a cluster's `gpu` that determine the generation."""
+UNCHECKED = "CHECK"
+"""What `doctor --write` leaves to be filled in."""
+TPU = re.compile(r"\btpu", re.IGNORECASE)
+SPELLING = 0.8
+"""Similarity (difflib's ratio) from which a generation's name counts as misspelt."""
+PLAUSIBLE: dict[str, tuple[float, float, str]] = {
+    "peak_flop_per_s": (1e13, 1e17, "FLOP/s of a GPU"),
+    "fp32_flop_per_s": (1e11, 1e17, "FLOP/s of a GPU"),
+    "tf32_flop_per_s": (1e11, 1e17, "FLOP/s of a GPU"),
+    "fp64_flop_per_s": (1e10, 1e17, "FLOP/s of a GPU"),
+    "hbm_bytes": (2**32, 2**41, "bytes of a GPU"),
+    "hbm_bytes_per_s": (1e11, 1e14, "bytes/s of a GPU's memory"),
+    "nvlink_bytes_per_s": (1e9, 1e13, "bytes/s between GPUs, one direction"),
+    "nics_per_node": (1, 64, "NICs of a node"),
+    "nic_bytes_per_s": (1e8, 1e12, "bytes/s of a NIC"),
+    "pcie_bytes_per_s": (1e9, 1e12, "bytes/s between GPU and host, one direction"),
+    "dram_bytes_per_s": (1e9, 1e13, "bytes/s of a socket's memory"),
+    "numa_nodes": (1, 32, "sockets of a node"),
+    "host_bytes": (2**33, 2**47, "bytes of a node's memory"),
+}
+"""The lower and upper limit of each number of a GPU cluster, and its unit.  A number outside has a
+wrong unit (TFLOP/s, GB, Gbit/s) or counts the wrong thing (the NICs of a node, not of a GPU)."""
+LOSS = (
+    "unknown key: set fused_loss, or loss_in_place, loss_keeps_logits and logits_fp32; to tile "
+    "the loss, use the method mst:head_chunks=N"
+)
+
+
+def require_allowed(value: str, allowed: tuple[str, ...], label: str, key: str) -> None:
+    """ConfigError for a value that is not among `allowed`."""
+    if value not in allowed:
+        hint = closest(value, allowed)
+        raise ConfigError(label, key, f"{value!r}{hint} (allowed: {', '.join(allowed)})")
+
+
+def check_model(model: Model, label: str) -> None:
+    """ConfigError for shapes that no decoder can have."""
+    if model.num_heads % model.num_kv_heads != 0:
+        problem = (
+            f"the number of heads ({model.num_heads}) must be a multiple of the number of "
+            f"KV heads ({model.num_kv_heads})"
+        )
+        raise ConfigError(label, "num_kv_heads", problem)
+    if model.experts is not None:
+        _check_experts(model, model.experts, label)
+    contradictions = {
+        "pre_norm": (
+            not model.pre_norm and (not model.post_norm or model.block != "sequential"),
+            "false: needs post_norm: true and block: sequential",
+        ),
+        "head_bias": (
+            model.head_bias and model.tied_embeddings,
+            "true with tied_embeddings: true is not modelled",
+        ),
+    }
+    for key, (wrong, problem) in contradictions.items():
+        if wrong:
+            raise ConfigError(label, key, problem)
+    if model.attention_window and len(model.attention_window) != model.num_layers:
+        problem = (
+            f"got {len(model.attention_window)} windows, expected one for each of the "
+            f"{model.num_layers} layers"
+        )
+        raise ConfigError(label, "attention_window", problem)
+
+
+def _check_experts(model: Model, experts: Experts, label: str) -> None:
+    """ConfigError for experts that no layer can have."""
+    layers = experts.dense_layers
+    contradictions = {
+        f"{experts.active} active experts of {experts.count}": experts.active > experts.count,
+        f"{experts.count} experts do not form {experts.groups} groups": (
+            experts.count % experts.groups != 0
+        ),
+        "shared_gate: true without shared_ffn": experts.shared_gate and not experts.shared_ffn,
+        f"dense_layers {max(layers, default=0)} of {model.num_layers} layers": (
+            max(layers, default=-1) >= model.num_layers or len({*layers}) < len(layers)
+        ),
+        "every layer is dense": len(layers) >= model.num_layers,
+        f"experts with block {model.block} are not modelled": model.block != "sequential",
+    }
+    for problem, wrong in contradictions.items():
+        if wrong:
+            raise ConfigError(label, "experts", problem)
+
+
+def check_cluster(cluster: Cluster, label: str, generations: Iterable[str]) -> None:
+    """ConfigError for facts of a cluster that contradict each other or are not plausible;
+    `generations` are those with constants."""
+    _check_generation(cluster, label, tuple(generations))
+    for key, (low, high, unit) in PLAUSIBLE.items() if cluster.generation != CPU else ():
+        value = getattr(cluster, key)
+        if value is not None and not low <= value <= high:
+            problem = f"{value:g}: expected {unit}, from {low:.3g} to {high:.3g}"
+            raise ConfigError(label, key, problem)
+    if (cluster.non_torch_bytes or 0) >= cluster.hbm_bytes:
+        raise ConfigError(label, "non_torch_bytes", "must be smaller than hbm_bytes")
+    if cluster.pcie_gpus_per_link > cluster.gpus_per_node:
+        problem = f"must not exceed the {cluster.gpus_per_node} GPUs of a node"
+        raise ConfigError(label, "pcie_gpus_per_link", problem)
+    if cluster.nvlink_domain is not None and cluster.nvlink_domain % cluster.gpus_per_node:
+        problem = f"{cluster.nvlink_domain} GPUs are not whole nodes of {cluster.gpus_per_node}"
+        raise ConfigError(label, "nvlink_domain", problem)
+
+
+def _check_generation(cluster: Cluster, label: str, named: tuple[str, ...]) -> None:
+    """ConfigError for a generation that the GPU's name contradicts, or that is nearly one of those
+    with constants (`named`).  Other names are allowed: such a GPU has bytes, but no time."""
+    declared = cluster.generation
+    if declared == UNCHECKED:
+        problem = f"{UNCHECKED}: name the GPU's generation (rates: {', '.join(named)})"
+        raise ConfigError(label, "generation", problem)
+    near = difflib.get_close_matches(declared, named, n=1, cutoff=SPELLING)
+    if near and declared not in named:
+        raise ConfigError(label, "generation", f"{declared!r}; did you mean {near[0]!r}?")
+    if TPU.search(cluster.gpu) or TPU.search(declared):
+        problem = f"{cluster.gpu!r}: a TPU, on which none of these stacks runs (PyTorch on GPUs)"
+        raise ConfigError(label, "gpu", problem)
+    for generation, gpus in GENERATIONS.items():
+        if declared in GENERATIONS and declared != generation and gpus.search(cluster.gpu):
+            problem = f"{declared}, but the GPU {cluster.gpu!r} is of generation {generation}"
+            raise ConfigError(label, "generation", problem)
+
+
+def check_system(system: System, label: str) -> None:
+    """ConfigError for unknown features, for bytes that match no dtype, and for contradictions."""
+    for feature in system.features:
+        require_allowed(feature, FEATURES, label, "features")
+    if sorted(system.rank_order) != sorted(DEGREES):
+        problem = f"{', '.join(system.rank_order)}: expected each of {', '.join(DEGREES)} once"
+        raise ConfigError(label, "rank_order", problem)
+    _check_bytes(system, label)
+    for key, problem in _contradictions(system):
+        raise ConfigError(label, key, problem)
+
+
+def _check_bytes(system: System, label: str) -> None:
+    if not system.param_bytes:
+        raise ConfigError(label, "param_bytes", "0: must be above 0")
+    for key in ("grad_bytes", *WIRES):
+        allowed = GRADIENTS if key == "grad_bytes" else DTYPES
+        if getattr(system, key) not in allowed:
+            listed = ", ".join(map(str, allowed))
+            problem = f"{getattr(system, key)} bytes match no training dtype (allowed: {listed})"
+            raise ConfigError(label, key, problem)
+    if system.late_state_bytes > system.optimizer_bytes:
+        problem = f"must not exceed optimizer_bytes, {system.optimizer_bytes} bytes per parameter"
+        raise ConfigError(label, "late_state_bytes", problem)
+
+
+def _contradictions(system: System) -> Iterable[tuple[str, str]]:
+    """Yield (key, problem) of each pair of facts that contradict each other."""
+    if system.norm_keeps_steps and system.norm_kernel != "eager":
+        why = "compiled: true" if system.compiled else f"norm: {system.norm}"
+        yield "norm_keeps_steps", f"true with {why}: only an eager norm keeps its steps"
+    if system.fused_loss and not system.loss_in_place:
+        yield "loss_in_place", "false with fused_loss: true, which writes its gradient in place"
+    if system.delayed_wgrad and system.ep_overlap == "none":
+        yield "delayed_wgrad", "true with ep_overlap: none, without which nothing is delayed"
+    if system.data_parallel == "fsdp" and system.bucket_bytes:
+        problem = "with data_parallel: fsdp, which reduces each unit separately (use 0)"
+        yield "bucket_bytes", f"{system.bucket_bytes} {problem}"
+    if max(system.pipeline_zero_stages) > 1 and (system.whole_buckets or system.host_gradients):
+        problem = "2 and 3 are those of FSDP2, without whole_buckets and host_gradients"
+        yield "pipeline_zero_stages", problem
+    if system.prefetch_elements and (system.data_parallel == "fsdp" or not system.live_elements):
+        problem = "needs data_parallel: zero and live_elements"
+        yield "prefetch_elements", f"{system.prefetch_elements}: {problem}"

@@ -1,0 +1,411 @@
+"""Reads a Hugging Face config.json as a Model; a feature that is not modelled is an error with its
+key.
+
+Keys that change neither bytes nor FLOPs are ignored (`rope_theta`, scalars on embeddings, residuals
+and logits, epsilons of norms, initialisation).  The architectures are in config/architectures.yaml.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from rematbench.inputs.architectures import Architecture, Windows, architectures
+from rematbench.inputs.configfile import ConfigError, closest, convert, validation_problem
+from rematbench.workload import Cap, Layers, Length, Model, Probability, Width
+
+Config = Mapping[str, Any]
+
+SHAPE = {
+    "num_layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
+    "hidden": ("hidden_size", "n_embd", "n_embed", "d_model"),
+    "num_heads": ("num_attention_heads", "n_head", "n_heads", "attention_heads"),
+    "ffn": ("intermediate_size", "ffn_hidden_size", "n_inner", "ffn_dim"),
+    "vocab": ("vocab_size", "padded_vocab_size"),
+}
+"""The fields of a Model that a file must give (a text part: may give), each with its keys."""
+OPTIONAL = {
+    "num_kv_heads": (
+        "num_key_value_heads",
+        "num_kv_heads",
+        "n_head_kv",
+        "multi_query_group_num",
+        "n_kv_heads",
+    ),
+    "head_dim": ("head_dim", "kv_channels"),
+    "max_positions": (
+        "max_position_embeddings",
+        "n_positions",
+        "seq_length",
+        "max_seq_len",
+        "max_sequence_length",
+        "model_max_length",
+    ),
+    "tied_embeddings": ("tie_word_embeddings",),
+    "dropout": (
+        "resid_pdrop",
+        "hidden_dropout",
+        "residual_dropout",
+        "resid_dropout",
+        "hidden_dropout_prob",
+        "dropout",
+    ),
+    "attention_dropout": (
+        "attention_dropout",
+        "attn_pdrop",
+        "attention_probs_dropout_prob",
+        "attn_dropout_prob",
+        "attn_config.attn_pdrop",
+    ),
+    "embedding_dropout": ("embd_pdrop", "embedding_dropout", "embed_dropout", "emb_pdrop"),
+}
+"""Further fields of a Model with their usual keys."""
+_ACTIVATION = ("hidden_activation", "hidden_act", "activation_function", "activation")
+_ROTARY = (
+    "partial_rotary_factor",
+    "rope_parameters.partial_rotary_factor",
+    "rope_scaling.partial_rotary_factor",
+    "rotary_pct",
+    "rope_pct",
+)
+_RATIO = ("expansion_ratio", "mlp_ratio")
+_WINDOW = ("sliding_window", "window_size", "attention_chunk_size")
+_TEXT = ("text_config", "llm_config", "language_config")
+"""Keys of the text part of a model that reads more than text."""
+_ENCODERS = {
+    "vision_config": "the image encoder",
+    "vision_tower_config": "the image encoder",
+    "audio_config": "the audio encoder",
+}
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_FEATURES = {
+    "kv_lora_rank": "latent attention (keys and values of low rank)",
+    "state_size": "state-space layers",
+    "mamba_d_state": "state-space layers",
+    "ssm_state_size": "state-space layers",
+    "linear_conv_kernel_dim": "linear-attention layers",
+    "conv_L_cache": "convolution layers",
+    "vision_config": "an image encoder",
+    "audio_config": "an audio encoder",
+    "encoder_layers": "an encoder",
+    "is_encoder_decoder": "an encoder",
+    "cross_attention_layers": "attention to an image encoder",
+    "hidden_size_per_layer_input": "embeddings for each layer",
+}
+"""Keys of transformers configs, each with the feature that the key adds to an architecture."""
+_GELU = ("gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "gelu_python")
+_GATED = {"silu": "swiglu", "swish": "swiglu", "swiglu": "swiglu", **dict.fromkeys(_GELU, "geglu")}
+_PLAIN = {name: name for name in ("relu", "relu2", "xielu")} | dict.fromkeys(_GELU, "gelu")
+_STEPS = {"gelu_new": 3.0, "gelu_fast": 3.0, "xielu": 3.5}
+"""Tensors that eager operators of an activation keep in addition to its input.  Source: traces of
+GPT-2 and Apertus (Transformers 5.23.0) in bf16."""
+_SLIDES = {
+    "sliding_attention": True,
+    "chunked_attention": True,
+    "local": True,
+    "L": True,
+    "full_attention": False,
+    "global": False,
+    "G": False,
+}
+"""Whether a layer of a kind attends to a window."""
+OWN_FILE = (
+    "; a model file of your own can describe the rest (docs/own_model_and_cluster.md, "
+    "config/models/llama3-8b.yaml)"
+)
+
+
+def is_huggingface(data: Config) -> bool:
+    """Whether a mapping is a transformers config rather than a model file of rematbench."""
+    keys = {key for names in SHAPE.values() for key in names} - {"num_layers"}
+    return "model_type" in data or "architectures" in data or len(keys & data.keys()) > 1
+
+
+def model_from_huggingface(data: Config, path: Path) -> Model:
+    """The Model of a transformers config; its `source` is the file.  ConfigError for a missing key
+    or an unmodelled feature."""
+    label = str(path)
+    kind = data.get("model_type")
+    if kind is None:
+        raise ConfigError(label, "", "model_type is missing (the architecture, such as llama)")
+    text = next((data[key] for key in _TEXT if isinstance(data.get(key), dict)), None)
+    left_out = ""
+    if kind not in architectures() and text is not None and "model_type" in text:
+        left_out = "only the text part of the model"
+        others = dict.fromkeys(words for key, words in _ENCODERS.items() if data.get(key))
+        if others:
+            left_out += f": {' and '.join(others)} {'is' if len(others) == 1 else 'are'} left out"
+        tied = {key: data[key] for key in OPTIONAL["tied_embeddings"] if key in data}
+        data, kind = {**tied, **text}, text["model_type"]
+    known = architectures().get(str(kind))
+    _checked(data, label, known)
+    if known is None or str(kind).startswith("."):
+        raise ConfigError(label, "model_type", _unmodelled(str(kind), data))
+    try:
+        fields = _Reader(data, known, text_part=bool(left_out)).fields()
+    except KeyError as error:
+        raise ConfigError(label, str(error.args[0]), "required key is missing") from error
+    except Unmodelled as error:
+        problem = f"{error.reason}, which is not modelled{OWN_FILE}"
+        raise ConfigError(label, error.key, problem) from error
+    more = [left_out, fields.get("left_out", ""), *_left_out(data, known)]
+    if any(more):
+        fields["left_out"] = "; ".join(filter(None, more))
+    name = path.parent.name if path.stem == "config" and path.parent.name else path.stem
+    return convert({"name": name, "source": f"Hugging Face config {label}", **fields}, Model, label)
+
+
+def _left_out(data: Config, known: Architecture) -> list[str]:
+    """What a file of a known architecture asks for that its model is read without."""
+    words = []
+    if data.get("num_nextn_predict_layers"):
+        words.append("layers that predict more than one token are left out")
+    if data.get("quantization_config") and known.dequantised:
+        words.append("the quantised weights of the checkpoint are read as the run's precision")
+    return words
+
+
+def _typed() -> dict[str, Any]:
+    """The type of each key whose value is checked before it is read."""
+    types: dict[str, Any] = {}
+    widths = ("hidden", "num_heads", "ffn", "vocab")
+    for field, keys in SHAPE.items():
+        types |= dict.fromkeys(keys, Width if field in widths else Layers)
+    for field in ("num_kv_heads", "head_dim"):
+        types |= dict.fromkeys(OPTIONAL[field], Width)
+    types |= dict.fromkeys(OPTIONAL["max_positions"], Length)
+    types |= dict.fromkeys(("tie_word_embeddings", "attention_bias", "mlp_bias"), bool)
+    for field in ("dropout", "attention_dropout", "embedding_dropout"):
+        types |= dict.fromkeys(OPTIONAL[field], Probability)
+    types |= dict.fromkeys((*_ROTARY, *_RATIO), Annotated[float, Meta(gt=0.0, le=1024.0)])
+    types |= dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping"), Cap)
+    types |= dict.fromkeys((*_WINDOW, "max_window_layers", "rotary_dim"), Length)
+    types |= dict.fromkeys(("layer_types", "attention_layers"), list[str])
+    types |= dict.fromkeys(("quantization_config", "attn_config"), dict[str, Any])
+    return {key: kind for key, kind in types.items() if "." not in key}
+
+
+_Known = msgspec.defstruct("_Known", [(key, kind, None) for key, kind in _typed().items()])
+
+
+def _checked(data: Config, label: str, known: Architecture | None) -> None:
+    """ConfigError for a value of a wrong type, for experts in an architecture that is read without
+    them, and for quantised (also FP8) checkpoints that are not read as dequantised ones."""
+    try:
+        msgspec.convert({key: value for key, value in data.items() if value is not None}, _Known)
+    except msgspec.ValidationError as error:
+        raise ConfigError(label, *validation_problem(str(error), _Known)) from error
+    for key in _EXPERTS if known and "experts.count" not in known.keys else ():
+        if isinstance(data.get(key), int) and data[key] > 1:
+            kind = data.get("model_type")
+            problem = f"mixture of experts ({data[key]} experts) of {kind!r} is not modelled"
+            raise ConfigError(label, key, f"{problem}{OWN_FILE}")
+    quantization = data.get("quantization_config")
+    if quantization:
+        method = quantization.get("quant_method", "quantised")
+        if known is None or method not in known.dequantised:
+            problem = f"{method} weights are not modelled (without this key the file is read)"
+            raise ConfigError(label, "quantization_config", problem)
+
+
+class Unmodelled(Exception):
+    """A key of a transformers config asks for a feature that Model cannot express."""
+
+    def __init__(self, key: str, reason: str) -> None:
+        super().__init__(key, reason)
+        self.key = key
+        self.reason = reason
+
+
+def _unmodelled(kind: str, data: Config) -> str:
+    """The reason why an architecture is not modelled, from the features in its keys.  No similar
+    architecture is suggested, because reading the config as another architecture would drop
+    features."""
+    known = sorted(name for name in architectures() if not name.startswith("."))
+    has = dict.fromkeys(words for key, words in _FEATURES.items() if _at(data, key))
+    why = f"it has {' and '.join(has)}, which is not modelled" if has else "is not modelled"
+    close = [name for name in known if name.lower() == kind.replace("-", "_").lower()]
+    typed = closest(kind, close) or (f"; did you mean {close[0]!r}?" if close else "")
+    return f"{kind!r}: {why}{typed} (config/architectures.yaml has {len(known)} that are){OWN_FILE}"
+
+
+def _at(data: Config, key: str) -> Any:
+    """The value of a key, also inside a mapping (`a.b`); None if it is absent."""
+    value: Any = data
+    for part in key.split("."):
+        value = value.get(part) if isinstance(value, Mapping) else None
+    return value
+
+
+class _Reader:
+    """Reads the fields of a Model from one config of a known architecture."""
+
+    def __init__(self, data: Config, known: Architecture, *, text_part: bool) -> None:
+        self.known = known
+        self.data = {**known.defaults, **data}
+        self.given = self.data if text_part else data
+
+    def fields(self) -> dict[str, Any]:
+        """The values by field.  KeyError for a missing key; Unmodelled for a feature."""
+        known = self.known
+        self._only()
+        found: dict[str, Any] = {field: self._shape(field) for field in SHAPE}
+        for field, factor in known.times.items():
+            found[field] = int(found[field] * factor)
+        found["num_kv_heads"] = self._field("num_kv_heads") or found["num_heads"]
+        found["head_dim"] = self._field("head_dim") or found["hidden"] // found["num_heads"]
+        found["max_positions"] = self._field("max_positions") or 0
+        found["max_positions"] += known.plus.get("max_positions", 0)
+        found["tied_embeddings"] = bool(self._field("tied_embeddings"))
+        found |= self._rates() | self._activation()
+        more = known.keys.keys() - SHAPE.keys() - OPTIONAL.keys()
+        values = {field: self._value(known.keys[field]) for field in more}
+        found |= {field: value for field, value in values.items() if value is not None}
+        found |= known.facts
+        for rule in known.when:
+            if all(self._is(key, value) for key, value in rule.condition.items()):
+                found |= rule.facts
+        if "experts.count" in known.keys:
+            found = self._with_experts(found)
+        windows = self._windows(found["num_layers"])
+        found["attention_window"] = windows if any(windows) else []
+        if found["position"] == "rope" and "rotary_share" not in known.facts:
+            found["rotary_share"] = self._rotary(found, windows)
+        return found
+
+    def _with_experts(self, found: dict[str, Any]) -> dict[str, Any]:
+        """The fields with those of experts (`experts.count`) as one; none for a single expert, or
+        where no layer has experts."""
+        mark = "experts."
+        experts = {k.removeprefix(mark): v for k, v in found.items() if k.startswith(mark)}
+        rest = {k: v for k, v in found.items() if not k.startswith(mark)}
+        layers = range(found["num_layers"])
+        dense = [layer for layer in layers if not self._is_sparse(layer)]
+        if experts.get("count", 0) <= 1 or len(dense) == len(layers):
+            return rest
+        for field, value in experts.items():
+            if isinstance(value, list):  # of each layer
+                if len(set(value)) > 1:
+                    key = self.known.keys[mark + field]
+                    raise Unmodelled(str(key), "experts that differ from layer to layer")
+                experts[field] = value[0]
+        if "shared_units" in experts:  # a number of experts that every token passes
+            experts["shared_ffn"] = experts.pop("shared_units") * experts["ffn"]
+        return {**rest, "experts": {**experts, "dense_layers": dense}}
+
+    def _is_sparse(self, layer: int) -> bool:
+        """Whether a layer has experts."""
+        rule = self.known.sparse
+        if rule is None:
+            return True
+        kinds = self.data.get("mlp_layer_types")
+        if kinds:
+            return bool(kinds[layer] == "sparse")
+        every = self.data.get(rule.every, 1)
+        after, but = self.data.get(rule.after) or 0, self.data.get(rule.but) or ()
+        until = self.data.get(rule.until, -1)
+        inside = after <= layer and (until < 0 or layer <= until) and layer not in but
+        return bool(inside and every > 0 and (layer + 1) % every == 0)
+
+    def _get(self, key: str, data: Config | None = None) -> Any:
+        return _at(self.data if data is None else data, key)
+
+    def _is(self, key: str, value: Any) -> bool:
+        """Whether a key has a value; null is the default of the architecture."""
+        given = self._get(key)
+        return bool((self._get(key, self.known.defaults) if given is None else given) == value)
+
+    def _value(self, keys: str | tuple[str, ...], data: Config | None = None) -> Any:
+        """The first value that the keys give; `!key` is a negation."""
+        for key in (keys,) if isinstance(keys, str) else keys:
+            value = self._get(key.removeprefix("!"), data)
+            if value is not None:
+                return not value if key.startswith("!") else value
+        return None
+
+    def _field(self, field: str) -> Any:
+        return self._value(self.known.keys.get(field, OPTIONAL[field]))
+
+    def _shape(self, field: str) -> int:
+        """A width or count.  Only the text part of a larger model may leave it out."""
+        keys = self.known.keys.get(field, SHAPE[field])
+        value = self._value(keys, self.given)
+        if value is None and field == "ffn" and self.known.ffn_per_hidden:
+            ratio = self._value(_RATIO) or self.known.ffn_per_hidden
+            return int(ratio * self._shape("hidden"))
+        if value is None:
+            raise KeyError(keys if isinstance(keys, str) else keys[0])
+        return int(value)
+
+    def _only(self) -> None:
+        """Unmodelled for a key whose value asks for something that cannot be said."""
+        for key, rule in self.known.only.items():
+            value = self._get(key)
+            same = self._get(rule.same_as) if rule.same_as else rule.value
+            if value is not None and value != same:
+                raise Unmodelled(key, rule.otherwise)
+
+    def _rates(self) -> dict[str, Any]:
+        """The rates of dropout; those that are equal to the outputs' rate are left out."""
+        rates = {
+            name: float(self._field(name) or 0.0)
+            for name in ("dropout", "attention_dropout", "embedding_dropout")
+        }
+        return {
+            name: rate
+            for name, rate in rates.items()
+            if name == "dropout" or rate != rates["dropout"]
+        }
+
+    def _activation(self) -> dict[str, Any]:
+        key = next((key for key in _ACTIVATION if self.data.get(key)), _ACTIVATION[1])
+        name = self.data.get(key)
+        allowed = _GATED if self.known.gated else _PLAIN
+        if name not in allowed:
+            kind = "a gated MLP" if self.known.gated else "an MLP of two matrices"
+            raise Unmodelled(key, f"activation {name!r} in {kind}")
+        steps = _STEPS.get(name, 0.0)
+        return {"mlp": allowed[name]} | ({"activation_steps": steps} if steps else {})
+
+    def _windows(self, layers: int) -> list[int]:
+        """The window of each layer (0: the whole prefix)."""
+        rule, window = self.known.windows, self._value(_WINDOW)
+        kinds = self.data.get("layer_types") or self.data.get("attention_layers")
+        for key, name in (("layer_types", kind) for kind in kinds or ()):
+            if name not in _SLIDES:
+                raise Unmodelled(key, f"layers of the kind {name!r}")
+        if rule is None or not window or (rule.switch and not self.data.get(rule.switch)):
+            return [0] * layers
+        if kinds is None and self.data.get("attention_types"):
+            kinds = [k for names, count in self.data["attention_types"] for k in names * count]
+        slides = [_SLIDES[kind] for kind in kinds] if kinds else self._sliding(rule, layers)
+        return [window if slid else 0 for slid in slides]
+
+    def _sliding(self, rule: Windows, layers: int) -> list[bool]:
+        """Whether each layer attends to a window, from the architecture's pattern."""
+        if rule.full_before:
+            full = self.data.get(rule.full_before, layers)
+            return [layer >= full for layer in range(layers)]
+        pattern = self.data.get("sliding_window_pattern", rule.full_every)
+        if pattern is None:
+            raise KeyError("layer_types")
+        if isinstance(pattern, str):
+            return [_SLIDES[pattern[layer % len(pattern)]] for layer in range(layers)]
+        place = 0 if rule.first_full else pattern - 1
+        return [not pattern or layer % pattern != place for layer in range(layers)]
+
+    def _rotary(self, found: dict[str, Any], windows: list[int]) -> float:
+        """The share of the elements of queries and keys that rotate, a mean over layers."""
+        share = float(self._value(_ROTARY) or 1.0)
+        if self.data.get("rotary_dim"):
+            share = self.data["rotary_dim"] / found["head_dim"]
+        layers = found["num_layers"]
+        if self.known.rotary == "sliding" and any(windows):
+            share *= sum(map(bool, windows)) / layers
+        if self.known.rotary == "no_rope_layers":
+            interval = self.data["no_rope_layer_interval"]
+            every = [int((layer + 1) % interval != 0) for layer in range(layers)]
+            share *= sum(self.data.get("no_rope_layers") or every) / layers
+        return min(1.0, share)

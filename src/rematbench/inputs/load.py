@@ -1,0 +1,333 @@
+"""Models, clusters and systems by name, YAML file or (models) Hugging Face config.json."""
+
+import re
+from collections.abc import Collection
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal
+
+from msgspec import Struct, field
+from msgspec.structs import replace
+
+from rematbench.inputs.cluster import Cluster
+from rematbench.inputs.configfile import (
+    ASSUMED,
+    ConfigError,
+    closest,
+    convert,
+    flatten,
+    read_mapping,
+    source_of,
+)
+from rematbench.inputs.constants import Calibration, load_calibration
+from rematbench.inputs.facts import LOSS, check_cluster, check_model, check_system
+from rematbench.inputs.foreign import package_of, pointer
+from rematbench.inputs.huggingface import is_huggingface, model_from_huggingface
+from rematbench.inputs.paths import data_dir
+from rematbench.inputs.system import System
+from rematbench.workload import Model
+
+Kind = Literal["model", "cluster", "system"]
+
+_FOLDERS: dict[Kind, str] = {"model": "models", "cluster": "clusters", "system": "systems"}
+
+
+LAUNCH = (".toml", ".sh")
+"""Ends of the names of files that describe jobs, never models, clusters or stacks."""
+
+
+def names(kind: Kind) -> tuple[str, ...]:
+    """The names of one kind that config/ ships, sorted."""
+    return _stems(_folder(kind))
+
+
+def load_model(name_or_path: str | Path) -> Model:
+    """A Model by name, YAML file, config.json, or a directory that holds a config.json."""
+    path = located("model", name_or_path)
+    return _shipped_model(path) if _is_shipped(path) else _model(path)
+
+
+def load_cluster(name_or_path: str | Path) -> Cluster:
+    """A Cluster by name or YAML file; its `sources` gives the source of each number by key."""
+    path = located("cluster", name_or_path)
+    return _shipped_cluster(path) if _is_shipped(path) else _cluster(path)
+
+
+@cache
+def shipped_balances(generation: str) -> tuple[float, float] | None:
+    """The smallest and the largest FLOP per HBM byte of the shipped GPUs of a generation; None for
+    CPUs and for a generation that no shipped cluster has."""
+    shipped = [load_cluster(name) for name in names("cluster")]
+    found = [one.flop_per_byte for one in shipped if one.generation == generation != "cpu"]
+    return (min(found), max(found)) if found else None
+
+
+def load_system(name_or_path: str | Path) -> System:
+    """A System by name, by an alias of config/systems (a published name), or by YAML file."""
+    path = located("system", name_or_path)
+    return _shipped_system(path) if _is_shipped(path) else _system(path)
+
+
+def calibration(path: Path | None = None) -> Calibration:
+    """The calibration constants: read from the shipped file or from `path`.  Each file is read
+    once.  The keys of `gpus` are the GPU generations."""
+    return _calibration(path or data_dir("config") / "calibration.yaml")
+
+
+def _model(path: Path) -> Model:
+    label = _label(path)
+    data = read_mapping(path, label)
+    _refuse_job(data, label)
+    if is_huggingface(data):
+        model = model_from_huggingface(data, path)
+    else:
+        experts = data.get("experts")
+        nested = isinstance(experts, dict) and "value" not in experts
+        plain = {key: value for key, value in data.items() if not nested or key != "experts"}
+        values, sources = flatten(plain, label)
+        if nested:
+            values["experts"] = experts
+        values["source"] = _joined_source(data.get("source", ""), sources)
+        values["attention_window"] = _windows(values, label)
+        model = convert(values, Model, label)
+    check_model(model, label)
+    return model
+
+
+def _cluster(path: Path) -> Cluster:
+    label = _label(path)
+    values, sources, bases = _inherited("cluster", path)
+    cluster = convert({**values, "sources": sources}, Cluster, label)
+    if bases and "pcie_gpus_per_link" not in read_mapping(path, label):
+        shared = min(
+            cluster.pcie_gpus_per_link, cluster.gpus_per_node
+        )  # the base's nodes may be larger
+        cluster = replace(cluster, pcie_gpus_per_link=shared)
+    entries = calibration().networks
+    cluster = replace(cluster, constants=_constants(path, cluster.name, bases, entries))
+    check_cluster(cluster, label, calibration().gpus)
+    return cluster
+
+
+def _system(path: Path) -> System:
+    label = _label(path)
+    values, sources, bases = _inherited("system", path)
+    if "loss" in values:
+        raise ConfigError(label, "loss", LOSS)
+    system = convert({**values, "sources": sources}, System, label)
+    system = replace(system, constants=_constants(path, system.name, bases, calibration().systems))
+    check_system(system, label)
+    return system
+
+
+def _refuse_job(data: dict[str, Any], label: str) -> None:
+    """ConfigError for a configuration of a training package, with the command that reads it."""
+    package = package_of(data)
+    if package is not None:
+        raise ConfigError(label, "", pointer(package, label))
+
+
+OPEN_FACTS = (
+    *("norm", "norm_keeps_steps", "rope", "loss_in_place", "loss_keeps_logits", "repeats_kv"),
+    *("eager_operators", "step_scratch_bytes"),
+)
+"""Facts of which no value is right for most stacks: a stack of a user's own without a base that
+does not state one has an assumed value."""
+NOT_FACTS: dict[Kind, tuple[str, ...]] = {
+    "model": (),
+    "cluster": ("slurm",),  # how to request nodes: read by rematbench.worlds.slurm.settings
+    "system": ("aliases", "rows", "version_of"),
+}
+"""Keys that control how a file is located or used; files based on it do not inherit them."""
+OWN_KEYS = ("name", "version", "source", "base")
+"""Keys of a file with a `base` that override no fact."""
+
+
+def _inherited(
+    kind: Kind, path: Path, below: tuple[Path, ...] = ()
+) -> tuple[dict[str, Any], dict[str, str], tuple[str, ...]]:
+    """(values, sources, bases) of a file: the values of its `base` with the file's overrides, their
+    sources, and the names of all bases, nearest first.  ConfigError for an override without a
+    source, or for circular bases."""
+    label = _label(path)
+    data = read_mapping(path, label)
+    _refuse_job(data, label)
+    for key in (*NOT_FACTS[kind], "constants", "sources"):
+        if key in data and key not in NOT_FACTS[kind]:
+            raise ConfigError(label, key, "this key cannot be set in a file")
+        data.pop(key, None)
+    base = data.pop("base", "")
+    values, sources = flatten(data, label)
+    if not base:
+        own = kind == "system" and not _is_shipped(path)
+        unsaid = [key for key in OPEN_FACTS if own and key not in values]
+        said = f"{ASSUMED}{label} has no base and does not state it"
+        return values, {**sources, **dict.fromkeys(unsaid, said)}, ()
+    if not isinstance(base, str):
+        raise ConfigError(label, "base", f"expected the name or the file of a {kind}")
+    above = located(kind, base)
+    if above.resolve() in (path.resolve(), *(other.resolve() for other in below)):
+        raise ConfigError(label, "base", f"{base!r} is itself based on this file")
+    given, known, bases = _inherited(kind, above, (*below, path))
+    sources = {**sources, **_reasons(data, label)}
+    return {**given, **values}, {**known, **sources}, (str(given["name"]), *bases)
+
+
+def _reasons(data: dict[str, Any], label: str) -> dict[str, str]:
+    """The source of each override of a file with a `base`: the key's own source, or the file's."""
+    everywhere = str(data.get("source", ""))
+    found: dict[str, str] = {}
+    for key, entry in data.items():
+        if key in OWN_KEYS:
+            continue
+        sourced = isinstance(entry, dict)
+        found[key] = source_of(entry, label, key) if sourced else everywhere
+        if not found[key]:
+            problem = (
+                "a value that overrides the base needs a source: "
+                "{value: ..., source: ...}, or `source: mine`"
+            )
+            raise ConfigError(label, key, problem)
+    return found
+
+
+def _constants(
+    path: Path, name: str, bases: tuple[str, ...], entries: Collection[str]
+) -> tuple[str, ...]:
+    """The entries of config/calibration.yaml that apply to a file: the entry of a shipped file's
+    name, then the entries of its bases.  A user's file gets no entry by its name, because its facts
+    may differ from those of a shipped file with the same name."""
+    names = (name, *bases) if _is_shipped(path) else bases
+    return tuple(name for name in names if name in entries)
+
+
+@cache
+def _stems(folder: Path) -> tuple[str, ...]:
+    return tuple(sorted(path.stem for path in folder.glob("*.yaml")))
+
+
+# Shipped files do not change while a program runs and are cached; a user's file may change and is
+# read each time.
+_shipped_model = cache(_model)
+_shipped_cluster = cache(_cluster)
+_shipped_system = cache(_system)
+_calibration = cache(load_calibration)
+
+
+def _is_shipped(path: Path) -> bool:
+    return path.is_relative_to(data_dir("config"))
+
+
+def _folder(kind: Kind) -> Path:
+    return data_dir("config") / _FOLDERS[kind]
+
+
+def is_path(text: str) -> bool:
+    """Whether a text names a file or a folder and not something shipped."""
+    path = Path(text)
+    return path.suffix in {".yaml", ".yml", ".json", *LAUNCH} or "/" in text or path.is_dir()
+
+
+def located(kind: Kind, name_or_path: str | Path) -> Path:
+    """The file of a name, an alias or a path; ConfigError if it does not exist."""
+    text = str(name_or_path)
+    path = Path(name_or_path)
+    aliases = _aliases() if kind == "system" else {}
+    if is_path(text) and text not in aliases:
+        if path.is_dir():
+            path = path / "config.json"
+        if not path.is_file():
+            raise ConfigError(text, "", f"no such {kind} file{_of_a_hub(kind, text)}")
+        if path.suffix in LAUNCH:
+            raise ConfigError(
+                text, "", f"not a {kind} file; read a job with: rematbench read {text}"
+            )
+        return path
+    stem = aliases.get(text, text)
+    known = names(kind)
+    if stem not in known:
+        hint = closest(stem, [*known, *aliases])
+        raise ConfigError("", "", f"unknown {kind} {text!r}{hint} (known: {', '.join(known)})")
+    return _folder(kind) / f"{stem}.yaml"
+
+
+def _of_a_hub(kind: Kind, text: str) -> str:
+    """A hint for a text ORGANISATION/MODEL (no model hub is looked up); empty for other texts."""
+    if kind != "model" or not re.fullmatch(r"[\w.-]+/[\w.-]+", text) or text[0] in "./~":
+        return ""
+    if Path(text).suffix in {".yaml", ".yml", ".json"}:
+        return ""
+    near = closest(text.partition("/")[2].lower(), names("model"))
+    return (
+        f": names on the Hugging Face hub are not looked up; pass the path of the model's "
+        f"config.json{near}"
+    )
+
+
+@cache
+def _aliases() -> dict[str, str]:
+    """Published system names that differ from file names: `{alias: file stem}`."""
+    found: dict[str, str] = {}
+    for stem in names("system"):
+        path = _folder("system") / f"{stem}.yaml"
+        data = read_mapping(path, _label(path))
+        found.update(dict.fromkeys(data.get("aliases", ()), stem))
+    return found
+
+
+class RowClaim(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The published rows of a stack: rows of the family `system`, or of one of `systems`, whose
+    note contains `note`.
+    `recompute` maps a word in the recompute column of such a row to the stack's method."""
+
+    system: str = ""
+    systems: tuple[str, ...] = ()
+    note: str = ""
+    recompute: dict[str, str] = field(default_factory=dict)
+    source: str = ""
+
+
+def claim_of_row(system: str, note: str) -> tuple[str, dict[str, str]]:
+    """(stack, methods) of a published row: the first stack whose file claims the row under `rows`,
+    with its methods by the row's words; without a claim, the row's `system` and no methods."""
+    for stem, claim in _claimed_rows().items():
+        if system in (claim.system, *claim.systems) and claim.note in note:
+            return stem, claim.recompute
+    return system, {}
+
+
+@cache
+def _claimed_rows() -> dict[str, RowClaim]:
+    """`{file stem: claim}` of the stacks that claim published rows."""
+    found: dict[str, RowClaim] = {}
+    for stem in names("system"):
+        path = _folder("system") / f"{stem}.yaml"
+        claim = read_mapping(path, _label(path)).get("rows")
+        if claim is not None:
+            found[stem] = convert(claim, RowClaim, _label(path))
+    return found
+
+
+def _label(path: Path) -> str:
+    """A file's name in errors: config/... for shipped files, else the path as given."""
+    config = data_dir("config")
+    return f"config/{path.relative_to(config)}" if path.is_relative_to(config) else str(path)
+
+
+def _joined_source(everywhere: str, sources: dict[str, str]) -> str:
+    """The source of a Model as one text: the file's source, then the sources of single keys."""
+    own = [f"{key}: {text}" for key, text in sources.items() if text != everywhere]
+    return "; ".join([everywhere.strip(), *own] if everywhere else own)
+
+
+def _windows(values: dict[str, Any], label: str) -> list[int]:
+    """The attention window (tokens) of each layer; a shorter list whose length divides the number
+    of layers is repeated.  ConfigError if the length does not divide it."""
+    window = values.get("attention_window", [])
+    layers = values.get("num_layers")
+    if not window or not isinstance(window, list) or not isinstance(layers, int):
+        return window if isinstance(window, list) else [window]
+    if layers % len(window) != 0:
+        problem = f"{len(window)} windows do not divide {layers} layers"
+        raise ConfigError(label, "attention_window", problem)
+    return window * (layers // len(window))

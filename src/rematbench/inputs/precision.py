@@ -1,0 +1,105 @@
+"""What a compute precision changes: a stack's bytes, a GPU's peak, the attention kernels that run.
+
+Stacks and clusters are described in 16 bits, and fp16 has the bytes and rates of bf16.
+"""
+
+from msgspec.structs import replace
+
+from rematbench.inputs.cluster import Cluster
+from rematbench.inputs.constants import Calibration
+from rematbench.inputs.system import System
+from rematbench.workload import BYTES_PER_ELEMENT, Model, Precision
+
+WIDE: tuple[Precision, ...] = ("fp32", "fp64")
+"""The precisions of more than 16 bits."""
+FP32, MASTER = 4, 4
+"""Bytes of an fp32 element, and of a parameter's fp32 copy among the optimizer's states."""
+ADAM = 12
+"""Bytes of Adam's states with an fp32 copy of the parameters."""
+
+
+def in_precision(system: System, precision: Precision, zero_stage: int) -> System:
+    """The stack with the bytes of training in a precision; in 16 bits the stack itself.
+
+    Parameters, gradients and messages have the width of the precision.  Parameters that are fp32
+    already need no copy (`fp32_copy`: a stack that makes one all the same), and Adam's
+    moments stay fp32, or have the width of the parameters (as in torch.optim) if they had it in 16
+    bits or are those of fp64.
+    """
+    if precision not in WIDE:
+        return system
+    width = BYTES_PER_ELEMENT[precision]
+    states, scratch, late = _states(system, width)
+    copies = system.fp32_copy == "always" or (system.fp32_copy == "zero" and zero_stage > 0)
+    copy = width if copies and system.param_bytes < width else 0
+    return replace(
+        system,
+        param_bytes=width,
+        grad_bytes=width,
+        optimizer_bytes=states + copy,
+        reduce_bytes=max(width, system.reduce_bytes),
+        gather_bytes=max(width, system.gather_bytes),
+        host_grad_bytes=max(width, system.host_grad_bytes),
+        step_scratch_bytes=scratch,
+        late_state_bytes=min(late, states + copy),
+        held_logit_bytes=system.held_logit_bytes and max(width, system.held_logit_bytes),
+    )
+
+
+def _states(system: System, width: int) -> tuple[int, int, int]:
+    """Bytes of a parameter's optimizer states, of the update's scratch, and of late states, all
+    without a copy of the parameters."""
+    states, scratch, late = (
+        system.optimizer_bytes,
+        system.step_scratch_bytes,
+        system.late_state_bytes,
+    )
+    own = system.param_bytes
+    if states == 2 * own:  # moments of the parameters' dtype
+        return 2 * width, scratch * width // own, late * width // own
+    if own < FP32 and states >= ADAM:
+        states -= MASTER
+    if own > FP32:  # already those of fp64
+        return states, scratch, late
+    return states * width // FP32, scratch * width // FP32, late * width // FP32
+
+
+def peak_flop_per_s(
+    cluster: Cluster, calibration: Calibration, work: Precision, tf32: bool
+) -> float:
+    """The dense peak of matrix products in a precision (`tf32`: fp32 products run in TF32); 0 if
+    neither the cluster's file nor its generation declares it."""
+    if work not in WIDE:
+        return cluster.peak_flop_per_s
+    key = "tf32" if work == "fp32" and tf32 else work
+    own: float | None = getattr(cluster, f"{key}_flop_per_s")
+    if own is not None:
+        return own
+    gpu = calibration.gpus.get(cluster.generation)
+    share: float = getattr(gpu, f"{key}_peak_share") if gpu else 0.0
+    return share * cluster.peak_flop_per_s
+
+
+def attention_problem(system: System, model: Model, precision: Precision, backend: str) -> str:
+    """Why fused attention (`backend`: a kernel other than the stack's, by name) has no kernel on a
+    GPU in a precision; empty if it has one.
+
+    Flash attention takes 16 bits.  torch's SDPA takes its memory-efficient kernel in fp32, which
+    needs as many heads of keys as of queries (aten/native/transformers/cuda/sdp_utils.cpp); in fp64
+    only its plain products are left, with scores in memory.
+    """
+    if precision not in WIDE:
+        return ""
+    named = f"attention {backend or system.attention!r} in {precision}"
+    if backend:
+        return f"{named}: the kernel takes 16 bits"
+    takes = system.wide_attention
+    if takes in ("fp64", precision):
+        return ""
+    if takes == "equal_heads" and precision == "fp32":
+        if model.num_kv_heads == model.num_heads:
+            return ""
+        heads = f"{model.num_heads} heads of queries over {model.num_kv_heads} of keys"
+        return f"{named}: torch's memory-efficient kernel does not take {heads}"
+    has = "fp32" if takes != "none" else "16 bits"
+    return f"{named}: the fused kernels of stack {system.name} take {has} at most"

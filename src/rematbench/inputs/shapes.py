@@ -1,0 +1,80 @@
+"""Sizes on one rank: tokens, shards, widths and element bytes."""
+
+from msgspec import Struct
+
+from rematbench.inputs.kernel_rates import Quantity
+from rematbench.inputs.layout import Layout
+from rematbench.inputs.system import System
+from rematbench.workload import Workload
+
+
+class Shapes(Struct, frozen=True, kw_only=True):
+    """Sizes on one rank, for one micro-batch.  `tokens`: rows after context parallelism and
+    Ulysses; `shard_tokens`: rows of a tensor that sequence parallelism shards; `q_width`,
+    `kv_width`, `heads`, `kv_heads`, `ffn` and `vocab`: the rank's tensor-parallel share;
+    `document_len`: tokens of a document, the whole sequence if none are packed; `documents`: the
+    documents of one sequence."""
+
+    tokens: int
+    shard_tokens: int
+    tp: int
+    cp: int
+    sp: bool
+    micro_batch: int
+    seq_len: int
+    document_len: int
+    documents: int
+    element_bytes: int
+    q_width: int
+    kv_width: int
+    heads: int
+    kv_heads: int
+    ffn: int
+    vocab: int
+
+
+def shapes(work: Workload, layout: Layout, system: System) -> Shapes:
+    """The sizes on one rank; KV heads are replicated if tp exceeds their number."""
+    model, tp = work.model, layout.tp
+    tokens = layout.micro_batch * work.seq_len // (layout.cp * layout.ulysses)
+    sequence_parallel = layout.sequence_parallel
+    kv_heads = max(1, model.num_kv_heads // tp)
+    return Shapes(
+        tokens=tokens,
+        shard_tokens=tokens // tp if sequence_parallel else tokens,
+        tp=tp,
+        cp=layout.cp,
+        sp=sequence_parallel,
+        micro_batch=layout.micro_batch,
+        seq_len=work.seq_len,
+        document_len=work.document_len if work.packed else work.seq_len,
+        documents=work.documents,
+        element_bytes=work.element_bytes,
+        q_width=model.num_heads // tp * model.head_dim,
+        kv_width=kv_heads * model.head_dim,
+        heads=model.num_heads // tp,
+        kv_heads=kv_heads,
+        ffn=model.ffn // tp,
+        vocab=system.padded_vocab(model.vocab, tp) // tp,
+    )
+
+
+def causal_pairs(seq_len: int, window: int) -> int:
+    """Causal (query, key) pairs of one sequence and one head, with an attention window in tokens
+    (0: no window)."""
+    if window == 0 or window >= seq_len:
+        return seq_len * (seq_len + 1) // 2
+    return window * (window + 1) // 2 + (seq_len - window) * window
+
+
+def packed_pairs(seq_len: int, document_len: int, window: int) -> int:
+    """Causal pairs of one sequence of documents of equal length (the last one may be shorter) and
+    one head, inside documents and inside the window."""
+    whole, rest = divmod(seq_len, document_len)
+    return whole * causal_pairs(document_len, window) + causal_pairs(rest, window)
+
+
+def reached_share(places: Quantity, copies: int) -> Quantity:
+    """Ranks (or nodes) of `places` that are sent one of `copies` of a token or more, over the
+    copies; all places are equally likely."""
+    return places * (1.0 - (1.0 - 1.0 / places) ** copies) / max(copies, 1)

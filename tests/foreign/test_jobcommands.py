@@ -1,0 +1,499 @@
+"""Shell scripts and command lines of training packages: the values that their variables give.
+
+The forms of the scripts are those of public ones: NVIDIA/Megatron-LM (examples),
+bigscience-workshop/bigscience (train/*.slurm), microsoft/Megatron-DeepSpeed (examples/MoE),
+cmu-flame/FLAME-MoE, modelscope/ms-swift (examples), lm-sys/FastChat (scripts), QwenLM/Qwen
+(finetune), hiyouga/LLaMA-Factory, huggingface/trl, OpenRLHF, huggingface/nanotron.
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from rematbench.foreign.job import FileJob, file_job
+from rematbench.foreign.packages import read_files
+from rematbench.foreign.reading import Reading
+from rematbench.foreign.shell import options_of, read_script
+from rematbench.inputs.configfile import ConfigError
+
+SIZES = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 128 --vocab-size 512"
+
+
+def job(folder: Path, text: str, name: str = "run.sh") -> tuple[FileJob, Reading]:
+    (folder / name).write_text(text)
+    reading = read_files([folder / name])
+    return file_job(reading, {}, "", "run"), reading
+
+
+def value(text: str) -> str:
+    """The value of `--x` in the commands of a script."""
+    options = [options_of(words) for words in read_script(text, "run.sh").commands]
+    return " ".join(next(one["x"] for one in options if "x" in one))
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("A=3\nrun --x $A", "3"),
+        ("A=3 # three\nrun --x ${A}", "3"),
+        ("A=${A:-4}\nrun --x $A", "4"),
+        ("A=2\nA=${A:-4}\nrun --x $A", "2"),
+        ("A=2; B=$((A*(3+1)/2))\nrun --x $B", "4"),
+        ('A=" --y 1"\nA=" --x 5 ${A}"\nrun $A', "5"),
+        ("A=(--y 1 # one\n  # --x 2\n  --x 3\n)\nrun ${A[@]}", "3"),
+        ('A=()\nA+=("--x 6")\nB=(--y)\nB+=("${A[@]}")\nrun "${B[@]}"', "6"),
+        ("A=1\nA+=0\nrun --x $A", "10"),
+        ('CMD="run --x 7"\nsrun bash -c "$CMD --z \\$ID" 2>&1 | tee log', "7"),
+        ("run --y 1 \\\n # --x 2 \\\n --x 8", "8"),
+        ("E=1 F=2 run --x $F", "2"),
+        ("run --x 1 --x 2 > log", "2"),
+        ('A=full\nif [ "$A" = full ]; then B=1; else B=2; fi\nrun --x $B', "1"),
+        ("A=b\nif [[ $A == a ]]; then B=1\nelif [[ $A == b ]]; then B=2\nfi\nrun --x $B", "2"),
+        ('A=b\nif [ "$A" = a -o "$A" = b ]; then B=1; else B=2; fi\nrun --x $B', "1"),
+        ('A=b\nif [ "$A" = a -o "$A" = b -a 1 = 2 ]; then B=1; else B=2; fi\nrun --x $B', "2"),
+        ('A=8\nif [ $A -gt 4 ] && [ -n "$A" ]; then B=1; else B=2; fi\nrun --x $B', "1"),
+        ('if [ -z "$UNSET" ]; then B=1; else B=2; fi\nrun --x $B', "1"),
+        ("if [ ! -f here ]; then B=1; else B=2; fi\nrun --x $B", "2"),
+        ("M=7b\ncase $M in\n 1b) B=1 ;;\n 7b|8b) B=2\n ;;\n *) B=3 ;;\nesac\nrun --x $B", "2"),
+        ("for A in 1 2 4; do\nrun --x $A\ndone", "1"),
+        ("while [[ $# -gt 0 ]]; do case $1 in -a) A=1; shift;; esac; done\nrun --x 9", "9"),
+        ("u() { echo 'use: run'; }\nN=$(f \"$(g \"h\")\" | sed 's/a b//')\nrun --x 3$N", "3"),
+        ("read -r -d '' ALL <<EOF\nrun --x 4 \\\n --y \"z\"\nEOF\ndeepspeed $ALL", "4"),
+        ("export A='run --x' B=5\nsrun --y 1 bash -c 'ulimit; $A $B --z $ID'", "5"),
+        ('A="run \\\n  --x 6 \\\n"\nexport A\nsrun bash -c "$A --y \\$ID"', "6"),
+        ("T=2; C=$(( ($T > 1) ? 7 : 0 ))\nrun --x $C", "7"),
+        ("T=2\nif [[ ! $T =~ ^[1-3]$ ]]; then B=1; else B=2; fi\nrun --x $B", "2"),
+        ('grep -q a <<< "$X"\nrun --x 4', "4"),
+        ("#SBATCH --nodes=6 # six\n#SBATCH -n 48\nrun --x $SLURM_NNODES", "6"),
+    ],
+)
+def test_a_script_gives_the_values_that_bash_gives(text: str, expected: str) -> None:
+    assert value(text) == expected
+
+
+@pytest.mark.parametrize("text", ["run --x 'open", 'run "open', "A=(1 2", "run ${A"])
+def test_a_script_without_an_end_is_refused_in_one_line(text: str) -> None:
+    with pytest.raises(ConfigError, match="not a shell command"):
+        read_script(text, "run.sh")
+
+
+def test_nothing_is_executed(tmp_path: Path) -> None:
+    target = tmp_path / "file.txt"
+    read_script(f"A=$(touch {target})\nB=`touch {target}`\ntouch {target}\necho $((A=1))", "run.sh")
+    assert not target.exists()
+
+
+@pytest.mark.parametrize("gpus", ["--gres=gpu:8", "--gres=gpu:a100:8", "--gpus-per-node=mi250:8"])
+def test_a_job_of_one_task_on_a_node_has_all_its_gpus(tmp_path: Path, gpus: str) -> None:
+    header = f"#SBATCH -N 3\n#SBATCH --ntasks-per-node=1\n#SBATCH {gpus}\n"
+    line = f"torchrun --nnodes $SLURM_NNODES pretrain_gpt.py {SIZES} --micro-batch-size 1 --bf16\n"
+    assert job(tmp_path, header + line)[0].options["gpus"] == "24"
+
+
+def test_megatron_deepspeed_takes_the_configuration_that_its_script_writes(tmp_path: Path) -> None:
+    text = f"""
+ZERO=3
+cat <<EOT > ./ds.$ID.json
+{{"zero_optimization": {{"stage": $ZERO, "offload_optimizer": {{"device": "cpu"}}}}}}
+EOT
+deepspeed --num_gpus 4 pretrain_gpt.py {SIZES} --micro-batch-size 1 --fp16 --deepspeed \\
+  --deepspeed_config ./ds.$ID.json
+"""
+    words = " ".join(job(tmp_path, text)[0].words)
+    assert "--zero 3" in words
+    assert "--optimizer host" in words
+    assert "megatron-deepspeed" in words or "run-stack" in words
+
+
+def test_bf16_without_zero_shards_the_states_in_deepspeed(tmp_path: Path) -> None:
+    line = f"deepspeed --num_gpus 4 pretrain_gpt.py {SIZES} --deepspeed --zero-stage 0 "
+    assert job(tmp_path, line + "--bf16")[0].options.get("zero_stage", "1") == "1"
+    assert job(tmp_path, line + "--fp16")[0].options["zero_stage"] == "0"
+
+
+def test_alibi_a_norm_of_the_embedding_and_a_padded_vocabulary_are_read(tmp_path: Path) -> None:
+    sizes = SIZES.replace("--vocab-size 512", "--pad-vocab-size-to 640")
+    line = f"pretrain_gpt.py {sizes} --position-embedding-type alibi --embed-layernorm"
+    model = job(tmp_path, line)[1].model
+    assert (model["position"], model["embedding_norm"]) == ("alibi", True)
+    assert job(tmp_path, line)[1].values["vocab"] == 640
+
+
+def test_a_sourced_file_and_the_names_of_2021_are_read(tmp_path: Path) -> None:
+    (tmp_path / "CONFIG.sh").write_text(f'export ALL=" $MORE --global-batch-size $GBS {SIZES} "\n')
+    text = 'GBS=32\nMORE="--activations-checkpoint-method uniform "\n. `pwd`/CONFIG.sh\n'
+    made = job(tmp_path, text)[0]
+    assert made.method == "full_recompute"
+    assert made.options["global_batch"] == "32"
+
+
+def test_a_script_reads_the_script_that_it_starts_with_its_arguments(tmp_path: Path) -> None:
+    (tmp_path / "inner.sh").write_text(
+        f"TP=$2\nif [ $1 = 2L ]; then L='{SIZES}'; fi\nMBS=${{MBS:-1}}\n"
+        "torchrun --nproc_per_node 8 x.py $L --tensor-model-parallel-size $TP "
+        "--micro-batch-size $MBS --global-batch-size $3 --bf16\n"
+    )
+    for line in (
+        "MBS=2 bash a/inner.sh 2L 4 16",
+        "export MBS=2\nsrun --nodes 1 ./inner.sh 2L 4 16",
+    ):
+        options = job(tmp_path, line)[0].options
+        names = ("gpus", "tp", "micro_batch", "global_batch")
+        assert [options[name] for name in names] == ["8", "4", "2", "16"]
+
+
+def test_a_variable_that_doubles_has_an_end() -> None:
+    with pytest.raises(ConfigError, match="has no end"):
+        read_script("A=aaaaaaaa\n" + "A=$A$A\n" * 60, "run.sh")
+
+
+@pytest.mark.parametrize(
+    ("options", "vocab"),
+    [
+        ("--vocab-file v.json", 50257),
+        ("--merge-file", 50257),
+        ("--patch-tokenizer-type Qwen3Tokenizer", None),
+        ("--tokenizer-type NullTokenizer --vocab-file x", None),
+    ],
+)
+def test_gpt_2s_vocabulary_is_the_default_of_its_files(
+    tmp_path: Path, options: str, vocab: int | None
+) -> None:
+    sizes = SIZES.replace("--vocab-size 512", "")
+    assert job(tmp_path, f"x.py {sizes} {options}")[1].values.get("vocab") == vocab
+
+
+def test_comparisons_with_values_that_nothing_sets_are_named(tmp_path: Path) -> None:
+    text = f"if [ $1 = a ]; then T=2; fi\nx.py {SIZES} --tensor-model-parallel-size $T"
+    notes = job(tmp_path, text)[1].notes
+    assert notes[0].endswith("does not set, read as empty: [ $1 = a ]")
+
+
+def test_gpus_that_hold_no_replica_are_named(tmp_path: Path) -> None:
+    line = f"torchrun --nproc_per_node 8 x.py {SIZES} --tensor-model-parallel-size 8 "
+    notes = job(tmp_path, line + "--pipeline-model-parallel-size 2 --global-batch-size 8")[1].notes
+    assert "8 GPUs are not a multiple of tp x cp x pp = 16" in notes
+
+
+TRAINERS = [
+    (  # FastChat: a path in place of a model, FSDP in words
+        "torchrun --nproc_per_node=8 train.py --model_name_or_path ~/m --bf16 True "
+        "--per_device_train_batch_size 2 --gradient_accumulation_steps 4 "
+        "--fsdp 'full_shard auto_wrap' --model_max_length 2048 --gradient_checkpointing True",
+        "full_recompute --model MODEL --cluster CLUSTER --system torchtitan --gpus 8 "
+        "--seq-len 2048 --global-batch 64 --micro-batch 2 --zero 3",
+    ),
+    (  # Transformers recomputes only if it is told to
+        "CUDA_VISIBLE_DEVICES=0,1 accelerate launch train.py --model_name Qwen/Qwen3-8B --fp16 "
+        "--per_device_train_batch_size 1 --max_seq_length 1024 --attn_implementation eager",
+        "keep_all --model qwen3-8b --cluster CLUSTER --system huggingface-flash --gpus 2 "
+        "--seq-len 1024 --global-batch 2 --zero 0 --attention unfused --precision fp16",
+    ),
+    (  # TRL recomputes; the launcher's number of processes is the number of GPUs
+        "accelerate launch --num_processes 4 --num_machines 2 trl/scripts/sft.py --max_length 512 "
+        "--model_name_or_path Qwen/Qwen3-8B --per_device_train_batch_size 1 --bf16",
+        "full_recompute --model qwen3-8b --cluster CLUSTER --system huggingface-flash --gpus 4 "
+        "--seq-len 512 --global-batch 4 --zero 0",
+    ),
+    (  # ms-swift: DeepSpeed by name, recomputation by default
+        "NPROC_PER_NODE=4 swift sft --model Qwen/Qwen3-8B --tuner_type full --max_length 8192 "
+        "--per_device_train_batch_size 1 --gradient_accumulation_steps 2 --attn_impl flash_attn "
+        "--deepspeed zero3_offload",
+        "full_recompute --model qwen3-8b --cluster CLUSTER --system huggingface-deepspeed --gpus 4 "
+        "--seq-len 8192 --global-batch 8 --zero 3 --attention fa2 --optimizer host "
+        "--parameters host",
+    ),
+    (  # ms-swift's Megatron: underscores, values, a model by name
+        "NPROC_PER_NODE=8 megatron sft --model Qwen/Qwen3-8B --tensor_model_parallel_size 2 "
+        "--sequence_parallel true --recompute_granularity full --recompute_method uniform "
+        "--recompute_num_layers 1 --max_length 4096 --overlap_grad_reduce true "
+        "--overlap_param_gather true",
+        "full_recompute --model qwen3-8b --cluster CLUSTER --system megatron-core --gpus 8 "
+        "--seq-len 4096 --global-batch 16 --tp 2",
+    ),
+    (  # OpenRLHF
+        "deepspeed --include localhost:0,1,2,3 --module openrlhf.cli.train_sft --max_len 2048 "
+        "--pretrain Qwen/Qwen3-8B --train_batch_size 64 --micro_train_batch_size 2 --zero_stage 3 "
+        "--bf16 --flash_attn --gradient_checkpointing --adam_offload",
+        "full_recompute --model qwen3-8b --cluster CLUSTER --system huggingface-deepspeed --gpus 4 "
+        "--seq-len 2048 --global-batch 64 --micro-batch 2 --zero 3 --attention fa2 "
+        "--optimizer host",
+    ),
+    (  # open-instruct: the launcher has the precision and the DeepSpeed file
+        "accelerate launch --mixed_precision bf16 --num_machines 1 --num_processes 4 "
+        "--use_deepspeed --deepspeed_config_file ds/stage3_no_offloading_accelerate.conf "
+        "open_instruct/finetune.py --model_name_or_path Qwen/Qwen3-8B --use_flash_attn "
+        "--max_seq_length 2048 --per_device_train_batch_size 1 --gradient_accumulation_steps 4",
+        "keep_all --model qwen3-8b --cluster CLUSTER --system huggingface-deepspeed --gpus 4 "
+        "--seq-len 2048 --global-batch 16 --zero 3 --attention fa2",
+    ),
+    (  # verl
+        "torchrun --nproc_per_node=8 -m verl.trainer.fsdp_sft_trainer data.train_batch_size=32 "
+        "data.micro_batch_size_per_gpu=1 data.max_length=4096 model.partial_pretrain=Qwen/Qwen3-8B "
+        "ulysses_sequence_parallel_size=2 optim.lr=1e-5 trainer.project_name=x",
+        "full_recompute --model qwen3-8b --cluster CLUSTER --system torchtitan --gpus 8 "
+        "--seq-len 4096 --global-batch 32 --ulysses 2 --zero 3 --attention fa2",
+    ),
+    (  # LLaMA-Factory
+        "llamafactory-cli train --model_name_or_path Qwen/Qwen3-8B --stage sft --cutoff_len 2048 "
+        "--finetuning_type full --per_device_train_batch_size 1 --bf16 --deepspeed x/ds_z2.json",
+        "full_recompute --model qwen3-8b --cluster CLUSTER --system huggingface-deepspeed "
+        "--gpus GPUS --seq-len 2048 --global-batch GLOBAL_BATCH --zero 2",
+    ),
+]
+
+
+@pytest.mark.parametrize(("line", "expected"), TRAINERS)
+def test_a_trainers_command_gives_the_equal_command(
+    tmp_path: Path, line: str, expected: str
+) -> None:
+    made, reading = job(tmp_path, line)
+    assert " ".join(made.words) == expected
+    assert not reading.refused
+    assert not reading.unknown
+
+
+def test_a_command_counts_before_the_files_that_it_names(tmp_path: Path) -> None:
+    (tmp_path / "zero.yaml").write_text(
+        "distributed_type: DEEPSPEED\nnum_processes: 8\ndeepspeed_config:\n  zero_stage: 3\n"
+    )
+    line = "accelerate launch --config_file=a/zero.yaml --num_processes=2 sft.py --bf16 "
+    line += "--model_name_or_path Qwen/Qwen3-8B --per_device_train_batch_size 1"
+    options = job(tmp_path, line)[0].options
+    assert (options["gpus"], options["zero_stage"]) == ("2", "3")
+
+
+def test_a_command_replaces_values_of_its_yaml(tmp_path: Path) -> None:
+    (tmp_path / "full.yaml").write_text(
+        "model_name_or_path: Qwen/Qwen3-8B\nfinetuning_type: full\ncutoff_len: 2048\n"
+        "per_device_train_batch_size: 8\nbf16: true\n"
+    )
+    line = "CUDA_VISIBLE_DEVICES=0,1 llamafactory-cli train x/full.yaml cutoff_len=512 lr=1 "
+    made = job(tmp_path, line + "disable_gradient_checkpointing=true")[0]
+    assert (made.method, made.options["seq_len"]) == ("keep_all", "512")
+    assert made.options["global_batch"] == "16"
+
+
+@pytest.mark.parametrize(
+    ("line", "refusal"),
+    [
+        ("swift sft --model m --max_length 512", "lora is ms-swift's default"),
+        ("megatron sft --model m --tuner_type lora", "lora"),
+        ("deepspeed train.py --model_name_or_path m --lora_enable True --lora_r 8", "lora_enable"),
+        ("deepspeed train.py --model_name_or_path m --vision_tower v", "vision_tower"),
+        ("deepspeed -m openrlhf.cli.train_dpo --pretrain m --micro_train_batch_size 1", "stage"),
+        (f"pretrain_gpt.py {SIZES} --num-experts 8 --moe-train-capacity-factor 1", "capacity"),
+    ],
+)
+def test_a_command_that_is_not_modelled_is_named(tmp_path: Path, line: str, refusal: str) -> None:
+    assert any(refusal in one for one in job(tmp_path, line)[1].refused)
+
+
+def test_options_of_2020_and_their_checkpoints_on_the_host_are_read(tmp_path: Path) -> None:
+    line = f"pretrain_gpt2.py --model-parallel-size 2 {SIZES} --batch-size 4 --cpu-optimizer "
+    line += "--checkpoint-activations --checkpoint-in-cpu --partition-activations"
+    made, reading = job(tmp_path, line)
+    assert any(note.startswith("--partition-activations") for note in reading.notes)
+    assert (made.method, made.settings) == ("full_recompute", ("inputs=host",))
+    options = made.options
+    assert (options["tp"], options["micro_batch"], options["optimizer"]) == ("2", "4", "host")
+    assert options["attention"] == "unfused"
+
+
+@pytest.mark.parametrize(
+    ("options", "attention"),
+    [("--bf16", None), ("", "unfused"), ("--attention-backend flash --bf16", None)],
+)
+def test_megatron_has_flash_attention_in_16_bits(
+    tmp_path: Path, options: str, attention: str | None
+) -> None:
+    made = job(tmp_path, f"pretrain_gpt.py {SIZES} {options}")[0]
+    assert made.options.get("attention") == attention
+    assert "system" in made.options
+
+
+@pytest.mark.parametrize(
+    ("name", "homes"),
+    [
+        ("zero3_bf16.json", []),
+        ("zero3_bf16_cpuoffload_params.json", ["parameters"]),
+        ("zero3_bf16_cpuoffload_all.json", ["optimizer", "parameters"]),
+        ("ds_z2_offload_config.json", ["optimizer"]),
+        ("ds_zero3_no_offload.json", []),
+    ],
+)
+def test_a_file_that_is_not_here_gives_the_states_of_its_name(
+    tmp_path: Path, name: str, homes: list[str]
+) -> None:
+    text = f"base_model: Qwen/Qwen3-8B\nsequence_len: 512\ndeepspeed: x/{name}\n"
+    made, reading = job(tmp_path, text, "axolotl.yaml")
+    assert [home for home in ("optimizer", "parameters") if home in made.options] == homes
+    assert made.options["zero_stage"] == ("2" if "z2" in name else "3")
+    assert f"x/{name} is not here: its states are assumed from its name" in reading.notes
+
+
+@pytest.mark.parametrize(("depth", "refused"), [("1", True), ("0", False)])
+def test_multi_token_prediction_is_refused_by_its_number(
+    tmp_path: Path, depth: str, refused: bool
+) -> None:
+    assert bool(job(tmp_path, f"x.py {SIZES} --mtp-num-layers {depth}")[1].refused) == refused
+
+
+def test_a_command_that_names_another_file_points_to_it(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"llama\.toml, which is not beside it"):
+        job(tmp_path, "torchrun train.py --job.config_file ./x/llama.toml")
+
+
+def test_the_arguments_of_megatrons_own_tests_are_read(tmp_path: Path) -> None:
+    text = """
+ENV_VARS: {CUDA_DEVICE_MAX_CONNECTIONS: 1}
+MODEL_ARGS:
+  --num-layers: 4
+  --hidden-size: 64
+  --num-attention-heads: 4
+  --seq-length: 128
+  --micro-batch-size: 2
+  --global-batch-size: 8
+  --tensor-model-parallel-size: 2
+  --sequence-parallel: true
+  --use-distributed-optimizer: false
+  --squared-relu: true
+  --rotary-percent: 0.5
+  --position-embedding-type: rope
+  --bf16: true
+  --surprise: 3
+"""
+    made, reading = job(tmp_path, text, "model_config.yaml")
+    assert (made.options["tp"], made.options["zero_stage"]) == ("2", "0")
+    assert "sp" not in made.options
+    assert (reading.model["mlp"], reading.model["rotary_share"]) == ("relu2", 0.5)
+    assert reading.unknown == ["--surprise"]
+
+
+def test_tensor_parallelism_of_deepspeed_is_read(tmp_path: Path) -> None:
+    text = json.dumps({"zero_optimization": {"stage": 2}, "tensor_parallel": {"autotp_size": 2}})
+    options = job(tmp_path, text, "ds.json")[0].options
+    assert (options["tp"], "sp" in options) == ("2", True)
+
+
+def test_a_nemo_configuration_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="NeMo"):
+        job(tmp_path, "trainer: {devices: 8}\nexp_manager: {}\nmodel: {}\n", "gpt.yaml")
+
+
+def test_a_python_configuration_is_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "recipe.py").write_text("def llama3_8b():\n    return Config(num_layers=32)\n")
+    with pytest.raises(ConfigError, match="Python configuration"):
+        read_files([tmp_path / "recipe.py"])
+
+
+NANOTRON = """
+parallelism: {dp: 4, tp: 2, pp: 2, pp_engine: 1f1b, recompute_layer: true}
+tokens: {micro_batch_size: 2, batch_accumulation_per_replica: 8, sequence_length: 4096}
+optimizer: {zero_stage: 1, optimizer_factory: {name: adamW}}
+model:
+  dtype: bfloat16
+  model_config: {hidden_size: 4096, intermediate_size: 14336, num_attention_heads: 32,
+    num_hidden_layers: 32, num_key_value_heads: 8, vocab_size: 128256, is_llama_config: true,
+    tie_word_embeddings: false, surprise: 1}
+"""
+
+
+def test_nanotron_is_read(tmp_path: Path) -> None:
+    made, reading = job(tmp_path, NANOTRON, "config.yaml")
+    assert " ".join(made.words) == (
+        "full_recompute --model llama-3.1-8b --cluster CLUSTER --system megatron-core --gpus 16 "
+        "--seq-len 4096 --global-batch 64 --tp 2 --pp 2 --micro-batch 2 --no-sp"
+    )
+    assert reading.unknown == ["model.model_config.surprise"]
+    assert not reading.refused
+    _, reading = job(tmp_path, NANOTRON.replace("pp_engine: 1f1b, ", ""), "config.yaml")
+    assert reading.refused == ["parallelism.pp_engine: afab (only 1f1b is modelled)"]
+
+
+@pytest.mark.parametrize(
+    ("zero", "expected"),
+    [
+        ({"offload_param": {"device": "cpu"}}, "--parameters host"),
+        ({"cpu_offload_params": True}, "--parameters host"),
+        ({"sub_group_size": 0, "prefetch_bucket_size": "auto"}, "--zero 3"),
+    ],
+)
+def test_homes_of_parameters_and_old_names_of_deepspeed(
+    tmp_path: Path, zero: dict[str, object], expected: str
+) -> None:
+    text = json.dumps({"zero_optimization": {"stage": 3, **zero}})
+    made, reading = job(tmp_path, text, "ds.json")
+    assert expected in " ".join(made.words)
+    assert not reading.unknown
+
+
+@pytest.mark.parametrize(
+    ("text", "gpus", "refused"),
+    [
+        ('[training]\ndata_parallel_degree = 4\n[model]\nconverters = ["float8"]', "4", True),
+        ("[training]\nseq_len = 1\n[float8]\nfilter_fqns = 'x'", None, False),
+        ("[training]\ndtype = 'bfloat16'", None, True),
+        ("[optimizer]\nname = 'Muon'", None, True),
+        ("[training]\nglobal_batch_size = -1", None, False),
+    ],
+)
+def test_torchtitan_of_each_year(
+    tmp_path: Path, text: str, gpus: str | None, refused: bool
+) -> None:
+    degrees = "\n[parallelism]\ndata_parallel_shard_degree = -1\ntensor_parallel_degree = 1\n"
+    degrees += "data_parallel_replicate_degree = 1\n"
+    table = "" if "[training]" in text else "[training]\nseq_len = 2\n"
+    made, reading = job(tmp_path, table + text + degrees, "titan.toml")
+    assert (made.options.get("gpus"), bool(reading.refused)) == (gpus, refused)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("liger_rope: true\nplugins: [axolotl.integrations.liger.LigerPlugin]", ""),
+        ("sample_packing: false\nfsdp_version: 2\nevals_per_epoch: 1", ""),
+        ("fsdp: [full_shard, auto_wrap]\ndeepspeed:\nattention: flash\nxformers_attention:", ""),
+        ("plugins: [axolotl.integrations.cut_cross_entropy.X]", "cut_cross_entropy"),
+        ("unfrozen_parameters: [a]", "frozen"),
+        ("tiled_mlp: true", "tiled_mlp"),
+    ],
+)
+def test_keys_of_axolotl_are_read_or_named(tmp_path: Path, text: str, words: str) -> None:
+    base = "base_model: Qwen/Qwen3-8B\nsequence_len: 512\n"
+    reading = job(tmp_path, base + text, "axolotl.yaml")[1]
+    assert not reading.unknown
+    assert words in " ".join(reading.refused)
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "data_parallel_kind",
+        "sliding_attention_window",
+        "fp8_param_gather",
+        "communication_data_type",
+    ],
+)
+def test_a_key_that_can_change_the_step_is_never_called_harmless(tmp_path: Path, key: str) -> None:
+    base = "base_model: Qwen/Qwen3-8B\nsequence_len: 512\n"
+    assert job(tmp_path, f"{base}{key}: 1", "axolotl.yaml")[1].unknown == [key]
+
+
+def test_shards_and_replicas_of_axolotl_give_the_gpus(tmp_path: Path) -> None:
+    text = "base_model: Qwen/Qwen3-8B\nsequence_len: 512\ndp_shard_size: 4\n"
+    text += "dp_replicate_size: 2\ntensor_parallel_size: 2\nfsdp_config: {version: 2}\n"
+    options = job(tmp_path, text, "axolotl.yaml")[0].options
+    assert (options["gpus"], options["shard_degree"]) == ("16", "4")
+
+
+def test_a_part_of_the_optimizer_on_the_host_is_refused(tmp_path: Path) -> None:
+    zero = {"stage": 2, "offload_optimizer": {"device": "cpu", "ratio": 0.3}}
+    refused = job(tmp_path, json.dumps({"zero_optimization": zero}), "ds.json")[1].refused
+    assert any("offload_optimizer.ratio" in line for line in refused)
+
+
+def test_accelerate_without_distribution_starts_one_process(tmp_path: Path) -> None:
+    text = 'distributed_type: "NO"\nnum_processes: 8\nmixed_precision: bf16\n'
+    assert job(tmp_path, text, "single.yaml")[0].options["gpus"] == "1"

@@ -1,0 +1,306 @@
+"""Files of training packages, and the equal command of each."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rematbench.foreign.job import FileJob, file_job
+from rematbench.foreign.megatron import RECOMPUTE_MODULES
+from rematbench.foreign.packages import read_files
+from rematbench.foreign.reading import Reading
+from rematbench.inputs.configfile import ConfigError
+from rematbench.inputs.foreign import SIGNS, package_of
+from rematbench.inputs.load import load_cluster, load_model, load_system
+from rematbench.solve.recompute_modules import MODULES
+from rematbench.workload import Experts
+
+JOBS = Path(__file__).parent / "jobs"
+
+
+def job(*files: str, **given: object) -> tuple[FileJob, Reading]:
+    reading = read_files([JOBS / file for file in files])
+    return file_job(reading, dict(given), "", Path(files[0]).stem), reading
+
+
+EXPECTED = {
+    ("megatron_llama.sh",): (
+        "selective_recompute --model llama-3.1-8b --cluster CLUSTER --system megatron-core "
+        "--gpus 32 --seq-len 8192 --global-batch 128 --tp 4 --pp 2"
+    ),
+    ("megatron_gpt.sh",): (
+        "full_recompute --model megatron_gpt-model.yaml --cluster CLUSTER "
+        "--system megatron_gpt-stack.yaml --gpus 16 --seq-len 2048 --global-batch 512 --tp 2 "
+        "--micro-batch 4 --zero 0 --no-sp --precision fp16 --set method=block --set num_layers=8"
+    ),
+    ("megatron_experts.sh",): (
+        "selective_recompute --model megatron_experts-model.yaml --cluster CLUSTER "
+        "--system megatron_experts-stack.yaml --gpus 32 --seq-len 4096 --global-batch 128 --tp 2 "
+        "--pp 4 --vpp 4 --ep 4 --etp 1 --ep-overlap on --set modules=[layernorm,moe_act]"
+    ),
+    ("zero2.json", "trl_sft.yaml"): None,  # two values of the micro-batch
+    ("trl_sft.yaml", "accelerate_zero3.yaml"): None,  # two values of the accumulation
+    ("zero3_offload.json", "axolotl_full.yaml"): None,  # two values of the micro-batch
+    ("titan_8b.toml",): (
+        "selective(op) --model llama-3.1-8b --cluster CLUSTER --system torchtitan-compiled "
+        "--gpus 8 --seq-len 8192 --global-batch 8 --zero 3"
+    ),
+    ("titan_70b.toml",): (
+        "full_recompute --model llama-3.1-70b --cluster CLUSTER --system torchtitan --gpus 256 "
+        "--seq-len 8192 --global-batch 64 --tp 8 --pp 4 --vpp 2 --zero 3"
+    ),
+    ("axolotl_full.yaml",): (
+        "full_recompute --model mistral-7b --cluster CLUSTER --system torchtitan --gpus GPUS "
+        "--seq-len 4096 --global-batch GLOBAL_BATCH --micro-batch 2 --zero 3 --attention fa2"
+    ),
+    ("accelerate_zero3.yaml",): (
+        "keep_all --model MODEL --cluster CLUSTER --system huggingface-deepspeed --gpus 16 "
+        "--seq-len SEQ_LEN --global-batch GLOBAL_BATCH --zero 3"
+    ),
+    ("zero2.json",): (
+        "keep_all --model MODEL --cluster CLUSTER --system zero2-stack.yaml --gpus GPUS "
+        "--seq-len SEQ_LEN --global-batch 128 --micro-batch 2 --zero 2 --precision fp16"
+    ),
+}
+
+
+@pytest.mark.parametrize("files", EXPECTED, ids="+".join)
+def test_a_file_gives_the_equal_command(files: tuple[str, ...]) -> None:
+    expected = EXPECTED[files]
+    if expected is None:
+        with pytest.raises(ConfigError, match="but"):
+            job(*files)
+    else:
+        assert " ".join(job(*files)[0].words) == expected
+
+
+def test_an_accelerate_file_adds_gpus_and_states_to_a_trainer(tmp_path: Path) -> None:
+    text = (JOBS / "trl_sft.yaml").read_text().replace("steps: 8", "steps: 2")
+    (tmp_path / "sft.yaml").write_text(text)
+    reading = read_files([tmp_path / "sft.yaml", JOBS / "accelerate_zero3.yaml"])
+    words = file_job(reading, {}, "", "sft").words
+    assert words[words.index("--global-batch") + 1] == str(16 * 2)
+    assert words[words.index("--zero") + 1] == "3"
+
+
+@pytest.mark.parametrize(
+    ("text", "note"),
+    [
+        ("packing: true", "packing: attention stays inside documents: --document-len"),
+        ("packing_strategy: wrapped\npacking: true", "packing: attention crosses documents"),
+    ],
+)
+def test_packed_documents_have_a_length_that_no_file_gives(
+    tmp_path: Path, text: str, note: str
+) -> None:
+    trl = (JOBS / "trl_sft.yaml").read_text().replace("packing: true", text)
+    (tmp_path / "sft.yaml").write_text(trl)
+    reading = read_files([tmp_path / "sft.yaml"])
+    assert any(line.startswith(note) for line in reading.notes)
+    assert "--document-len" not in file_job(reading, {}, "", "sft").words
+    words = file_job(reading, {"document_len": 600}, "", "sft").words
+    assert words[words.index("--document-len") + 1] == "600"
+
+
+@pytest.mark.parametrize(
+    ("file", "unknown"),
+    [("megatron_llama.sh", "--surprising-option"), ("zero3_offload.json", "mystery")],
+)
+def test_an_unknown_key_is_named(file: str, unknown: str) -> None:
+    reading = job(file)[1]
+    assert reading.unknown == [unknown]
+    assert unknown not in reading.ignored
+
+
+@pytest.mark.parametrize(
+    ("file", "refusal"),
+    [
+        ("factory_lora.yaml", "finetuning_type: lora"),
+        ("titan_70b.toml", "float8"),
+        ("zero1_nvme.json", "nvme"),
+    ],
+)
+def test_a_request_that_is_not_modelled_is_named(file: str, refusal: str) -> None:
+    assert any(refusal in line for line in job(file)[1].refused)
+
+
+def test_the_modules_that_are_read_are_those_that_a_plan_recomputes() -> None:
+    assert set(RECOMPUTE_MODULES) == set(MODULES)
+
+
+def test_experts_are_read_from_a_launch_line(tmp_path: Path) -> None:
+    made, _ = job("megatron_experts.sh")
+    for name, text in made.files.items():
+        (tmp_path / name).write_text(text)
+    experts = load_model(tmp_path / "megatron_experts-model.yaml").experts
+    assert experts == Experts(
+        count=8, active=2, ffn=14336, shared_ffn=2048, dense_layers=(0,), aux_loss=0.01
+    )
+    stack = load_system(tmp_path / "megatron_experts-stack.yaml")
+    assert stack.dispatcher == "deepep"
+    assert "ep_overlap" in stack.features
+
+
+def test_a_capacity_of_experts_is_read(tmp_path: Path) -> None:
+    text = (JOBS / "megatron_experts.sh").read_text()
+    file = tmp_path / "capacity.sh"
+    more = "--moe-expert-capacity-factor 1.25 --moe-pad-expert-input-to-capacity"
+    file.write_text(text.replace("--moe-grouped-gemm", more))
+    options = file_job(read_files([file]), {}, "", "capacity").options
+    assert (options["capacity_factor"], options["expert_padding"]) == ("1.25", "capacity")
+    file.write_text(text.replace("--moe-grouped-gemm", "--moe-expert-capacity-factor -1"))
+    assert "capacity_factor" not in file_job(read_files([file]), {}, "", "capacity").options
+    file.write_text(text.replace("--moe-grouped-gemm", "--moe-expert-capacity-factor much"))
+    with pytest.raises(ConfigError, match="'much' is not a number"):
+        read_files([file])
+
+
+@pytest.mark.parametrize(
+    "option", ["recompute-num-layers", "rotary-percent", "hidden-dropout", "moe-aux-loss-coeff"]
+)
+def test_a_wrong_number_is_refused_with_its_option(tmp_path: Path, option: str) -> None:
+    text = (JOBS / "megatron_experts.sh").read_text()
+    file = tmp_path / "wrong.sh"
+    text = text.replace("--recompute-granularity selective", "--recompute-granularity full")
+    file.write_text(text.replace("--moe-grouped-gemm", f"--{option} much"))
+    with pytest.raises(ConfigError, match=rf"{option}.*'much' is not"):
+        read_files([file])
+
+
+def test_a_wrong_share_of_states_on_the_host_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "ds.json"
+    section = {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": "much"}}
+    file.write_text(json.dumps({"zero_optimization": section}))
+    with pytest.raises(ConfigError, match=r"ratio.*'much' is not a number"):
+        read_files([file])
+
+
+@pytest.mark.parametrize(
+    ("frequency", "dense"),
+    [("1", ()), ("2", (1, 3)), ("'([0]*1+[1]*3)'", (0,)), ("[0,1,0,1]", (0, 2))],
+)
+def test_layers_with_experts_are_a_number_or_a_list(
+    tmp_path: Path, frequency: str, dense: tuple[int, ...]
+) -> None:
+    file = tmp_path / "run.sh"
+    shape = "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64"
+    file.write_text(f"pretrain_gpt.py {shape} --num-experts 4 --moe-layer-freq {frequency}")
+    experts = read_files([file]).model["experts"]
+    assert tuple(experts.get("dense_layers", ())) == dense
+    for wrong in ("often", "[1]*5"):
+        file.write_text(f"pretrain_gpt.py {shape} --num-experts 4 --moe-layer-freq {wrong}")
+        with pytest.raises(ConfigError, match="--moe-layer-freq"):
+            read_files([file])
+
+
+def test_a_file_that_another_file_names_is_read_from_its_folder() -> None:
+    made, reading = job("factory_lora.yaml")
+    assert made.options["zero_stage"] == "3"
+    assert made.options["optimizer"] == "host"
+    assert "mystery" in reading.unknown
+
+
+def test_files_for_model_and_stack_load(tmp_path: Path) -> None:
+    made, _ = job("megatron_gpt.sh")
+    for name, text in made.files.items():
+        (tmp_path / name).write_text(text)
+    model = load_model(tmp_path / "megatron_gpt-model.yaml")
+    assert (model.ffn, model.qkv_bias, model.position) == (8192, True, "learned")
+    stack = load_system(tmp_path / "megatron_gpt-stack.yaml")
+    assert (stack.reduce_overlap, stack.gather_overlap) == (False, False)
+
+
+@pytest.mark.parametrize("file", sorted(JOBS.iterdir()), ids=lambda path: path.name)
+def test_every_other_door_points_to_read(file: Path) -> None:
+    for load in (load_model, load_cluster, load_system):
+        with pytest.raises(ConfigError, match=r"rematbench read|unknown"):
+            load(file)
+
+
+def test_every_sign_identifies_its_package() -> None:
+    for package, signs in SIGNS:
+        for sign in signs:
+            assert package_of(dict.fromkeys(sign)) == package
+
+
+def test_a_gpt_neox_file_is_refused_by_name(tmp_path: Path) -> None:
+    path = tmp_path / "neox.yml"
+    path.write_text('{"pipe_parallel_size": 4, "num_layers": 44}')
+    with pytest.raises(ConfigError, match="GPT-NeoX"):
+        read_files([path])
+
+
+@pytest.mark.parametrize("text", ["{}", "[1, 2]", "hello"])
+def test_other_files_are_refused_in_one_line(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "job.json"
+    path.write_text(text)
+    with pytest.raises(ConfigError):
+        read_files([path])
+
+
+def test_the_command_runs_what_it_prints(tmp_path: Path) -> None:
+    words = [sys.executable, "-m", "rematbench", "read", str(JOBS / "megatron_llama.sh")]
+    words += ["--cluster", "h100-80gb", "-o", str(tmp_path), "--run"]
+    done = subprocess.run(words, capture_output=True, text=True, check=True)
+    first, *rest = done.stdout.splitlines()
+    assert first.startswith("rematbench simulate selective_recompute --model llama-3.1-8b")
+    assert any(line.startswith("FITS") for line in rest)
+
+
+def test_what_is_refused_is_not_run(tmp_path: Path) -> None:
+    file = tmp_path / "ds.json"
+    file.write_text(
+        json.dumps({"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}})
+    )
+    words = [sys.executable, "-m", "rematbench", "read", str(file), "--run"]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr.startswith("rematbench read: not run: zero_optimization.offload_param")
+
+
+@pytest.mark.parametrize(
+    ("zero", "facts"),
+    [
+        ({"stage3_prefetch_bucket_size": 1e7}, {"prefetch_elements": 10_000_000}),
+        ({"stage3_prefetch_bucket_size": 0}, {"gather_overlap": False}),
+        ({"stage3_max_live_parameters": 3e9}, {"live_elements": 3_000_000_000}),
+        ({"sub_group_size": 1e8}, {"sub_group_parameters": 100_000_000}),
+        ({"contiguous_gradients": False}, {"whole_buckets": False}),
+        ({"contiguous_gradients": True, "sub_group_size": "auto"}, {}),
+    ],
+)
+def test_limits_of_zero_3_are_facts_of_the_stack(
+    tmp_path: Path, zero: dict[str, object], facts: dict[str, object]
+) -> None:
+    path = tmp_path / "zero3.json"
+    path.write_text(json.dumps({"zero_optimization": {"stage": 3, **zero}}))
+    reading = read_files([path])
+    base = load_system(reading.system)
+    assert {k: v for k, v in reading.facts.items() if getattr(base, k) != v} == facts
+
+
+@pytest.mark.parametrize(
+    ("text", "degree"),
+    [
+        (
+            "[parallelism]\ndata_parallel_replicate_degree = 4\ndata_parallel_shard_degree = 8\n",
+            "8",
+        ),
+        ("[parallelism]\ndata_parallel_shard_degree = 8\n", None),
+        (
+            "[parallelism]\ndata_parallel_replicate_degree = 4\ndata_parallel_shard_degree = 8\n"
+            "tensor_parallel_degree = 2\ncontext_parallel_degree = 2\n",
+            "16",
+        ),
+    ],
+)
+def test_replicas_of_shards_are_a_sharding_degree(
+    tmp_path: Path, text: str, degree: str | None
+) -> None:
+    path = tmp_path / "titan.toml"
+    path.write_text(text + '[model]\nname = "llama3"\nflavor = "8B"\n[training]\nseq_len = 8192\n')
+    reading = read_files([path])
+    made = file_job(reading, {}, "", "titan")
+    assert made.options.get("shard_degree") == degree
