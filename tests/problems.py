@@ -4,14 +4,16 @@ import dataclasses
 from functools import cache
 from typing import Any
 
+import pytest
 from msgspec.structs import replace
 
 from rematbench.engine.program.action import Action, Kind
 from rematbench.evaluate import method_contract, problems
 from rematbench.evaluate.evaluation import evaluate
+from rematbench.inputs import stackfacts
 from rematbench.inputs.constants import Calibration, load_calibration
 from rematbench.inputs.layout import Layout
-from rematbench.inputs.load import load_cluster, load_system
+from rematbench.inputs.load import load_cluster, load_system, names
 from rematbench.inputs.paths import data_dir
 from rematbench.inputs.problemspec import ProblemSpec
 from rematbench.plan import (
@@ -99,6 +101,18 @@ def problem(
         calibration(),
         attention,
     )
+
+
+def stacks(*facts: str) -> list[Any]:
+    """The shipped stacks as parameters: one for each set of values of the facts that a test reads;
+    the others are marked full."""
+    found, seen = [], set()
+    for name in names("system"):
+        known = stackfacts.defaults(name) | stackfacts.facts(name)
+        values = repr([known[fact].value for fact in facts])
+        found.append(pytest.param(name, marks=[pytest.mark.full] if values in seen else []))
+        seen.add(values)
+    return found
 
 
 def remade(given: Problem, **parts: Any) -> Problem:
