@@ -1,6 +1,7 @@
 """Tiny problems and named plans that the engine's tests share: kilobytes per tensor, 1-4 layers."""
 
 import dataclasses
+from collections.abc import Callable, Iterable
 from functools import cache
 from typing import Any
 
@@ -103,16 +104,24 @@ def problem(
     )
 
 
-def stacks(*facts: str) -> list[Any]:
-    """The shipped stacks as parameters: one for each set of values of the facts that a test reads;
-    the others are marked full."""
+def once(cases: Iterable[tuple[Any, ...]], facts: Callable[..., object]) -> list[Any]:
+    """Cases as parameters; of those with equal facts all but the first are marked full."""
     found, seen = [], set()
-    for name in names("system"):
-        known = stackfacts.defaults(name) | stackfacts.facts(name)
-        values = repr([known[fact].value for fact in facts])
-        found.append(pytest.param(name, marks=[pytest.mark.full] if values in seen else []))
-        seen.add(values)
+    for case in cases:
+        known = repr(facts(*case))
+        found.append(pytest.param(*case, marks=[pytest.mark.full] if known in seen else []))
+        seen.add(known)
     return found
+
+
+def stacks(*facts: str) -> list[Any]:
+    """The shipped stacks, once for each set of values of the facts that a test reads."""
+
+    def values(name: str) -> list[Any]:
+        known = stackfacts.defaults(name) | stackfacts.facts(name)
+        return [known[fact].value for fact in facts]
+
+    return once(((name,) for name in names("system")), values)
 
 
 def remade(given: Problem, **parts: Any) -> Problem:
