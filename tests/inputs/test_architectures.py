@@ -113,7 +113,7 @@ def switched() -> list[Any]:
 @pytest.mark.parametrize(
     ("name", "keys"),
     switched(),
-    ids=lambda value: value if value is str(value) else "-".join(value),
+    ids=str,
 )
 def test_each_switch_changes_the_parameters_as_in_the_class(
     tmp_path: Path, name: str, keys: dict[str, Any]
