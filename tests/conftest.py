@@ -5,6 +5,8 @@ tests marked full draws a quarter of them.  Golden files are rewritten by
 import gc
 import os
 from collections.abc import Iterator
+from itertools import chain
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
@@ -37,19 +39,26 @@ def short(request: pytest.FixtureRequest) -> bool:
     return is_short(request.config)
 
 
-SLOW_FIRST = ("workflow", "slurm", "baselines", "torch", "property", "published")
-"""Folders of tests/ whose modules take long: with two workers the short ones fill the gaps."""
+SHARING = ("workflow", "slurm", "baselines", "torch", "worlds", "measure", "paper")
+"""Folders of tests/ whose modules share a process or a long set-up, the longest first."""
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Long modules first: the last one to start decides when the run ends."""
+    """Modules that share a set-up come first in each half of the tests.  Two workers begin with a
+    half each, and a worker without a test takes single ones from the end of the other's list."""
+    modules: dict[Path, list[pytest.Item]] = {}
+    for item in items:
+        modules.setdefault(item.path, []).append(item)
 
-    def place(item: pytest.Item) -> int:
-        folder = item.path.parent.name
-        return SLOW_FIRST.index(folder) if folder in SLOW_FIRST else len(SLOW_FIRST)
+    def place(path: Path) -> int:
+        folder = path.parent.name
+        return SHARING.index(folder) if folder in SHARING else len(SHARING)
 
-    items.sort(key=place)
+    halves: tuple[list[pytest.Item], list[pytest.Item]] = ([], [])
+    for path in sorted(modules, key=place):
+        min(halves, key=len).extend(modules[path])
+    items[:] = chain(*sorted(halves, key=len, reverse=True))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
