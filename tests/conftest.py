@@ -5,6 +5,7 @@ tests marked full draws a quarter of them.  Golden files are rewritten by
 import gc
 import os
 from collections.abc import Iterator
+from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
 
@@ -18,6 +19,14 @@ tests run in theirs; oneDNN reads it once, at its first product."""
 os.environ["OMP_NUM_THREADS"] = "1"
 """As in the runtime's own processes: threads that wait for each other cost these tiny tensors three
 to five times the CPU seconds, and torch reads it as it is loaded."""
+
+collect_ignore_glob = [] if find_spec("torch") else ["worlds/torch/test_*.py"]
+
+
+def pytest_report_header() -> list[str]:
+    """What is left out, and why."""
+    return [f"{files}: left out, torch is not installed" for files in collect_ignore_glob]
+
 
 for name, examples in (("short", 25), ("all", 100)):
     settings.register_profile(name, max_examples=examples, deadline=None, derandomize=True)

@@ -7,8 +7,6 @@ forgotten.  A reason is held to its word too: what is said to change nothing mus
 
 import pytest
 
-pytest.importorskip("torch", reason="the executed world needs torch")
-
 from rematbench.evaluate.proof import CheckError, check
 from rematbench.worlds.records.refusals import refusals
 from tests.worlds.torch import edges

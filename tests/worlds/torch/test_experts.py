@@ -6,9 +6,6 @@ from functools import cache
 from typing import Any
 
 import pytest
-
-pytest.importorskip("torch", reason="the executed world needs torch")
-
 import torch
 from msgspec import structs
 

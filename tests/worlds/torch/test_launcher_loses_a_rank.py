@@ -8,8 +8,6 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("torch", reason="the executed world needs torch")
-
 from rematbench.cli.app import main
 from rematbench.host import ranks as host_ranks
 from rematbench.host.ranks import RankError

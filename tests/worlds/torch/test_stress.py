@@ -10,8 +10,6 @@ from functools import cache, partial
 
 import pytest
 
-pytest.importorskip("torch", reason="the executed world needs torch")
-
 from rematbench.engine.lowering.lower import lower
 from rematbench.engine.program.action import Action, Kind
 from rematbench.worlds.torch.case import Case, NotFinite, Result
