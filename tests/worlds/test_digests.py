@@ -30,7 +30,7 @@ CHANGED = {
 
 
 def forget() -> None:
-    for cached in (digests.closure, digests._imports):
+    for cached in (digests.closure, digests._file, digests._imports):
         cached.cache_clear()
 
 
