@@ -22,8 +22,8 @@ from msgspec import Struct
 from rematbench.evidence.published.derived import all_cells
 from rematbench.evidence.published.derived import bundles as sheet_bundles
 from rematbench.evidence.published.sheets import read_sheet
-from rematbench.host.table import SUFFIXES
 from rematbench.inputs.configfile import ConfigError, convert
+from rematbench.paper.sheet.table import SUFFIXES
 from rematbench.plugins.discover import discover
 from rematbench.worlds.records.suite import bundles, load_matrix, load_suite
 
