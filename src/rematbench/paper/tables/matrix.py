@@ -9,6 +9,7 @@ from rematbench.evidence.published.sheets import number, read_sheet
 from rematbench.host.table import GIB
 from rematbench.inputs.load import load_system
 from rematbench.paper.matrix.best import ANY, BEST, CELL, SAME
+from rematbench.paper.matrix.spec import MatrixSpec, load_matrix
 from rematbench.paper.matrix.sweep import LAYOUT, NOT_RUN
 from rematbench.paper.matrix.verdicts import Line, by_cell, judged, speed, summary
 from rematbench.paper.sheet.table import (
@@ -21,8 +22,6 @@ from rematbench.paper.sheet.table import (
     signed_percent,
     whole,
 )
-from rematbench.worlds.records.matrix_spec import MatrixSpec
-from rematbench.worlds.records.suite import load_matrix
 
 INPUTS = {"suite": "config/paper.yaml", "results": "results/paper/matrix/{part}.csv"}
 READS = ("config/left_out.csv",)  # from which bands are learnt

@@ -3,12 +3,11 @@
 from pathlib import Path
 
 from rematbench.evaluate.problems import make_problem
+from rematbench.paper.matrix.spec import MatrixSpec, load_matrix
 from rematbench.paper.sheet.table import Column, Table, columns, percent, whole
 from rematbench.problem import Problem
 from rematbench.solve.layer_costs import backward_s, forward_s
 from rematbench.solve.pareto import Point, front, point
-from rematbench.worlds.records.matrix_spec import MatrixSpec
-from rematbench.worlds.records.suite import load_matrix
 
 INPUTS = {"suite": "config/paper.yaml"}
 
