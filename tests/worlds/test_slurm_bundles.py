@@ -22,14 +22,6 @@ def test_a_new_method_moves_no_cell_of_another(tmp_path: Path) -> None:
     assert {name: more[name] for name in few} == few
 
 
-def test_keys_follow_the_request_and_the_steps(tmp_path: Path) -> None:
-    keys = [
-        made.key(made.cells[0])
-        for made in (campaign(tmp_path), campaign(tmp_path), campaign(tmp_path, steps=4))
-    ]
-    assert keys[0] == keys[1] != keys[2]
-
-
 def test_an_edited_method_changes_the_keys_of_its_own_cells(tmp_path: Path) -> None:
     folder = tmp_path / "methods"
     folder.mkdir()
@@ -75,14 +67,6 @@ def test_resources_of_one_and_of_several_nodes(tmp_path: Path) -> None:
     (both, *_) = (resources(two.center, bundle) for bundle in two.bundles.values())
     assert (both["nodes"], both["tasks"], both["mpi"]) == (2, 2, "srun")
     assert both["tasks_per_gpu"] == 0, "or the executor passes --ntasks-per-gpu beside --ntasks"
-
-
-def test_the_command_of_a_cell_is_what_a_person_types(tmp_path: Path) -> None:
-    made = campaign(tmp_path)
-    words = made.words(made.cells[0])
-    assert words[:2] == ["execute", "keep_all"]
-    assert words[words.index("--seq-len") + 1] == "64"
-    assert "--no-sp" not in words
 
 
 def test_several_nodes_start_by_srun_in_node_order() -> None:
