@@ -127,8 +127,7 @@ def run_bundle(
     """Run one bundle on every problem and write each record under `folder`; ConfigError for an
     unknown bundle.
 
-    With a `store`, a run that the same code has finished is read from the store, and two processes
-    never run the same cell at the same time.
+    With a `store`, a run that the same code has finished is read from the store.
     """
     known = bundles(suite, registry)
     if method not in known:
@@ -157,9 +156,8 @@ def _from_store(
     origins = [registry.methods[part.name].origin for part in method.methods]
     code = [code_digest("simulated"), method_digest(origins)]
     key = f"{name}.{variant.method}.{content_hash([run_spec(problem, method), code])}"
-    lease = store.claim(key)
-    if lease is not None:
-        store.commit(lease, encode_record(run_variant(problem, variant, registry)))
+    if store.read(key) is None:
+        store.write(key, encode_record(run_variant(problem, variant, registry)))
     return read_record(store.path(key))
 
 
