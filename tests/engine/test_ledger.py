@@ -114,7 +114,7 @@ def test_keep_all_peak(pp: int, vpp: int, m: int, system: str) -> None:
     layer = given.layer(0)
     boundary = layer.activations["layer_input"].nbytes
     ffn = layer.activations["fc2_in"].nbytes
-    sending = boundary if given.system.p2p_overlap != "none" else 0
+    sending = boundary if given.system.parallel.p2p_overlap != "none" else 0
     ledgers = issue_order(lower(given.base_plan, given))
     for rank in range(1, pp - 1):
         in_flight = (vpp - 1) * pp + 2 * (pp - rank - 1) + 1 if vpp > 1 else pp - rank

@@ -170,7 +170,7 @@ def _all() -> Table:
     )
     for name, version, base, changed in listed():
         differences = ", ".join(f"{key} {fact.value}" for key, fact in changed.items())
-        cells = (name, version, base or "-", load_system(name).attention, differences)
+        cells = (name, version, base or "-", load_system(name).kernels.attention, differences)
         table.add_row(*(plain(cell) for cell in cells))
     return table
 

@@ -15,6 +15,7 @@ from rematbench.inputs.layout import Layout
 from rematbench.inputs.load import load_cluster, load_model, load_system
 from rematbench.inputs.paths import data_dir
 from rematbench.inputs.problemspec import ProblemSpec
+from rematbench.inputs.system import with_facts
 from rematbench.problem import Problem
 
 NODES = {
@@ -74,7 +75,7 @@ def row_problem(row: Cell) -> Problem:
         vocab=whole(row, "vocab"),
         tied_embeddings=False,
     )
-    system = replace(  # Megatron's layers, whose linears are fused
+    system = with_facts(  # Megatron's layers, whose linears are fused
         load_system("deepspeed"),
         fused_linears=True,
         model_parallel=("tp",),

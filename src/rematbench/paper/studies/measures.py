@@ -56,7 +56,7 @@ def part_peak_bytes(problem: Problem, plan: Plan) -> Values:
     their inputs, their weights and the weights' gradients, but not other operators."""
     head = [op for op in problem.head.ops if op.name in HEAD_OPS]
     mlp = [op for op in problem.layer_kinds[0].ops if op.name in MLP_OPS]
-    per_parameter = problem.system.param_bytes + problem.system.grad_bytes
+    per_parameter = problem.system.states.param_bytes + problem.system.states.grad_bytes
     head_input = problem.head.activations["final_norm_out"].nbytes
     mlp_input = problem.layer_kinds[0].activations["mlp_norm_out"].nbytes
     return {

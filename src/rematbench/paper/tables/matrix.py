@@ -50,12 +50,13 @@ def matrix_tables(lines: Sequence[Line], spec: MatrixSpec) -> list[Table]:
 def equal_terms(spec: MatrixSpec) -> str:
     """The settings that are equal for all arms."""
     system = load_system(spec.system)
+    states = system.states
     gpus = ", ".join(f"{work.model} {work.gpus}" for work in spec.works)
-    where = "host" if system.optimizer_on_host else "device"
+    where = "host" if system.host.optimizer_on_host else "device"
     return (
         f"Equal for all arms: stack {spec.system} (simulated), {spec.tokens_per_step:,} tokens "
-        f"per step, {spec.precision}, bytes per parameter {system.param_bytes} + "
-        f"{system.grad_bytes} gradient + {system.optimizer_bytes} optimizer on the {where}, "
+        f"per step, {spec.precision}, bytes per parameter {states.param_bytes} + "
+        f"{states.grad_bytes} gradient + {states.optimizer_bytes} optimizer on the {where}, "
         f"ZeRO {spec.zero_stage}, micro-batch {spec.micro_batch}, {spec.attention} attention; "
         f"GPUs: {gpus}."
     )
