@@ -51,7 +51,7 @@ def drawn(seed: int) -> SearchRequest:
     draw = Random(seed)
     model, system = load_model(draw.choice(MODELS)), draw.choice(SYSTEMS)
     pp, tp = draw.choice((1, 2, 4, 4, 4)), draw.choice((1, 2))
-    cp = draw.choice((1, 1, 2)) if load_system(system).cp_kind != "none" else 1
+    cp = draw.choice((1, 1, 2)) if load_system(system).parallel.cp_kind != "none" else 1
     layers = draw.choice((3, 4, 6)) if pp == 1 else pp * draw.choice((1, 2, 3, 4))
     windows = model.attention_window[:layers]
     spec = ProblemSpec(

@@ -6,8 +6,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from rematbench.host.table import Table
 from rematbench.inputs.configfile import ConfigError, read_mapping
+from rematbench.paper.sheet.table import Table
 from rematbench.paper.tables import layer_grain, systems
 from tests.problems import all_methods
 from tests.workflow.checkout import ROOT

@@ -16,8 +16,7 @@ from rematbench.evidence.published.sheets import read_sheet
 from rematbench.host.table import write_sheet
 from rematbench.paper.html import page_html
 from rematbench.paper.page import Page, gather, load_report
-from rematbench.worlds.slurm.campaign import Campaign, load_campaign_suite
-from rematbench.worlds.slurm.submissions import gpu_hours
+from rematbench.worlds.slurm.campaign import Campaign, gpu_hours, load_campaign_suite
 from tests.problems import all_methods
 from tests.workflow.checkout import ROOT
 
