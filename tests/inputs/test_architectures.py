@@ -110,11 +110,7 @@ def switched() -> list[Any]:
     return once(found, facts)
 
 
-@pytest.mark.parametrize(
-    ("name", "keys"),
-    switched(),
-    ids=str,
-)
+@pytest.mark.parametrize(("name", "keys"), switched(), ids=str)
 def test_each_switch_changes_the_parameters_as_in_the_class(
     tmp_path: Path, name: str, keys: dict[str, Any]
 ) -> None:

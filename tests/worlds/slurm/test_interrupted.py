@@ -50,8 +50,7 @@ def test_a_job_that_outlives_snakemake_may_run_beside_the_next(cluster: Cluster)
 
 
 @pytest.mark.parametrize(
-    "kills",
-    [pytest.param(3, marks=pytest.mark.full), pytest.param(20, marks=pytest.mark.soak)],
+    "kills", [pytest.param(3, marks=pytest.mark.full), pytest.param(20, marks=pytest.mark.soak)]
 )
 def test_kills_each_followed_by_one_command(cluster: Cluster, kills: int) -> None:
     """At moments spread over the time that the first, undisturbed run took."""

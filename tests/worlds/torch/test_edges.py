@@ -169,7 +169,7 @@ NOT_EXECUTED = {
 OUTSIDE_CHECK = {
     "step_blocks.optimizer_block: w.wait on compute": (
         "updated weights are on the host before the next step, which `check` does not see"
-    ),
+    )
 }
 """Edges that are not executed and that `check` does not find missing."""
 

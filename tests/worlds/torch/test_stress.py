@@ -118,8 +118,7 @@ def test_a_removed_wait_is_found(name: str) -> None:
 
 @pytest.mark.soak
 @pytest.mark.parametrize(
-    "layout",
-    ["one", "tp2", "pp2", "cp2", "ulysses2", "dp2", "dp2-zero3", "tp2-pp2", "pp4-vpp2"],
+    "layout", ["one", "tp2", "pp2", "cp2", "ulysses2", "dp2", "dp2-zero3", "tp2-pp2", "pp4-vpp2"]
 )
 def test_a_hundred_repetitions_find_no_race(layout: str) -> None:
     every = [delayed(cases.case(layout, PLANS[seed % 4]), seed) for seed in range(100)]
