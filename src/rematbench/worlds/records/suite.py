@@ -25,7 +25,6 @@ from rematbench.plugins.discover import discover
 from rematbench.plugins.registry import Composition, Registry, Value
 from rematbench.problem import Problem
 from rematbench.worlds.records.digests import code_digest, method_digest
-from rematbench.worlds.records.matrix_spec import MatrixSpec
 from rematbench.worlds.records.record import (
     Record,
     content_hash,
@@ -81,11 +80,12 @@ class Variant(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 class Suite(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Problems and variants.  Every discovered method and every variant runs on every problem.
-    `matrix`: the table of models x lengths x clusters, if the suite declares it."""
+    `matrix`: the paper's table of models x lengths x clusters, if the suite declares it
+    (paper/matrix/spec.py reads it)."""
 
     problems: tuple[NamedProblem, ...]
     variants: tuple[Variant, ...] = ()
-    matrix: MatrixSpec | None = None
+    matrix: dict[str, Any] | None = None
 
 
 def check_names(names: Sequence[str], variants: Sequence[Variant], label: str) -> None:
@@ -103,21 +103,11 @@ def load_suite(path: Path) -> Suite:
     return read_suite(path, Suite)
 
 
-def load_matrix(path: Path) -> MatrixSpec:
-    """The matrix of a suite file; ConfigError if the suite declares none."""
-    spec = load_suite(path).matrix
-    if spec is None:
-        raise ConfigError(str(path), "matrix", "this suite does not declare it")
-    return spec
-
-
 def read_suite(path: Path, kind: type[AnySuite]) -> AnySuite:
     """Like `load_suite`, for a kind of suite with additional keys."""
     label = str(path)
     suite = convert(read_mapping(path, label), kind, label)
     check_names([problem.name for problem in suite.problems], suite.variants, label)
-    for problem in suite.matrix.problems() if suite.matrix else ():
-        raise ConfigError(label, "matrix", problem)
     return suite
 
 
