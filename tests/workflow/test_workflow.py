@@ -151,7 +151,7 @@ def test_the_commands_of_the_guides_run(tmp_path: Path) -> None:
 
 def test_the_guides_only_use_targets_of_bench_and_snakemake() -> None:
     targets = set(re.findall(r"\./bench ([\w-]+)(?: (\w+))?", TEXT))
-    known = {"setup", "run", "test", "reproduce", "measure", "stand-in"}
+    known = {"setup", "run", "test", "reproduce", "measure"}
     assert {target for target, _ in targets} == known
     files = [ROOT / "Snakefile", *(ROOT / "workflows").glob("*.smk")]
     text = "\n".join(path.read_text() for path in files)
