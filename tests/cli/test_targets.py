@@ -14,7 +14,7 @@ from rematbench.evaluate import result as suite
 from rematbench.evaluate.proof import CheckError
 from rematbench.host.console import CommandError
 from rematbench.inputs.paths import data_dir
-from rematbench.worlds import executed, traced, trained
+from rematbench.worlds import executed, traced
 from tests.typed import typed
 
 CONFIG = data_dir("config")
@@ -60,7 +60,6 @@ def taken(tmp_path: Path) -> Path:
     [
         ("measure", "executed"),
         ("measure", "traced"),
-        ("measure", "convergence"),
     ],
 )
 def test_nothing_is_run_for_what_cannot_be_kept(
@@ -71,7 +70,7 @@ def test_nothing_is_run_for_what_cannot_be_kept(
 
     monkeypatch.setattr(measure, "need_torch", lambda: None)
     monkeypatch.setattr(measure, "cells", lambda *_: [_Planned()])
-    for world, run in ((executed, "run_cells"), (traced, "run"), (trained, "run")):
+    for world, run in ((executed, "run_cells"), (traced, "run")):
         monkeypatch.setattr(world, run, never)
     code, line = said(*words, "-o", str(taken))
     assert code == 2
