@@ -8,7 +8,7 @@ import pytest
 
 from rematbench.host.table import Table
 from rematbench.inputs.configfile import ConfigError, read_mapping
-from rematbench.paper.tables import layer_grain, systems
+from rematbench.paper.tables import systems
 from tests.problems import all_methods
 from tests.workflow.checkout import ROOT
 
@@ -79,12 +79,3 @@ def test_the_page_opens_with_the_table(update_golden: bool) -> None:
     if update_golden:
         PAGE.write_text(BLOCK.sub(lambda _: table, text), encoding="utf-8")
     assert BLOCK.findall(PAGE.read_text(encoding="utf-8")) == [table]
-
-
-def test_layer_grain_sets_karma_beside_memo() -> None:
-    """At memo's peak or above it, with what whole layers leave."""
-    rows = [row for row in layer_grain.build(ROOT / "config" / "traced.yaml").rows]
-    assert [row["method"] for row in rows] == ["memo", "karma"] * 7
-    for memo, karma in zip(rows[::2], rows[1::2], strict=True):
-        assert karma["more"] == karma["peak_device_bytes"] / memo["peak_device_bytes"] - 1
-        assert int(karma["swapped"].split()[0]) > 0 or karma["host_bytes"] == 0
