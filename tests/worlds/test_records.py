@@ -111,9 +111,13 @@ def test_the_table_is_made_without_torch(tmp_path: Path) -> None:
     said = tmp_path / "said.txt"
     said.write_text("one cell: every number equal\n")
     executed, traced = (sorted((MEASURED / name).glob("*.json")) for name in ("executed", "traced"))
-    table = worlds.build(executed, traced, said)
+    table, lossless = worlds.build(executed, traced, said)
     assert table.note.endswith("Run again for this table: one cell: every number equal.")
     assert "| keep_all" in table.markdown()
+    rows = {row["precision"]: row for row in lossless.rows}
+    assert 0.0 < rows["float64"]["gradient_error"] < 1e-10
+    assert rows["bf16"]["cells"] > rows["bf16"]["bitwise"] > 0
+    assert all(0.0 < rows["bf16"][f"{world}_error"] < 0.02 for world in ("traced", "executed"))
 
 
 @pytest.mark.parametrize("problem", ["tp2-small", "tp2-pp2-small"])
