@@ -6,7 +6,7 @@ import pytest
 
 from rematbench.inputs.configfile import ConfigError
 from rematbench.paper.catalog import table_files
-from rematbench.paper.documents import MARKED, PLACES, TEXTS, with_numbers, write_documents
+from rematbench.paper.made.documents import MARKED, PLACES, TEXTS, with_numbers, write_documents
 from tests.workflow.checkout import ROOT
 
 EXPECTED = ROOT / "results" / "expected"
@@ -15,7 +15,7 @@ DOCUMENTS = sorted(path for place in PLACES for path in ROOT.glob(place))
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.stem)
 def test_a_document_has_the_texts_of_the_committed_tables(path: Path) -> None:
-    """`rematbench make documents` writes them."""
+    """`rematbench make results/paper/documents.txt` writes them."""
     text = path.read_text(encoding="utf-8")
     assert text.count("<!-- from: ") == text.count("<!-- end -->") == len(MARKED.findall(text))
     assert with_numbers(text, EXPECTED, path.name) == text

@@ -98,28 +98,27 @@ def interpreters() -> list[str]:
     return list(found.values())
 
 
+MATRIX = """
+import sys
+from pathlib import Path
+from rematbench.paper.made.matrix import build
+suite, cells = Path("config/paper.yaml"), Path("results/searched/cells.csv")
+build(Path(sys.argv[1]), {"model": "llama3-8b", "seq_lens": "16384"}, suite, cells)
+"""
+
+
 def made_bytes(python: str, folder: Path) -> bytes:
     """One model's matrix at one length and the predictions of every tenth published cell, by an
     interpreter with another hash seed."""
     folder.mkdir()
-    suite, matrix, sheet, predicted = (
-        folder / name for name in ("suite.yaml", "matrix.csv", "sheet.csv", "predicted.csv")
-    )
-    text = (ROOT / "config" / "paper.yaml").read_text()
-    lengths = "seq_lens: [4096, 16384, 65536, 131072, 262144, 1048576]"
-    assert lengths in text
-    suite.write_text(text.replace(lengths, "seq_lens: [16384]", 1))
+    matrix, sheet, predicted = (folder / f"{name}.csv" for name in ("matrix", "sheet", "made"))
     write_sheet(sheet, read_sheet(ROOT / "results" / "published" / "runs.csv")[::10])
-    cells = ROOT / "results" / "searched" / "cells.csv"
     environment = os.environ | {"PYTHONPATH": str(ROOT / "src"), "PYTHONHASHSEED": "random"}
     for words in (
-        ["matrix", suite, "--cells", cells, "--model", "llama3-8b", "-o", matrix],
-        ["predict", sheet, "-o", predicted],
+        ["-c", MATRIX, matrix],
+        ["-m", "rematbench.cli.app", "predict", sheet, "-o", predicted],
     ):
-        subprocess.run(
-            [python, "-m", "rematbench.cli.app", *words],
-            env=environment, cwd=ROOT, check=True, capture_output=True,
-        )  # fmt: skip
+        subprocess.run([python, *words], env=environment, cwd=ROOT, check=True, capture_output=True)
     return b"".join(path.read_bytes() for path in (matrix, predicted))
 
 

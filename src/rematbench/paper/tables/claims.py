@@ -230,9 +230,7 @@ def _command(part: Part, ours: Ours) -> str:
         return "; ".join(commands)
     if part.query.study == "predictions":
         return commands[0] if commands else PREDICT
-    names = dict.fromkeys(a.workload for a in ours.answers)
-    only = f" --workload {next(iter(names))}" if len(names) == 1 else ""
-    return f"rematbench study config/study/{part.query.study}.yaml{only}"
+    return f"rematbench make results/paper/studies/{part.query.study}.json"
 
 
 def prediction_answers(cells: Sequence[Mapping[str, Any]]) -> list[StudyAnswer]:

@@ -5,7 +5,7 @@ one of TEXTS, or the printed table NAME without its title.
 """
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from textwrap import fill
 
@@ -35,6 +35,13 @@ def write_documents(root: Path, tables: Path) -> list[str]:
             write_atomically(path, new.encode())
             changed.append(str(path.relative_to(root)))
     return changed
+
+
+def build(output: Path, values: Mapping[str, str]) -> str:
+    """Write the marked texts from the paper's tables, and the names of the changed documents."""
+    changed = write_documents(Path(), output.parent / "tables")
+    output.write_text("".join(f"{name}\n" for name in changed), encoding="utf-8")
+    return f"{output}: {', '.join(changed) or 'no document'} changed"
 
 
 def with_numbers(document: str, tables: Path, label: str) -> str:

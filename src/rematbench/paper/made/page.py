@@ -1,18 +1,12 @@
-"""The last commands of `./bench reproduce`: report and expect."""
+"""The page with every table and figure: results/index.html, and results/REPORT.md."""
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
-
-import typer
-from typer import Argument, Option
 
 from rematbench import __version__
-from rematbench.cli.matrix import SUITE
 from rematbench.evidence.published.sheets import read_sheet
 from rematbench.host.console import CommandError
-from rematbench.inputs.configfile import require_among
 from rematbench.inputs.load import calibration
-from rematbench.paper.expected import check, compare_folders, load_artifact
 from rematbench.paper.html import matrix_grids, page_html
 from rematbench.paper.matrix.sweep import TABLES
 from rematbench.paper.matrix.verdicts import summary
@@ -29,24 +23,15 @@ from rematbench.paper.tables.matrix import NAMES, equal_terms
 from rematbench.plugins.discover import discover
 from rematbench.worlds.records.suite import load_matrix
 
-RESULTS = Path("results")
 MOST_BYTES = 5_000_000
 
 
-def report(
-    suite: SUITE,
-    results: Annotated[
-        Path, Option(metavar="DIR", help="Folder that holds the tables and figures.")
-    ] = RESULTS,
-) -> None:
-    """Write results/index.html (one self-contained page) and results/REPORT.md.
-
-    \b
-    Example:
-      rematbench report config/paper.yaml
-    """
+def build(output: Path, values: Mapping[str, str], suite: Path) -> str:
+    """Write one self-contained page and its text in Markdown, of the tables and figures that are
+    there."""
     spec, config = load_matrix(suite), load_report()
-    tables = results / suite.stem / "tables"
+    results = Path("results")
+    tables = results / "paper" / "tables"
     lines = [
         {**line, "table": table}
         for table in TABLES
@@ -82,7 +67,7 @@ def report(
         )
     for name, content in (("index.html", text), ("REPORT.md", report_markdown(page, results))):
         (results / name).write_text(content, encoding="utf-8")
-    typer.echo(f"{results / 'index.html'}: {len(text.encode()) / 1e6:.1f} MB; {page.outcome}")
+    return f"{output}: {len(text.encode()) / 1e6:.1f} MB; {page.outcome}"
 
 
 def _rows(path: Path) -> int:
@@ -92,46 +77,3 @@ def _rows(path: Path) -> int:
 def _count(folder: Path, what: str) -> str:
     found = len(list(folder.rglob("*.json"))) if folder.is_dir() else 0
     return f"{found} {what} (committed)" if found else "no record in this checkout"
-
-
-def expect(
-    tables: Annotated[Path, Argument(metavar="TABLES", help="results/paper/tables")],
-    expected: Annotated[Path, Argument(metavar="EXPECTED", help="results/expected")],
-    update: Annotated[
-        bool, Option("--update", help="Replace the expected tables by these.")
-    ] = False,
-    claim: Annotated[
-        list[str] | None, Option(metavar="C1", help="Check only this claim (repeatable).")
-    ] = None,
-    searches: Annotated[
-        bool, Option("--searches", help="Compare only the search results of the two folders.")
-    ] = False,
-) -> None:
-    """Check the artifact's claims against the committed tables; exit code 1 if one fails.
-
-    A claim whose tables are not there says NOT MADE; with --claim that is no failure of others.
-    Searches (--searches) must be as committed but for the rounding of sums of seconds.
-
-    \b
-    Example:
-      rematbench expect results/paper/tables results/expected
-      rematbench expect results/paper/tables results/expected --claim C1
-    """
-    if searches:
-        for line in compare_folders(tables, expected):
-            typer.echo(line)
-        return
-    artifact = load_artifact()
-    require_among(claim or (), [one.id for one in artifact.claims], ("", "--claim", "claim"))
-    if update:
-        expected.mkdir(parents=True, exist_ok=True)
-        for name in dict.fromkeys(name for claim in artifact.claims for name in claim.tables):
-            (expected / f"{name}.csv").write_bytes((tables / f"{name}.csv").read_bytes())
-    findings = check(artifact, tables, expected)
-    for finding in findings:
-        typer.echo(finding.line)
-    asked = [finding for finding in findings if not claim or finding.claim.id in claim]
-    failed = [finding for finding in asked if finding.problems]
-    typer.echo(f"{len(asked) - len(failed)} of {len(asked)} claims pass")
-    if failed:
-        raise typer.Exit(1)
