@@ -12,8 +12,8 @@ import pytest
 from msgspec.structs import fields, replace
 
 from rematbench.host import chart_style
-from rematbench.host.table import Column, Table, gib, whole, write_sheet
-from rematbench.inputs.system import System
+from rematbench.host.table import write_sheet
+from rematbench.inputs.system import FlatSystem
 from rematbench.paper import expected
 from rematbench.paper.expected import (
     Artifact,
@@ -37,6 +37,7 @@ from rematbench.paper.page import (
     report_markdown,
     whether_bands_hold,
 )
+from rematbench.paper.sheet.table import Column, Table, gib, whole
 from rematbench.workload import Workload
 from tests.typed import typed
 
@@ -358,11 +359,11 @@ def test_a_method_of_the_user_fails_no_claim(tmp_path: Path) -> None:
 
 
 INPUTS = {
-    "CUDA graphs": (System, "cuda_graphs"),
+    "CUDA graphs": (FlatSystem, "cuda_graphs"),
     "packed": (Workload, "document_len"),
-    "context parallel": (System, "cp_kind"),
-    "parameters in host memory": (System, "parameters_on_host"),
-    "expandable": (System, "expandable_segments"),
+    "context parallel": (FlatSystem, "cp_kind"),
+    "parameters in host memory": (FlatSystem, "parameters_on_host"),
+    "expandable": (FlatSystem, "expandable_segments"),
 }
 """Words for what a job can say, each with its field."""
 

@@ -34,11 +34,17 @@ def built(folder: Path) -> Path:
         return page
     config = load_report()
     found = gather(config, folder)
-    text = page_html(
-        Page(config=config, outcome="none", trusted="", unmeasured=(), facts=(), filled=found)
+    page = Page(
+        config=config,
+        measured="",
+        outcome="none",
+        trusted="",
+        unmeasured=(),
+        facts=(),
+        filled=found,
     )
     path = folder / "index.html"
-    path.write_text(text)
+    path.write_text(page_html(page))
     return path
 
 

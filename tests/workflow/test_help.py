@@ -17,7 +17,6 @@ FILES = sorted((SOURCES / "cli").glob("*.py"))
 ELSEWHERE = {
     "calibrate": "refits for minutes to an hour",
     "measure-gpu": "needs a GPU",
-    "resume": "needs Slurm (tests/slurm)",
 }
 """Examples that other places run, or that nothing here can."""
 MADE = ("results/paper", "results/smoke/records", "my-")

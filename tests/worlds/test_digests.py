@@ -24,7 +24,7 @@ CHANGED = {
     "solve/swap.py": set(),  # only other methods import it
     "paper/made/records.py": {"bundle"},
     "paper/made/predictions.py": {"predict"},
-    "worlds/slurm/slurm_queue.py": set(),
+    "worlds/slurm/launch.py": set(),
     "paper/tables/scores.py": set(),
     "paper/targets.py": set(),
     "paper/html.py": set(),

@@ -16,7 +16,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct
 
@@ -24,10 +24,14 @@ from rematbench.evidence.published.derived import all_cells
 from rematbench.evidence.published.derived import bundles as sheet_bundles
 from rematbench.evidence.published.sheets import read_sheet
 from rematbench.host.console import CommandError
-from rematbench.host.table import SUFFIXES, Table
 from rematbench.inputs.configfile import ConfigError, convert
+from rematbench.paper.matrix.spec import load_matrix
+from rematbench.paper.sheet import SUFFIXES
 from rematbench.plugins.discover import discover
-from rematbench.worlds.records.suite import bundles, load_matrix, load_suite
+from rematbench.worlds.records.suite import bundles, load_suite
+
+if TYPE_CHECKING:
+    from rematbench.paper.sheet.table import Table
 
 TABLES = Path(__file__).parent / "tables"
 PAPER = "paper"
@@ -68,7 +72,7 @@ class TableFile(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     def build(
         self, suite: str, overrides: Mapping[str, Sequence[str]] | None = None
-    ) -> dict[str, Table]:
+    ) -> dict[str, "Table"]:
         """Make the tables, by name, from the paths of `overrides` in place of declared inputs.
         CommandError for a missing input."""
         target = f"results/{suite}/tables/{self.names[0]}.csv"

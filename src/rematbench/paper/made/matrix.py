@@ -8,9 +8,9 @@ from pathlib import Path
 from rematbench.evidence.published.sheets import read_sheet
 from rematbench.host.table import write_sheet
 from rematbench.paper.matrix.best import ANSWERED
+from rematbench.paper.matrix.spec import load_matrix
 from rematbench.paper.matrix.sweep import run_matrix
 from rematbench.plugins.discover import discover
-from rematbench.worlds.records.suite import load_matrix
 
 
 def build(output: Path, values: Mapping[str, str], suite: Path, cells: Path) -> str:

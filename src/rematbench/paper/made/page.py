@@ -8,6 +8,7 @@ from rematbench.evidence.published.sheets import read_sheet
 from rematbench.host.console import CommandError
 from rematbench.inputs.load import calibration
 from rematbench.paper.html import matrix_grids, page_html
+from rematbench.paper.matrix.spec import load_matrix
 from rematbench.paper.matrix.sweep import TABLES
 from rematbench.paper.matrix.verdicts import summary
 from rematbench.paper.page import (
@@ -21,7 +22,6 @@ from rematbench.paper.page import (
 )
 from rematbench.paper.tables.matrix import NAMES, equal_terms
 from rematbench.plugins.discover import discover
-from rematbench.worlds.records.suite import load_matrix
 
 MOST_BYTES = 5_000_000
 

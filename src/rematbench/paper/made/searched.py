@@ -9,10 +9,10 @@ from typing import Any
 from rematbench.evidence.published.sheets import CONFIGURATION, SCORED, SPEED, read_sheet
 from rematbench.host.table import write_sheet
 from rematbench.paper.matrix.best import best_lines
+from rematbench.paper.matrix.spec import load_matrix
 from rematbench.paper.studies.package_spaces import load_spaces, searched_spaces
 from rematbench.paper.studies.published_layouts import against
 from rematbench.paper.studies.published_sweeps import searched_sweeps
-from rematbench.worlds.records.suite import load_matrix
 
 Line = Mapping[str, Any]
 FIGURE = "Figure 9"

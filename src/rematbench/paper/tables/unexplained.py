@@ -7,7 +7,7 @@ from typing import Any
 
 from rematbench.evidence.accuracy import load_accuracy, members
 from rematbench.evidence.published.sheets import SPEED, read_predicted
-from rematbench.host.table import Column, Table
+from rematbench.paper.sheet.table import Column, Table
 
 INPUTS = {
     "cells": "results/paper/tables/predictions.csv",
