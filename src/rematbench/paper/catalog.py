@@ -24,9 +24,9 @@ from rematbench.evidence.published.derived import all_cells
 from rematbench.evidence.published.derived import bundles as sheet_bundles
 from rematbench.evidence.published.sheets import read_sheet
 from rematbench.host.console import CommandError
+from rematbench.host.table import SUFFIXES
 from rematbench.inputs.configfile import ConfigError, convert
 from rematbench.paper.matrix.spec import load_matrix
-from rematbench.paper.sheet import SUFFIXES
 from rematbench.plugins.discover import discover
 from rematbench.worlds.records.suite import bundles, load_suite
 

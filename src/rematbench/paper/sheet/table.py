@@ -13,8 +13,7 @@ import pandas as pd
 from msgspec import Struct
 
 from rematbench.host.files import write_atomically
-from rematbench.host.table import GIB, TableText
-from rematbench.paper.sheet import SUFFIXES
+from rematbench.host.table import GIB, SUFFIXES, TableText
 
 Cells = Mapping[str, Any]
 Show = Callable[[Any], str]
