@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 import msgspec
 
 from rematbench.costs.bind import CostModel
-from rematbench.costs.estimators import PipelineOffloadEstimator, pipeline_offload_estimator
+from rematbench.costs.offload_estimate import PipelineOffloadEstimator, pipeline_offload_estimator
 from rematbench.costs.operators.block import embedding_table, head_table, layer_table
 from rematbench.costs.operators.ops import Op, OpTable, rebuild_ops
 from rematbench.costs.states import (

@@ -102,10 +102,7 @@ def _candidates(made: SearchJob) -> list[Candidate]:
 
 
 def _checked(
-    made: SearchJob,
-    choice: Choice,
-    candidate: Candidate,
-    chance: random.Random,
+    made: SearchJob, choice: Choice, candidate: Candidate, chance: random.Random
 ) -> Checked | None:
     problem = made.problem(choice)
     own = bounds_at(made, choice)
@@ -160,7 +157,11 @@ def _holds(found: list[Checked]) -> None:
     assert median(one.peak for one in found) >= 0.90
 
 
-@pytest.mark.parametrize("job", JOBS, ids=lambda job: f"{job[0]}-{job[2]}")
+@pytest.mark.parametrize(
+    "job",
+    [*JOBS[:6], *(pytest.param(job, marks=pytest.mark.full) for job in JOBS[6:])],
+    ids=lambda job: f"{job[0]}-{job[2]}",
+)
 def test_no_plan_beats_its_bounds(job: tuple[str, str, str, int, int, int]) -> None:
     """Time and bytes of the device and the host; and the bounds are near."""
     _holds(drawn(job, 8, seed=1))

@@ -305,7 +305,7 @@ def test_a_problem_with_a_field_amiss_is_one_line() -> None:
         assert str(caught.value).startswith("Problem: ")
         assert str(caught.value).endswith(told)
     with pytest.raises(ConfigError, match="pass 'llama-7b' as a keyword argument"):
-        rematbench.Problem("llama-7b")  # type: ignore[misc]
+        rematbench.Problem("llama-7b")  # type: ignore
 
 
 def test_a_layout_is_checked_where_code_makes_it() -> None:

@@ -13,7 +13,8 @@ from typer import Argument, Option
 
 from rematbench.cli.targets import Methods, need_folder
 from rematbench.evaluate.method_contract import check_file
-from rematbench.host.console import GIB, CommandError, align_left, console, grid, plain
+from rematbench.host.console import CommandError, align_left, console, grid, plain
+from rematbench.host.table import GIB
 from rematbench.inputs.load import calibration, load_cluster, load_model, load_system, names
 from rematbench.inputs.paths import data_dir
 from rematbench.inputs.stackfacts import Fact, chain, defaults, facts, listed

@@ -10,7 +10,7 @@ from rematbench.costs.states import zero3_host_states
 from rematbench.engine.lowering.host_states import rank_tensors
 from rematbench.evaluate.problems import make_problem
 from rematbench.evidence.published.sheets import Cell, read_sheet, whole
-from rematbench.host.console import GIB
+from rematbench.host.table import GIB
 from rematbench.inputs.layout import Layout
 from rematbench.inputs.load import load_cluster, load_model, load_system
 from rematbench.inputs.paths import data_dir

@@ -4,13 +4,13 @@ from collections.abc import Callable
 from math import fsum
 from typing import TypeAlias
 
-from rematbench.costs.estimators import fujii_estimate
 from rematbench.costs.operators.kernels import Attention
 from rematbench.engine.lowering.chunk_ops import ChunkOps
 from rematbench.engine.lowering.fates import resolve
 from rematbench.engine.lowering.lower import lower
 from rematbench.engine.program.replay import replay
 from rematbench.evaluate.evaluation import fullest_rank, program_bytes
+from rematbench.evidence.published.estimators import fujii_estimate
 from rematbench.plan import Plan, Unsupported
 from rematbench.plugins.registry import Composition
 from rematbench.problem import Problem
