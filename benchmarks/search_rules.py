@@ -27,8 +27,8 @@ from rematbench.advise.search.search_job import SearchJob, SearchRequest
 from rematbench.advise.search.shard_bounds import ShardBounds
 from rematbench.advise.search.shards import Shard
 from rematbench.costs.copies import NO_TRAFFIC
+from rematbench.inputs.job import Job
 from rematbench.inputs.paths import data_dir
-from rematbench.inputs.problemspec import ProblemSpec
 
 GAP, MOST, SHORT_S = 0.02, 4.0, 5.0
 """The gap to prove.  A search without a rule may take MOST times the seconds with all rules, and
@@ -39,9 +39,7 @@ def job(cluster: str, gpus: int, seq_len: int, global_batch: int, **others: Any)
     """A search of a Llama 3 8B or of the `model` in `others`."""
     words = {"model": "llama3-8b", "system": "megatron-core", **others}
     request = {name: words.pop(name) for name in ("only", "folders") if name in words}
-    spec = ProblemSpec(
-        cluster=cluster, gpus=gpus, seq_len=seq_len, global_batch=global_batch, **words
-    )
+    spec = Job(cluster=cluster, gpus=gpus, seq_len=seq_len, global_batch=global_batch, **words)
     return SearchRequest(spec=spec, within=GAP, **request)
 
 

@@ -10,10 +10,10 @@ from rematbench.engine.program.action import Action, Kind
 from rematbench.evaluate import method_contract, problems
 from rematbench.evaluate.evaluation import evaluate
 from rematbench.inputs.constants import Calibration, load_calibration
+from rematbench.inputs.job import Job
 from rematbench.inputs.layout import Layout
 from rematbench.inputs.load import load_cluster, load_system
 from rematbench.inputs.paths import data_dir
-from rematbench.inputs.problemspec import ProblemSpec
 from rematbench.plan import (
     ByteBudget,
     Fate,
@@ -121,7 +121,7 @@ def tight(given: Problem, share: float) -> Problem:
 
 def make_problem(*, layout: Layout, **others: Any) -> Problem:
     """A problem with its evaluator, at a whole layout."""
-    return problems.make_problem(ProblemSpec.at(layout, **others))
+    return problems.make_problem(Job.at(layout, **others))
 
 
 def layers(num_layers: int, model: Model = LLAMA) -> Model:

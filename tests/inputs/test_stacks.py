@@ -136,7 +136,7 @@ def test_a_kernel_by_name_has_its_own_speed() -> None:
     times = {name: made(attention=name).cost.op_s(op, "forward") for name in ("fa1", "fa2", "fa3")}
     assert times["fa1"] > times["fa2"] > times["fa3"]
     assert made().cost.op_s(op, "forward") == times["fa2"]
-    assert made(attention="fa3").asked_attention == "fa3"
+    assert made(attention="fa3").chosen.attention == "fa3"
     assert made(attention="unfused").kernel == "unfused"
     assert made(system="huggingface", layout=Layout()).attention == "unfused"
     assert made(system="huggingface", layout=Layout(), attention="fa2").attention == "flash"

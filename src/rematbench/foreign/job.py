@@ -9,8 +9,8 @@ from msgspec import Struct, convert
 
 from rematbench.foreign.reading import Reading
 from rematbench.inputs.configfile import ConfigError
+from rematbench.inputs.job import flag
 from rematbench.inputs.load import load_model, load_system, names
-from rematbench.inputs.problemspec import flag
 from rematbench.workload import Experts
 
 LEADING = ("model", "cluster", "system", "gpus", "seq_len", "global_batch")

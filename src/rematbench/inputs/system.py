@@ -4,10 +4,13 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
+from rematbench.host.declared import Fact, Part
+
 StateBytes = Annotated[int, Meta(ge=0, le=1 << 10)]
 """Bytes of one parameter (or, for `held_logit_bytes`, of one logit)."""
 Multiple = Annotated[int, Meta(gt=0, le=1 << 24)]
 Bytes = Annotated[int, Meta(ge=0, le=1 << 60)]
+DeviceBytes = Annotated[int, Meta(gt=0, le=1 << 60)]
 Workspaces = Annotated[int, Meta(ge=0, le=64)]
 Parameters = Annotated[int, Meta(ge=0, le=1 << 50)]
 """A number of parameters."""
@@ -33,6 +36,21 @@ WideAttention = Literal["none", "equal_heads", "fp32", "fp64"]
 AttentionChoice = Literal["flash", "unfused", "fa1", "fa2", "fa3", "cudnn", "triton"]
 """Attention kernels that a run may request: `flash` (the stack's fused kernel), `unfused` (scores
 in memory), or a fused kernel by its name."""
+
+
+class StackChoice(Part, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a run chooses of its stack and its devices; None: as the stack or the cluster has it."""
+
+    attention: Annotated[AttentionChoice, Fact(column="own")] = "flash"
+    """Attention kernel."""
+    hbm_bytes: Annotated[DeviceBytes | None, Fact(metavar="H")] = None
+    """Device memory in bytes; replaces the cluster's value."""
+    optimizer: Annotated[Home | None, Fact(column="own")] = None
+    """Where optimizer states live; replaces the stack's value."""
+    parameters: Annotated[Home | None, Fact(column="own")] = None
+    """Home of the parameters, instead of the stack's (ZeRO 3)."""
+    ep_overlap: EpOverlapChoice | None = None
+    """Experts' exchanges beside another micro-batch; replaces the stack's value."""
 
 
 Scale = Annotated[float, Meta(gt=0.0, le=100.0)]

@@ -19,10 +19,10 @@ from rematbench.evidence.fit import with_values
 from rematbench.evidence.predict import predict_rows
 from rematbench.evidence.published.sheets import SPEED, read_sheet
 from rematbench.inputs.constants import Calibration, is_fit
+from rematbench.inputs.job import Job
 from rematbench.inputs.layout import Layout
 from rematbench.inputs.load import calibration
 from rematbench.inputs.paths import data_dir
-from rematbench.inputs.problemspec import ProblemSpec
 from tests.problems import plan_of
 
 ROOT = data_dir("config").parent
@@ -116,7 +116,7 @@ def in_pieces(mlp: int, head: int, constants: Calibration) -> tuple[float, float
     """(step, host's wait, seconds by kind of kernel) of MsT at 4,096 tokens."""
     layout = Layout(zero_stage=0, global_batch=1)
     job = {"model": "llama3-8b", "cluster": "a100-80gb-single", "system": "mst-hf"}
-    problem = make_problem(ProblemSpec.at(layout, seq_len=4096, **job), constants)
+    problem = make_problem(Job.at(layout, seq_len=4096, **job), constants)
     settings = f"full_recompute+mst:mlp_chunks={mlp},head_chunks={head}"
     program = lower(plan_of(problem, settings), problem)
     seconds = action_seconds(problem, program)

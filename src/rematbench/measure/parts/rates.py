@@ -126,7 +126,7 @@ def _probes(suite: RateSuite, specs: list[NamedProblem], device: Any) -> "Iterat
     for spec in specs:
         yield from layer_probes(Place(spec.name, spec.problem(), device), compiled=suite.compiled)
         for length in suite.attention_lengths:
-            longer = replace(spec, seq_len=length)
+            longer = spec.changed(seq_len=length)
             yield from attention_probes(Place(spec.name, longer.problem(), device))
     first = Place(specs[0].name, specs[0].problem(), device)
     if suite.sustained_s:
