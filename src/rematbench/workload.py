@@ -309,18 +309,18 @@ class Work(Part, frozen=True, kw_only=True, forbid_unknown_fields=True):
     and the tokens of experts."""
 
     seq_len: Annotated[PositiveInt, Fact(metavar="S", column="always")]
-    """Tokens."""
+    """A sequence has so many tokens."""
     precision: Annotated[Precision, Fact(column="own")] = "bf16"
-    """Compute precision."""
+    """Kernels compute in this precision."""
     document_len: Annotated[NonNegativeInt, Fact(metavar="D")] = 0
-    """Mean tokens of packed documents; attention inside each (0: none)."""
+    """Packed documents have so many tokens in the mean; attention stays inside each (0: none)."""
     imbalance: Annotated[Imbalance, Fact(metavar="F")] = 1.0
-    """Tokens of the experts of the worst rank, over balanced ones."""
+    """The experts of the worst rank receive so many times the balanced tokens."""
     capacity_factor: Annotated[Capacity, Fact(metavar="F")] = 0.0
-    """Most tokens that an expert takes of each rank, over balanced ones; the others are dropped
+    """An expert takes at most so many times the balanced tokens of each rank, and drops the others
     (0: no limit)."""
     expert_padding: ExpertPadding = "none"
-    """Fill each expert up to its capacity, whatever the balance; no counts are sent."""
+    """With `capacity`, each expert is filled up to its capacity, and no counts are sent."""
 
     @property
     def packed(self) -> bool:

@@ -19,8 +19,9 @@ from rematbench.advise.search.space import Fixed
 from rematbench.evaluate.problems import make_problem
 from rematbench.evaluate.result import PlannedJob
 from rematbench.evidence.peaks import leaving_reserve
-from rematbench.host.console import GIB, CommandError
+from rematbench.host.console import CommandError
 from rematbench.host.declared import fact, limits, plain_type, sentences
+from rematbench.host.table import GIB
 from rematbench.inputs.job import Job, flag, is_switched_off, options
 from rematbench.plan import Plan
 from rematbench.plugins.discover import discover

@@ -1,5 +1,6 @@
 """Facts of a stack that nobody has read: the usual value stands in for them, which is said."""
 
+from rematbench.host.declared import flat
 from rematbench.inputs.configfile import ASSUMED
 from rematbench.inputs.effects import ACTS, Use
 from rematbench.problem import Problem
@@ -29,7 +30,8 @@ def unread_facts(problem: Problem) -> dict[str, str]:
 
 def unread(problem: Problem) -> str:
     """The same facts with their values, in one line; empty if there are none."""
-    facts = [f"{key} {_word(getattr(problem.system, key))}" for key in unread_facts(problem)]
+    values = flat(problem.system)
+    facts = [f"{key} {_word(values[key])}" for key in unread_facts(problem)]
     return f"assumed without a source: {', '.join(facts)}" if facts else ""
 
 

@@ -8,10 +8,12 @@ import textwrap
 from collections.abc import Iterator, Mapping
 from functools import cache
 from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 from msgspec import Meta, Struct
 from msgspec.structs import FieldInfo, fields
+
+T = TypeVar("T", bound=Struct)
 
 
 class Fact(Struct, frozen=True, kw_only=True):
@@ -27,14 +29,15 @@ class Fact(Struct, frozen=True, kw_only=True):
 
 class Part(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Fields of another struct under a name of their own.  A file, a command line and keywords have
-    them beside the other fields of that struct (`nested`, `flat`)."""
+    them beside the other fields of that struct (`nested`, `flat`).  A struct is a part if Part is a
+    base of its own, so that what a part's subclass adds stays with it."""
 
 
 @cache
 def parts(kind: type[Struct]) -> dict[str, type[Part]]:
     """The parts of a struct, by the names of their fields."""
     found = {field.name: field.type for field in fields(kind)}
-    return {n: t for n, t in found.items() if isinstance(t, type) and issubclass(t, Part)}
+    return {name: one for name, one in found.items() if Part in getattr(one, "__bases__", ())}
 
 
 @cache
@@ -52,8 +55,16 @@ def flat(value: Struct) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name in value.__struct_fields__:
         one = getattr(value, name)
-        found |= flat(one) if isinstance(one, Part) else {name: one}
+        found |= flat(one) if name in parts(type(value)) else {name: one}
     return found
+
+
+def made(kind: type[T], values: Mapping[str, Any]) -> T:
+    """The struct with these values, which `flat` gives back; TypeError for a missing or unknown
+    one."""
+    whole = nested(values, kind)
+    whole |= {name: made(part, whole[name]) for name, part in parts(kind).items()}
+    return kind(**whole)
 
 
 def nested(values: Mapping[str, Any], kind: type[Struct]) -> dict[str, Any]:

@@ -26,9 +26,9 @@ class _Keywords(StructMeta):
         try:
             for name in parts(kind).keys() & given.keys():
                 given = flat(cast("Struct", given.pop(name))) | given
-            made = nested(given, kind)
-            inside = {name: part(**made[name]) for name, part in parts(kind).items()}
-            return super().__call__(*values, **{**made, **inside})
+            whole = nested(given, kind)
+            whole |= {name: part(**whole[name]) for name, part in parts(kind).items()}
+            return super().__call__(*values, **whole)
         except TypeError:
             if values:
                 reason = f"pass {values[0]!r} as a keyword argument: model=..., cluster=..."
@@ -47,13 +47,13 @@ class Job(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, metacla
     """
 
     model: Annotated[str | Model, Fact(metavar="M", column="own")]
-    """Model name, YAML file or Hugging Face config.json."""
+    """The model is named so, or described in this YAML file or Hugging Face config.json."""
     cluster: Annotated[str | Cluster, Fact(metavar="C", column="own")]
-    """Cluster name or YAML file."""
+    """The cluster is named so, or described in this YAML file."""
     system: Annotated[str | System, Fact(metavar="Y", column="own")]
-    """Software stack: name or YAML file."""
+    """The software stack is named so, or described in this YAML file."""
     gpus: Annotated[PositiveInt, Fact(metavar="N", column="own")]
-    """Number of GPUs."""
+    """The job has so many GPUs."""
     work: Work
     degrees: Degrees
     stack: StackChoice = StackChoice()

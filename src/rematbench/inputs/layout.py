@@ -32,29 +32,29 @@ class Degrees(Part, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Parallel degrees and batch sizes, as a person chooses them for a number of GPUs."""
 
     tp: Annotated[PositiveInt, Fact(column="always")] = 1
-    """Tensor parallel ranks."""
+    """So many ranks share each matrix (tensor parallelism)."""
     cp: Annotated[PositiveInt, Fact(column="always")] = 1
-    """Context parallel ranks."""
+    """So many ranks share each sequence (context parallelism)."""
     pp: Annotated[PositiveInt, Fact(column="always")] = 1
-    """Pipeline parallel ranks."""
+    """So many ranks share the layers (pipeline parallelism)."""
     vpp: Annotated[PositiveInt, Fact(column="always")] = 1
-    """Model chunks per pipeline rank."""
+    """A rank of the pipeline holds so many model chunks."""
     ulysses: Annotated[PositiveInt, Fact(column="always")] = 1
-    """Ulysses sequence-parallel ranks, taken from dp."""
+    """So many ranks of dp share each sequence by exchanges of heads (Ulysses)."""
     shard_degree: NonNegativeInt = 0
-    """Ranks that share sharded states (0: all peers); replicas between (HSDP)."""
+    """So many ranks share sharded states, with replicas between (HSDP; 0: all peers share)."""
     micro_batch: Annotated[PositiveInt, Fact(metavar="b", column="always")] = 1
-    """Sequences per micro-batch."""
+    """A micro-batch has so many sequences."""
     zero_stage: Annotated[ZeroStage, Fact(option="--zero", column="always")] = 1
-    """ZeRO stage (3: as FSDP full shard)."""
+    """ZeRO shards the states of this stage (3: as FSDP full shard)."""
     sp: Annotated[bool | None, Fact(option="--no-sp", column="own")] = None
-    """Turn off sequence parallelism, which tp uses by default."""
+    """This turns off sequence parallelism, which tp uses by default."""
     ep: Annotated[PositiveInt, Fact(column="always")] = 1
-    """Expert parallel ranks, of those of tp x cp x dp."""
+    """So many of tp x cp x dp ranks share the experts."""
     etp: Annotated[PositiveInt | None, Fact(column="always")] = None
-    """Tensor parallel ranks inside an expert (none: tp)."""
+    """So many ranks share each matrix of an expert (none: tp)."""
     global_batch: Annotated[PositiveInt, Fact(metavar="B", column="always")]
-    """Sequences per optimizer step, over all GPUs."""
+    """An optimizer step has so many sequences, over all GPUs."""
 
 
 class Layout(Degrees, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -186,7 +186,7 @@ def _rules(lay: Layout, work: Workload, system: System) -> list[tuple[bool, str]
             f"seq_len {work.seq_len} must be a multiple of cp x tp = {lay.cp * lay.tp} (with sp)",
         ),
         (
-            lay.cp > 1 and system.cp_kind == "ring" and any(work.model.attention_window),
+            lay.cp > 1 and system.parallel.cp_kind == "ring" and any(work.model.attention_window),
             f"cp = {lay.cp} around a ring has no sliding windows (TransformerEngine); a stack with "
             "cp_kind: allgather has",
         ),
@@ -199,7 +199,7 @@ def _rules(lay: Layout, work: Workload, system: System) -> list[tuple[bool, str]
 
 def _stack_rules(lay: Layout, system: System) -> list[tuple[bool, str]]:
     """The rules that the stack supports the degrees and the ZeRO stage."""
-    stages, stage = ", ".join(map(str, system.zero_stages)), lay.zero_stage
+    stages, stage = ", ".join(map(str, system.accepts.zero_stages)), lay.zero_stage
     return [
         *(
             (
@@ -211,22 +211,22 @@ def _stack_rules(lay: Layout, system: System) -> list[tuple[bool, str]]:
             if getattr(lay, name) > 1 and not _has(system, name)
         ),
         (
-            system.parameters_on_host and "param_offload" not in system.features,
+            system.host.parameters_on_host and "param_offload" not in system.accepts.features,
             f"system {system.name} has no parameters in host memory (param_offload)",
         ),
         (
-            system.parameters_on_host and stage != 3,
+            system.host.parameters_on_host and stage != 3,
             f"parameters in host memory need zero_stage = 3, but zero_stage = {stage}",
         ),
         *_shard_rules(lay, system),
         (
-            lay.state_shards > 1 and stage not in system.zero_stages,
+            lay.state_shards > 1 and stage not in system.accepts.zero_stages,
             f"system {system.name} has no ZeRO stage {stage} (its stages: {stages})",
         ),
         (
-            lay.pp > 1 and stage not in system.pipeline_zero_stages,
+            lay.pp > 1 and stage not in system.accepts.pipeline_zero_stages,
             f"zero_stage {stage} with pp = {lay.pp}: in a pipeline, system {system.name} has only "
-            f"ZeRO stages {', '.join(map(str, system.pipeline_zero_stages))}",
+            f"ZeRO stages {', '.join(map(str, system.accepts.pipeline_zero_stages))}",
         ),
         (
             stage > 1 and lay.vpp > GATHERED_CHUNKS,
@@ -238,7 +238,9 @@ def _stack_rules(lay: Layout, system: System) -> list[tuple[bool, str]]:
 
 def _has(system: System, degree: str) -> bool:
     """Whether the stack can raise a degree above 1."""
-    return system.cp_kind != "none" if degree == "cp" else degree in system.model_parallel
+    if degree == "cp":
+        return system.parallel.cp_kind != "none"
+    return degree in system.accepts.model_parallel
 
 
 def _other_version(system: System, degree: str) -> str:
@@ -252,7 +254,7 @@ def _shard_rules(lay: Layout, system: System) -> list[tuple[bool, str]]:
     hybrid = 0 < degree < lay.dp * lay.cp
     return [
         (
-            hybrid and "hybrid_sharding" not in system.features,
+            hybrid and "hybrid_sharding" not in system.accepts.features,
             f"system {system.name} has no hybrid sharding (HSDP), but shard_degree = {degree}",
         ),
         (
@@ -271,7 +273,7 @@ def _ulysses_rules(lay: Layout, work: Workload, system: System) -> list[tuple[bo
         return _nested_rules(lay, work, system, kv_heads)
     return [
         (
-            degree > 1 and "ulysses" not in system.features,
+            degree > 1 and "ulysses" not in system.accepts.features,
             f"system {system.name} has no Ulysses all-to-all, but ulysses = {degree}",
         ),
         (
@@ -301,7 +303,7 @@ def _nested_rules(
     }
     return [
         (
-            "ulysses_in_cp" not in system.features,
+            "ulysses_in_cp" not in system.accepts.features,
             f"system {system.name} has no Ulysses inside context parallelism, but cp = {lay.cp} "
             f"with ulysses = {degree}",
         ),
@@ -336,7 +338,7 @@ def _expert_rules(lay: Layout, work: Workload, system: System) -> list[tuple[boo
     ranks = lay.tp * lay.cp * lay.dp
     return [
         (
-            lay.ep > 1 and "ep" not in system.model_parallel,
+            lay.ep > 1 and "ep" not in system.accepts.model_parallel,
             f"system {system.name} has no expert parallelism, but ep = {lay.ep}",
         ),
         (
@@ -381,12 +383,12 @@ def _capacity_rules(work: Workload, system: System) -> list[tuple[bool, str]]:
             f"use {option}",
         ),
         (
-            padded and system.dispatcher == "deepep",
+            padded and system.experts.dispatcher == "deepep",
             "expert_padding with the dispatcher deepep: Flex token dispatcher with deepep backend "
             f"does not support {option}",
         ),
         (
-            padded and system.dispatcher == "allgather",
+            padded and system.experts.dispatcher == "allgather",
             "experts padded to their capacity with the dispatcher allgather are not modelled",
         ),
     ]
@@ -395,22 +397,22 @@ def _capacity_rules(work: Workload, system: System) -> list[tuple[bool, str]]:
 def _ep_overlap_rules(lay: Layout, work: Workload, system: System) -> list[tuple[bool, str]]:
     """The rules of exchanges beside another micro-batch, as Megatron-core asserts them
     (0.16.1, core/transformer/transformer_config.py)."""
-    if system.ep_overlap == "none":
+    if system.experts.ep_overlap == "none":
         return []
     option = "ep_overlap: overlap_moe_expert_parallel_comm is"
     return [
         (
-            "ep_overlap" not in system.features,
+            "ep_overlap" not in system.accepts.features,
             f"system {system.name} has no overlap of experts' exchanges (ep_overlap)",
         ),
         (lay.ep == 1, f"{option} only supported with expert model parallelism, but ep = 1"),
         (
-            lay.pp > 1 and lay.vpp == 1 and system.ep_overlap == "interleaved",
+            lay.pp > 1 and lay.vpp == 1 and system.experts.ep_overlap == "interleaved",
             "virtual_pipeline_model_parallel_size must be specified with ep_overlap over pipeline "
             f"stages, but pp = {lay.pp} and vpp = {lay.vpp}",
         ),
         (
-            system.dispatcher == "allgather",
+            system.experts.dispatcher == "allgather",
             f"{option} supported with alltoall/flex token dispatcher, but it is allgather",
         ),
         (

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from msgspec import Struct
 from msgspec.structs import replace
 
-from rematbench.host.declared import facts, flat
+from rematbench.host.declared import Part, facts, flat
 from rematbench.inputs.configfile import (
     ConfigError,
     closest,
@@ -37,7 +37,7 @@ Ask = Literal[
 ]
 
 
-class OpenDegrees(Degrees, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class OpenDegrees(Degrees, Part, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Degrees whose global batch the layouts of a workload may give."""
 
     global_batch: PositiveInt = 1

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import msgspec
 from msgspec import Struct
-from msgspec.structs import asdict
+from msgspec.structs import FieldInfo, asdict, fields, replace
 
 import rematbench
 from rematbench.engine.lowering.chunk_ops import ChunkOps
@@ -21,7 +21,7 @@ from rematbench.engine.lowering.fates import PHASES, resolve
 from rematbench.evaluate.evaluation import RankBytes
 from rematbench.evaluate.result import Result, Status
 from rematbench.evaluate.verdict import Retries, retries
-from rematbench.host.declared import facts
+from rematbench.host.declared import facts, flat
 from rematbench.host.errors import UserError
 from rematbench.host.files import write_atomically
 from rematbench.inputs.constants import Calibration
@@ -59,7 +59,7 @@ class Start(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         """The plan from which the method starts."""
         own = {"partition": self.partition, "schedule": self.schedule}
         given = {key: value for key, value in own.items() if value is not None}
-        return msgspec.structs.replace(problem.base_plan, **given)
+        return replace(problem.base_plan, **given)
 
 
 class RunSpec(Workload, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -154,10 +154,10 @@ def content_hash(value: object) -> str:
     return _hash(without_defaults(value))
 
 
-def same_content(value: object, stored: str) -> bool:
+def same_content(value: Struct, stored: str) -> bool:
     """Whether a stored hash belongs to the value: by `content_hash`, or by all fields of the value
     (older records did not leave out defaults)."""
-    return stored in (content_hash(value), _hash(value))
+    return stored in (content_hash(value), _hash(flat(value)))
 
 
 def _hash(value: object) -> str:
@@ -168,10 +168,10 @@ def _hash(value: object) -> str:
 
 def without_defaults(value: object) -> object:
     """A value as JSON types, without the fields of structs that have their default."""
+    if isinstance(value, RunSpec):
+        return _as_stored(value, _given(asdict(value), fields(value)))
     if isinstance(value, Struct):
-        fields = [one for one in msgspec.structs.fields(value) if not _is_default(value, one)]
-        plain = {one.encode_name: without_defaults(getattr(value, one.name)) for one in fields}
-        return _as_stored(value, plain) if isinstance(value, RunSpec) else plain
+        return _given(flat(value), facts(type(value)).values())
     if isinstance(value, Mapping):
         return {str(key): without_defaults(item) for key, item in value.items()}
     if isinstance(value, list | tuple) and not hasattr(value, "_fields"):
@@ -206,9 +206,14 @@ def _from_stored(stored: dict[str, Any]) -> dict[str, Any]:
     return spec
 
 
-def _is_default(value: Struct, one: msgspec.structs.FieldInfo) -> bool:
-    usual = one.default_factory() if callable(one.default_factory) else one.default
-    return usual is not msgspec.NODEFAULT and bool(getattr(value, one.name) == usual)
+def _given(values: Mapping[str, Any], known: Iterable[FieldInfo]) -> dict[str, Any]:
+    """The JSON of the values that are unlike their defaults."""
+    found = {}
+    for one in known:
+        usual = one.default_factory() if callable(one.default_factory) else one.default
+        if usual is msgspec.NODEFAULT or values[one.name] != usual:
+            found[one.encode_name] = without_defaults(values[one.name])
+    return found
 
 
 def plan_hash(problem: Problem, plan: Plan) -> str:
@@ -223,7 +228,7 @@ def plan_hash(problem: Problem, plan: Plan) -> str:
                 fates, _ = resolve(plan, sites, phase, 0)
                 table.append([[*site, fate] for site, fate in fates.items()])
     windows = [rule for rule in plan.rules if rule.select.micro_batches is not None]
-    rest = msgspec.structs.replace(plan, rules=tuple(windows), fit={})
+    rest = replace(plan, rules=tuple(windows), fit={})
     deeds = msgspec.to_builtins(rest, str_keys=True)
     del deeds["addresses"]
     for state in deeds["states"]:
@@ -249,7 +254,7 @@ def run_spec(
         system_hash=content_hash(problem.system),
         calibration_hash=content_hash(problem.calibration),
         layout=problem.layout,
-        stack=msgspec.structs.replace(problem.chosen, hbm_bytes=None),  # in the cluster's hash
+        stack=replace(problem.chosen, hbm_bytes=None),  # in the cluster's hash
         start=Start(
             partition=None if base.partition == usual.partition else base.partition,
             schedule=None if base.schedule == usual.schedule else base.schedule,
@@ -311,11 +316,11 @@ def write_record(record: Record, path: Path) -> None:
 def keep_record(record: Record, folder: Path, name: str) -> None:
     """Write a record as `folder`/`name`.json without its plan (the hash stays).  A file with the
     same content is left as it is, so that a second run changes no date."""
-    record = msgspec.structs.replace(record, plan=None)
+    record = replace(record, plan=None)
     path = folder / f"{name}.json"
     if path.is_file():
         old = read_record(path)
-        if msgspec.structs.replace(old, provenance=record.provenance) == record:
+        if replace(old, provenance=record.provenance) == record:
             return
     write_record(record, path)
 
