@@ -4,7 +4,7 @@ import dataclasses
 import inspect
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial, wraps
 from itertools import pairwise
@@ -134,7 +134,19 @@ def takes_problem(command: Callable[..., None]) -> Callable[..., None]:
 def takes_search(command: Callable[..., None]) -> Callable[..., None]:
     """Give a command the facts of a Job as options; it receives them as its first argument.  The
     degrees that a search tries are open (None) where they are not given."""
-    return _with_options(command, list(_fact_options(opened=True)), lambda given: given)
+    tried = [field.name for field in fields(Fixed) if field.default is None]
+    return _with_options(command, _fact_options(tried, "The search keeps it."), lambda given: given)
+
+
+def takes_replacements(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command the facts of a Job as options that replace the values of files; it receives
+    those that are given as its first argument."""
+    every = [field.name for field in options()]
+    return _with_options(
+        command,
+        _fact_options(every, "It replaces the files' value."),
+        lambda given: {name: value for name, value in given.items() if value is not None},
+    )
 
 
 def _takes(command: Callable[..., None], fixed: dict[str, Any]) -> Callable[..., None]:
@@ -153,10 +165,11 @@ def _takes(command: Callable[..., None], fixed: dict[str, Any]) -> Callable[...,
 
 def _with_options(
     command: Callable[..., None],
-    options: Sequence[inspect.Parameter],
+    further: Iterable[inspect.Parameter],
     gathered: Callable[[dict[str, Any]], Any],
 ) -> Callable[..., None]:
     """The command with further options, which it receives `gathered` as its first argument."""
+    options = list(further)
 
     @wraps(command)
     def run(**given: Any) -> None:
@@ -185,19 +198,18 @@ def _name_broken(folders: list[Path]) -> None:
         sys.stderr.write(f"unavailable: {path}: {reason}\n")
 
 
-def _fact_options(*, opened: bool = False) -> Iterator[inspect.Parameter]:
+def _fact_options(opened: Collection[str] = (), note: str = "") -> Iterator[inspect.Parameter]:
     """The facts of a Job as options.  A command may fill in a required fact, so None stands for a
-    required fact that is not given; `opened`: also for a degree that a search tries."""
-    tried = {field.name for field in fields(Fixed) if opened and field.default is None}
+    required fact that is not given, and for one of `opened`, whose help ends with `note`."""
     for field in options():
         described, kind, name = fact(field), plain_type(field), field.name
         least, most = limits(field)
         words, text = [described.option] if described.option else [], sentences(Job)[name]
         default = {"system": DEFAULT_SYSTEM}.get(name, None if field.required else field.default)
-        if name in tried:
-            default, text = None, f"{text} This and no other."
+        if name in opened:
+            default, text = None, f"{text} {note}"
             if kind is bool:
-                words, text = [f"--{name}/--no-{name}"], "Only with it, or only without it."
+                words, text = [f"--{name}/--no-{name}"], note
         elif kind is bool:  # a switch
             words, default = words or [flag(name)], False
         elif field.required and default is None:  # typer says so itself only without a default

@@ -131,8 +131,9 @@ class JobProperties(Struct, frozen=True, kw_only=True):
     shipped stack with the same facts ("": none); `cluster` describes the differences from the
     nearest shipped cluster ("": no difference, as for published rows); `device` its GPU, if that is
     like no shipped one ("": it is); `shape` a head dimension whose rows are not aligned ("": they
-    are); `precision` one of more than 16 bits ("": 16 bits, as in published rows); `document_len`:
-    0 where no documents are packed, as in published rows; `experts`: whether the model has them."""
+    are); `precision` one of more than 16 bits ("": 16 bits, as in published rows); `packing` has
+    words on packed documents ("": none are packed, as in published rows); `experts`: whether the
+    model has them."""
 
     stack: str
     generation: str
@@ -140,7 +141,7 @@ class JobProperties(Struct, frozen=True, kw_only=True):
     gpus: int
     seq_len: int
     methods: frozenset[str]
-    document_len: int = 0
+    packing: str = ""
     device: str = ""
     shape: str = ""
     precision: str = ""
@@ -197,8 +198,8 @@ class Range(Struct, frozen=True):
         if not span.shortest_seq <= job.seq_len <= span.longest_seq:
             between = _between(span.shortest_seq, span.longest_seq)
             found["context"] = f"{job.seq_len:,} tokens (published{whose}: {between})"
-        if job.document_len:
-            length = f"documents of {job.document_len:,} tokens in {job.seq_len:,}"
+        if job.packing:
+            length = f"{job.seq_len:,} tokens{job.packing}"
             found["context"] = f"{length} (published: whole sequences)"
         return found | self._unlike(job)
 
@@ -269,7 +270,7 @@ def job_of(problem: Problem, family: str) -> JobProperties:
         gpus=problem.layout.gpus,
         seq_len=problem.workload.seq_len,
         methods=methods_of(family),
-        document_len=problem.workload.document_len if problem.workload.packed else 0,
+        packing=problem.workload.packing,
         device=unlike_devices(problem.cluster),
         shape=unaligned_heads(problem),
         precision=problem.workload.precision if problem.workload.precision in WIDE else "",
