@@ -15,9 +15,9 @@ from baselines.megatron_core.options import partition_words
 from baselines.megatron_core.plan import MIN_OFFLOADED, MegatronCore
 from rematbench.evaluate.evaluation import RankBytes
 from rematbench.evaluate.problems import make_problem
+from rematbench.inputs.job import Job
 from rematbench.inputs.layout import Layout
 from rematbench.inputs.load import load_system
-from rematbench.inputs.problemspec import ProblemSpec
 from rematbench.inputs.stackfacts import NO_FACTS
 from rematbench.inputs.system import FACTS as STACK_FACTS
 from rematbench.inputs.system import Accepts, with_facts
@@ -288,7 +288,7 @@ def test_a_fact_of_the_stack_is_printed_as_its_option(facts: dict[str, Any], wor
 def printed(baseline: str = "megatron_core", whole: bool = False, **spec: Any) -> FlagsAnswer:
     layout = Layout(**{"global_batch": 4, "dp": 2, "tp": 2, "pp": 2, **spec.pop("layout", {})})
     made = make_problem(
-        ProblemSpec.at(
+        Job.at(
             layout,
             **{
                 "model": "tiny-llama",
@@ -341,7 +341,7 @@ def test_an_overlap_of_exchanges_is_printed_and_refused_beside_recomputed_expert
     assert any("overlap-moe" in line for line in answer.not_run)
     assert "overlap-moe" not in printed(layout={**layout}, **asked).flags
     made = make_problem(
-        ProblemSpec(
+        Job(
             model="tiny-experts", cluster="h800-80gb", system="megatron-core-0.16", gpus=4,
             seq_len=64, global_batch=8, ep=4, ep_overlap="on",
         )

@@ -18,6 +18,7 @@ from rematbench.evaluate.result import assumed, evaluate_plan
 from rematbench.evaluate.unread import unread, unread_facts
 from rematbench.evidence.bands import band_of, with_band
 from rematbench.evidence.job_evidence import published_stack, unlike_shipped
+from rematbench.host.declared import flat
 from rematbench.inputs.configfile import ConfigError
 from rematbench.inputs.kernel_rates import RateError
 from rematbench.inputs.layout import Layout
@@ -37,7 +38,7 @@ from rematbench.inputs.stackfacts import (
     facts,
     other_versions,
 )
-from rematbench.inputs.system import FACTS, System, flat, with_facts
+from rematbench.inputs.system import FACTS, System, with_facts
 from rematbench.plan import Plan
 from rematbench.problem import Problem, rank_parameters
 from tests.problems import all_methods, make_problem
@@ -134,7 +135,7 @@ def test_a_kernel_by_name_has_its_own_speed() -> None:
     times = {name: made(attention=name).cost.op_s(op, "forward") for name in ("fa1", "fa2", "fa3")}
     assert times["fa1"] > times["fa2"] > times["fa3"]
     assert made().cost.op_s(op, "forward") == times["fa2"]
-    assert made(attention="fa3").asked_attention == "fa3"
+    assert made(attention="fa3").chosen.attention == "fa3"
     assert made(attention="unfused").kernel == "unfused"
     assert made(system="huggingface", layout=Layout()).attention == "unfused"
     assert made(system="huggingface", layout=Layout(), attention="fa2").attention == "flash"

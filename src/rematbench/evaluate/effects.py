@@ -2,18 +2,19 @@
 
 import dataclasses
 from collections.abc import Iterable, Iterator
-from functools import cache
 from typing import Any, get_args
 
 from msgspec.json import encode
-from msgspec.structs import FieldInfo, asdict, fields, replace
+from msgspec.structs import replace
 
 from rematbench.evaluate.evaluator import SINGLE_EVALUATOR, evaluate
+from rematbench.host.declared import facts as declared
+from rematbench.host.declared import flat
 from rematbench.inputs.configfile import ConfigError, convert
 from rematbench.inputs.facts import check_system, contradictions
 from rematbench.inputs.kernel_rates import RateError
 from rematbench.inputs.layout import LayoutError
-from rematbench.inputs.system import FlatSystem, Parameters, System, flat, grouped, with_facts
+from rematbench.inputs.system import Parameters, System, with_facts
 from rematbench.plan import Plan, PlanError
 from rematbench.problem import Problem
 
@@ -59,9 +60,11 @@ def _others(system: System, fact: str) -> Iterator[System]:
     values = flat(system)
     for value in _values(fact, values[fact]):
         try:
-            changed = grouped(asdict(convert({**values, fact: value}, FlatSystem, "")))
+            changed = convert({**values, fact: value}, System, "")
             dependent = {key for key, _ in contradictions(changed)} - {fact}
-            changed = with_facts(changed, **{key: _fields()[key].default for key in dependent})
+            changed = with_facts(
+                changed, **{key: declared(System)[key].default for key in dependent}
+            )
             check_system(changed, "")
         except ConfigError:
             continue
@@ -72,7 +75,7 @@ def _values(fact: str, value: Any) -> list[Any]:
     """Other values to try of a fact whose value is `value`."""
     if isinstance(value, tuple):
         return [value[::-1]]
-    kind = _fields()[fact].type
+    kind = declared(System)[fact].type
     if isinstance(value, str):
         tried = get_args(kind)
     elif isinstance(value, bool):
@@ -80,8 +83,3 @@ def _values(fact: str, value: Any) -> list[Any]:
     else:
         tried = COUNTS if kind == Parameters else NUMBERS
     return [other for other in tried if other != value]
-
-
-@cache
-def _fields() -> dict[str, FieldInfo]:
-    return {one.name: one for one in fields(FlatSystem)}

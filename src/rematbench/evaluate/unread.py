@@ -5,9 +5,10 @@ import dataclasses
 from msgspec.json import encode
 
 from rematbench.evaluate.effects import acting
+from rematbench.host.declared import flat
 from rematbench.inputs.configfile import ASSUMED
 from rematbench.inputs.layout import Layout
-from rematbench.inputs.system import FACTS, Kernels, Loss, flat, with_facts
+from rematbench.inputs.system import FACTS, Kernels, Loss, with_facts
 from rematbench.problem import Problem
 
 OF_A_MODEL = (*Kernels.__struct_fields__, *Loss.__struct_fields__)

@@ -8,9 +8,10 @@ import difflib
 import re
 from collections.abc import Iterable
 
+from rematbench.host.declared import flat
 from rematbench.inputs.cluster import Cluster
 from rematbench.inputs.configfile import ConfigError, closest
-from rematbench.inputs.system import System, flat
+from rematbench.inputs.system import System
 from rematbench.workload import Experts, Model
 
 FEATURES = (

@@ -12,8 +12,9 @@ import msgspec
 from msgspec import Struct
 
 from rematbench.evaluate.result import Status
+from rematbench.host.declared import flat_inside, nested_inside
 from rematbench.host.gpu_state import GpuState
-from rematbench.inputs.problemspec import ProblemSpec
+from rematbench.inputs.job import Job
 from rematbench.worlds.records.record import Provenance, RecordError
 
 T = TypeVar("T", bound=Struct)
@@ -54,7 +55,7 @@ class Searched(Prediction, frozen=True, kw_only=True, forbid_unknown_fields=True
     memory_gib: float
     place: int
     beside: bool
-    spec: ProblemSpec
+    spec: Job
     method: str
 
 
@@ -116,7 +117,7 @@ def append_line(path: Path, line: Struct) -> None:
     with path.open("a+b") as file:
         file.seek(0)
         file.truncate(file.read().rfind(b"\n") + 1)
-        file.write(msgspec.json.encode(line) + b"\n")
+        file.write(msgspec.json.encode(flat_inside(line)) + b"\n")
         file.flush()
         os.fsync(file.fileno())
 
@@ -131,8 +132,8 @@ def read_lines(path: Path, kind: type[T]) -> list[T]:
     found = []
     for number, line in enumerate(lines, 1):
         try:
-            found.append(msgspec.json.decode(line, type=kind))
-        except msgspec.DecodeError as error:
+            found.append(msgspec.convert(nested_inside(msgspec.json.decode(line), kind), kind))
+        except (msgspec.DecodeError, msgspec.ValidationError) as error:
             raise RecordError(f"{path} line {number}: {error}") from error
     return found
 

@@ -14,8 +14,8 @@ from rematbench.evaluate.evaluation import fullest_rank
 from rematbench.evaluate.problems import make_problem
 from rematbench.evaluate.result import Result, Status, evaluate_method
 from rematbench.host.console import CommandError
+from rematbench.inputs.job import Job
 from rematbench.inputs.layout import LayoutError
-from rematbench.inputs.problemspec import ProblemSpec
 from rematbench.paper.studies.longest import longest_sequence
 from rematbench.paper.studies.measures import (
     attention_share,
@@ -109,7 +109,7 @@ def _command(path: str, ask: Ask, spec: NamedProblem, contender: Contender) -> s
 def _answer(
     blank: StudyAnswer,
     question: Question,
-    spec: ProblemSpec,
+    spec: Job,
     problem: Callable[[], Problem],
     contender: Contender,
     registry: Registry,
@@ -187,11 +187,9 @@ def _fewest(
     return replace(answer, values={**answer.values, contender.fewest: fewest})
 
 
-def _longest(
-    blank: StudyAnswer, question: Question, spec: ProblemSpec, method: Composition
-) -> StudyAnswer:
+def _longest(blank: StudyAnswer, question: Question, spec: Job, method: Composition) -> StudyAnswer:
     found = longest_sequence(
-        lambda seq_len: make_problem(replace(spec, seq_len=seq_len)),
+        lambda seq_len: make_problem(spec.changed(seq_len=seq_len)),
         method,
         granularity=question.granularity,
         limit=question.limit,
@@ -201,10 +199,10 @@ def _longest(
 
 
 def _hidden_from(
-    blank: StudyAnswer, question: Question, spec: ProblemSpec, method: Composition
+    blank: StudyAnswer, question: Question, spec: Job, method: Composition
 ) -> StudyAnswer:
     found = hidden_from(
-        lambda seq_len: make_problem(replace(spec, seq_len=seq_len)),
+        lambda seq_len: make_problem(spec.changed(seq_len=seq_len)),
         method,
         granularity=question.granularity,
         limit=question.limit,
@@ -214,7 +212,7 @@ def _hidden_from(
     return replace(blank, values={"seq_len": found})
 
 
-SEARCHES: dict[Ask, Callable[[StudyAnswer, Question, ProblemSpec, Composition], StudyAnswer]] = {
+SEARCHES: dict[Ask, Callable[[StudyAnswer, Question, Job, Composition], StudyAnswer]] = {
     "longest": _longest,
     "hidden_from": _hidden_from,
 }

@@ -10,13 +10,15 @@ from typing import Any, Literal
 
 from msgspec import Struct
 
+from rematbench.host.declared import Part, facts, flat
 from rematbench.inputs.configfile import (
     convert,
     read_mapping,
     require_among,
     require_unique,
 )
-from rematbench.inputs.problemspec import ProblemSpec
+from rematbench.inputs.job import Job
+from rematbench.inputs.layout import Degrees
 from rematbench.workload import PositiveInt
 from rematbench.worlds.records.suite import NamedProblem, Variant
 
@@ -32,26 +34,32 @@ Ask = Literal[
 ]
 
 
+class OpenDegrees(Degrees, Part, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Degrees whose global batch the layouts of a workload may give."""
+
+    global_batch: PositiveInt = 1
+
+
 class StudyWorkload(NamedProblem, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A problem with the layouts that every method may choose from. A layout lists only the fields
     that differ from the problem; `why` also names the source of the numbers."""
 
-    global_batch: PositiveInt = 1
+    degrees: OpenDegrees
     layouts: tuple[dict[str, Any], ...] = ({},)
 
     def at_layouts(self, label: str = "") -> tuple[NamedProblem, ...]:
         """The problem at each layout. ConfigError, with the name of the file `label`, for a key
         that is not a field of a problem."""
-        own = {name: getattr(self, name) for name in NamedProblem.__struct_fields__}
+        own = {name: value for name, value in flat(self).items() if name in facts(NamedProblem)}
         return tuple(convert({**own, **fields}, NamedProblem, label) for fields in self.layouts)
 
 
-def layout_label(spec: ProblemSpec) -> str:
+def layout_label(spec: Job) -> str:
     """The degrees above 1 and the ZeRO stage in words: `tp 4, pp 2, micro-batch 8, zero 1`."""
     names = ("tp", "cp", "pp", "vpp", "ulysses", "micro_batch")
-    degrees = {name.replace("_", "-"): getattr(spec, name) for name in names}
+    degrees = {name.replace("_", "-"): getattr(spec.degrees, name) for name in names}
     found = [f"{key} {value}" for key, value in degrees.items() if value > 1]
-    return ", ".join([*found, f"zero {spec.zero_stage}"])
+    return ", ".join([*found, f"zero {spec.degrees.zero_stage}"])
 
 
 class Contender(Variant, frozen=True, kw_only=True):

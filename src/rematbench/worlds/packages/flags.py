@@ -18,8 +18,9 @@ from rematbench.engine.lowering.fates import PHASES, Resolved, resolve
 from rematbench.evaluate.effects import acting
 from rematbench.evaluate.result import evaluate_plan
 from rematbench.evaluate.unread import fact_words
+from rematbench.host.declared import flat
 from rematbench.inputs.stackfacts import NO_FACTS
-from rematbench.inputs.system import FACTS, Accepts, flat
+from rematbench.inputs.system import FACTS, Accepts
 from rematbench.plan import Plan, PlanError, Unsupported
 from rematbench.problem import Problem
 from rematbench.worlds.packages.limits import NOT_RUN

@@ -8,7 +8,7 @@ from msgspec.structs import fields
 
 from rematbench.inputs.layout import Layout
 from rematbench.problem import AttentionKind, Problem
-from rematbench.workload import Model, Precision
+from rematbench.workload import Model, Workload
 from rematbench.worlds.records.record import RunSpec
 
 Reason = tuple[bool, str]
@@ -22,22 +22,22 @@ NOT_RUN = "not run here)"
 class Setup(NamedTuple):
     """The facts on which reasons depend, for a problem to plan or a run to start."""
 
-    model: Model
+    work: Workload
     layout: Layout
-    seq_len: int
-    precision: Precision
     attention: AttentionKind
-    document_len: int
-    drops_tokens: bool = False
+
+    @property
+    def model(self) -> Model:
+        """The model that is trained."""
+        return self.work.model
 
 
 def setup_of(request: Problem | RunSpec) -> Setup:
     """The setup of a problem to plan or of a run to start."""
-    work = request.workload if isinstance(request, Problem) else request
-    kind: AttentionKind = "unfused" if request.attention == "unfused" else "flash"
-    size = work.seq_len, work.precision, kind, work.document_len
-    drops = work.capacity_factor > 0 and work.expert_padding == "none"
-    return Setup(work.model, request.layout, *size, drops)
+    if isinstance(request, Problem):
+        return Setup(request.workload, request.layout, request.attention)
+    kind: AttentionKind = "unfused" if request.stack.attention == "unfused" else "flash"
+    return Setup(request, request.layout, kind)
 
 
 def active_reasons(reasons: Iterable[Reason]) -> tuple[str, ...]:
