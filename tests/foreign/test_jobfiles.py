@@ -243,6 +243,10 @@ def test_other_files_are_refused_in_one_line(tmp_path: Path, text: str) -> None:
 def test_the_command_runs_what_it_prints(tmp_path: Path) -> None:
     words = [sys.executable, "-m", "rematbench", "read", str(JOBS / "megatron_llama.sh")]
     words += ["--cluster", "h100-80gb", "-o", str(tmp_path), "--run"]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "not run: unknown keys: --surprising-option (--anyway" in done.stderr
+    words.append("--anyway")
     done = subprocess.run(words, capture_output=True, text=True, check=True)
     first, *rest = done.stdout.splitlines()
     assert first.startswith("rematbench simulate selective_recompute --model llama-3.1-8b")

@@ -46,20 +46,31 @@ def read(  # noqa: PLR0913, PLR0917  # an option of the command line each
         Path,
         Option("-o", "--output", metavar="DIR", help="Where model and stack files are written."),
     ] = Path(),
+    variables: Annotated[
+        list[str] | None,
+        Option("--set", metavar="NAME=VALUE", help="A variable of the environment."),
+    ] = None,
     run: Annotated[bool, Option("--run", help="Also run the command.")] = False,
+    anyway: Annotated[
+        bool, Option("--anyway", help="Run it also where keys are unknown, without them.")
+    ] = False,
 ) -> None:
     """Read the files of a training job and print the equal `simulate` command.
 
     FILE: a script with a launch line of Megatron or of a Hugging Face trainer (Transformers, TRL,
     LLaMA-Factory, ms-swift, OpenRLHF, verl), a DeepSpeed JSON, a YAML of accelerate, TRL,
     LLaMA-Factory, axolotl or nanotron, a TOML of torchtitan, and the model's config.json.  Nothing
-    is executed.  Options replace values of the files.
+    is executed.  Options replace values of the files.  A key that is neither read nor known to be
+    without effect stops --run.
 
     \b
     Example:
       rematbench read train.yaml ds_z3.json config.json --cluster h100-80gb --gpus 8 --run
     """
-    reading = read_files(files)
+    wrong = [text for text in variables or () if not "=" not in text]
+    if wrong:
+        raise CommandError(f"--set {wrong[0]}: expected NAME=VALUE")
+    reading = read_files(files, dict(text.split("=", 1) for text in variables or ()))
     given = {"model": model, "cluster": cluster, "system": system, "gpus": gpus}
     given |= {"seq_len": seq_len, "document_len": document_len, "global_batch": global_batch}
     given |= {"vocab": vocab}
@@ -70,6 +81,9 @@ def read(  # noqa: PLR0913, PLR0917  # an option of the command line each
         return
     if reading.refused:
         raise CommandError(f"not run: {'; '.join(reading.refused)}")
+    if reading.unknown and not anyway:
+        keys = ", ".join(dict.fromkeys(reading.unknown))
+        raise CommandError(f"not run: unknown keys: {keys} (--anyway runs it without them)")
     if job.missing:
         raise CommandError(f"not run: no file gives {', '.join(job.missing)}")
     from rematbench.cli.app import command_line  # noqa: PLC0415  # it imports this module

@@ -71,9 +71,10 @@ class Script(Struct):
     depth: int = DEPTH
 
 
-def read_script(text: str, file: str) -> Script:
-    """The commands of a script.  ConfigError if the text is not a shell script."""
-    script = Script(file=file, variables={"#": ["0"]})
+def read_script(text: str, file: str, variables: Variables | None = None) -> Script:
+    """The commands of a script; `variables`: those of the environment.  ConfigError if the text is
+    not a shell script."""
+    script = Script(file=file, variables={"#": ["0"], **(variables or {})})
     headers = " ".join(SBATCH.findall(text))
     for short, option in SHORT.items():
         headers = re.sub(short, option, headers)
