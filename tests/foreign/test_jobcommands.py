@@ -145,7 +145,7 @@ TRAINERS = [
         "--sequence_parallel true --recompute_granularity full --recompute_method uniform "
         "--recompute_num_layers 1 --max_length 4096 --overlap_grad_reduce true "
         "--overlap_param_gather true",
-        "full_recompute --model qwen3-8b --cluster CLUSTER --system megatron-core --gpus 8 "
+        "full_recompute --model qwen3-8b --cluster CLUSTER --system run-stack.yaml --gpus 8 "
         "--seq-len 4096 --global-batch 16 --tp 2",
     ),
     (  # OpenRLHF
@@ -427,12 +427,12 @@ def test_shards_and_replicas_of_axolotl_give_the_gpus(tmp_path: Path) -> None:
 def test_a_part_of_the_optimizer_on_the_host_is_a_method(tmp_path: Path) -> None:
     zero = {"stage": 2, "offload_optimizer": {"device": "cpu", "ratio": 0.3}}
     made = job(tmp_path, json.dumps({"zero_optimization": zero}), "ds.json")[0]
-    assert made.method == "twinflow:ratio=0.3"
+    assert made.method == "optimizer_offload:share=0.3"
     assert "optimizer" not in made.options
     line = f"x.py {SIZES} --optimizer-cpu-offload --optimizer-offload-fraction "
     full = " --recompute-granularity full --recompute-num-layers 2"
-    assert job(tmp_path, line + "0.5")[0].method == "optimizer_offload:share=0.5,visiting=0"
-    method = "full_recompute:num_layers=2+optimizer_offload:share=0.25,visiting=0"
+    assert job(tmp_path, line + "0.5")[0].method == "optimizer_offload:share=0.5"
+    method = "full_recompute:num_layers=2+optimizer_offload:share=0.25"
     assert job(tmp_path, line + "0.25" + full)[0].method == method
     assert job(tmp_path, line + "1.0")[0].options["optimizer"] == "host"
     assert "optimizer" not in job(tmp_path, line + "0")[0].options

@@ -119,27 +119,9 @@ def read_command(script: Script, words: list[str], package: Package) -> Reading:
     """The reading of a trainer's command.  ConfigError for a wrong value."""
     options = {name.replace("-", "_"): value for name, value in options_of(words).items()}
     headers = {name.replace("-", "_"): value for name, value in script.headers.items()}
-    data = {name: _value(values) for name, values in options.items() if name not in NAMES}
-    if any("openrlhf" in word for word in words):
-        data = _openrlhf(data, words)
-    if any(word.startswith("verl.trainer.") for word in words):
-        data = _verl(words)
-    precision = str(data.pop("mixed_precision", "")).lower()
-    if precision in ("bf16", "fp16"):
-        data.setdefault(precision, True)
-    elif precision == "fp8":
-        data["fp8"] = True
-    config = data.pop("config_file", None)
-    package, data = _with_file(script, words, package, data)
-    for word in words:
-        task = word.rsplit("/", 1)[-1].rsplit(".", 1)[-1 if "." in word and "/" not in word else 0]
-        if task.removesuffix(".py") in TASKS:
-            data["stage"] = task.removesuffix(".py")
+    package, data = _with_file(script, words, package, _data(words, options))
+    config, micro = data.pop("config_file", None), data.pop("data.micro_batch_size", None)
     plugin = {name: data.pop(name) for name in PLUGIN & data.keys()}
-    named = [name for name in data if name.startswith("parallelism_config_")]
-    if named:
-        data["parallelism_config"] = {name: data.pop(name) for name in named}
-    micro = data.pop("data.micro_batch_size", None)
     reading = read_trainer(data, script.file, package)
     reading.command = True
     read_launcher(reading, script, {**headers, **options})
@@ -154,6 +136,24 @@ def read_command(script: Script, words: list[str], package: Package) -> Reading:
     _document(reading, script)
     read_keys(reading, headers, "launchers", prefix="#SBATCH ")
     return reading
+
+
+def _data(words: list[str], options: Options) -> dict[str, Any]:
+    """The values of a command by the names of Transformers, and what it trains."""
+    data = {name: _value(values) for name, values in options.items() if name not in NAMES}
+    if any("openrlhf" in word for word in words):
+        data = _openrlhf(data, words)
+    if any(word.startswith("verl.trainer.") for word in words):
+        data = _verl(words)
+    precision = str(data.pop("mixed_precision", "")).lower()
+    if precision in ("bf16", "fp16", "fp8"):
+        data.setdefault(precision, True)
+    named = [name for name in data if name.startswith("parallelism_config_")]
+    if named:
+        data["parallelism_config"] = {name: data.pop(name) for name in named}
+    programs = [part for word in words for part in re.split(r"[/.]", word.removesuffix(".py"))]
+    tasks = [part for part in programs if part in TASKS]
+    return {**data, "stage": tasks[-1]} if tasks else data
 
 
 def _openrlhf(data: dict[str, Any], words: list[str]) -> dict[str, Any]:

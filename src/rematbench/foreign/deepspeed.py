@@ -85,8 +85,8 @@ def _homes(reading: Reading, zero: Mapping[str, Any], prefix: str) -> None:
         elif device not in (None, "none"):
             where = f"{prefix}{key}.ratio"
             ratio = number(section.get("ratio", 1), reading.file, where) if section else 1.0
-            if ratio != 1:  # TwinFlow's share of the states, which the CPU updates
-                reading.put("moved", f"twinflow:ratio={ratio:g}", where)
+            if ratio != 1:
+                reading.put("moved", f"optimizer_offload:share={ratio:g}", where)
             else:
                 reading.put(name, "host", f"{prefix}{key}.device")
     for key, name in (("cpu_offload", "optimizer"), ("cpu_offload_params", "parameters")):

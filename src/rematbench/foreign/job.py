@@ -17,6 +17,7 @@ from rematbench.workload import Experts
 LEADING = ("model", "cluster", "system", "gpus", "seq_len", "global_batch")
 """Options that every command needs, in the order of the printed command."""
 DEGREES = ("tp", "cp", "pp", "vpp", "ulysses", "ep", "shard_degree", "micro_batch")
+SIZES = ("num_layers", "hidden", "num_heads", "num_kv_heads", "head_dim", "ffn")
 UNSHARDED = "huggingface-flash"
 """The stack of a trainer without DeepSpeed and FSDP, where every rank holds all states."""
 ROTATING: dict[str, dict[str, Any]] = {
@@ -211,19 +212,31 @@ def _model(
         shape["vocab"] = values["vocab"]
     required = ("num_layers", "hidden", "num_heads", "vocab")
     lacking = [name for name in required if not shape.get(name)]
-    name = _equal_model(shape) if lacking in ([], ["vocab"]) else ""
-    if name and lacking:
-        reading.notes.append(f"the vocabulary of {name} is assumed (--vocab N)")
+    alike = _model_of_sizes(shape) if lacking == ["vocab"] else ""
+    if alike:
+        reading.notes.append(f"the vocabulary of {alike} is assumed (--vocab N)")
+        shape["vocab"] = load_model(alike).vocab
     elif lacking:
         reading.notes.append(
             f"the model is incomplete: {', '.join(lacking)} (--vocab N, or --model FILE)"
         )
         return None
-    if name:
+    if name := _equal_model(shape):
         return name
     file = f"{prefix}-model.yaml"
     files[file] = _yaml({"name": prefix, **shape, "source": f"{reading.package}: {reading.file}"})
     return file
+
+
+def _model_of_sizes(shape: dict[str, Any]) -> str:
+    """The shipped model with these sizes, whose vocabulary a file without one has."""
+    count = (shape.get("experts") or {}).get("count", 0)
+    for name in names("model"):
+        model = load_model(name)
+        equal = all(getattr(model, key) == shape.get(key) for key in SIZES)
+        if equal and count == (model.experts.count if model.experts else 0):
+            return name
+    return ""
 
 
 def _equal_model(shape: dict[str, Any]) -> str:
@@ -281,6 +294,9 @@ def _system(
     if values.get("bucket_elements") and (overlaps or system.whole_buckets):
         facts["bucket_bytes"] = values["bucket_elements"] * system.reduce_bytes
     changed = {key: value for key, value in facts.items() if getattr(system, key) != value}
+    moves = (reading.method or ("", {}))[1].get("inputs") == "host"
+    if moves and "activation_offload" not in system.features:
+        changed["features"] = [*system.features, "activation_offload"]
     if not changed:
         return base
     file = f"{prefix}-stack.yaml"
@@ -295,7 +311,7 @@ def _rest(values: dict[str, Any]) -> dict[str, str]:
     """The experts' TP where it is unlike TP; the options with words: ZeRO stage, sequence
     parallelism, kernel, precision, homes; and the length of documents."""
     options = {}
-    if values.get("etp", values.get("tp", 1)) != values.get("tp", 1):
+    if values.get("ep", 1) > 1 and values.get("etp", values.get("tp", 1)) != values.get("tp", 1):
         options["etp"] = str(values["etp"])
     if values.get("zero_stage", 1) != 1:
         options["zero_stage"] = str(values["zero_stage"])

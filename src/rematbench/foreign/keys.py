@@ -96,18 +96,11 @@ def read_keys(
 
 
 def _read_key(reading: Reading, section: Section, key: str, value: Any, where: str) -> None:
-    if target := section.numbers.get(key) or section.shapes.get(key):
-        if value is True:
-            reading.notes.append(f"{where} has no value")
-        elif value != AUTO:
-            size = whole(value, reading.file, where)
-            if key in section.numbers:
-                reading.put(target, size, where)
-            else:
-                reading.model[target] = size
+    if key in section.numbers or key in section.shapes:
+        _number(reading, section, key, value, where)
     elif key in section.facts:
-        if not is_off(value) and switch(value, reading.file, where):
-            reading.facts |= section.facts[key]
+        on = not is_off(value) and switch(value, reading.file, where)
+        reading.facts |= section.facts[key] if on else {}
     elif key in section.words:
         _set(reading, section.words[key], value, where)
     elif key in section.refused:
@@ -117,6 +110,17 @@ def _read_key(reading: Reading, section: Section, key: str, value: Any, where: s
         reading.ignored.append(where)
     elif key not in section.read:
         reading.unknown.append(where)
+
+
+def _number(reading: Reading, section: Section, key: str, value: Any, where: str) -> None:
+    if value is True:
+        reading.notes.append(f"{where} has no value")
+    elif value != AUTO:
+        size = whole(value, reading.file, where)
+        if key in section.numbers:
+            reading.put(section.numbers[key], size, where)
+        else:
+            reading.model[section.shapes[key]] = size
 
 
 def is_off(value: Any) -> bool:

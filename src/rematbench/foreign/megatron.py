@@ -31,6 +31,9 @@ SWIFT: Options = {
     "recompute-granularity": ["selective"],
     "micro-batch-size": ["1"],
     "global-batch-size": ["16"],
+    "cross-entropy-loss-fusion": [],
+    "moe-token-dispatcher-type": ["alltoall"],
+    "expert-tensor-parallel-size": ["1"],
 }
 """The defaults of ms-swift 4.6.0, swift/megatron/arguments/megatron_args.py."""
 OLD = {"activations-checkpoint-method", "checkpoint-activations", "checkpoint-num-layers"}
@@ -140,7 +143,7 @@ def _states(reading: Reading, options: Options) -> None:
     if share == 1:
         reading.put("optimizer", "host", "--optimizer-cpu-offload")
     elif share:
-        reading.put("moved", f"optimizer_offload:share={share:g},visiting=0", f"--{option}")
+        reading.put("moved", f"optimizer_offload:share={share:g}", f"--{option}")
 
 
 def read_arguments(
@@ -279,12 +282,16 @@ def _model(reading: Reading, options: Options) -> None:
         model["attention_dropout"] = _number(reading, options, "attention-dropout", "0.1")
         if model["attention_dropout"] == model["dropout"]:
             del model["attention_dropout"]
+    window = re.sub(r"[^\d,]", "", ",".join(options.get("window-size", []))).split(",")[0]
+    if window and "num_layers" in model:
+        model["attention_window"] = [int(window)] * model["num_layers"]
+    _vocabulary(reading, options)
+
+
+def _vocabulary(reading: Reading, options: Options) -> None:
+    """The vocabulary of a tokenizer that comes with its files, and its padding."""
     if options.get(multiple := "make-vocab-size-divisible-by"):
         reading.facts["vocab_multiple"] = whole(options[multiple][0], reading.file, f"--{multiple}")
-    if options.get("window-size"):
-        window = re.sub(r"[^\d,]", "", "".join(options["window-size"])).split(",")[0]
-        if window and "num_layers" in model:
-            model["attention_window"] = [int(window)] * model["num_layers"]
     tokenizer = first_value(options, "tokenizer-type")
     if {"vocab-file", "merge-file"} & options.keys() and not tokenizer:
         tokenizer = "GPT2BPETokenizer"  # the default of pretrain_gpt.py

@@ -15,8 +15,8 @@ from rematbench.inputs.configfile import ConfigError, read_mapping
 MODELS = ("model_name_or_path", "base_model", "model_name", "model")
 ADAPTERS = "adapters are not modelled"
 LIGER_PLUGIN = "axolotl.integrations.liger.LigerPlugin"
-PACKING = ("packing", "sample_packing", "neat_packing", "padding_free", "use_remove_padding")
-PACKING += ("batch_flattening",)
+PACKING = {"packing", "sample_packing", "neat_packing", "padding_free", "use_remove_padding"}
+PACKING |= {"batch_flattening"}
 PRECISIONS = {"bf16": "bf16", "pure_bf16": "bf16", "bfloat16": "bf16"}
 PRECISIONS |= {"fp16": "fp16", "float16": "fp16", "float32": "fp32"}
 RECOMPUTES = {"TRL": True, "ms-swift": True, "Transformers": False}
