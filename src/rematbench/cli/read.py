@@ -80,7 +80,7 @@ def read(  # noqa: PLR0913, PLR0917  # an option of the command line each
     if not run:
         return
     if reading.refused:
-        raise CommandError(f"not run: {'; '.join(reading.refused)}")
+        raise CommandError(f"not run: {'; '.join(_grouped(reading.refused))}")
     if reading.unknown and not anyway:
         keys = ", ".join(dict.fromkeys(reading.unknown))
         raise CommandError(f"not run: unknown keys: {keys} (--anyway runs it without them)")
@@ -113,6 +113,15 @@ def _words(job: FileJob, output: Path) -> list[str]:
     return [str(output / word) if word in job.files else word for word in job.words]
 
 
+def _grouped(lines: list[str]) -> list[str]:
+    """The lines `key: reason`, those with one reason as one line."""
+    keys: dict[str, list[str]] = {}
+    for line in lines:
+        key, colon, reason = line.partition(": ")
+        keys.setdefault(reason if colon else "", []).append(key)
+    return [": ".join(filter(None, (", ".join(keys[reason]), reason))) for reason in keys]
+
+
 def _print(job: FileJob, reading: Reading, output: Path) -> None:
     typer.echo(f"rematbench simulate {shlex.join(_words(job, output))}")
     if job.missing:
@@ -121,7 +130,7 @@ def _print(job: FileJob, reading: Reading, output: Path) -> None:
         ("not modelled", reading.refused),
         ("note", reading.notes),
     ):
-        for line in lines:
+        for line in _grouped(lines):
             typer.echo(f"{kind}: {line}")
     if reading.unknown:
         typer.echo(f"unknown keys, not read: {', '.join(dict.fromkeys(reading.unknown))}")

@@ -10,13 +10,15 @@ from msgspec import Struct, convert
 
 from rematbench.foreign.reading import Reading
 from rematbench.inputs.configfile import ConfigError
-from rematbench.inputs.load import load_model, load_system, names
+from rematbench.inputs.load import load_cluster, load_model, load_system, names
 from rematbench.inputs.problemspec import flag
 from rematbench.workload import Experts
 
 LEADING = ("model", "cluster", "system", "gpus", "seq_len", "global_batch")
 """Options that every command needs, in the order of the printed command."""
 DEGREES = ("tp", "cp", "pp", "vpp", "ulysses", "ep", "shard_degree", "micro_batch")
+CUDNN = ("hopper", "blackwell")
+"""GPU generations on which TransformerEngine prefers cuDNN's attention."""
 SIZES = ("num_layers", "hidden", "num_heads", "num_kv_heads", "head_dim", "ffn")
 UNSHARDED = "huggingface-flash"
 """The stack of a trainer without DeepSpeed and FSDP, where every rank holds all states."""
@@ -80,17 +82,19 @@ def file_job(reading: Reading, overrides: dict[str, Any], method: str, prefix: s
 
 
 def _method(values: dict[str, Any], reading: Reading, method: str) -> tuple[str, tuple[str, ...]]:
-    """The method and its settings, with the method that moves a share of the optimizer's states."""
+    """The method and its settings, with the methods that divide the head or move a share of the
+    optimizer's states."""
     if method:
         return method, ()
     if reading.method is None:
         reading.notes.append("no file says what is recomputed: keep_all is assumed (--method NAME)")
     name, settings = reading.method or ("keep_all", {})
     words = tuple(f"{key}={value}" for key, value in settings.items())
-    if "moved" not in values:
+    added = [values[part] for part in ("pieces", "moved") if part in values]
+    if not added:
         return name, words
     base = f"{name}:{','.join(words)}" if words else name
-    return (values["moved"] if name == "keep_all" else f"{base}+{values['moved']}"), ()
+    return "+".join(added if base == "keep_all" else [base, *added]), ()
 
 
 def _of_model(values: dict[str, Any], reading: Reading) -> None:
@@ -290,6 +294,7 @@ def _system(
         facts |= ROTATING[base]
         base = "torchtitan-2026" if reading.package == "torchtitan" else "trl"
     system = load_system(base)
+    facts |= _kernel(values)
     overlaps = facts.get("reduce_overlap", system.reduce_overlap)
     if values.get("bucket_elements") and (overlaps or system.whole_buckets):
         facts["bucket_bytes"] = values["bucket_elements"] * system.reduce_bytes
@@ -305,6 +310,16 @@ def _system(
     version = f"{system.version}, as {reading.file} sets it"
     files[file] = _yaml({"name": f"{prefix}-stack", "version": version, "base": base, **sourced})
     return file
+
+
+def _kernel(values: dict[str, Any]) -> dict[str, str]:
+    """The kernel that TransformerEngine's attention takes: cuDNN's where it is asked for, and from
+    Hopper on by itself (TransformerEngine 2.x, attention/dot_product_attention/utils.py)."""
+    kernel, cluster = values.get("kernel"), values.get("cluster")
+    generation = load_cluster(str(cluster)).generation if kernel and cluster else ""
+    asked = kernel == "fused" and not generation
+    taken = kernel in ("fused", "auto") and generation in CUDNN
+    return {"attention": "cudnn"} if asked or taken else {}
 
 
 def _rest(values: dict[str, Any]) -> dict[str, str]:

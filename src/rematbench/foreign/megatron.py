@@ -31,6 +31,7 @@ SWIFT: Options = {
     "recompute-granularity": ["selective"],
     "micro-batch-size": ["1"],
     "global-batch-size": ["16"],
+    "attention-backend": ["flash"],
     "cross-entropy-loss-fusion": [],
     "moe-token-dispatcher-type": ["alltoall"],
     "expert-tensor-parallel-size": ["1"],
@@ -40,6 +41,8 @@ OLD = {"activations-checkpoint-method", "checkpoint-activations", "checkpoint-nu
 OLD |= {"model-parallel-size", "batch-size", "DDP-impl"}
 """Options of Megatron-LM before 2023, which has neither Transformer Engine nor flash attention
 unless --use-flash-attn asks for it."""
+TODAY = "megatron-core-0.16"
+"""The stack of a launch line, which names no version."""
 LAYERS = ("recompute-num-layers", "activations-checkpoint-num-layers", "checkpoint-num-layers")
 """The layers of a recomputed group: today's name, that of 2021 and that of 2020."""
 SWIFT_TASKS = {("megatron", "sft"), ("megatron", "pt"), ("megatron", "rlhf")}
@@ -95,7 +98,7 @@ def read_swift(script: Script, words: list[str]) -> Reading:
 
 def _read(options: Options, script: Script) -> Reading:
     reading = Reading(file=script.file, package="Megatron", command=True)
-    reading.system = "megatron-lm" if OLD & options.keys() else "megatron-core"
+    reading.system = "megatron-lm" if OLD & options.keys() else TODAY
     if "deepspeed" in options:
         reading.system = "megatron-deepspeed"
     for option, name in LAUNCHER.items():
@@ -247,6 +250,8 @@ def _layout(reading: Reading, options: Options) -> None:
     flash = {"use-flash-attn", "use-flash-attn-v2", "use-flash-attn-triton"} & options.keys()
     unfused = backend == "unfused" or (local and not flash and backend == "auto")
     reading.put("attention", "unfused" if unfused else "flash", "--attention-backend")
+    if not unfused and not local:
+        reading.put("kernel", backend, "--attention-backend")
 
 
 def _model(reading: Reading, options: Options) -> None:

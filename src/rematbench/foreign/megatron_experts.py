@@ -23,8 +23,6 @@ FLEXIBLE = {"deepep": "deepep", "hybridep": "hybridep"}
 """Backends of the dispatcher `flex`."""
 BALANCED_BY_LOSS = ("aux_loss", "seq_aux_loss", "global_aux_loss")
 TYPE = "moe-token-dispatcher-type"
-OVERLAPPING = "megatron-core-0.16"
-"""The first shipped stack with the option --overlap-moe-expert-parallel-comm."""
 
 
 def read_experts(reading: Reading, options: Options) -> None:
@@ -38,7 +36,6 @@ def read_experts(reading: Reading, options: Options) -> None:
     if "moe-shared-expert-overlap" in options:
         reading.put("shared_overlap", 1, "--moe-shared-expert-overlap")
     if (overlap := "overlap-moe-expert-parallel-comm") in options:
-        reading.system = OVERLAPPING
         delayed = "delay-wgrad-compute" in options
         reading.put("ep_overlap", "delayed_wgrad" if delayed else "on", f"--{overlap}")
 

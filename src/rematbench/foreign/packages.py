@@ -31,6 +31,12 @@ from rematbench.inputs.huggingface import is_huggingface
 READ = "launch lines of Megatron and of Hugging Face trainers, DeepSpeed JSON, YAML of accelerate, "
 READ += "TRL, LLaMA-Factory, axolotl and nanotron, TOML of torchtitan, config.json of the model"
 STRUCTURED = {".json", ".yaml", ".yml", ".toml"}
+ENVIRONMENT: dict[str, tuple[str, dict[str, Any]]] = {
+    "PYTORCH_CUDA_ALLOC_CONF": ("expandable_segments:true", {"expandable_segments": True}),
+    "PYTORCH_ALLOC_CONF": ("expandable_segments:true", {"expandable_segments": True}),
+    "CUDA_LAUNCH_BLOCKING": ("1", {"launch_blocking": True}),
+}
+"""Variables of the environment with the facts of the stack that they state."""
 RECIPES = {
     "tune": "a torchtune recipe",
     "run_recipe.py": "a Megatron-Bridge recipe",
@@ -140,6 +146,9 @@ def _launch(path: Path, label: str, variables: dict[str, list[str]]) -> Reading:
     reading = _command(script) or _titan(script)
     if reading is None:
         raise ConfigError(label, "", _unread(script))
+    for variable, (word, facts) in ENVIRONMENT.items():
+        if word in " ".join(script.variables.get(variable, [])).lower().replace(" ", ""):
+            reading.facts |= facts
     if script.undecided:
         tests = ", ".join(dict.fromkeys(script.undecided))
         reading.notes.append(

@@ -25,6 +25,10 @@ TUNERS = ("finetuning_type", "adapter", "tuner_type", "train_type")
 WIDE = {"param_bytes": 4, "grad_bytes": 4, "reduce_bytes": 4}
 WIDE |= {"optimizer_bytes": 8, "late_state_bytes": 8}
 """The states of weights in fp32 under autocast."""
+PIECES = "mst:mlp_chunks=1"
+"""A head in pieces of as many tokens as the vocabulary is wider than the model: TRL's chunks,
+Liger's fused linear loss (Liger-Kernel 0.8.5, ops/fused_linear_cross_entropy.py) and Cut Cross
+Entropy (arXiv 2411.09009), whose pieces are smaller."""
 WIDENS = ("TRL", "LLaMA-Factory")
 """Trainers whose weights are fp32 unless a key says otherwise: TRL 1.16, trainer/model_config.py
 (dtype), LLaMA-Factory 0.9.5, model/adapter.py (init_adapter)."""
@@ -143,13 +147,21 @@ def _kernels(reading: Reading, data: Mapping[str, Any]) -> None:
     if not is_off(data.get("torch_compile")):
         reading.facts |= {"compiled": True, "norm_keeps_steps": False, "fused_swiglu": True}
     for plugin in data.get("plugins") or ():
-        if plugin != LIGER_PLUGIN:
+        if plugin.rpartition(".")[2] == "CutCrossEntropyPlugin":
+            reading.put("pieces", PIECES, "plugins")
+        elif plugin != LIGER_PLUGIN:
             reading.refused.append(f"plugins: {plugin} is not modelled")
+    loss = data.get("loss_type")
+    if reading.package == "TRL" and loss in (None, "chunked_nll"):
+        reading.put("pieces", PIECES, "loss_type")
+        if loss is None:
+            reading.notes.append(
+                "TRL of 2026 has the loss in chunks (loss_type: nll in older ones)"
+            )
     if not is_off(data.get("tf32")) and reading.get("precision") == "fp32":
         reading.facts["tf32"] = True
-    for key in ("fp32", "loss_type"):
-        if data.get(key) not in (None, "nll", "chunked_nll"):
-            reading.refused.append(f"{key}: {data[key]} (this loss is not modelled)")
+    if loss not in (None, "nll", "chunked_nll"):
+        reading.refused.append(f"loss_type: {loss} (this loss is not modelled)")
 
 
 def _task(reading: Reading, data: Mapping[str, Any]) -> None:
