@@ -129,8 +129,8 @@ TRAINERS = [
     (  # TRL recomputes; the launcher's number of processes is the number of GPUs
         "accelerate launch --num_processes 4 --num_machines 2 trl/scripts/sft.py --max_length 512 "
         "--model_name_or_path Qwen/Qwen3-8B --per_device_train_batch_size 1 --bf16",
-        "full_recompute --model qwen3-8b --cluster CLUSTER --system run-stack.yaml --gpus 4 "
-        "--seq-len 512 --global-batch 4 --zero 0",
+        "full_recompute+mst:mlp_chunks=1 --model qwen3-8b --cluster CLUSTER "
+        "--system run-stack.yaml --gpus 4 --seq-len 512 --global-batch 4 --zero 0",
     ),
     (  # ms-swift: DeepSpeed by name, recomputation by default
         "NPROC_PER_NODE=4 swift sft --model Qwen/Qwen3-8B --tuner_type full --max_length 8192 "

@@ -90,7 +90,7 @@ def _method(values: dict[str, Any], reading: Reading, method: str) -> tuple[str,
         reading.notes.append("no file says what is recomputed: keep_all is assumed (--method NAME)")
     name, settings = reading.method or ("keep_all", {})
     words = tuple(f"{key}={value}" for key, value in settings.items())
-    added = [values[part] for part in ("pieces", "moved") if part in values]
+    added = [values[part] for part in ("pieces", "moved") if values.get(part)]
     if not added:
         return name, words
     base = f"{name}:{','.join(words)}" if words else name

@@ -155,9 +155,7 @@ def _kernels(reading: Reading, data: Mapping[str, Any]) -> None:
     if reading.package == "TRL" and loss in (None, "chunked_nll"):
         reading.put("pieces", PIECES, "loss_type")
         if loss is None:
-            reading.notes.append(
-                "TRL of 2026 has the loss in chunks (loss_type: nll in older ones)"
-            )
+            reading.notes.append("TRL of 2026 has the loss in chunks (older: loss_type: nll)")
     if not is_off(data.get("tf32")) and reading.get("precision") == "fp32":
         reading.facts["tf32"] = True
     if loss not in (None, "nll", "chunked_nll"):
