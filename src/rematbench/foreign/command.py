@@ -151,8 +151,10 @@ def _data(words: list[str], options: Options) -> dict[str, Any]:
     named = [name for name in data if name.startswith("parallelism_config_")]
     if named:
         data["parallelism_config"] = {name: data.pop(name) for name in named}
-    programs = [part for word in words for part in re.split(r"[/.]", word.removesuffix(".py"))]
-    tasks = [part for part in programs if part in TASKS]
+    programs = [*words[:3], *(word for word in words if word.endswith(".py"))]
+    programs += [module for word, module in pairwise(words) if word in ("-m", "--module")]
+    parts = [re.split(r"[/.]", word) for word in programs if not word.endswith(FILES)]
+    tasks = [part for one in parts for part in one if part in TASKS]
     return {**data, "stage": tasks[-1]} if tasks else data
 
 
@@ -178,9 +180,12 @@ def _verl(words: list[str]) -> dict[str, Any]:
     )
     data = {VERL.get(name, name): _value([value]) for name, value in given.items()}
     sft = any("sft_trainer" in word for word in words)
-    if "data.micro_batch_size" in data:
-        data.setdefault("per_device_train_batch_size", None)
-    return {**VERL_DEFAULTS, **data, "stage": "sft" if sft else "rl"}
+    data = {**VERL_DEFAULTS, **data, "stage": "sft" if sft else "rl"}
+    by_tokens = data.pop("data.use_dynamic_bsz", "verl.trainer.sft_trainer" in words)
+    if not is_off(by_tokens):  # the default of verl 0.9
+        tokens = int(data.get("data.max_token_len_per_gpu", 8192))
+        data["per_device_train_batch_size"] = max(1, tokens // int(data["max_length"]))
+    return data
 
 
 def _with_file(

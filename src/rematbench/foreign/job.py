@@ -142,10 +142,11 @@ def _partition(values: dict[str, Any], reading: Reading, layers: int) -> None:
         for name in less
     }
     given = [count for count in ends.values() if count]
-    if not given or pp == 1:
+    if not (given or sum(less.values())) or pp == 1:
         return
     rest, stages = layers - sum(given), pp - len(given)
-    if rest < stages or rest % max(1, stages) or (not stages and rest):
+    uneven = rest < stages or rest % max(1, stages) or (not stages and rest)
+    if uneven or (sum(less.values()) and whole % pp):
         key = next(reading.keys[key] for key in reading.keys if key.startswith(("first", "last")))
         raise ConfigError(reading.file, key, f"{layers} layers do not divide over {pp} stages so")
     sizes = [rest // stages] * stages if stages else []

@@ -173,7 +173,7 @@ def _task(reading: Reading, data: Mapping[str, Any]) -> None:
     if reading.package == "Transformers" and ranks:
         reading.refused.append(f"{', '.join(sorted(ranks))}: {ADAPTERS}")
     stage = str(data.get("stage", "sft"))
-    if reading.package in ("LLaMA-Factory", "Transformers", "TRL") and stage not in TASKS:
+    if stage not in TASKS:
         reading.refused.append(f"stage: {stage} (only pt and sft have one model and one loss)")
 
 
