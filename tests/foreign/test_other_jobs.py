@@ -17,9 +17,8 @@ FACTORY = "model_name_or_path: Qwen/Qwen3-8B\nstage: sft\nfinetuning_type: full\
 FACTORY += "per_device_train_batch_size: 1\n"
 AXOLOTL = "base_model: Qwen/Qwen3-8B\nsequence_len: 2048\nmicro_batch_size: 1\nbf16: auto\n"
 AXOLOTL += "gradient_checkpointing: true\n"
-TITAN = (
-    '[model]\nname = "llama3"\nflavor = "8B"\n[training]\nlocal_batch_size = 1\nseq_len = 8192\n'
-)
+TITAN = '[activation_checkpoint]\nmode = "full"\n[model]\nname = "llama3"\nflavor = "8B"\n'
+TITAN += "[training]\nlocal_batch_size = 1\nseq_len = 8192\n"
 SIZES = "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 128 --vocab-size 512"
 SWIFT = "NPROC_PER_NODE=8 megatron sft --model Qwen/Qwen3-30B-A3B-Base --max_length 8192 "
 SWIFT += "--global_batch_size 16 --packing true "
@@ -269,9 +268,8 @@ def test_stages_of_a_named_model_are_those_of_its_layers(tmp_path: Path) -> None
     ],
 )
 def test_stages_at_the_ends_differ(tmp_path: Path, options: str, partition: str) -> None:
-    line = f"x.py {SIZES} --bf16 --pipeline-model-parallel-size 4 {options}".replace(
-        "-layers 4", "-layers 7", 1
-    )
+    sizes = SIZES.replace("-layers 4", "-layers 7")
+    line = f"x.py {sizes} --bf16 --pipeline-model-parallel-size 4 {options}"
     assert job(tmp_path, line)[0].options["partition"] == partition
     with pytest.raises(ConfigError, match="do not divide"):
         job(tmp_path, line.replace("-layers 7", "-layers 6", 1))
@@ -303,7 +301,7 @@ def test_experts_that_do_not_fit_the_gpus_are_named(tmp_path: Path) -> None:
 
 
 def test_slime_is_read_with_its_defaults(tmp_path: Path) -> None:
-    line = f"ray job submit -- python3 train.py --actor-num-nodes 2 --actor-num-gpus-per-node 8 "
+    line = "ray job submit -- python3 train.py --actor-num-nodes 2 --actor-num-gpus-per-node 8 "
     line += SIZES.replace("--seq-length 128", "--max-tokens-per-gpu 256")
     made, reading = job(tmp_path, line + " --use-dynamic-batch-size --global-batch-size 32")
     assert (made.options["gpus"], made.options["seq_len"]) == ("16", "256")
