@@ -123,7 +123,7 @@ TRAINERS = [
     (  # Transformers recomputes only if it is told to
         "CUDA_VISIBLE_DEVICES=0,1 accelerate launch train.py --model_name Qwen/Qwen3-8B --fp16 "
         "--per_device_train_batch_size 1 --max_seq_length 1024 --attn_implementation eager",
-        "keep_all --model qwen3-8b --cluster CLUSTER --system huggingface-flash --gpus 2 "
+        "keep_all --model qwen3-8b --cluster CLUSTER --system run-stack.yaml --gpus 2 "
         "--seq-len 1024 --global-batch 2 --zero 0 --attention unfused --precision fp16",
     ),
     (  # TRL recomputes; the launcher's number of processes is the number of GPUs

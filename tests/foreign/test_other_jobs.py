@@ -131,6 +131,23 @@ def test_another_engine_in_a_known_file_is_read(tmp_path: Path) -> None:
     assert any("adapters" in line for line in lora.refused)
 
 
+def test_a_command_can_choose_the_engine_of_its_file(tmp_path: Path) -> None:
+    (tmp_path / "full.yaml").write_text(FACTORY + "bf16: true\n")
+    for line in (
+        "USE_MCA=1 llamafactory-cli train full.yaml",
+        "llamafactory-cli train full.yaml tensor_model_parallel_size=2",
+    ):
+        made, reading = job(tmp_path, "NPROC_PER_NODE=8 " + line)
+        assert reading.package == "Megatron"
+        assert (made.options["gpus"], "tp" in made.options) == ("8", "=2" in line)
+    assert job(tmp_path, "llamafactory-cli train full.yaml")[1].package == "LLaMA-Factory"
+
+
+def test_a_model_type_alone_makes_no_config_json(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="not a file that is read"):
+        job(tmp_path, '{"model_type": "qwen3", "output_dir": "x"}', "args.json")
+
+
 def test_accelerates_options_about_fsdp_are_read(tmp_path: Path) -> None:
     line = "accelerate launch --num_processes 8 --use_fsdp --fsdp_version 2 "
     line += "--fsdp_reshard_after_forward {} trl/scripts/sft.py --model_name_or_path Qwen/Qwen3-8B "
@@ -192,6 +209,7 @@ def test_offloaded_inputs_have_a_home(tmp_path: Path, text: str, method: str, re
         (TRL + "dtype: bfloat16", False),
         (TRL + "model_init_kwargs: {torch_dtype: bfloat16}", False),
         (AXOLOTL, False),
+        (AXOLOTL.replace("bf16: auto", "fp16: true"), True),
         (TRL + "fsdp: full_shard", False),
     ],
 )
@@ -199,6 +217,13 @@ def test_weights_have_the_type_that_the_job_gives(tmp_path: Path, text: str, wid
     stack = facts(job(tmp_path, text, "job.yaml")[0])
     bytes_of = [stack.get(name) for name in ("param_bytes", "grad_bytes", "optimizer_bytes")]
     assert bytes_of == ([4, 4, 8] if wide else [None] * 3)
+
+
+def test_gradients_of_fp16_are_fp16_unless_a_switch_widens_them(tmp_path: Path) -> None:
+    for switch, grad_bytes in (("", 2), ("--accumulate-allreduce-grads-in-fp32", None)):
+        assert (
+            facts(job(tmp_path, f"x.py {SIZES} --fp16 {switch}")[0]).get("grad_bytes") == grad_bytes
+        )
 
 
 @pytest.mark.parametrize(

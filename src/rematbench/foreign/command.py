@@ -14,6 +14,7 @@ from typing import Any
 
 from rematbench.foreign.deepspeed import read_deepspeed
 from rematbench.foreign.keys import is_off, read_keys
+from rematbench.foreign.megatron import ENGINE, read_factory
 from rematbench.foreign.reading import LAUNCHER, Options, Reading, first_value
 from rematbench.foreign.shell import Script, options_of
 from rematbench.foreign.trainers import merge, read_accelerate_deepspeed, read_trainer
@@ -122,7 +123,10 @@ def read_command(script: Script, words: list[str], package: Package) -> Reading:
     package, data = _with_file(script, words, package, _data(words, options))
     config, micro = data.pop("config_file", None), data.pop("data.micro_batch_size", None)
     plugin = {name: data.pop(name) for name in PLUGIN & data.keys()}
-    reading = read_trainer(data, script.file, package)
+    if package == "LLaMA-Factory" and (ENGINE & data.keys() or "USE_MCA" in script.variables):
+        reading = read_factory(data, script.file)
+    else:
+        reading = read_trainer(data, script.file, package)
     reading.command = True
     read_launcher(reading, script, {**headers, **options})
     if micro is not None:  # verl's number for all ranks

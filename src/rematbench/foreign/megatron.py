@@ -133,6 +133,9 @@ def _states(reading: Reading, options: Options) -> None:
     """The bytes and the home of the optimizer's states.  The precision-aware optimizer keeps of
     the fp32 copy only what a bf16 parameter lacks (megatron-core 0.16.1, optimizer_config.py,
     store_param_remainders), and moments of any type."""
+    wide = {"accumulate-allreduce-grads-in-fp32", "deepspeed"} & options.keys()
+    if reading.get("precision") == "fp16" and not wide:  # bf16 alone accumulates in fp32 by itself
+        reading.facts |= {"grad_bytes": 2, "reduce_bytes": 2}
     if "use-precision-aware-optimizer" in options:
         narrow = ("bf16", "fp16")
         moments = sum(2 if first_value(options, name) in narrow else 4 for name in MOMENTS)

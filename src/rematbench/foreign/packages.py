@@ -31,6 +31,8 @@ from rematbench.inputs.huggingface import is_huggingface
 READ = "launch lines of Megatron and of Hugging Face trainers, DeepSpeed JSON, YAML of accelerate, "
 READ += "TRL, LLaMA-Factory, axolotl and nanotron, TOML of torchtitan, config.json of the model"
 STRUCTURED = {".json", ".yaml", ".yml", ".toml"}
+SIZES = {"hidden_size", "n_embd", "d_model", "dim", "text_config", "architectures"}
+"""Keys of a config.json, one of which stands beside its model_type."""
 ENVIRONMENT: dict[str, tuple[str, dict[str, Any]]] = {
     "PYTORCH_CUDA_ALLOC_CONF": ("expandable_segments:true", {"expandable_segments": True}),
     "PYTORCH_ALLOC_CONF": ("expandable_segments:true", {"expandable_segments": True}),
@@ -111,7 +113,7 @@ def read_file(path: Path, variables: dict[str, list[str]]) -> Reading:
         return _launch(path, label, variables)
     data = _toml(path, label) if path.suffix == ".toml" else read_mapping(path, label)
     package = package_of(data)
-    if package is None and is_huggingface(data):
+    if package is None and is_huggingface(data) and SIZES & data.keys():
         reading = Reading(file=label, package="config.json")
         reading.put("model", label, "config.json")
         return reading

@@ -98,7 +98,8 @@ def _precision(reading: Reading, data: Mapping[str, Any]) -> None:
     weights = weights.removeprefix("torch.")
     if weights == "float32" and "precision" not in reading.values:
         reading.put("precision", "fp32", "dtype")
-    wide = weights == "float32" or (reading.package in WIDENS and not weights)
+    scaled = reading.get("precision") == "fp16"  # torch's GradScaler takes fp32 gradients alone
+    wide = weights == "float32" or scaled or (reading.package in WIDENS and not weights)
     narrow = reading.get("precision") == "fp32" or not is_off(data.get("pure_bf16"))
     if wide and not narrow and reading.system == "huggingface-flash":
         reading.facts |= WIDE
@@ -217,7 +218,15 @@ SHARDING = {
     "4": 3,
 }
 FSDP_SYSTEM = "torchtitan"
-FSDP_WORDS = {"auto_wrap", "true", "full_shard", "shard_grad_op", "no_shard", "hybrid_shard"}
+FSDP_WORDS = {
+    "auto_wrap",
+    "true",
+    "fsdp2",
+    "full_shard",
+    "shard_grad_op",
+    "no_shard",
+    "hybrid_shard",
+}
 
 
 def _fsdp(reading: Reading, data: Mapping[str, Any], flat: Mapping[str, Any]) -> None:
@@ -229,7 +238,8 @@ def _fsdp(reading: Reading, data: Mapping[str, Any], flat: Mapping[str, Any]) ->
     words = listed if isinstance(listed, list) else str(listed or "").split()
     words = [str(word).lower() for word in words]
     for word in sorted(set(words) - FSDP_WORDS):
-        reading.refused.append(f"fsdp: {word} (FSDP's parameters on the host are not modelled)")
+        host = "FSDP's parameters on the host are not modelled"
+        reading.refused.append(f"fsdp: {word} ({host if word == 'offload' else 'not read'})")
     section = _mapping(data, "fsdp_config") or data.get("fsdp_config") or {}
     if not isinstance(section, Mapping):
         path = Path(reading.file).parent / Path(str(section)).name
