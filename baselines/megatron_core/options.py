@@ -1,17 +1,15 @@
 """The options of Megatron-LM's pretraining script for the facts of a stack, a layout and a model.
 
-Source: Megatron-LM, megatron/training/arguments.py of core 0.16.  A fact without an option is in
-NO_OPTION, and `flags` lists its value as assumed; tests hold every fact to one of the two tables.
+Source: Megatron-LM, megatron/training/arguments.py of core 0.16.  `flags` lists
+the facts that act in a job and have no option here as assumed.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
-from rematbench.inputs.effects import ACTS
 from rematbench.inputs.layout import Layout
 from rematbench.inputs.system import System
 from rematbench.problem import Problem
 from rematbench.workload import Model, Workload
-from rematbench.worlds.packages.limits import ABILITIES, assumed_facts, use_of
 
 BUCKET_PARAMETERS = 40_000_000
 """The smallest default of --ddp-bucket-size (megatron/core/distributed)."""
@@ -33,34 +31,36 @@ EP_OVERLAPS = {"none": "", "interleaved": "--overlap-moe-expert-parallel-comm"}
 
 
 def _attention(system: System) -> str | None:
-    backend = BACKENDS.get(system.attention)
+    backend = BACKENDS.get(system.kernels.attention)
     return backend and f"--attention-backend {backend}"
 
 
 def _tp_overlap(system: System) -> str | None:
-    return {"gemm": "--tp-comm-overlap", "backward": ""}.get(system.tp_overlap)
+    return {"gemm": "--tp-comm-overlap", "backward": ""}.get(system.parallel.tp_overlap)
 
 
 def _rope(system: System) -> str | None:
-    return {"fused": "", "eager": "--no-rope-fusion"}.get(system.rope)
+    return {"fused": "", "eager": "--no-rope-fusion"}.get(system.kernels.rope)
 
 
 def _states(system: System) -> str | None:
-    words = STATES.get(system.optimizer_bytes)
+    words = STATES.get(system.states.optimizer_bytes)
     return f"--use-precision-aware-optimizer {words}" if words else words
 
 
 def _p2p(system: System) -> str | None:
-    return {"interleaved": "", "none": "--no-overlap-p2p-communication"}.get(system.p2p_overlap)
+    return {"interleaved": "", "none": "--no-overlap-p2p-communication"}.get(
+        system.parallel.p2p_overlap
+    )
 
 
 def _order(system: System) -> str | None:
     orders: dict[tuple[str, ...], str] = {RANK_ORDER: "", PIPELINE_FIRST: "--use-tp-pp-dp-mapping"}
-    return orders.get(system.rank_order)
+    return orders.get(system.parallel.rank_order)
 
 
 def _bucket(system: System) -> str:
-    size = system.bucket_bytes // max(1, system.grad_bytes)
+    size = system.zero.bucket_bytes // max(1, system.states.grad_bytes)
     return f"--ddp-bucket-size {size}" if size not in (0, BUCKET_PARAMETERS) else ""
 
 
@@ -71,28 +71,30 @@ def _gradients(nbytes: int) -> str | None:
 
 OPTIONS: dict[str, Callable[[System], str | None]] = {
     "attention": _attention,
-    "fused_loss": lambda system: "--cross-entropy-loss-fusion" * system.fused_loss,
+    "fused_loss": lambda system: "--cross-entropy-loss-fusion" * system.loss.fused_loss,
     "rope": _rope,
-    "norm": lambda system: "" if system.norm == "fused" else "--transformer-impl local",
+    "norm": lambda system: "" if system.kernels.norm == "fused" else "--transformer-impl local",
     "optimizer_bytes": _states,
-    "grad_bytes": lambda system: _gradients(system.grad_bytes),
-    "reduce_bytes": lambda system: _gradients(system.reduce_bytes),
+    "grad_bytes": lambda system: _gradients(system.states.grad_bytes),
+    "reduce_bytes": lambda system: _gradients(system.states.reduce_bytes),
     "tp_overlap": _tp_overlap,
     "p2p_overlap": _p2p,
-    "reduce_overlap": lambda system: "--overlap-grad-reduce" * system.reduce_overlap,
-    "gather_overlap": lambda system: "--overlap-param-gather" * system.gather_overlap,
+    "reduce_overlap": lambda system: "--overlap-grad-reduce" * system.zero.reduce_overlap,
+    "gather_overlap": lambda system: "--overlap-param-gather" * system.zero.gather_overlap,
     "bucket_bytes": _bucket,
-    "cp_kind": lambda system: f"--cp-comm-type {CP_KINDS.get(system.cp_kind, 'p2p')}",
-    "dispatcher": lambda system: f"--moe-token-dispatcher-type {DISPATCHERS[system.dispatcher]}",
-    "ep_overlap": lambda system: EP_OVERLAPS.get(system.ep_overlap),
-    "delayed_wgrad": lambda system: "--delay-wgrad-compute" * system.delayed_wgrad,
-    "cuda_graphs": lambda system: "--cuda-graph-impl local" * system.cuda_graphs,
+    "cp_kind": lambda system: f"--cp-comm-type {CP_KINDS.get(system.parallel.cp_kind, 'p2p')}",
+    "dispatcher": lambda system: (
+        f"--moe-token-dispatcher-type {DISPATCHERS[system.experts.dispatcher]}"
+    ),
+    "ep_overlap": lambda system: EP_OVERLAPS.get(system.experts.ep_overlap),
+    "delayed_wgrad": lambda system: "--delay-wgrad-compute" * system.experts.delayed_wgrad,
+    "cuda_graphs": lambda system: "--cuda-graph-impl local" * system.kernels.cuda_graphs,
     "optimizer_on_host": lambda system: (
-        "--optimizer-cpu-offload --use-precision-aware-optimizer" * system.optimizer_on_host
+        "--optimizer-cpu-offload --use-precision-aware-optimizer" * system.host.optimizer_on_host
     ),
     "vocab_multiple": lambda system: (
-        f"--make-vocab-size-divisible-by {system.vocab_multiple}"
-        * (system.vocab_multiple != VOCAB_MULTIPLE)
+        f"--make-vocab-size-divisible-by {system.loss.vocab_multiple}"
+        * (system.loss.vocab_multiple != VOCAB_MULTIPLE)
     ),
     "rank_order": _order,
 }
@@ -100,8 +102,6 @@ OPTIONS: dict[str, Callable[[System], str | None]] = {
 no option gives."""
 POLICY = ("fused_swiglu", "param_bytes")
 """Facts that the options of a policy and the precision give."""
-NO_OPTION = frozenset(ACTS) - {*OPTIONS, *POLICY, *ABILITIES}
-"""Facts that no option gives: a version's, its package's or the environment's."""
 NAMES = frozenset({
     *("attention_backend", "cross_entropy_loss_fusion", "no_rope_fusion", "transformer_impl"),
     *("use_precision_aware_optimizer", "exp_avg_dtype", "exp_avg_sq_dtype", "tp_comm_overlap"),
@@ -121,16 +121,40 @@ run has no GPU to overlap on, and takes the model from the job."""
 
 
 def stack_words(problem: Problem) -> list[str]:
-    """The options of the facts that act in a job."""
-    use = use_of(problem)
-    given = (OPTIONS[fact](problem.system) for fact in OPTIONS if ACTS[fact](use))
+    """The options of the stack's facts, of those that a job has a use for."""
+    useful = _useful(problem)
+    given = (words(problem.system) for fact, words in OPTIONS.items() if useful.get(fact, True))
     return list(dict.fromkeys(words for words in given if words))
 
 
-def assumed(problem: Problem, *, offloads: bool) -> Iterator[str]:
-    """The facts that act in a job and that no option gives, with their values."""
-    said = {fact for fact, words in OPTIONS.items() if words(problem.system) is not None}
-    return assumed_facts(problem, {*POLICY, *said}, offloads=offloads)
+def _useful(problem: Problem) -> dict[str, bool]:
+    """Whether a job has a use for the option of a fact; each job has one for those not here."""
+    lay, model, system = problem.layout, problem.workload.model, problem.system
+    peers, stage = lay.dp * lay.cp > 1, lay.zero_stage if lay.state_shards > 1 else 0
+    exchanges = lay.ep > 1 and lay.num_micro_batches > 1
+    nodes = lay.gpus > problem.cluster.gpus_per_node
+    return {
+        "attention": problem.attention == "flash",
+        "rope": model.position == "rope" and not system.kernels.compiled,
+        "norm": model.norm == "rmsnorm" or model.norm_in_fp32,
+        "reduce_bytes": peers,
+        "tp_overlap": lay.tp > 1,
+        "p2p_overlap": lay.pp > 1,
+        "reduce_overlap": peers and (lay.pp == 1 or stage < 2),
+        "gather_overlap": stage > 0,
+        "bucket_bytes": system.zero.reduce_overlap and peers and stage < 2,
+        "cp_kind": lay.cp > 1,
+        "dispatcher": lay.ep > 1,
+        "ep_overlap": exchanges,
+        "delayed_wgrad": exchanges,
+        "rank_order": nodes and sum(d > 1 for d in (lay.tp, lay.cp, lay.dp, lay.pp)) > 1,
+    }
+
+
+def facts_with_options(problem: Problem) -> set[str]:
+    """The facts that options give, or that need none."""
+    given = {fact for fact, words in OPTIONS.items() if words(problem.system) is not None}
+    return {*POLICY, *given}
 
 
 def expert_words(layout: Layout, work: Workload) -> list[str]:

@@ -121,7 +121,7 @@ class MegatronCore(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     def candidates(cls, problem: Problem) -> Iterator["MegatronCore"]:
         """Every policy that Megatron-core's options can express for this problem, simplest
         first."""
-        fused = problem.workload.model.mlp == "swiglu" and problem.system.fused_swiglu
+        fused = problem.workload.model.mlp == "swiglu" and problem.system.kernels.fused_swiglu
         model, per_chunk = problem.workload.model, _per_chunk(setup_of(problem))
         made = partial(cls, bias_activation_fusion=fused)
         full = partial(made, recompute="full")
@@ -141,7 +141,7 @@ class MegatronCore(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         """The facts of a problem that no option can express under any policy."""
         setup = setup_of(problem)
         hosted = (
-            problem.system.optimizer_on_host,
+            problem.system.host.optimizer_on_host,
             "optimizer states in host memory (--optimizer-cpu-offload, not run here)",
         )
         reasons = [*_model(setup), *_layout(setup), _uneven(setup), hosted, _overlapped(problem)]
@@ -197,9 +197,9 @@ class MegatronCore(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         return options.partition_words(_sizes(plan), problem.layout) is not None
 
     @classmethod
-    def assumed(cls, problem: Problem, *, offloads: bool) -> tuple[str, ...]:
-        """The facts of the stack that a prediction assumes and no option gives."""
-        return tuple(options.assumed(problem, offloads=offloads))
+    def facts_with_options(cls, problem: Problem) -> set[str]:
+        """The facts of the problem's stack that options give."""
+        return options.facts_with_options(problem)
 
     def flags(self, problem: Problem, plan: Plan | None = None, *, whole: bool = False) -> str:
         """The arguments of Megatron-LM's pretraining script for layout, stack, policy and the
@@ -318,7 +318,7 @@ def _chunk_sizes(base: Plan) -> set[int]:
 def _norms_in_linears(problem: Problem) -> bool:
     """Whether norms are part of the linears after them: TransformerEngine's are, on which stacks
     with fused norms run.  The stack that runs here without it has norms of its own (stack.py)."""
-    return problem.system.norm == "fused" and not isinstance(problem, StackProblem)
+    return problem.system.kernels.norm == "fused" and not isinstance(problem, StackProblem)
 
 
 def _model(setup: Setup) -> list[Reason]:
@@ -334,15 +334,15 @@ def _model(setup: Setup) -> list[Reason]:
         *((words != "experts", f"{words} {_said(words)}") for words in model.special_features),
         *_experts(setup),
         (any(model.attention_window), "sliding-window attention needs TransformerEngine"),
-        (setup.document_len > 0, "packed documents need TransformerEngine"),
+        (setup.work.document_len > 0, "packed documents need TransformerEngine"),
         (
             model.attention_soft_cap != 0 or model.logit_soft_cap != 0,
             "soft caps are not in megatron-core",
         ),
         (model.mlp == "geglu", "geglu: its fused function is the tanh approximation"),
         (
-            setup.precision not in ("fp32", "bf16"),
-            f"precision {setup.precision} (fp32 and bf16 run)",
+            setup.work.precision not in ("fp32", "bf16"),
+            f"precision {setup.work.precision} (fp32 and bf16 run)",
         ),
     ]
 
@@ -367,7 +367,7 @@ def _experts(setup: Setup) -> list[Reason]:
         (experts.router_bias, "a bias of the router (not run here)"),
         (experts.shared_gate, "a gate of the shared expert (not run here)"),
         (experts.groups > 1, "groups of experts (not run here)"),
-        (setup.drops_tokens, "a capacity of experts without padding (not run here)"),
+        (setup.work.drops_tokens, "a capacity of experts without padding (not run here)"),
         (
             experts.aux_loss > 0 and lay.tp > 1,
             "an auxiliary loss under tp, per token as here: 0.16.1 scales its gradient by a rank's "

@@ -14,18 +14,20 @@ from rematbench.evaluate.evaluation import evaluate
 from rematbench.evaluate.problems import make_problem
 from rematbench.evaluate.result import evaluate_method
 from rematbench.evaluate.verdict import judge
+from rematbench.inputs.job import Job
 from rematbench.inputs.layout import LayoutError
 from rematbench.inputs.load import load_cluster, load_model, load_system, names
-from rematbench.inputs.problemspec import ProblemSpec
-from rematbench.inputs.system import System
+from rematbench.inputs.system import System, with_facts
 from rematbench.plugins.discover import discover
 from rematbench.problem import Problem, rank_parameters
 from rematbench.workload import Model
 from tests.problems import LLAMA, layers, problem
 
 HOSTED = {"optimizer_on_host": True}
-STACKS = [name for name in names("system") if "optimizer_offload" in load_system(name).features]
-LEAVING = [name for name in STACKS if "param_offload" in load_system(name).features]
+STACKS = [
+    name for name in names("system") if "optimizer_offload" in load_system(name).accepts.features
+]
+LEAVING = [name for name in STACKS if "param_offload" in load_system(name).accepts.features]
 GIB = 2**30
 
 
@@ -79,8 +81,8 @@ def test_host_bytes_of_every_stack(
     share = -(-count // dp)
     padded = sum(-(-one // dp) for one in tensors)
     block = (lambda nbytes: nbytes) if exact else pinned
-    if not system.host_gradients:
-        expected = system.optimizer_bytes * share
+    if not system.host.host_gradients:
+        expected = system.states.optimizer_bytes * share
     elif stage == 3:  # one sub-group: these models are small
         expected = 12 * padded + block(4 * padded) + block(2 * padded)
     else:
@@ -90,9 +92,9 @@ def test_host_bytes_of_every_stack(
     assert host_state(found) == expected
     (rank,) = evaluate(found, found.base_plan).ranks
     assert rank.optimizer == 0
-    gone = system.host_gradients and stage >= 2
+    gone = system.host.host_gradients and stage >= 2
     resident = -(-count // (dp if stage >= 2 else 1))
-    assert rank.gradient == (0 if gone else system.grad_bytes * resident)
+    assert rank.gradient == (0 if gone else system.states.grad_bytes * resident)
 
 
 def _fullest_sums(tensors: list[int], part: int, block: Any) -> int:
@@ -121,7 +123,7 @@ def test_sub_groups_of_zero_3(parts: list[int], least: int, share: float) -> Non
         assert all(least <= size < least + max(parts) for size in groups[:-1])
     else:
         assert len(groups) <= 1
-    system = replace(load_system("deepspeed"), sub_group_parameters=least)
+    system = with_facts(load_system("deepspeed"), sub_group_parameters=least)
     hosted = groups[int((1 - share) * len(groups)) :]
     found = zero3_host_states(parts, 1, system, share=share)
     expected = sum(12 * size + pinned(4 * size) for size in hosted)
@@ -169,7 +171,7 @@ def test_processes_and_system_take_what_was_measured(gib: int, other: float) -> 
     cluster = replace(load_cluster("h100-80gb"), host_bytes=gib * GIB)
     spec = SPEC_33B | {"cluster": cluster, "zero_stage": 3}
     on_host, on_device = (
-        make_problem(ProblemSpec(**spec, optimizer=home)).cost.host_room_bytes / GIB
+        make_problem(Job(**spec, optimizer=home)).cost.host_room_bytes / GIB
         for home in ("host", "device")
     )
     assert on_host == pytest.approx(gib - min(other, max(gib * 0.03, 4.47e10 / GIB)), rel=1e-6)
@@ -178,7 +180,7 @@ def test_processes_and_system_take_what_was_measured(gib: int, other: float) -> 
 
 def test_a_measured_node_has_its_own_number() -> None:
     cluster = load_cluster("polaris-a100-40gb-bound")
-    found = make_problem(ProblemSpec(**SPEC_33B | {"cluster": cluster, "gpus": 4}))
+    found = make_problem(Job(**SPEC_33B | {"cluster": cluster, "gpus": 4}))
     assert found.cost.host_room_bytes == cluster.host_bytes - (cluster.host_other_bytes or 0)
 
 
@@ -211,11 +213,9 @@ SPEC_33B: dict[str, Any] = {
 def verdict(host_gib: int, **spec: Any) -> dict[str, int]:
     """The bytes that are missing, by place, with every layer recomputed."""
     cluster = replace(
-        load_cluster(spec["cluster"]),
-        host_bytes=host_gib * GIB,
-        host_update_parameters_per_s=2e9,
+        load_cluster(spec["cluster"]), host_bytes=host_gib * GIB, host_update_parameters_per_s=2e9
     )
-    found = make_problem(ProblemSpec(**spec | {"cluster": cluster, "optimizer": "host"}))
+    found = make_problem(Job(**spec | {"cluster": cluster, "optimizer": "host"}))
     result = evaluate_method(found, discover().resolve("full_recompute"))
     assert result.evaluation is not None
     assert result.verdict == judge(found, result.evaluation)
@@ -260,16 +260,16 @@ def test_parameters_stay_where_the_stack_cannot_move_them(
 ) -> None:
     spec = SPEC_33B | {"zero_stage": 3, "optimizer": "host", "parameters": "host"} | changes
     with pytest.raises(LayoutError, match=words):
-        make_problem(ProblemSpec(**spec))
+        make_problem(Job(**spec))
 
 
 def test_a_stack_may_have_its_parameters_there_by_default() -> None:
-    system: System = replace(
+    system: System = with_facts(
         load_system("deepspeed"), optimizer_on_host=True, parameters_on_host=True
     )
     spec = SPEC_33B | {"system": system, "zero_stage": 3}
     homes = [
-        make_problem(ProblemSpec(**spec, parameters=home)).base_plan.state("parameter").home
+        make_problem(Job(**spec, parameters=home)).base_plan.state("parameter").home
         for home in (None, "device")
     ]
     assert homes == ["host", "device"]

@@ -96,6 +96,7 @@ NOT_IMPORTED = {
     "ruff": "a check of bench",
     "scipy-stubs": "types for mypy",
     "shfmt-py": "its program parses launch scripts; snakefmt calls it",
+    "snakemake-executor-plugin-slurm": "profiles/slurm",
     "snakefmt": "a check of bench",
     "types-pyyaml": "types for mypy",
     "uv": "installs, in bench",

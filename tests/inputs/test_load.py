@@ -108,7 +108,7 @@ def test_every_model_has_a_source() -> None:
 
 def test_a_published_system_name_is_an_alias() -> None:
     assert load_system("torchtitan (FSDP2)") is load_system("torchtitan")
-    assert load_system("llm-foundry (FSDP)").data_parallel == "fsdp"
+    assert load_system("llm-foundry (FSDP)").zero.data_parallel == "fsdp"
 
 
 def test_my_own_files_load(tmp_path: Path) -> None:
@@ -188,7 +188,7 @@ def test_an_unknown_name_is_one_line_with_the_nearest() -> None:
         f"unknown system 'megatron-kwia'; did you mean 'megatron-kwai'? (known: {known})"
     )
     assert error_of("cluster", "h80").startswith("unknown cluster 'h80'; did you mean 'h800-80gb'?")
-    assert error_of("model", "zzz").startswith("unknown model 'zzz' (known: bytes-llama, ")
+    assert error_of("model", "zzz").startswith("unknown model 'zzz' (known: gemma-2-9b, ")
 
 
 def test_a_missing_or_broken_file_is_one_line(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from rematbench.worlds.records.record import make_record
 from rematbench.worlds.records.store import Store
 from rematbench.worlds.slurm.campaign import Campaign
 from rematbench.worlds.slurm.campaign_rows import COLUMNS, engine_of, number_rows
-from rematbench.worlds.slurm.cell_records import CellRecord, encode, is_final
+from rematbench.worlds.slurm.runner import CellRecord, encode
 from tests.campaigns import campaign
 from tests.problems import all_methods
 
@@ -36,7 +36,7 @@ TIME = ("timed_steps", "step_s", "step_min_s", "step_max_s", "tokens_per_s_per_g
 def on_h800(tmp_path: Path, **top: Any) -> Campaign:
     """Two methods on two H800, bf16."""
     made = campaign(tmp_path, "h800-80gb", **top)
-    problems = tuple(replace(spec, precision="bf16") for spec in made.suite.problems)
+    problems = tuple(spec.changed(precision="bf16") for spec in made.suite.problems)
     return Campaign(replace(made.suite, problems=problems), all_methods())
 
 
@@ -59,15 +59,14 @@ MEASURED = Measured(
 
 def rows(made: Campaign, folder: Path, status: str = "ok", **parts: Any) -> list[dict[str, Any]]:
     """All rows, the first cell with a record of these parts."""
-    store, cell = Store(folder / "cells", is_final=is_final), made.cells[0]
+    store, cell = Store(folder / "cells"), made.cells[0]
     problem = made.problem(cell.spec)
     plain = make_record(evaluate_method(problem, made.method(cell)), made.method(cell))
     origin = replace(plain.provenance, torch="2.13", device=parts.pop("device", "NVIDIA H800"))
     record = replace(plain, provenance=origin, **parts)
-    lease = store.claim(made.key(cell))
-    done = CellRecord(key=lease.key, cell=cell, status=status, attempts=1, written="now",
+    done = CellRecord(key=made.key(cell), cell=cell, status=status, written="now",
                       record=record if parts else None)  # type: ignore[arg-type]  # fmt: skip
-    store.commit(lease, encode(done))
+    store.write(done.key, encode(done))
     return number_rows(made, store)
 
 
@@ -79,11 +78,9 @@ def test_seconds_of_gpus_are_speed_beside_the_simulated_step(tmp_path: Path) -> 
     ]  # fmt: skip
     rate = 2 * 64 / 0.03 / 2  # global batch x length / median / GPUs
     assert row["tokens_per_s_per_gpu"] == pytest.approx(rate)
-    model, peak = made.problem(made.cells[0].spec).workload.model, 9.895e14
+    work, peak = made.problem(made.cells[0].spec).workload, 9.895e14
     for key, causal in (("mfu_causal", True), ("mfu_dense", False)):
-        assert row[key] == pytest.approx(
-            rate * model_flop_per_token(model, 64, causal=causal) / peak
-        )
+        assert row[key] == pytest.approx(rate * model_flop_per_token(work, causal=causal) / peak)
     simulated = made.simulated(made.cells[0])
     assert row["simulated_step_s"] == simulated.step_s
     assert row["step_error_percent"] == pytest.approx(100 * (0.03 / simulated.step_s - 1), abs=1e-3)

@@ -9,10 +9,12 @@ import yaml
 from msgspec import Struct, convert
 
 from rematbench.foreign.reading import Reading
+from rematbench.host.declared import facts, flat
 from rematbench.inputs.configfile import ConfigError
+from rematbench.inputs.job import flag
 from rematbench.inputs.load import load_cluster, load_model, load_system, names
-from rematbench.inputs.problemspec import flag
-from rematbench.workload import Experts
+from rematbench.inputs.system import StackChoice
+from rematbench.workload import Experts, Work
 
 LEADING = ("model", "cluster", "system", "gpus", "seq_len", "global_batch")
 """Options that every command needs, in the order of the printed command."""
@@ -296,13 +298,14 @@ def _system(
         base = "torchtitan-2026" if reading.package == "torchtitan" else "trl"
     system = load_system(base)
     facts |= _kernel(values)
-    overlaps = facts.get("reduce_overlap", system.reduce_overlap)
-    if values.get("bucket_elements") and (overlaps or system.whole_buckets):
-        facts["bucket_bytes"] = values["bucket_elements"] * system.reduce_bytes
-    changed = {key: value for key, value in facts.items() if getattr(system, key) != value}
+    overlaps = facts.get("reduce_overlap", system.zero.reduce_overlap)
+    if values.get("bucket_elements") and (overlaps or system.zero.whole_buckets):
+        facts["bucket_bytes"] = values["bucket_elements"] * system.states.reduce_bytes
+    shipped = flat(system)
+    changed = {key: value for key, value in facts.items() if shipped[key] != value}
     moves = (reading.method or ("", {}))[1].get("inputs") == "host"
-    if moves and "activation_offload" not in system.features:
-        changed["features"] = [*system.features, "activation_offload"]
+    if moves and "activation_offload" not in shipped["features"]:
+        changed["features"] = [*shipped["features"], "activation_offload"]
     if not changed:
         return base
     file = f"{prefix}-stack.yaml"
@@ -338,8 +341,8 @@ def _rest(values: dict[str, Any]) -> dict[str, str]:
     for name, default in defaults.items():
         if values.get(name, default) != default:
             options[name] = str(values[name])
-    for name in ("capacity_factor", "expert_padding", "ep_overlap", "document_len", "partition"):
-        if values.get(name):
+    for name in (*facts(Work), *facts(StackChoice), "partition"):
+        if values.get(name) and name not in (*LEADING, *defaults):
             options[name] = str(values[name])
     return options
 

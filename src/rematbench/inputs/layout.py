@@ -1,9 +1,9 @@
 """The layout: parallel degrees, micro-batch and batch, and the rules that a layout must obey."""
 
 from math import lcm
+from typing import Annotated
 
-from msgspec import Struct
-
+from rematbench.host.declared import Fact, Part
 from rematbench.host.errors import UserError
 from rematbench.inputs.configfile import wrong_field
 from rematbench.inputs.load import load_system
@@ -28,32 +28,46 @@ class LayoutError(UserError):
     """A layout breaks a rule; the message names the rule and the numbers."""
 
 
-class Layout(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Parallel degrees and batch sizes.  `dp` excludes `cp`; `ulysses` is the degree of all-to-all
-    sequence parallelism, which takes ranks from dp (with `cp` each of its ranks is such a group of
-    neighbours, which share a slice's heads); `shard_degree` is the number of ranks that
-    share sharded states, whose replicas all-reduce their gradients (0: all data- and
-    context-parallel peers share them); `sp` is Megatron's sequence parallelism (no
-    effect at tp = 1); `micro_batch` and `global_batch` count sequences.
+class Degrees(Part, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Parallel degrees and batch sizes, as a person chooses them for a number of GPUs."""
 
-    `ep` is the degree of expert parallelism, `etp` the tensor parallelism inside an expert (None:
-    tp, as in Megatron-LM).  Experts fold onto the ranks of a pipeline stage: tp x cp x dp ranks are
-    etp x ep x `expert_dp`.
+    tp: Annotated[PositiveInt, Fact(column="always")] = 1
+    """So many ranks share each matrix (tensor parallelism)."""
+    cp: Annotated[PositiveInt, Fact(column="always")] = 1
+    """So many ranks share each sequence (context parallelism)."""
+    pp: Annotated[PositiveInt, Fact(column="always")] = 1
+    """So many ranks share the layers (pipeline parallelism)."""
+    vpp: Annotated[PositiveInt, Fact(column="always")] = 1
+    """A rank of the pipeline holds so many model chunks."""
+    ulysses: Annotated[PositiveInt, Fact(column="always")] = 1
+    """So many ranks of dp share each sequence by exchanges of heads (Ulysses)."""
+    shard_degree: NonNegativeInt = 0
+    """So many ranks share sharded states, with replicas between (HSDP; 0: all peers share)."""
+    micro_batch: Annotated[PositiveInt, Fact(metavar="b", column="always")] = 1
+    """A micro-batch has so many sequences."""
+    zero_stage: Annotated[ZeroStage, Fact(option="--zero", column="always")] = 1
+    """ZeRO shards the states of this stage (3: as FSDP full shard)."""
+    sp: Annotated[bool | None, Fact(option="--no-sp", column="own")] = None
+    """This turns off sequence parallelism, which tp uses by default."""
+    ep: Annotated[PositiveInt, Fact(column="always")] = 1
+    """So many of tp x cp x dp ranks share the experts."""
+    etp: Annotated[PositiveInt | None, Fact(column="always")] = None
+    """So many ranks share each matrix of an expert (none: tp)."""
+    global_batch: Annotated[PositiveInt, Fact(metavar="B", column="always")]
+    """An optimizer step has so many sequences, over all GPUs."""
+
+
+class Layout(Degrees, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The degrees of all ranks.  `dp` excludes `cp`; `ulysses` is the degree of all-to-all sequence
+    parallelism, which takes ranks from dp (with `cp` each of its ranks is such a group of
+    neighbours, which share a slice's heads); the replicas of shards (`shard_degree`) all-reduce
+    their gradients; `sp` is Megatron's sequence parallelism (no effect at tp = 1).  Experts fold
+    onto the ranks of a pipeline stage: tp x cp x dp ranks are etp x ep x `expert_dp`.
     """
 
-    tp: PositiveInt = 1
-    sp: bool = True
-    cp: PositiveInt = 1
-    pp: PositiveInt = 1
-    vpp: PositiveInt = 1
-    dp: PositiveInt = 1
-    zero_stage: ZeroStage = 1
-    ulysses: PositiveInt = 1
-    shard_degree: NonNegativeInt = 0
-    ep: PositiveInt = 1
-    etp: PositiveInt | None = None
-    micro_batch: PositiveInt = 1
-    global_batch: PositiveInt = 1
+    dp: Annotated[PositiveInt, Fact(column="always")] = 1
+    sp: Annotated[bool, Fact(column="own")] = True
+    global_batch: Annotated[PositiveInt, Fact(column="always")] = 1
 
     def __post_init__(self) -> None:
         """Raise LayoutError for a field of a wrong type, such as a degree below 1."""
@@ -172,7 +186,7 @@ def _rules(lay: Layout, work: Workload, system: System) -> list[tuple[bool, str]
             f"seq_len {work.seq_len} must be a multiple of cp x tp = {lay.cp * lay.tp} (with sp)",
         ),
         (
-            lay.cp > 1 and system.cp_kind == "ring" and any(work.model.attention_window),
+            lay.cp > 1 and system.parallel.cp_kind == "ring" and any(work.model.attention_window),
             f"cp = {lay.cp} around a ring has no sliding windows (TransformerEngine); a stack with "
             "cp_kind: allgather has",
         ),
@@ -185,7 +199,7 @@ def _rules(lay: Layout, work: Workload, system: System) -> list[tuple[bool, str]
 
 def _stack_rules(lay: Layout, system: System) -> list[tuple[bool, str]]:
     """The rules that the stack supports the degrees and the ZeRO stage."""
-    stages, stage = ", ".join(map(str, system.zero_stages)), lay.zero_stage
+    stages, stage = ", ".join(map(str, system.accepts.zero_stages)), lay.zero_stage
     return [
         *(
             (
@@ -197,22 +211,22 @@ def _stack_rules(lay: Layout, system: System) -> list[tuple[bool, str]]:
             if getattr(lay, name) > 1 and not _has(system, name)
         ),
         (
-            system.parameters_on_host and "param_offload" not in system.features,
+            system.host.parameters_on_host and "param_offload" not in system.accepts.features,
             f"system {system.name} has no parameters in host memory (param_offload)",
         ),
         (
-            system.parameters_on_host and stage != 3,
+            system.host.parameters_on_host and stage != 3,
             f"parameters in host memory need zero_stage = 3, but zero_stage = {stage}",
         ),
         *_shard_rules(lay, system),
         (
-            lay.state_shards > 1 and stage not in system.zero_stages,
+            lay.state_shards > 1 and stage not in system.accepts.zero_stages,
             f"system {system.name} has no ZeRO stage {stage} (its stages: {stages})",
         ),
         (
-            lay.pp > 1 and stage not in system.pipeline_zero_stages,
+            lay.pp > 1 and stage not in system.accepts.pipeline_zero_stages,
             f"zero_stage {stage} with pp = {lay.pp}: in a pipeline, system {system.name} has only "
-            f"ZeRO stages {', '.join(map(str, system.pipeline_zero_stages))}",
+            f"ZeRO stages {', '.join(map(str, system.accepts.pipeline_zero_stages))}",
         ),
         (
             stage > 1 and lay.vpp > GATHERED_CHUNKS,
@@ -224,7 +238,9 @@ def _stack_rules(lay: Layout, system: System) -> list[tuple[bool, str]]:
 
 def _has(system: System, degree: str) -> bool:
     """Whether the stack can raise a degree above 1."""
-    return system.cp_kind != "none" if degree == "cp" else degree in system.model_parallel
+    if degree == "cp":
+        return system.parallel.cp_kind != "none"
+    return degree in system.accepts.model_parallel
 
 
 def _other_version(system: System, degree: str) -> str:
@@ -238,7 +254,7 @@ def _shard_rules(lay: Layout, system: System) -> list[tuple[bool, str]]:
     hybrid = 0 < degree < lay.dp * lay.cp
     return [
         (
-            hybrid and "hybrid_sharding" not in system.features,
+            hybrid and "hybrid_sharding" not in system.accepts.features,
             f"system {system.name} has no hybrid sharding (HSDP), but shard_degree = {degree}",
         ),
         (
@@ -257,7 +273,7 @@ def _ulysses_rules(lay: Layout, work: Workload, system: System) -> list[tuple[bo
         return _nested_rules(lay, work, system, kv_heads)
     return [
         (
-            degree > 1 and "ulysses" not in system.features,
+            degree > 1 and "ulysses" not in system.accepts.features,
             f"system {system.name} has no Ulysses all-to-all, but ulysses = {degree}",
         ),
         (
@@ -287,7 +303,7 @@ def _nested_rules(
     }
     return [
         (
-            "ulysses_in_cp" not in system.features,
+            "ulysses_in_cp" not in system.accepts.features,
             f"system {system.name} has no Ulysses inside context parallelism, but cp = {lay.cp} "
             f"with ulysses = {degree}",
         ),
@@ -322,7 +338,7 @@ def _expert_rules(lay: Layout, work: Workload, system: System) -> list[tuple[boo
     ranks = lay.tp * lay.cp * lay.dp
     return [
         (
-            lay.ep > 1 and "ep" not in system.model_parallel,
+            lay.ep > 1 and "ep" not in system.accepts.model_parallel,
             f"system {system.name} has no expert parallelism, but ep = {lay.ep}",
         ),
         (
@@ -367,12 +383,12 @@ def _capacity_rules(work: Workload, system: System) -> list[tuple[bool, str]]:
             f"use {option}",
         ),
         (
-            padded and system.dispatcher == "deepep",
+            padded and system.experts.dispatcher == "deepep",
             "expert_padding with the dispatcher deepep: Flex token dispatcher with deepep backend "
             f"does not support {option}",
         ),
         (
-            padded and system.dispatcher == "allgather",
+            padded and system.experts.dispatcher == "allgather",
             "experts padded to their capacity with the dispatcher allgather are not modelled",
         ),
     ]
@@ -381,22 +397,22 @@ def _capacity_rules(work: Workload, system: System) -> list[tuple[bool, str]]:
 def _ep_overlap_rules(lay: Layout, work: Workload, system: System) -> list[tuple[bool, str]]:
     """The rules of exchanges beside another micro-batch, as Megatron-core asserts them
     (0.16.1, core/transformer/transformer_config.py)."""
-    if system.ep_overlap == "none":
+    if system.experts.ep_overlap == "none":
         return []
     option = "ep_overlap: overlap_moe_expert_parallel_comm is"
     return [
         (
-            "ep_overlap" not in system.features,
+            "ep_overlap" not in system.accepts.features,
             f"system {system.name} has no overlap of experts' exchanges (ep_overlap)",
         ),
         (lay.ep == 1, f"{option} only supported with expert model parallelism, but ep = 1"),
         (
-            lay.pp > 1 and lay.vpp == 1 and system.ep_overlap == "interleaved",
+            lay.pp > 1 and lay.vpp == 1 and system.experts.ep_overlap == "interleaved",
             "virtual_pipeline_model_parallel_size must be specified with ep_overlap over pipeline "
             f"stages, but pp = {lay.pp} and vpp = {lay.vpp}",
         ),
         (
-            system.dispatcher == "allgather",
+            system.experts.dispatcher == "allgather",
             f"{option} supported with alltoall/flex token dispatcher, but it is allgather",
         ),
         (

@@ -13,9 +13,10 @@ from numpy.typing import NDArray
 
 from rematbench.costs.states import reduce_buckets
 from rematbench.engine.lowering.state_shards import shards_experts
+from rematbench.host.declared import facts, flat
 from rematbench.inputs.cluster import Cluster
+from rematbench.inputs.job import Job
 from rematbench.inputs.layout import Layout, LayoutError, check_layout, even_partition
-from rematbench.inputs.problemspec import ProblemSpec
 from rematbench.inputs.system import System, ZeroStage
 from rematbench.plan import Plan
 from rematbench.problem import (
@@ -37,7 +38,7 @@ MOST_MICRO_BATCH = 64
 class Fixed(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Degrees that the user has fixed; None for a degree to search.  `sp`: whether tensor
     parallelism shards rows too.  `shard_degree` is not searched (0: all peers share sharded
-    states)."""
+    states), and a fact of the job's degrees that is no field here is that of every layout."""
 
     tp: int | None = None
     sp: bool | None = None
@@ -89,9 +90,7 @@ class Space(Struct, frozen=True):
     refused: dict[str, int]
 
 
-def space(
-    spec: ProblemSpec, fixed: Fixed, work: Workload, cluster: Cluster, system: System
-) -> Space:
+def space(spec: Job, fixed: Fixed, work: Workload, cluster: Cluster, system: System) -> Space:
     """Return all layouts of `spec`'s GPUs and global batch with the `fixed` degrees.  Raises
     LayoutError if the fixed degrees do not divide the GPUs."""
     refused: Counter[str] = Counter()
@@ -118,7 +117,11 @@ def space(
         if not found:
             refused["the first chunk has none of the layers with experts (not searched)"] += 1
         choices += found
-        if spec.optimizer is None and may_host(cluster, system) and work.model.experts is None:
+        if (
+            spec.stack.optimizer is None
+            and may_host(cluster, system)
+            and work.model.experts is None
+        ):
             choices += [replace(choice, hosted=True) for choice in found]
     return Space(tuple(choices), dict(refused))
 
@@ -142,15 +145,16 @@ def _dense_between_experts(work: Workload) -> str:
 def may_host(cluster: Cluster, system: System) -> bool:
     """Whether the optimizer's states may go to host memory and the cluster has a rate for their
     update there."""
-    return not system.optimizer_on_host and cluster.host_update_parameters_per_s is not None
+    return not system.host.optimizer_on_host and cluster.host_update_parameters_per_s is not None
 
 
 def layouts(
-    spec: ProblemSpec, fixed: Fixed, work: Workload, system: System, refused: Counter[str]
+    spec: Job, fixed: Fixed, work: Workload, system: System, refused: Counter[str]
 ) -> Iterator[Layout]:
     """Yield every product of degrees that uses all GPUs, before the rules of layouts are checked.
     Adds to `refused` the degrees whose replicas do not divide the batch."""
-    asked = spec.gpus
+    asked, batch = spec.gpus, spec.degrees.global_batch
+    kept = {key: one for key, one in flat(spec.degrees).items() if key not in facts(Fixed)}
     spreads = product(
         _degrees(fixed.tp, asked, work.model.num_heads),
         _degrees(fixed.cp, asked, asked if _rings(system) else 1),
@@ -165,30 +169,30 @@ def layouts(
             if rest or not replicas:
                 refused["dp is not a multiple of ulysses"] += 1
                 continue
-            if spec.global_batch % replicas:
+            if batch % replicas:
                 refused["global batch is not a multiple of the number of replicas"] += 1
                 continue
             for sp, micro_batch, vpp, zero, (ep, etp) in product(
                 _row_shards(fixed.sp, tp),
-                _micro_batches(fixed.micro_batch, spec.global_batch // replicas),
+                _micro_batches(fixed.micro_batch, batch // replicas),
                 _chunks(fixed.vpp, pp, work.model.num_layers),
                 _stages(fixed.zero_stage, pp, dp * cp, work, system),
                 _expert_degrees(fixed, tp, tp * cp * dp, work),
             ):
                 yield Layout(
-                    tp=tp, sp=sp, cp=cp, pp=pp, vpp=vpp, dp=dp, zero_stage=zero,
+                    **kept, tp=tp, sp=sp, cp=cp, pp=pp, vpp=vpp, dp=dp, zero_stage=zero,
                     ulysses=ulysses, shard_degree=fixed.shard_degree, micro_batch=micro_batch,
-                    global_batch=spec.global_batch, ep=ep, etp=etp,
+                    ep=ep, etp=etp,
                 )  # fmt: skip
 
 
 def _rings(system: System) -> bool:
-    return system.cp_kind in ("allgather", "ring")
+    return system.parallel.cp_kind in ("allgather", "ring")
 
 
 def _exchanges(system: System, cp: int) -> bool:
     """Whether the stack has an all-to-all of heads, inside context parallelism of `cp` ranks."""
-    return ("ulysses_in_cp" if cp > 1 else "ulysses") in system.features
+    return ("ulysses_in_cp" if cp > 1 else "ulysses") in system.accepts.features
 
 
 def _degrees(fixed: int | None, total: int, most: int) -> list[int]:
@@ -251,8 +255,8 @@ def _stages(
         return [0, 1] if work.model.experts is not None else [1]
     if pp == 1:
         return [0, 1, 2, 3]
-    same = system.data_parallel == "fsdp" and 3 in system.pipeline_zero_stages
-    return [stage for stage in system.pipeline_zero_stages if not (same and stage == 2)]
+    same = system.zero.data_parallel == "fsdp" and 3 in system.accepts.pipeline_zero_stages
+    return [stage for stage in system.accepts.pipeline_zero_stages if not (same and stage == 2)]
 
 
 def partitions(layout: Layout, layers: int) -> Iterator[Choice]:
@@ -420,7 +424,7 @@ class Columns:
         """Bytes of training states, of buckets that stay and of gathered parameters that a pipeline
         holds, on a device of the first, the second and the last rank."""
         problem, system = self.problem, self.problem.system
-        sizes = (system.param_bytes, system.grad_bytes, system.optimizer_bytes)
+        sizes = (system.states.param_bytes, system.states.grad_bytes, system.states.optimizer_bytes)
         per = np.array([_shards(c.layout, problem) for c in self.choices])
         held = np.array([reduce_buckets(0, c.layout, system).standing for c in self.choices])
         apart = np.array([_expert_shards(c.layout, problem) for c in self.choices])
@@ -430,7 +434,7 @@ class Columns:
             kinds.pop()
         first, second, last = (
             held
-            + (0 if placed is None else system.optimizer_bytes * placed[rank])
+            + (0 if placed is None else system.states.optimizer_bytes * placed[rank])
             + whole[:, 0] * n
             + whole[:, 1] * m
             + np.asarray(
@@ -457,7 +461,7 @@ def _held(layout: Layout, problem: Problem) -> tuple[int, int, int]:
     parameter, gradient, _ = state_fates(layout, problem.system)
     width = gathered_bytes(problem) if parameter.release == "step" else 0
     here = layout.state_shards == 1 and parameter.home == "device"
-    sums = problem.system.reduce_bytes if gradient.release == "step" else 0
+    sums = problem.system.states.reduce_bytes if gradient.release == "step" else 0
     return 0 if here else width, width if layout.expert_shards > 1 else 0, sums
 
 

@@ -24,9 +24,9 @@ from rematbench.host.console import CommandError
 from rematbench.host.workers import Pool, collect_rarely
 from rematbench.inputs.layout import LayoutError
 from rematbench.inputs.load import load_cluster, load_system
+from rematbench.paper.matrix.spec import Arm, MatrixSpec, Work
 from rematbench.plugins.discover import discover
 from rematbench.plugins.registry import Registry
-from rematbench.worlds.records.matrix_spec import Arm, MatrixSpec, Work
 
 SAME, BEST, ANY = "same layout", "best layout", "any plan"
 """What a search answers: the one layout of a cell, the best layout of an arm, the fastest plan of
@@ -116,7 +116,7 @@ class Answers:
         self.arms = {arm.name: arm for arm in spec.all_arms(registry)}
         self.methods = {name: arm.resolved(registry) for name, arm in self.arms.items()}
         own = self.arms.values()
-        seq_len = cell.request.spec.seq_len
+        seq_len = cell.request.spec.work.seq_len
         self.searched = [arm.name for arm in own if searched(arm, seq_len, registry)]
         self._answers = {
             key: read_answer(row, cell)

@@ -8,7 +8,7 @@ from typing import Any
 from rematbench.evaluate.result import Status
 from rematbench.evidence.published.derived import LAYOUTS, PUBLISHED
 from rematbench.evidence.published.sheets import number, read_predicted, read_sheet
-from rematbench.host.table import Column, Table, signed_percent
+from rematbench.paper.sheet.table import Column, Table, columns
 from rematbench.paper.studies.answers import Number, StudyAnswer, load_answers
 from rematbench.paper.studies.declarations import (
     Claim,
@@ -52,35 +52,26 @@ def claims_table(rows: Sequence[Row], claims: Claims, answers: list[StudyAnswer]
     lines = [
         line for row in rows for line in claim_lines(row, known.get(row["id"]), claims, answers)
     ]
-    counts = Counter(
-        claim_verdict([line for line in lines if line["id"] == row["id"]]) for row in rows
-    )
-    summary = ", ".join(f"{counts[word]} {word}" for word in CLAIM_VERDICTS)
     return Table(
         name="claims",
         title="Claims of the papers against our predictions (simulated)",
         columns=(
             Column("id", "claim"),
-            Column("system", "system"),
+            *columns("system"),
             Column("what", "claim"),
-            Column("asked", "asked"),
+            *columns("asked"),
             Column("how", "how we test it"),
-            Column("published", "published"),
+            *columns("published"),
             Column("ours", "ours", _short),
-            Column("unit", "unit"),
-            Column("error", "error %", signed_percent),
-            Column("world", "world"),
-            Column("basis", "basis"),
+            *columns("unit error world basis"),
             Column("tolerance", "tolerance %", lambda value: f"{100 * float(value):g}"),
             Column("declared", "written down"),
-            Column("verdict", "verdict"),
-            Column("remark", "remark"),
+            *columns("verdict remark"),
             Column("source", "source and version"),
-            Column("evidence", "evidence"),
-            Column("command", "command"),
+            *columns("evidence command"),
         ),
         rows=tuple(lines),
-        note=f"Of {len(rows)} claims: {summary}. {NOTE}",
+        note=f"{in_short(lines)}. {NOTE}",
     )
 
 
@@ -99,6 +90,16 @@ CLAIM_VERDICTS = (
     MISSED,
     "not comparable",
 )
+
+
+def in_short(lines: Sequence[Mapping[str, Any]]) -> str:
+    """How many claims have which verdict, from the lines of the table."""
+    claims: dict[str, list[Mapping[str, Any]]] = {}
+    for line in lines:
+        claims.setdefault(line["id"], []).append(line)
+    counts = Counter(map(claim_verdict, claims.values()))
+    summary = ", ".join(f"{counts[word]} {word}" for word in CLAIM_VERDICTS)
+    return f"Of {len(claims)} claims: {summary}"
 
 
 def claim_verdict(lines: Sequence[Mapping[str, Any]]) -> str:
@@ -224,9 +225,7 @@ def _command(part: Part, ours: Ours) -> str:
         return "; ".join(commands)
     if part.query.study == "predictions":
         return commands[0] if commands else PREDICT
-    names = dict.fromkeys(a.workload for a in ours.answers)
-    only = f" --workload {next(iter(names))}" if len(names) == 1 else ""
-    return f"rematbench study config/study/{part.query.study}.yaml{only}"
+    return f"rematbench make results/paper/studies/{part.query.study}.json"
 
 
 def prediction_answers(cells: Sequence[Mapping[str, Any]]) -> list[StudyAnswer]:

@@ -7,7 +7,6 @@ import os
 import threading
 import traceback
 from datetime import timedelta
-from functools import cache
 from pathlib import Path
 from typing import NoReturn
 
@@ -22,8 +21,6 @@ from rematbench.worlds.torch.batch import (
     Batch,
     make_batch,
     micro_batches,
-    standard_library,
-    text_batch,
 )
 from rematbench.worlds.torch.case import (
     Case,
@@ -101,7 +98,7 @@ def _end_with(path: Path, error: BaseException) -> NoReturn:
 
 def _groups(case: Case, rank: int, groups: dict[tuple[object, ...], Groups]) -> Groups:
     """The process groups for the case's degrees, made once per process."""
-    lay, order = case.problem.layout, case.problem.system.rank_order
+    lay, order = case.problem.layout, case.problem.system.parallel.rank_order
     experts = case.problem.workload.model.experts is not None
     folded = (lay.ep, lay.expert_tp) if experts else ()
     degrees = (lay.tp, lay.cp, lay.ulysses, lay.dp, lay.pp, folded, order)
@@ -168,7 +165,7 @@ def _start_on_gpu(case: Case, program: Program, device: torch.device) -> None:
 def choose_options(problem: Problem) -> None:
     """Set the options of torch on a GPU that a problem decides: its allocator's segments and its
     flash kernel.  Raises NotExecutable for a kernel that cannot run here."""
-    set_expandable_segments(expandable=problem.system.expandable_segments)
+    set_expandable_segments(expandable=problem.system.states.expandable_segments)
     try:
         choose_flash(problem.kernel)
     except (ImportError, RuntimeError, AttributeError) as error:
@@ -234,17 +231,9 @@ def _time(case: Case, executor: Executor, result: RankResult) -> None:
         result.step_s.append(seconds())
 
 
-@cache
-def _text(limit_bytes: int) -> torch.Tensor:
-    return standard_library(limit_bytes)[0]
-
-
 def _batch(case: Case, step: int) -> Batch:
     """The global batch of a step, the same on every rank of every layout."""
     work, sequences = case.problem.workload, case.problem.layout.global_batch
-    if case.text_bytes:
-        shape = (sequences, work.seq_len)
-        return text_batch(_text(case.text_bytes), shape, case.seed, step)
     return make_batch(work, sequences, case.seed, step, case.ignored)
 
 

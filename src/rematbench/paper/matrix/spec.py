@@ -1,0 +1,138 @@
+"""The grand matrix as declared in a suite file: models x lengths x clusters x arms."""
+
+from collections.abc import Collection, Iterable
+from pathlib import Path
+from typing import Any
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from rematbench.inputs.configfile import ConfigError, convert
+from rematbench.inputs.job import Job
+from rematbench.inputs.system import AttentionChoice, ZeroStage
+from rematbench.plan import Fraction
+from rematbench.plugins.registry import Composition, Registry, Value
+from rematbench.workload import PositiveInt, Precision
+from rematbench.worlds.records.suite import load_suite
+
+
+class Work(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A model and its number of GPUs, which are equal for all arms, lengths and clusters."""
+
+    model: str
+    gpus: PositiveInt
+
+
+class Arm(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One row of a cell: a composed method with settings, and a name for the tables.
+
+    `of`: the origin of the method (a paper, or a stack whose policy is simulated).  `seq_lens`: the
+    lengths at which the arm runs (none: all).  Planners are tried only at the cell's one layout,
+    because no bound on their plan is known before it is solved.
+    """
+
+    name: str
+    method: str
+    of: str
+    settings: dict[str, Any] = {}
+    seq_lens: tuple[PositiveInt, ...] = ()
+
+    def resolved(self, registry: Registry) -> Composition:
+        """The method with its settings; MethodError for an unknown method or a wrong setting."""
+        settings: dict[str, Value] = dict(self.settings)
+        return registry.resolve(self.method, settings)
+
+
+class MatrixSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The declaration of a matrix.
+
+    The fastest layout of the arm `baseline` is the one layout of a cell in the *same layout* table.
+    Layouts with at least `same_layout_pp` pipeline ranks go first (`best.Answers.one_layout`).
+    `within`: the gap that the searches prove, as a share of the best step.
+    """
+
+    system: str
+    tokens_per_step: PositiveInt
+    precision: Precision = "bf16"
+    attention: AttentionChoice = "flash"
+    micro_batch: PositiveInt = 1
+    zero_stage: ZeroStage = 1
+    works: tuple[Work, ...]
+    clusters: tuple[str, ...]
+    seq_lens: tuple[PositiveInt, ...]
+    within: Fraction
+    baseline: str
+    same_layout_pp: PositiveInt
+    arms: tuple[Arm, ...]
+
+    def problem(self, seq_len: int, **others: Any) -> Job:
+        """The problem of a cell.  `others`: its model, cluster, GPUs and degrees, and values that
+        replace declared ones."""
+        same = ("system", "precision", "attention", "micro_batch", "zero_stage")
+        own = {key: getattr(self, key) for key in same}
+        own["global_batch"] = self.tokens_per_step // seq_len
+        return Job(**{**own, "seq_len": seq_len, **others})
+
+    def restricted(self, models: Collection[str], seq_lens: Collection[int]) -> "MatrixSpec":
+        """The matrix of these models and lengths (empty: all); ConfigError for a value that the
+        matrix does not declare."""
+        works = {work.model: work for work in self.works}
+        _check_declared("models", models, works)
+        _check_declared("seq_lens", seq_lens, self.seq_lens)
+        return replace(
+            self,
+            works=tuple(work for name, work in works.items() if not models or name in models),
+            seq_lens=tuple(n for n in self.seq_lens if not seq_lens or n in seq_lens),
+        )
+
+    def all_arms(self, registry: Registry) -> tuple[Arm, ...]:
+        """The declared arms, then an arm for every discovered method of activations that no arm
+        names (search tries methods that place training states only where they are named);
+        ConfigError for an arm with the name of such a method."""
+        plain = {arm.method for arm in self.arms}
+        entries = registry.methods.items()
+        more = [name for name, one in entries if name not in plain and not one.moves_states]
+        for arm in self.arms:
+            if arm.name in more:
+                raise ConfigError(
+                    "",
+                    f"arms: {arm.name}",
+                    f"is the name of a method, so it cannot name {arm.method}",
+                )
+        return (*self.arms, *(Arm(name=name, method=name, of="methods/") for name in more))
+
+    def problems(self) -> list[str]:
+        """Errors in the declaration that its types do not exclude, one line each."""
+        names = [arm.name for arm in self.arms]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        found = [f"arms: name {name!r} is given twice" for name in twice]
+        found += (
+            [f"baseline: there is no arm {self.baseline!r}"] if self.baseline not in names else []
+        )
+        found += [
+            f"tokens_per_step {self.tokens_per_step} is not a multiple of seq_len {length}"
+            for length in self.seq_lens
+            if self.tokens_per_step % length
+        ]
+        return found
+
+
+def load_matrix(path: Path) -> MatrixSpec:
+    """The matrix of a suite file; ConfigError if the suite declares none, or a wrong one."""
+    declared = load_suite(path).matrix
+    if declared is None:
+        raise ConfigError(str(path), "matrix", "this suite does not declare it")
+    spec = convert(declared, MatrixSpec, f"{path}: matrix")
+    for problem in spec.problems():
+        raise ConfigError(str(path), "matrix", problem)
+    return spec
+
+
+def _check_declared(key: str, values: Iterable[object], declared: Collection[object]) -> None:
+    for value in values:
+        if value not in declared:
+            raise ConfigError(
+                "",
+                f"matrix: {key}",
+                f"unknown value {value!r} (known: {', '.join(map(str, declared))})",
+            )
