@@ -254,6 +254,17 @@ def test_the_command_runs_what_it_prints(tmp_path: Path) -> None:
         assert any(line.startswith(start) for line in done.stdout.splitlines())
 
 
+def test_variables_are_given_by_name_and_value(tmp_path: Path) -> None:
+    file = tmp_path / "run.sh"
+    shape = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --vocab-size 9"
+    file.write_text(f"x.py {shape} --bf16 --tensor-model-parallel-size ${{TP:-1}}\n")
+    words = [sys.executable, "-m", "rematbench", "read", str(file), "-o", str(tmp_path), "--set"]
+    done = subprocess.run([*words, "TP=2"], capture_output=True, text=True, check=True)
+    assert " --tp 2" in done.stdout
+    done = subprocess.run([*words, "TP"], capture_output=True, text=True, check=False)
+    assert (done.returncode, "expected NAME=VALUE" in done.stderr) == (2, True)
+
+
 def test_what_is_refused_is_not_run(tmp_path: Path) -> None:
     file = tmp_path / "ds.json"
     file.write_text(
