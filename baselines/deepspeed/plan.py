@@ -119,9 +119,9 @@ class DeepSpeed(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return problem.layout.pp == 1
 
     @classmethod
-    def assumed(cls, problem: Problem, *, offloads: bool) -> tuple[str, ...]:
-        """The facts of the stack that a prediction assumes and no option gives."""
-        return tuple(options.assumed(problem, offloads=offloads))
+    def facts_with_options(cls, problem: Problem) -> set[str]:
+        """The facts of the problem's stack that options give."""
+        return {*options.KEYS, *options.POLICY}
 
     def flags(self, problem: Problem, _: Plan | None = None, *, whole: bool = False) -> str:
         """DeepSpeed's configuration as JSON, which has no arguments of a model (`whole`)."""

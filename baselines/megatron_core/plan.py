@@ -197,9 +197,9 @@ class MegatronCore(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         return options.partition_words(_sizes(plan), problem.layout) is not None
 
     @classmethod
-    def assumed(cls, problem: Problem, *, offloads: bool) -> tuple[str, ...]:
-        """The facts of the stack that a prediction assumes and no option gives."""
-        return tuple(options.assumed(problem, offloads=offloads))
+    def facts_with_options(cls, problem: Problem) -> set[str]:
+        """The facts of the problem's stack that options give."""
+        return options.facts_with_options(problem)
 
     def flags(self, problem: Problem, plan: Plan | None = None, *, whole: bool = False) -> str:
         """The arguments of Megatron-LM's pretraining script for layout, stack, policy and the

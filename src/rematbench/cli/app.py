@@ -74,8 +74,7 @@ COMMANDS = (
 )
 """The user's commands, except the group of baselines: module of this folder and function."""
 WORKFLOW = (
-    *("shipped.examples", "table.table", "run.run", "study.study", "matrix.matrix"),
-    *("searches.searches", "report.report", "report.expect", "measure.measure"),
+    *("shipped.examples", "table.table", "make.make", "expect.expect", "measure.measure"),
     *("gpu.measure_gpu", "cells.run_cells", "cells.cells"),
 )
 """Commands for Snakemake rules, `./bench` and Slurm jobs, and `examples`, which the last lines of

@@ -1,4 +1,4 @@
-"""Records of one GPU as JSON lines: kernel rates, predictions, and steps by turns.
+"""Records of one GPU as JSON lines: predictions, steps by turns, and seconds of actions.
 
 A line is on disk before the next measurement starts, so that a crash loses no line.
 """
@@ -18,33 +18,6 @@ from rematbench.inputs.job import Job
 from rematbench.worlds.records.record import Provenance, RecordError
 
 T = TypeVar("T", bound=Struct)
-
-
-class Rate(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One timed call: its median, smallest and largest seconds over `n` repeats, `spread` (the
-    interquartile range over the median), and the seconds that the shipped cost model predicts.
-
-    `what`, `implementation` and `shape` are as in kernels.csv.  `work`: FLOP or bytes (`unit`) of
-    one call.  `clock`: CUDA events, or the host's clock.  `reason` explains missing numbers.
-    """
-
-    what: str
-    implementation: str
-    dtype: str
-    shape: dict[str, str]
-    status: Literal["ok", "skipped", "failed"]
-    reason: str = ""
-    n: int = 0
-    median_s: float | None = None
-    min_s: float | None = None
-    max_s: float | None = None
-    spread: float | None = None
-    predicted_s: float | None = None
-    work: float = 0.0
-    unit: Literal["flop", "bytes", ""] = ""
-    clock: Literal["events", "host"] = "events"
-    gpu: GpuState = GpuState()
-    provenance: Provenance
 
 
 class Prediction(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -71,7 +71,7 @@ class StudyAnswer(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
 
 def ask_study(study: Study, registry: Registry, path: str) -> list[StudyAnswer]:
-    """All answers of a study, in the order of its questions; `path` names the file in commands."""
+    """All answers of a study, in the order of its questions; `path`: the file of the answers."""
     return [
         answer
         for question in study.questions
@@ -100,9 +100,10 @@ def _ask(
 
 
 def _command(path: str, ask: Ask, spec: NamedProblem, contender: Contender) -> str:
+    """The command that prints or makes the answer; `path`: the file of all answers."""
     if ask == "run" and not contender.fewest:
         return shlex.join(["rematbench", "simulate", *contender.to_arguments(spec)])
-    return f"rematbench study {path} --workload {spec.name} --method '{contender.label}'"
+    return f"rematbench make {path}"
 
 
 def _answer(

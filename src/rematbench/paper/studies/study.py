@@ -9,12 +9,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from msgspec import Struct
-from msgspec.structs import replace
 
 from rematbench.host.declared import Part, facts, flat
 from rematbench.inputs.configfile import (
-    ConfigError,
-    closest,
     convert,
     read_mapping,
     require_among,
@@ -110,24 +107,3 @@ def load_study(path: Path) -> Study:
         where = (label, f"questions: {question.ask}", "workload")
         require_among(question.workloads, names, where)
     return study
-
-
-def narrowed(study: Study, workload: str, method: str) -> Study:
-    """The study with one workload only, or one method's label only; an empty string keeps all.
-    ConfigError for a name that the study does not have."""
-    names = [w.name for w in study.workloads]
-    labels = [m.label for question in study.questions for m in question.methods]
-    for option, given, known in (("--workload", workload, names), ("--method", method, labels)):
-        if given and given not in known:
-            listing = ", ".join(dict.fromkeys(known))
-            text = f"study {study.name} has no {given!r}{closest(given, known)} ({listing})"
-            raise ConfigError("", option, text)
-    questions = [
-        replace(
-            question,
-            workloads=tuple(w.name for w in study.of(question) if workload in ("", w.name)),
-            methods=tuple(m for m in question.methods if method in ("", m.label)),
-        )
-        for question in study.questions
-    ]
-    return replace(study, questions=tuple(q for q in questions if q.workloads and q.methods))

@@ -1,13 +1,11 @@
 """The reasons why a baseline does not run a job; its plan, its guards and its flags share them."""
 
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from msgspec import Struct
 from msgspec.structs import fields
 
-from rematbench.host.declared import flat
-from rematbench.inputs.effects import ACTS, Use
 from rematbench.inputs.layout import Layout
 from rematbench.problem import AttentionKind, Problem
 from rematbench.workload import Model, Workload
@@ -57,33 +55,3 @@ def overridden(policy: Struct, options: Struct, names: Iterable[str]) -> str:
         if getattr(policy, name) not in (defaults[name], getattr(options, name))
     ]
     return "; ".join(words)
-
-
-ABILITIES = (
-    *("model_parallel", "zero_stages", "pipeline_zero_stages"),
-    *("features", "wide_attention"),
-)
-"""What decides which jobs a stack takes, or what a published peak means: not facts of a job."""
-
-
-def use_of(problem: Problem, *, offloads: bool = False) -> Use:
-    """What a job makes of its stack.  `offloads`: activations are copied to the host."""
-    return Use(
-        problem.system,
-        problem.layout,
-        problem.workload.model,
-        flash=problem.attention == "flash",
-        offloads=offloads,
-        leaves_node=problem.layout.gpus > problem.cluster.gpus_per_node,
-        rebuilds=True,
-        precision=problem.workload.precision,
-    )
-
-
-def assumed_facts(problem: Problem, said: Container[str], *, offloads: bool) -> Iterator[str]:
-    """The facts that act in a job and are not in `said`, with their values."""
-    use, values = use_of(problem, offloads=offloads), flat(problem.system)
-    for fact, acts in ACTS.items():
-        if fact not in said and fact not in ABILITIES and acts(use):
-            value = values[fact]
-            yield f"{fact} {str(value).lower() if isinstance(value, bool) else value}"

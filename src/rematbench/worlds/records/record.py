@@ -89,8 +89,8 @@ class RunSpec(Workload, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 class Provenance(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Where and when a record was made, and by which code and constants.  Traced and executed
-    records also name torch, the device and the number of ranks on each host; a training run on text
-    has a hash of the text (the standard library's sources, which depend on the Python version)."""
+    records also name torch, the device and the number of ranks on each host.  `text` is empty (it
+    was the hash of a text that was trained on): committed records of format 2 have the field."""
 
     rematbench: str
     python: str

@@ -10,7 +10,7 @@ from rematbench.engine.lowering.lower import lower
 from rematbench.inputs.configfile import ConfigError
 from rematbench.plan import Plan, PlanError, Unsupported
 from rematbench.plugins.discover import discover
-from rematbench.plugins.registry import IDENTITY, Composition, Registry
+from rematbench.plugins.registry import Composition, Registry
 from rematbench.problem import Problem
 from rematbench.worlds.records.plan_replay import spec_problem
 from rematbench.worlds.records.record import Record
@@ -78,11 +78,6 @@ def planned_cell(
 def problem_of(name: str) -> str:
     """The name of the problem in a cell's name."""
     return name.split(".", maxsplit=1)[0]
-
-
-def base_name(name: str) -> str:
-    """The name of the keep_all cell on the same problem."""
-    return f"{problem_of(name)}.{IDENTITY}.0"
 
 
 def _asked(
