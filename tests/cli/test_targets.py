@@ -14,7 +14,7 @@ from rematbench.evaluate import result as suite
 from rematbench.evaluate.proof import CheckError
 from rematbench.host.console import CommandError
 from rematbench.inputs.paths import data_dir
-from rematbench.paper.made import answers
+from rematbench.paper.builders import answers
 from rematbench.worlds import executed, traced
 from tests.typed import typed
 
