@@ -10,11 +10,7 @@ import pytest
 from msgspec.structs import replace
 
 from rematbench.advise.compare.comparison import Comparison, Order
-from rematbench.advise.compare.compositions import (
-    Candidate,
-    CompareConfig,
-    load_compare,
-)
+from rematbench.advise.compare.compositions import Candidate, CompareConfig, load_compare
 from rematbench.advise.compare.tuning import Task, Tuning
 from rematbench.cli.compare import cells, safest, verdict
 from rematbench.engine.lowering.lower import lower

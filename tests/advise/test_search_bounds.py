@@ -102,10 +102,7 @@ def _candidates(made: SearchJob) -> list[Candidate]:
 
 
 def _checked(
-    made: SearchJob,
-    choice: Choice,
-    candidate: Candidate,
-    chance: random.Random,
+    made: SearchJob, choice: Choice, candidate: Candidate, chance: random.Random
 ) -> Checked | None:
     problem = made.problem(choice)
     own = bounds_at(made, choice)

@@ -100,12 +100,7 @@ def of_method(method: str, settings: dict[str, Any], baseline: str) -> list[Pack
     made = asked_problem(ONE)
     named = make_job(made, policy(baseline, answer.settings), steps=1, timeout_s=60.0)
     none = make_job(made, policy(baseline), steps=1, timeout_s=60.0)
-    return [
-        printed_job(baseline, answer),
-        named,
-        none,
-        printed_job(baseline, answer, "traced"),
-    ]
+    return [printed_job(baseline, answer), named, none, printed_job(baseline, answer, "traced")]
 
 
 def offloading() -> list[PackageJob]:

@@ -13,13 +13,7 @@ from rematbench.costs.formulas import balance_factor
 from rematbench.costs.operators.kernels import Attention, Elementwise, Gemm, Kernel
 from rematbench.evaluate.problems import make_problem
 from rematbench.evaluate.result import Band, evaluate_method
-from rematbench.evidence.bands import (
-    bands_of,
-    device_errors,
-    shipped,
-    speed_errors,
-    with_band,
-)
+from rematbench.evidence.bands import bands_of, device_errors, shipped, speed_errors, with_band
 from rematbench.evidence.job_evidence import job_of, left_out_cells, unlike_devices
 from rematbench.evidence.quantiles import quantile
 from rematbench.inputs.cluster import Cluster

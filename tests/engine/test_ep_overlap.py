@@ -171,8 +171,7 @@ def every(found: Problem, plan: Plan) -> list[Action]:
 
 
 @pytest.mark.parametrize(
-    ("method", "settings"),
-    [("full_recompute", {}), ("selective_recompute", {"modules": ["moe"]})],
+    ("method", "settings"), [("full_recompute", {}), ("selective_recompute", {"modules": ["moe"]})]
 )
 def test_what_would_send_tokens_again_is_refused(method: str, settings: dict[str, Any]) -> None:
     found = given()

@@ -213,9 +213,7 @@ SPEC_33B: dict[str, Any] = {
 def verdict(host_gib: int, **spec: Any) -> dict[str, int]:
     """The bytes that are missing, by place, with every layer recomputed."""
     cluster = replace(
-        load_cluster(spec["cluster"]),
-        host_bytes=host_gib * GIB,
-        host_update_parameters_per_s=2e9,
+        load_cluster(spec["cluster"]), host_bytes=host_gib * GIB, host_update_parameters_per_s=2e9
     )
     found = make_problem(ProblemSpec(**spec | {"cluster": cluster, "optimizer": "host"}))
     result = evaluate_method(found, discover().resolve("full_recompute"))

@@ -15,6 +15,7 @@ from rematbench.inputs.problemspec import ProblemSpec
 from rematbench.inputs.system import with_facts
 from rematbench.plugins.discover import discover
 from rematbench.workload import Precision
+from tests.problems import stacks
 from tests.typed import typed
 
 PEAKS = {
@@ -88,8 +89,12 @@ def test_a_file_may_give_its_own_peak() -> None:
 OTHERS = [pytest.param(name, marks=pytest.mark.full) for name in ("h800-80gb", "b200-180gb")]
 
 
+KERNELS = ("attention", "wide_attention", "compiled", "eager_operators", "model_parallel", "tf32")
+"""Facts that decide which kernels a step has, and their rates."""
+
+
 @pytest.mark.parametrize("cluster", ["a800-80gb", *OTHERS])
-@pytest.mark.parametrize("name", names("system"))
+@pytest.mark.parametrize("name", stacks(*KERNELS))
 def test_every_stack_is_below_the_peak_of_the_precision_or_says_why(
     name: str, cluster: str
 ) -> None:

@@ -89,7 +89,11 @@ def test_editing_a_method_reruns_its_own_bundles(smoked: Checkout) -> None:
 
 
 @pytest.mark.parametrize(
-    "edited", ["config/clusters/h100-80gb.yaml", "src/rematbench/engine/simulate/op_level.py"]
+    "edited",
+    [
+        pytest.param("config/clusters/h100-80gb.yaml", marks=pytest.mark.full),
+        "src/rematbench/engine/simulate/op_level.py",
+    ],
 )
 def test_editing_a_fact_or_the_engine_reruns_every_bundle(smoked: Checkout, edited: str) -> None:
     path = smoked.path / edited

@@ -6,9 +6,6 @@ from functools import cache
 from typing import Any
 
 import pytest
-
-pytest.importorskip("torch", reason="the executed world needs torch")
-
 import torch
 from msgspec import structs
 
@@ -27,11 +24,7 @@ from tests.problems import plan_of, remade
 from tests.worlds.torch import cases, grid, laws
 from tests.worlds.torch.cases import EXPERTS, MIXTURE, SHARED
 
-MODELS = {
-    "mixture": MIXTURE,
-    "shared": SHARED,
-    "ungated": structs.replace(MIXTURE, mlp="gelu"),
-}
+MODELS = {"mixture": MIXTURE, "shared": SHARED, "ungated": structs.replace(MIXTURE, mlp="gelu")}
 METHODS: dict[str, tuple[str, dict[str, Any]]] = {
     "keep_all": ("keep_all", {}),
     "full_recompute": ("full_recompute", {}),

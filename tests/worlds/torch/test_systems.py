@@ -4,9 +4,6 @@ from collections.abc import Callable
 from functools import cache
 
 import pytest
-
-pytest.importorskip("torch", reason="the executed world needs torch")
-
 from msgspec.structs import replace
 
 from rematbench.engine.lowering.lower import lower
