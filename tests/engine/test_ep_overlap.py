@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from rematbench.engine.lowering.emit_backward import BESIDE
 from rematbench.engine.lowering.lower import lower
+from rematbench.engine.lowering.passes.emit_backward import BESIDE
 from rematbench.engine.program.action import Action, Kind
 from rematbench.engine.simulate.beside import OpSeconds, _left, exposed_shares
 from rematbench.engine.simulate.op_level import simulate

@@ -7,7 +7,7 @@ from msgspec.structs import replace
 
 from rematbench.engine.lowering import lower as lowering
 from rematbench.engine.lowering.lower import lower
-from rematbench.engine.lowering.ready_pieces import ReadyPieces, ready_pieces
+from rematbench.engine.lowering.states.ready_pieces import ReadyPieces, ready_pieces
 from rematbench.engine.program.action import (
     HOST_UPDATE,
     STATES_DOWN,

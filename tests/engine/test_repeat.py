@@ -9,7 +9,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from rematbench.engine.lowering import pieces, repeated_layers
+from rematbench.engine.lowering import repeated_layers
+from rematbench.engine.lowering.blocks import pieces
 from rematbench.engine.lowering.lower import lower
 from rematbench.engine.program.ledger import pool_bytes
 from rematbench.engine.program.profile import program_profiles

@@ -18,7 +18,7 @@ METHODS = sorted((ROOT / "methods").glob("*.py"))
 PREDICTIONS = ("sheet", "run")
 CHANGED = {
     "costs/formulas.py": True,
-    "engine/lowering/emit_rebuild.py": True,
+    "engine/lowering/passes/emit_recompute.py": True,
     "solve/swap.py": True,  # only methods import it
     "cli/run.py": None,  # one of the two commands
     "worlds/slurm/slurm_queue.py": False,

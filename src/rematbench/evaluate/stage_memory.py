@@ -3,8 +3,8 @@
 from msgspec import Struct
 
 from rematbench.costs.operators.ops import Part
-from rematbench.engine.lowering.chunk_ops import ChunkOps
-from rematbench.engine.lowering.fates import Resolved, Site, resolve
+from rematbench.engine.lowering.blocks.chunk_ops import ChunkOps
+from rematbench.engine.lowering.blocks.fates import Resolved, Site, resolve
 from rematbench.engine.lowering.lower import rank_orders
 from rematbench.engine.lowering.schedule import phases
 from rematbench.engine.program.action import place

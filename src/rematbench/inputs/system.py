@@ -129,7 +129,7 @@ class System(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     and in stage_1_and_2.py async_inplace_copy_grad_to_fp32_buffer_from_gpu).
     `host_gradients`: an optimizer in host memory has its gradients there: those of
     `host_grad_bytes` that the update reads, and beside them a buffer in compute precision
-    (engine/lowering/host_states.py).  Gradients that ZeRO 2 or 3 shards are then not on the device.
+    (lowering/states/host_states.py).  Gradients that ZeRO 2 or 3 shards are then not on the device.
     `host_pinned`: the buffers of `host_gradients` and of parameters in host memory are pinned.
     `pinned_blocks`: the bytes of a pinned tensor: torch takes the next power of two, a stack with
     an allocator of its own may take what the tensor needs (exact).

@@ -7,26 +7,11 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from rematbench.engine.lowering.chunk_ops import ChunkOps, Unit
-from rematbench.engine.lowering.emit_backward import BackwardEmitter
-from rematbench.engine.lowering.emit_buckets import BucketReducer, buckets_of
-from rematbench.engine.lowering.emit_fetches import (
-    MatrixGatherer,
-    backward_order,
-    forward_order,
-    kept_matrices,
-    layers_ahead,
-)
-from rematbench.engine.lowering.emit_forward import Fates, ForwardEmitter, trailing_unit
-from rematbench.engine.lowering.emit_states import GradReducer, ParameterGatherer
-from rematbench.engine.lowering.fates import covered, phased
-from rematbench.engine.lowering.held_states import (
-    GradientSums,
-    HeldParameters,
-    holds_parameters,
-    sums_gradients,
-)
-from rematbench.engine.lowering.late_tensors import late_tensors
+from rematbench.engine.lowering.blocks.chunk_ops import ChunkOps, Unit, trailing_unit
+from rematbench.engine.lowering.blocks.fates import Fates, covered, phased
+from rematbench.engine.lowering.blocks.writer import BlockWriter
+from rematbench.engine.lowering.passes.emit_backward import BackwardEmitter
+from rematbench.engine.lowering.passes.emit_forward import ForwardEmitter
 from rematbench.engine.lowering.plan_checks import check_plan, check_ready_order, check_rules
 from rematbench.engine.lowering.rank_steps import (
     ChunkEnds,
@@ -39,11 +24,27 @@ from rematbench.engine.lowering.rank_steps import (
     pass_kinds,
     rank_steps,
 )
-from rematbench.engine.lowering.ready_pieces import ReadyWriter, ready_pieces
 from rematbench.engine.lowering.repeated_layers import block_of
 from rematbench.engine.lowering.schedule import passes
-from rematbench.engine.lowering.state_pieces import gradients_that_leave, piece_widths
-from rematbench.engine.lowering.state_shards import has_whole_gradients
+from rematbench.engine.lowering.states.emit_buckets import BucketReducer, buckets_of
+from rematbench.engine.lowering.states.emit_fetches import (
+    MatrixGatherer,
+    backward_order,
+    forward_order,
+    kept_matrices,
+    layers_ahead,
+)
+from rematbench.engine.lowering.states.emit_states import GradReducer, ParameterGatherer
+from rematbench.engine.lowering.states.held_states import (
+    GradientSums,
+    HeldParameters,
+    holds_parameters,
+    sums_gradients,
+)
+from rematbench.engine.lowering.states.late_tensors import late_tensors
+from rematbench.engine.lowering.states.ready_pieces import ReadyWriter, ready_pieces
+from rematbench.engine.lowering.states.state_pieces import gradients_that_leave, piece_widths
+from rematbench.engine.lowering.states.state_shards import has_whole_gradients
 from rematbench.engine.lowering.step_blocks import (
     Storages,
     d2h_block,
@@ -55,7 +56,6 @@ from rematbench.engine.lowering.step_blocks import (
     wait_block,
 )
 from rematbench.engine.lowering.step_end import emit_step_end
-from rematbench.engine.lowering.writer import BlockWriter
 from rematbench.engine.program.program import Block, Program, RankProgram, Step
 from rematbench.plan import Pass, Plan
 from rematbench.problem import Problem, gathered_bytes, gathers_by_layer, tied_on_one_rank

@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 from typing import NamedTuple, Protocol
 
-from rematbench.engine.lowering.chunk_ops import ChunkOps
-from rematbench.engine.lowering.emit_forward import Fates
-from rematbench.engine.lowering.repeated_pieces import Position
-from rematbench.engine.lowering.writer import BlockWriter
+from rematbench.engine.lowering.blocks.chunk_ops import ChunkOps
+from rematbench.engine.lowering.blocks.fates import Fates
+from rematbench.engine.lowering.blocks.repeated_pieces import Position
+from rematbench.engine.lowering.blocks.writer import BlockWriter
 from rematbench.engine.program.action import Action, in_layer
 from rematbench.engine.program.program import Block, Periods
 from rematbench.engine.program.template import LayerPeriods, LayerShift, waits_before

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from msgspec.structs import replace
 
 from rematbench.costs.operators.ops import Activation, Comm
-from rematbench.engine.lowering.emit_op import emit_copies_in, emit_copies_out
-from rematbench.engine.lowering.writer import BlockWriter
+from rematbench.engine.lowering.blocks.writer import BlockWriter
+from rematbench.engine.lowering.passes.emit_op import emit_copies_in, emit_copies_out
 from rematbench.engine.program.action import (
     COMPUTE,
     WEIGHTS_DOWN,

@@ -5,14 +5,15 @@ from functools import partial
 from typing import Protocol
 
 from rematbench.costs.operators.ops import Comm
-from rematbench.engine.lowering.chunk_ops import ChunkOps
-from rematbench.engine.lowering.emit_buckets import buckets_of
-from rematbench.engine.lowering.emit_states import (
+from rematbench.engine.lowering.blocks.chunk_ops import ChunkOps
+from rematbench.engine.lowering.rank_steps import first_passes, last_backwards
+from rematbench.engine.lowering.states.emit_buckets import buckets_of
+from rematbench.engine.lowering.states.emit_states import (
     gradient_reductions,
     norm_reduction,
     parameter_gathers,
 )
-from rematbench.engine.lowering.held_states import (
+from rematbench.engine.lowering.states.held_states import (
     free_block,
     held_copies,
     holds_parameters,
@@ -20,11 +21,10 @@ from rematbench.engine.lowering.held_states import (
     sums_gradients,
     unit_sums,
 )
-from rematbench.engine.lowering.late_tensors import flat_update
-from rematbench.engine.lowering.rank_steps import first_passes, last_backwards
-from rematbench.engine.lowering.ready_pieces import ready_end_block, ready_pieces
-from rematbench.engine.lowering.state_pieces import piece_widths, update_block
-from rematbench.engine.lowering.state_shards import has_whole_gradients, rank_sharded
+from rematbench.engine.lowering.states.late_tensors import flat_update
+from rematbench.engine.lowering.states.ready_pieces import ready_end_block, ready_pieces
+from rematbench.engine.lowering.states.state_pieces import piece_widths, update_block
+from rematbench.engine.lowering.states.state_shards import has_whole_gradients, rank_sharded
 from rematbench.engine.lowering.step_blocks import (
     gather_block,
     norm_block,

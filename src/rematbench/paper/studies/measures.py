@@ -6,8 +6,8 @@ from typing import TypeAlias
 
 from rematbench.costs.estimators import fujii_estimate
 from rematbench.costs.operators.kernels import Attention
-from rematbench.engine.lowering.chunk_ops import ChunkOps
-from rematbench.engine.lowering.fates import resolve
+from rematbench.engine.lowering.blocks.chunk_ops import ChunkOps
+from rematbench.engine.lowering.blocks.fates import resolve
 from rematbench.engine.lowering.lower import lower
 from rematbench.engine.program.replay import replay
 from rematbench.evaluate.evaluation import fullest_rank, program_bytes

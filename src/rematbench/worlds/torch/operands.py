@@ -11,7 +11,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from rematbench.costs.operators.ops import Op
-from rematbench.engine.lowering.chunk_ops import ChunkOps, Unit
+from rematbench.engine.lowering.blocks.chunk_ops import ChunkOps, Unit
 from rematbench.engine.program.action import Action, Kind, identity, is_gradient
 from rematbench.worlds.torch import arithmetic
 from rematbench.worlds.torch.parameters import Parameter

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from rematbench.costs.operators.experts import COUNTS
 from rematbench.costs.operators.ops import Activation
-from rematbench.engine.lowering.chunk_ops import ChunkOps, Unit
+from rematbench.engine.lowering.blocks.chunk_ops import ChunkOps, Unit
 from rematbench.inputs.shapes import Shapes, shapes
 from rematbench.plan import Plan
 from rematbench.problem import Problem

@@ -11,15 +11,15 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from rematbench.engine.lowering.chunk_ops import ChunkOps
-from rematbench.engine.lowering.emit_states import Reduced
-from rematbench.engine.lowering.state_pieces import (
+from rematbench.engine.lowering.blocks.chunk_ops import ChunkOps
+from rematbench.engine.lowering.blocks.writer import BlockWriter
+from rematbench.engine.lowering.states.emit_states import Reduced
+from rematbench.engine.lowering.states.state_pieces import (
     PieceWidths,
     device_update,
     host_update,
     unit_ranges,
 )
-from rematbench.engine.lowering.writer import BlockWriter
 from rematbench.engine.program.action import (
     COMPUTE,
     GRADIENTS_DOWN,

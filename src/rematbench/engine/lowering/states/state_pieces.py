@@ -11,8 +11,8 @@ from itertools import pairwise
 
 from msgspec import Struct
 
-from rematbench.engine.lowering.chunk_ops import ChunkOps, Unit
-from rematbench.engine.lowering.writer import BlockWriter
+from rematbench.engine.lowering.blocks.chunk_ops import ChunkOps, Unit
+from rematbench.engine.lowering.blocks.writer import BlockWriter
 from rematbench.engine.program.action import (
     CAST,
     COMPUTE,

@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 from rematbench.costs.operators.ops import Comm, CommKind, Group
 from rematbench.costs.states import OPTIMIZER_STAGE
-from rematbench.engine.lowering.chunk_ops import Unit
-from rematbench.engine.lowering.state_shards import has_whole_gradients
-from rematbench.engine.lowering.writer import BlockWriter
+from rematbench.engine.lowering.blocks.chunk_ops import Unit
+from rematbench.engine.lowering.blocks.writer import BlockWriter
+from rematbench.engine.lowering.states.state_shards import has_whole_gradients, sharded
 from rematbench.engine.program.action import (
     COMM_KIND,
     COMPUTE,
@@ -43,6 +43,12 @@ class Gathered(NamedTuple):
     name: str
     parameters: int
     group: Group
+
+
+def updated(unit: Unit, fate: StateFate, layout: Layout) -> int:
+    """The number of a unit's parameters of which one rank holds a state."""
+    experts = unit.expert_parameters
+    return sharded(unit.parameters - experts, experts, fate, layout)
 
 
 def gathered_parts(unit: Unit, fate: StateFate, layout: Layout) -> list[Gathered]:
@@ -378,7 +384,7 @@ class GradReducer:
             norms = norm_reduction(self.system, unit.norm_parameters)
             reads = [self.buffer(unit)]
             w.wait(COMPUTE, w.collective(norms, unit.prefix, "norm_gradients", reads, []))
-        count = unit.updated(self.optimizer, self.layout)
+        count = updated(unit, self.optimizer, self.layout)
         w.add(
             Action(
                 kind=Kind.OPTIMIZER,

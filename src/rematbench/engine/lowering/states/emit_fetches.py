@@ -14,10 +14,10 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from rematbench.costs.operators.ops import Op
-from rematbench.engine.lowering.chunk_ops import ChunkOps, Unit
-from rematbench.engine.lowering.emit_states import ParameterGatherer
-from rematbench.engine.lowering.fates import Resolved, Site
-from rematbench.engine.lowering.writer import BlockWriter
+from rematbench.engine.lowering.blocks.chunk_ops import ChunkOps, Unit
+from rematbench.engine.lowering.blocks.fates import Resolved, Site
+from rematbench.engine.lowering.blocks.writer import BlockWriter
+from rematbench.engine.lowering.states.emit_states import ParameterGatherer
 from rematbench.engine.program.action import COMPUTE, Action, Kind
 from rematbench.inputs.layout import Layout
 from rematbench.inputs.system import System

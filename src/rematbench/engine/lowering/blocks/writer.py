@@ -8,8 +8,8 @@ from typing import NamedTuple
 import msgspec
 
 from rematbench.costs.operators.ops import Comm, Op
-from rematbench.engine.lowering.liveness import free_action, frees_by_action
-from rematbench.engine.lowering.repeated_pieces import Position, RepeatedPiece
+from rematbench.engine.lowering.blocks.liveness import free_action, frees_by_action
+from rematbench.engine.lowering.blocks.repeated_pieces import Position, RepeatedPiece
 from rematbench.engine.program.action import (
     COMM_KIND,
     COMPUTE,

@@ -6,18 +6,24 @@ from typing import NamedTuple, cast
 from weakref import ProxyType, proxy
 
 from rematbench.costs.operators.ops import Activation, OpTable, Part, with_saved, without_activation
-from rematbench.engine.lowering.fates import ChunkPlace, ChunkSites, Resolved, Site, phased, resolve
-from rematbench.engine.lowering.mini_sequences import MiniRun, mini_runs
-from rematbench.engine.lowering.state_shards import sharded
+from rematbench.engine.lowering.blocks.fates import (
+    ChunkPlace,
+    ChunkSites,
+    Fates,
+    Resolved,
+    Site,
+    phased,
+    resolve,
+)
+from rematbench.engine.lowering.blocks.mini_sequences import MiniRun, mini_runs
 from rematbench.engine.program.action import KEPT, OFFLOADED
-from rematbench.inputs.layout import Layout
-from rematbench.plan import MiniSequence, Phase, Plan, PlanError, StateFate
+from rematbench.plan import MiniSequence, Phase, Plan, PlanError, Transfers
 from rematbench.problem import Problem, head_parameters
 
 MAX_RECENT_FATES = 64
 """The most results of `ChunkOps.fates` that a problem keeps."""
 
-ChunkFates = tuple[dict[Site, Resolved], frozenset[int]]
+ChunkFates = tuple[Fates, frozenset[int]]
 """The fates of a chunk's sites, and the rules that matched a site."""
 
 
@@ -57,11 +63,6 @@ class Unit(NamedTuple):
     def expert_parameters(self) -> int:
         """Of the parameters, those of experts."""
         return self.table.expert_parameters
-
-    def updated(self, optimizer: StateFate, layout: Layout) -> int:
-        """The number of parameters that one rank updates."""
-        experts = self.expert_parameters
-        return sharded(self.parameters - experts, experts, optimizer, layout)
 
 
 class ChunkOps:
@@ -292,6 +293,30 @@ def is_captured(problem: Problem, unit: Unit) -> bool:
 def graph_name(unit: Unit) -> str:
     """The storage name of the memory that a layer's CUDA graph holds in addition to activations."""
     return f"{unit.prefix}.graph"
+
+
+def trailing_unit(chunk: ChunkOps, fates: Fates, transfers: Transfers) -> Unit | None:
+    """Return the last unit that offloads a tensor, with layer granularity.  Its copy runs during
+    the rank's next pass, so its tensors have separate memory, freed after that pass.  None if the
+    next pass is the chunk's own backward, which needs the rounding buffers from its start."""
+    if transfers.granularity != "layer" or chunk.backward_next:
+        return None
+    leaves = (
+        unit
+        for unit in reversed(chunk.units)
+        if any(fates[site].offload_bytes for _, _, site in chunk.saved(unit))
+    )
+    return next(leaves, None)
+
+
+def stays_in_slots(chunk: ChunkOps, fates: Fates, slots: int) -> list[Unit]:
+    """Return the last layers of a chunk, if their kept tensors stay in the rounding buffers.  Empty
+    unless the chunk's backward directly follows its forward, and neither these layers nor the head
+    offload a tensor."""
+    last = [unit for unit in chunk.units if unit.table.part == "layer"][-slots:]
+    after = [*last, *(unit for unit in chunk.units if unit.table.part == "head")]
+    swapped = any(fates[site].offload_bytes for u in after for _, _, site in chunk.saved(u))
+    return last if chunk.backward_next and not swapped else []
 
 
 class StoredPart(NamedTuple):

@@ -11,15 +11,16 @@ reduced after the rank's last pass.  The seconds of adding to a sum are left out
 from typing import NamedTuple
 
 from rematbench.costs.operators.ops import Comm
-from rematbench.engine.lowering.chunk_ops import ChunkOps, Unit
-from rematbench.engine.lowering.emit_states import (
+from rematbench.engine.lowering.blocks.chunk_ops import ChunkOps, Unit
+from rematbench.engine.lowering.blocks.writer import BlockWriter
+from rematbench.engine.lowering.states.emit_states import (
     GradReducer,
     ParameterGatherer,
     allocate_gradients,
     gathered_parts,
     gradient_reductions,
+    updated,
 )
-from rematbench.engine.lowering.writer import BlockWriter
 from rematbench.engine.program.action import (
     COMPUTE,
     Action,
@@ -141,6 +142,6 @@ def unit_sums(plan: Plan, problem: Problem, chunk: ChunkOps) -> tuple[UnitSums, 
     for unit in reversed(chunk.units):
         count, experts = unit.parameters, unit.expert_parameters
         comms = gradient_reductions(lay, *shards, width * count, width * experts)
-        nbytes = system.grad_bytes * unit.updated(gradient, lay)
+        nbytes = system.grad_bytes * updated(unit, gradient, lay)
         found.append(UnitSums(unit.prefix, comms, Alloc(gradient_shard(unit.prefix), nbytes)))
     return tuple(one for one in found if one.comms[0].nbytes)

@@ -1,23 +1,23 @@
 """Writes a chunk's forward block: operators, collectives, gathers, splits, copies per layer."""
 
-from rematbench.engine.lowering.chunk_ops import (
+from rematbench.engine.lowering.blocks.chunk_ops import (
     ChunkOps,
     Unit,
     graph_name,
     is_captured,
+    stays_in_slots,
     stored_parts,
+    trailing_unit,
 )
-from rematbench.engine.lowering.emit_op import Names, emit_alloc, emit_copies_out, emit_op
-from rematbench.engine.lowering.emit_states import ParameterGatherer
-from rematbench.engine.lowering.fates import Resolved, Site
-from rematbench.engine.lowering.mini_sequences import MiniRun, Piece
-from rematbench.engine.lowering.pieces import write_pieces
-from rematbench.engine.lowering.writer import BlockWriter, Share
+from rematbench.engine.lowering.blocks.fates import Fates, Resolved
+from rematbench.engine.lowering.blocks.mini_sequences import MiniRun, Piece
+from rematbench.engine.lowering.blocks.pieces import write_pieces
+from rematbench.engine.lowering.blocks.writer import BlockWriter, Share
+from rematbench.engine.lowering.passes.emit_op import Names, emit_alloc, emit_copies_out, emit_op
+from rematbench.engine.lowering.states.emit_states import ParameterGatherer
 from rematbench.engine.program.action import COMPUTE, HOST, Action, Alloc, Kind, layer_slot, place
 from rematbench.engine.program.program import Block
 from rematbench.plan import Transfers
-
-Fates = dict[Site, Resolved]
 
 
 class ForwardEmitter:
@@ -155,30 +155,6 @@ class ForwardEmitter:
             event, names, _ = self.in_flight.pop(0)
             self.w.wait(COMPUTE, event)
             self.w.add(Action(kind=Kind.FREE, stream=COMPUTE, frees=names))
-
-
-def trailing_unit(chunk: ChunkOps, fates: Fates, transfers: Transfers) -> Unit | None:
-    """Return the last unit that offloads a tensor, with layer granularity.  Its copy runs during
-    the rank's next pass, so its tensors have separate memory, freed after that pass.  None if the
-    next pass is the chunk's own backward, which needs the rounding buffers from its start."""
-    if transfers.granularity != "layer" or chunk.backward_next:
-        return None
-    leaves = (
-        unit
-        for unit in reversed(chunk.units)
-        if any(fates[site].offload_bytes for _, _, site in chunk.saved(unit))
-    )
-    return next(leaves, None)
-
-
-def stays_in_slots(chunk: ChunkOps, fates: Fates, slots: int) -> list[Unit]:
-    """Return the last layers of a chunk, if their kept tensors stay in the rounding buffers.  Empty
-    unless the chunk's backward directly follows its forward, and neither these layers nor the head
-    offload a tensor."""
-    last = [unit for unit in chunk.units if unit.table.part == "layer"][-slots:]
-    after = [*last, *(unit for unit in chunk.units if unit.table.part == "head")]
-    swapped = any(fates[site].offload_bytes for u in after for _, _, site in chunk.saved(u))
-    return last if chunk.backward_next and not swapped else []
 
 
 def emit_run(w: BlockWriter, chunk: ChunkOps, unit: Unit, run: MiniRun, kind: Kind) -> None:

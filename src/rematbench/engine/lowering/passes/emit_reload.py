@@ -1,9 +1,14 @@
 """Reloads the tensors that the forward offloaded to the host, in a backward block."""
 
-from rematbench.engine.lowering.chunk_ops import ChunkOps, Unit
-from rematbench.engine.lowering.emit_forward import Fates, stays_in_slots, trailing_unit
-from rematbench.engine.lowering.emit_op import emit_copies_in
-from rematbench.engine.lowering.writer import BlockWriter
+from rematbench.engine.lowering.blocks.chunk_ops import (
+    ChunkOps,
+    Unit,
+    stays_in_slots,
+    trailing_unit,
+)
+from rematbench.engine.lowering.blocks.fates import Fates
+from rematbench.engine.lowering.blocks.writer import BlockWriter
+from rematbench.engine.lowering.passes.emit_op import emit_copies_in
 from rematbench.engine.program.action import COMPUTE, HOST, Action, Kind, layer_slot, place
 from rematbench.plan import Transfers
 

@@ -11,9 +11,9 @@ Deviation: the gradients of a unit enter the bucket together, after the unit's b
 from collections.abc import Mapping, Sequence
 
 from rematbench.costs.states import Buckets, reduce_buckets
-from rematbench.engine.lowering.chunk_ops import ChunkOps, Unit
-from rematbench.engine.lowering.emit_states import GradReducer
-from rematbench.engine.lowering.writer import BlockWriter
+from rematbench.engine.lowering.blocks.chunk_ops import ChunkOps, Unit
+from rematbench.engine.lowering.blocks.writer import BlockWriter
+from rematbench.engine.lowering.states.emit_states import GradReducer
 from rematbench.engine.program.action import COMPUTE, Action, Alloc, Kind
 from rematbench.plan import Plan, StateFate
 from rematbench.problem import Problem, gathered_bytes, operator_tensors, weighted_operators

@@ -9,9 +9,9 @@ the last, and the fourth becomes the last.  Tests compare the result with all pi
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 
-from rematbench.engine.lowering.mini_sequences import Piece
-from rematbench.engine.lowering.repeated_pieces import Position, RepeatedPiece
-from rematbench.engine.lowering.writer import BlockWriter
+from rematbench.engine.lowering.blocks.mini_sequences import Piece
+from rematbench.engine.lowering.blocks.repeated_pieces import Position, RepeatedPiece
+from rematbench.engine.lowering.blocks.writer import BlockWriter
 from rematbench.engine.program.action import Action
 from rematbench.engine.program.template import PiecePeriods, PieceShift, waits_before
 

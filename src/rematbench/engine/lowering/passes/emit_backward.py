@@ -5,23 +5,22 @@ from functools import partial
 from typing import NamedTuple
 
 from rematbench.costs.operators.ops import Op
-from rematbench.engine.lowering.chunk_ops import (
+from rematbench.engine.lowering.blocks.chunk_ops import (
     ChunkOps,
     Unit,
     graph_name,
     is_captured,
     piece_bytes,
 )
-from rematbench.engine.lowering.emit_forward import Fates
-from rematbench.engine.lowering.emit_op import emit_alloc
-from rematbench.engine.lowering.emit_rebuild import Rebuilder
-from rematbench.engine.lowering.emit_recompute import Recomputer
-from rematbench.engine.lowering.emit_reload import Reloader
-from rematbench.engine.lowering.emit_states import GradReducer, ParameterGatherer, Reduced
-from rematbench.engine.lowering.mini_sequences import MiniRun, Piece
-from rematbench.engine.lowering.pieces import write_pieces
-from rematbench.engine.lowering.ready_pieces import ReadyWriter
-from rematbench.engine.lowering.writer import WHOLE, BlockWriter, Share
+from rematbench.engine.lowering.blocks.fates import Fates
+from rematbench.engine.lowering.blocks.mini_sequences import MiniRun, Piece
+from rematbench.engine.lowering.blocks.pieces import write_pieces
+from rematbench.engine.lowering.blocks.writer import WHOLE, BlockWriter, Share
+from rematbench.engine.lowering.passes.emit_op import emit_alloc
+from rematbench.engine.lowering.passes.emit_recompute import Rebuilder, Recomputer
+from rematbench.engine.lowering.passes.emit_reload import Reloader
+from rematbench.engine.lowering.states.emit_states import GradReducer, ParameterGatherer, Reduced
+from rematbench.engine.lowering.states.ready_pieces import ReadyWriter
 from rematbench.engine.program.action import COMPUTE, Action, Alloc, Kind, gradient_of
 from rematbench.engine.program.program import Block
 from rematbench.plan import Transfers

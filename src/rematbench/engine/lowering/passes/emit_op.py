@@ -5,8 +5,8 @@ from typing import NamedTuple
 import msgspec
 
 from rematbench.costs.operators.ops import Comm, Op
-from rematbench.engine.lowering.chunk_ops import ChunkOps, Unit, piece_bytes
-from rematbench.engine.lowering.writer import WHOLE, BlockWriter, Share
+from rematbench.engine.lowering.blocks.chunk_ops import ChunkOps, Unit, piece_bytes
+from rematbench.engine.lowering.blocks.writer import WHOLE, BlockWriter, Share
 from rematbench.engine.program.action import COMPUTE, HOST, Action, Alloc, Kind, place
 from rematbench.plan import PlanError
 
