@@ -312,7 +312,7 @@ def _work(problem: Problem, program: Program) -> tuple[float, int]:
             elif action.kind is Kind.RECOMPUTE:
                 table = ends.get(action.part) or problem.layer_kinds[action.variant]
                 op = table.op(action.op)
-                share = action.fraction * action.columns
+                share = action.rows.fraction * action.rows.columns
                 work = sum(kernel_flop(k) for k in op.forward) * share
                 flop += work * count * runs
     return flop, moved

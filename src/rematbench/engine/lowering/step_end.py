@@ -35,6 +35,7 @@ from rematbench.engine.lowering.step_blocks import (
     wait_block,
 )
 from rematbench.engine.program.program import Block
+from rematbench.engine.program.storage import REDUCED
 from rematbench.plan import Pass, Plan
 from rematbench.problem import Problem, rank_parameters
 
@@ -68,7 +69,7 @@ def emit_step_end(steps: Steps, plan: Plan, problem: Problem) -> None:
                 scratch = buckets.opened + buckets.copy + buckets.part if buckets else 0
                 build = partial(reduce_block, comms, scratch)
                 steps.add(("reduce", comms), build, sites[chunk.chunk])
-            steps.add(("reduced",), partial(wait_block, "reduced", "reduced"), sites[chunk.chunk])
+            steps.add(("reduced",), partial(wait_block, "reduced", REDUCED), sites[chunk.chunk])
     summed = ready_pieces(steps.chunks, plan) is not None
     if lay.sequence_parallel and not updated and not summed:
         comm = _norm_reduction(plan, problem, steps.chunks)
@@ -93,8 +94,8 @@ def _end_held(steps: Steps, plan: Plan, problem: Problem) -> None:
     summing = first_passes(steps.order, forward=False)
     for chunk in reversed(steps.chunks):
         if holds_parameters(plan, problem):
-            names = held_copies(plan, problem, chunk)
-            steps.add(("release", names), partial(free_block, names), opening[chunk.chunk])
+            copies = held_copies(plan, problem, chunk)
+            steps.add(("release", copies), partial(free_block, copies), opening[chunk.chunk])
         if sums_gradients(plan):
             units = unit_sums(plan, problem, chunk)
             steps.add(("sums", units), partial(sums_block, units), summing[chunk.chunk])
@@ -104,8 +105,8 @@ def _free_shards(steps: Steps, plan: Plan, problem: Problem) -> None:
     """Free the shards of gradients that a rank has for its update alone."""
     summing = first_passes(steps.order, forward=False)
     for chunk in steps.chunks if sums_gradients(plan) else ():
-        names = tuple(unit.shard.name for unit in unit_sums(plan, problem, chunk))
-        steps.add(("release", names), partial(free_block, names), summing[chunk.chunk])
+        shards = tuple(unit.shard.storage for unit in unit_sums(plan, problem, chunk))
+        steps.add(("release", shards), partial(free_block, shards), summing[chunk.chunk])
 
 
 def _update(steps: Steps, plan: Plan, problem: Problem) -> None:

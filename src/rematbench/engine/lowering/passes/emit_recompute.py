@@ -12,9 +12,10 @@ from rematbench.engine.lowering.blocks.chunk_ops import ChunkOps, Unit, rows_of,
 from rematbench.engine.lowering.blocks.fates import Fates, Resolved
 from rematbench.engine.lowering.blocks.mini_sequences import MiniRun, Piece
 from rematbench.engine.lowering.blocks.pieces import write_pieces
-from rematbench.engine.lowering.blocks.writer import BlockWriter, Share
+from rematbench.engine.lowering.blocks.writer import BlockWriter
 from rematbench.engine.lowering.passes.emit_op import Names, emit_alloc, emit_op
-from rematbench.engine.program.action import COMPUTE, Action, Alloc, Kind, place
+from rematbench.engine.program.action import COMPUTE, Action, Alloc, Exchange, Kind, Rows
+from rematbench.engine.program.storage import COPY, REBUILT, ModelPart, Storage
 from rematbench.plan import Group, PlanError
 
 
@@ -27,13 +28,13 @@ class Recomputer:
 
     def __init__(self, chunk: ChunkOps, fates: Fates, w: BlockWriter) -> None:
         self.chunk, self.fates, self.w = chunk, fates, w
-        self.on_device: set[str] = set()
+        self.on_device: set[Storage] = set()
         self.shares: dict[str, float] = {}  # share of rows of each operator in recomputation
-        self.rebuilt: set[str] = set()  # `#r` parts that exist
+        self.rebuilt: set[Storage] = set()  # tensors whose rebuilt rows exist
         self.run: MiniRun | None = None
         self.piece: Piece | None = None
-        self._whole = {unit.prefix: chunk.names(unit) for unit in chunk.units}
-        self._named: tuple[str, MiniRun | None, Piece | None, dict[str, str]] = ("", None, None, {})
+        self._whole = {unit.prefix: chunk.storages(unit) for unit in chunk.units}
+        self._pieces: tuple[object, dict[str, Storage]] = (None, {})
         self._fates = {
             unit.prefix: {name: fates[site] for name, _, site in chunk.saved(unit)}
             for unit in chunk.units
@@ -41,27 +42,26 @@ class Recomputer:
         for unit in chunk.units if chunk.mini_sequences else ():
             for name, _, site in chunk.saved(unit):
                 if chunk.run_of(unit, name) and not fates[site].recompute_bytes:
-                    self.on_device.update(part.name for part in chunk.stored(fates)[site])
+                    self.on_device.update(part.storage for part in chunk.stored(fates)[site])
 
     @property
-    def tensor_sets(self) -> tuple[set[str], set[str]]:
-        """The sets of names of existing tensors and of rebuilt parts."""
+    def tensor_sets(self) -> tuple[set[Storage], set[Storage]]:
+        """The sets of existing tensors, and of tensors whose rebuilt rows exist."""
         return self.on_device, self.rebuilt
 
     @property
-    def tag(self) -> str:
-        """The name suffix of the piece in progress.  Empty outside of runs."""
-        return self.piece.tag if self.piece else ""
+    def number(self) -> int | None:
+        """The number of the piece in progress, None outside of runs."""
+        return self.piece.number if self.piece else None
 
-    def names(self, unit: Unit) -> dict[str, str]:
-        """Return the storage names of a unit's activations, with the piece's suffix inside a
-        run."""
-        run, piece, prefix = self.run, self.piece, unit.prefix
+    def storages(self, unit: Unit) -> dict[str, Storage]:
+        """Return the storages of a unit's activations; inside a run, of the piece in progress."""
+        run, piece, whole = self.run, self.piece, self._whole[unit.prefix]
         if run is None or piece is None:
-            return self._whole[prefix]
-        if self._named[:3] != (prefix, run, piece):
-            self._named = (prefix, run, piece, run.names(self._whole[prefix], piece))
-        return self._named[3]
+            return whole
+        if self._pieces[0] != (key := (unit.prefix, run, piece)):
+            self._pieces = key, run.storages(whole, piece)
+        return self._pieces[1]
 
     def fate(self, unit: Unit, activation: str) -> Resolved | None:
         """Return the fate of a saved tensor; None for a tensor that no backward needs."""
@@ -102,8 +102,8 @@ class Recomputer:
                 names += producer.inputs
 
     def _available(self, unit: Unit, name: str) -> bool:
-        storage = self.names(unit)[name]
-        if storage in self.on_device or (self.rebuilt and f"{storage}#r" in self.rebuilt):
+        storage = self.storages(unit)[name]
+        if storage in self.on_device or storage in self.rebuilt:
             return True
         fate = self.fate(unit, name)
         return fate is not None and not fate.recompute_bytes
@@ -112,7 +112,7 @@ class Recomputer:
         """Run operators again; operators of a mini-sequence run piece by piece."""
         runs = {op.name: run for run in self.chunk.runs(unit).values() for op in run.ops}
         done: set[str] = set()
-        made: dict[str, str] = {}
+        made: dict[str, Storage] = {}
         outer, self.shares = self.shares, self._shares(unit, ops, missing)
         for op in ops:
             run = runs.get(op.name)
@@ -140,7 +140,7 @@ class Recomputer:
         return shares
 
     def _recompute_pieces(
-        self, unit: Unit, run: MiniRun, ops: list[Op], missing: set[str], made: dict[str, str]
+        self, unit: Unit, run: MiniRun, ops: list[Op], missing: set[str], made: dict[str, Storage]
     ) -> None:
         for name in run.outputs:
             if any(name in op.outputs for op in ops):
@@ -157,13 +157,13 @@ class Recomputer:
         write_pieces(self.w, run.pieces, write, self.tensor_sets)
         self.run = self.piece = None
 
-    def _run_output(self, unit: Unit, name: str) -> str:
+    def _run_output(self, unit: Unit, name: str) -> Storage:
         """The storage of a rebuilt mini-sequence output: the saved tensor's own storage if it was
         dropped.  PlanError for a mixed fate."""
         storage = self.chunk.storage(unit, name)
         fate = self.fate(unit, name)
         if fate is None or not fate.recompute_bytes or storage in self.on_device:
-            return f"{storage}.r"
+            return storage.with_rows(COPY)
         if fate.mixed:
             raise PlanError(
                 f"{storage} is computed in a mini-sequence: recompute all of it or none"
@@ -171,7 +171,9 @@ class Recomputer:
         self.on_device.add(storage)
         return storage
 
-    def _recompute_op(self, unit: Unit, op: Op, missing: set[str], made: dict[str, str]) -> None:
+    def _recompute_op(
+        self, unit: Unit, op: Op, missing: set[str], made: dict[str, Storage]
+    ) -> None:
         fraction = self.shares[op.name]
         if fraction < 1.0 and not op.row_local:
             raise PlanError(f"{op.name} is not row-local: recompute all of its rows or none")
@@ -181,16 +183,16 @@ class Recomputer:
             n: made[n] for n in op.outputs if self.run and n in self.run.outputs and n in made
         }
         writes = self._outputs(unit, op, missing) if not slices else {}
-        tag = f".r{self.tag}"
         if self.piece:
-            share = Share(self.piece.fraction, self.piece.offset)
+            rows = Rows(self.piece.fraction, self.piece.offset)
         else:
-            share = Share(fraction, 1.0 - fraction)  # a partial rebuild covers the last rows
-        names = Names(reads, writes, slices, tag, self._columns(unit, op, writes))
-        emit_op(self.w, self.chunk, unit, op, Kind.RECOMPUTE, names, share)
+            rows = Rows(fraction, 1.0 - fraction)  # a partial rebuild covers the last rows
+        columns = self._columns(unit, op, writes)
+        names = Names(reads, writes, slices, COPY, self.number, columns)
+        emit_op(self.w, self.chunk, unit, op, Kind.RECOMPUTE, names, rows)
         made |= writes
 
-    def _columns(self, unit: Unit, op: Op, writes: dict[str, str]) -> float:
+    def _columns(self, unit: Unit, op: Op, writes: dict[str, Storage]) -> float:
         """The share of a linear's output columns to recompute: all if a single GEMM makes all
         outputs, otherwise the columns of the outputs that are written."""
         if self.chunk.problem.system.fused_linears or not op.has_weight or not writes:
@@ -198,51 +200,53 @@ class Recomputer:
         width = {name: unit.table.activations[name].row_bytes for name in op.outputs}
         return sum(width[name] for name in writes) / sum(width.values())
 
-    def _source(self, unit: Unit, name: str, made: dict[str, str], fraction: float) -> str:
+    def _source(self, unit: Unit, name: str, made: dict[str, Storage], fraction: float) -> Storage:
         """The storage that an operator reads: the rows in `made` if they suffice, otherwise the
         whole tensor."""
         fate = self.fate(unit, name)
-        storage = made.get(name, "")
-        if storage.endswith("#r") and fate is not None and rows_of([fate]) < fraction:
+        storage = made.get(name)
+        if storage is None:
+            return self._input(unit, name)
+        if storage.rows == REBUILT and fate is not None and rows_of([fate]) < fraction:
             return self.ensure(unit, name)
-        return storage or self._input(unit, name)
+        return storage
 
-    def _input(self, unit: Unit, name: str) -> str:
+    def _input(self, unit: Unit, name: str) -> Storage:
         if not self._available(unit, name):
             raise PlanError(_orphan(self.chunk.storage(unit, name)))
         return self.ensure(unit, name)
 
-    def _outputs(self, unit: Unit, op: Op, missing: set[str]) -> dict[str, str]:
+    def _outputs(self, unit: Unit, op: Op, missing: set[str]) -> dict[str, Storage]:
         """The storages that recomputation writes: missing tensors and inputs of later operators."""
-        writes: dict[str, str] = {}
-        names = self.names(unit)
+        writes: dict[str, Storage] = {}
+        storages = self.storages(unit)
         for name in op.outputs:
-            storage = names[name]
+            storage = storages[name]
             of_run = self.run is not None and name in self.run.outputs
             if of_run or storage in self.on_device or self._available(unit, name):
                 continue
             fate = self.fate(unit, name)
             wanted = name in missing or (fate is not None and fate.recompute_bytes > 0)
             if not wanted:
-                writes[name] = f"{storage}.r" if name == "layer_output" else storage
+                writes[name] = storage.with_rows(COPY) if name == "layer_output" else storage
             elif fate is not None and fate.mixed:
-                writes[name] = f"{storage}#r"
-                self.rebuilt.add(f"{storage}#r")
+                writes[name] = storage.with_rows(REBUILT)
+                self.rebuilt.add(storage)
             else:
                 writes[name] = storage
                 self.on_device.add(storage)
         return writes
 
-    def ensure(self, unit: Unit, name: str) -> str:
+    def ensure(self, unit: Unit, name: str) -> Storage:
         """Return the storage of a whole saved tensor on the device, after rebuilding or joining it
         if necessary.  Raise PlanError if the tensor is not saved or has no producer."""
-        storage = self.names(unit)[name]
+        storage = self.storages(unit)[name]
         if storage in self.on_device:
             return storage
         fate = self.fate(unit, name)
         if fate is None:
             raise PlanError(f"the backward needs {storage}, but no rule saves or recomputes it")
-        if fate.recompute_bytes and f"{storage}#r" not in self.rebuilt:
+        if fate.recompute_bytes and storage not in self.rebuilt:
             if unit.table.producer(name) is None:
                 raise PlanError(_orphan(storage))
             self.rebuild_inside(unit, {name})
@@ -251,25 +255,15 @@ class Recomputer:
         self.on_device.add(storage)
         return storage
 
-    def _join(self, storage: str, fate: Resolved) -> None:
-        parts = [part.name for part in stored_parts(storage, fate)]
+    def _join(self, storage: Storage, fate: Resolved) -> None:
+        parts = [part.storage for part in stored_parts(storage, fate)]
         if fate.recompute_bytes:
-            parts.append(f"{storage}#r")
-        part, tensor = place(storage)
-        self.w.add(
-            Action(
-                kind=Kind.JOIN,
-                stream=COMPUTE,
-                part=part,
-                op=tensor,
-                reads=tuple(parts),
-                allocs=(Alloc(storage, fate.nbytes),),
-                nbytes=fate.nbytes,
-            )
-        )
+            parts.append(storage.with_rows(REBUILT))
+        whole = Alloc(storage, fate.nbytes)
+        self.w.move(Kind.JOIN, storage, tuple(parts), (whole,), fate.nbytes)
 
 
-def _orphan(storage: str) -> str:
+def _orphan(storage: Storage) -> str:
     return f"{storage}: recomputation needs it, but it is dropped and has no producer"
 
 
@@ -280,7 +274,7 @@ class Rebuilder:
     def __init__(self, recomputer: Recomputer, arrive: Callable[[Unit], None]) -> None:
         self.recomputer, self.chunk, self.fates = recomputer, recomputer.chunk, recomputer.fates
         self.windows = any(fate.window is not None for fate in self.fates.values())
-        self.visited: set[str] = set()  # units whose layer- or group-scoped work is done
+        self.visited: set[ModelPart] = set()  # units whose layer- or group-scoped work is done
         self.arrive = arrive  # called before a unit is rebuilt early
         self.stalls: list[Action] = []  # emitted when the collective of their window is done
 
@@ -319,7 +313,7 @@ class Rebuilder:
                 and (w.op, w.direction) == (op, direction)
                 and unit.place == consumer.place - w.layer_offset
                 and unit.table.part == consumer.table.part
-                and maker.names(unit)[name] not in maker.on_device
+                and maker.storages(unit)[name] not in maker.on_device
             }
             if missing:
                 self.arrive(unit)
@@ -331,17 +325,16 @@ class Rebuilder:
         """Note a stall for each kernel recomputed during a collective.  The two share SMs and HBM,
         so the longer of them takes more time, and the lost time comes after both."""
         actions = self.recomputer.w.actions
-        comm = next((a.comm for a in reversed(actions[:issued]) if a.stream != COMPUTE), None)
+        before = reversed(actions[:issued])
+        comm = next((a.exchange.comm for a in before if a.stream != COMPUTE), None)
         self.stalls += [
             replace(
                 action,
                 kind=Kind.STALL,
-                comm=comm,
+                exchange=Exchange(comm),
                 reads=(),
                 allocs=(),
-                event="",
-                begin="",
-                overlaps="",
+                event=None,
                 scratch=0,
             )
             for action in actions[issued:]
@@ -377,7 +370,7 @@ class Rebuilder:
             and not (unit.prefix in self.visited and self.chunk.run_of(unit, name))
         ]
         missing = {name for name, _ in wanted if unit.table.producer(name) is not None}
-        if not last and not self._kept(f"L{unit.place + 1}.layer_input"):
+        if not last and not self._kept(self.chunk.storage(unit, "layer_output")):
             missing.add("layer_output")
         self.visited.add(unit.prefix)
         if any(fate.whole for _, fate in wanted) and missing:
@@ -385,12 +378,12 @@ class Rebuilder:
         elif missing:
             self.recomputer.rebuild(unit, missing)
 
-    def _kept(self, storage: str) -> bool:
+    def _kept(self, storage: Storage) -> bool:
         """Whether a storage is on the device or returns without recomputation."""
         if storage in self.recomputer.on_device:
             return True
         return any(
-            storage == name and not self.fates[site].recompute_bytes
+            storage is saved and not self.fates[site].recompute_bytes
             for unit in self.chunk.units
-            for _, name, site in self.chunk.saved(unit)
+            for _, saved, site in self.chunk.saved(unit)
         )
