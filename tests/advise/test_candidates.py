@@ -16,16 +16,7 @@ from rematbench.advise.compare.compositions import (
     load_compare,
 )
 from rematbench.inputs.layout import Layout
-from rematbench.plan import (
-    MiniSequence,
-    Offload,
-    Plan,
-    Recompute,
-    Rule,
-    Select,
-    Split,
-    Transfers,
-)
+from rematbench.plan import MiniSequence, Offload, Plan, Recompute, Rule, Select, Split, Transfers
 from rematbench.plugins.policies import Policy, applicable_settings
 from rematbench.problem import Problem
 from tests.problems import all_methods, make_problem

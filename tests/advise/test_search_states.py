@@ -13,15 +13,8 @@ from rematbench.advise.search.trials import Site
 from rematbench.inputs.load import load_cluster, load_model
 from rematbench.inputs.problemspec import ProblemSpec
 from rematbench.plugins.registry import MethodError
-from tests.advise.test_search_everything import (
-    ENDLESS,
-    LENGTHS,
-    SHARES,
-    at_the_edge,
-    held,
-    some,
-)
-from tests.everything import bounds_at, every_plan
+from tests.advise.test_search_everything import LENGTHS
+from tests.everything import ENDLESS, SHARES, Held, at_the_edge, bounds_at, every_plan, some
 
 OURS = "optimizer_offload"
 CLUSTERS = ("h100-80gb-dos", "polaris-a100-40gb-bound", "h100-80gb")
@@ -57,7 +50,7 @@ def drawn(seed: int) -> SearchRequest:
         *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(4, 40)),
     ],
 )
-def test_nothing_faster_is_missed(seed: int, short: bool) -> None:
+def test_nothing_faster_is_missed(seed: int, short: bool, held: Held) -> None:
     one = drawn(seed)
     found = some(one, MOST)
     assert any(OURS in trial.result.method for trial in found)

@@ -49,7 +49,7 @@ def listed(text: str) -> list[str]:
 
 NAMES = """
 methods plan simulate compare timeline stages predict validate calibrate doctor flags run study
-matrix table searches report expect run-cells cells resume execute trace measure measure-gpu
+matrix table searches report expect run-cells cells execute trace measure measure-gpu
 baseline
 """
 """Names that are a contract."""
@@ -127,10 +127,7 @@ def test_a_command_loads_no_library_that_draws_or_fits_and_no_other_command() ->
             ["simulate", "keep_all", *DEMO, "--zero", "3", "--estimator", "fujii", *SHARDED],
             "not zero 3",
         ),
-        (
-            ["simulate", "keep_all", *DEMO, "--zero", "2"],
-            "no ZeRO stage 2 (its stages: 0, 1)",
-        ),
+        (["simulate", "keep_all", *DEMO, "--zero", "2"], "no ZeRO stage 2 (its stages: 0, 1)"),
         (["simulate", "keep_all", *DEMO, "--pp", "4", "--system", "llm-foundry"], "no pipeline"),
         (["simulate", "mst", *PIPE, "--estimator", "atc24"], "no term for mini-sequences"),
         (["simulate", "memo", *PIPE, "--estimator", "atc24"], "one share alpha for all chunks"),

@@ -56,12 +56,7 @@ def taken(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    "words",
-    [
-        ("measure", "executed"),
-        ("measure", "traced"),
-        ("measure", "convergence"),
-    ],
+    "words", [("measure", "executed"), ("measure", "traced"), ("measure", "convergence")]
 )
 def test_nothing_is_run_for_what_cannot_be_kept(
     words: tuple[str, ...], taken: Path, monkeypatch: pytest.MonkeyPatch
@@ -106,12 +101,7 @@ baseline run no
 """
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        *(f"{line} -o" for line in TO_O.strip().splitlines()),
-    ],
-)
+@pytest.mark.parametrize("line", [*(f"{line} -o" for line in TO_O.strip().splitlines())])
 def test_the_target_is_tried_before_all_else(line: str, taken: Path) -> None:
     """What else is wrong with a line would be said otherwise."""
     *words, flag = line.split()

@@ -41,7 +41,7 @@ def live_elements(made: Problem, plan: Plan) -> list[int]:
     for action in walk(made, plan):
         for alloc in action.allocs:
             if alloc.storage.role is Role.WEIGHTS:
-                alive[alloc.storage] = alloc.nbytes // made.system.gather_bytes
+                alive[alloc.storage] = alloc.nbytes // made.system.states.gather_bytes
         for freed in action.frees:
             alive.pop(freed, None)
         found.append(sum(alive.values()))

@@ -15,9 +15,11 @@ from rematbench.evidence.bands import with_band
 from rematbench.evidence.predict import predict_rows
 from rematbench.inputs.configfile import ConfigError
 from rematbench.inputs.kernel_rates import RateError
-from rematbench.inputs.load import calibration, load_cluster, load_model, load_system, names
+from rematbench.inputs.load import calibration, load_cluster, load_model, load_system
 from rematbench.inputs.problemspec import ProblemSpec
+from rematbench.inputs.system import with_facts
 from rematbench.plugins.discover import discover
+from tests.problems import stacks
 from tests.typed import typed
 
 GIB = 2**30
@@ -116,17 +118,21 @@ def without_workspaces(found: Result) -> list[RankBytes]:
     return [replace(rank, pools=rank.pools - held) for rank in found.evaluation.ranks]
 
 
-@pytest.mark.parametrize("name", names("system"))
+@pytest.mark.parametrize(
+    "name", stacks("attention", "model_parallel", "workspaces", "cublas_bytes")
+)
 def test_every_generation_and_stack_has_a_verdict(name: str) -> None:
     """The bytes are those of the same GPU with rates, but for the workspaces of its generation; a
     kernel that a GPU cannot run is refused by name."""
     base, system, rates = load_cluster("h100-80gb"), load_system(name), calibration().kernels
-    layout = {"tp": 8} if "tp" in system.model_parallel else {"tp": 1, "zero_stage": 3}
+    layout = {"tp": 8} if "tp" in system.accepts.model_parallel else {"tp": 1, "zero_stage": 3}
     reference = simulated(cluster=replace(base, name="mine"), system=name, **layout)
     for generation in GENERATIONS:
         cluster = replace(base, name="mine", gpu="mine", generation=generation)
-        if rates.refusal(generation, system.attention):
-            with pytest.raises(RateError, match=f"attention '{system.attention}' on {generation}"):
+        if rates.refusal(generation, system.kernels.attention):
+            with pytest.raises(
+                RateError, match=f"attention '{system.kernels.attention}' on {generation}"
+            ):
                 simulated(cluster=cluster, system=name, **layout)
             continue
         found = simulated(cluster=cluster, system=name, **layout)
@@ -246,7 +252,7 @@ def test_allocated_bytes_that_fit_are_said_to_fit_with_expandable_segments() -> 
     assert (found.status, found.fit, found.fits) == ("fragmented", "expandable", False)
     assert found.reason.startswith("fits with expandable segments, else retries or fails: device")
     assert found.verdict.binds == found.reason
-    system = replace(found.problem.system, name="mine", expandable_segments=True)
+    system = with_facts(found.problem.system, name="mine", expandable_segments=True)
     assert rematbench.simulate(
         rematbench.Problem(**words | {"system": system}), "full_recompute"
     ).fits

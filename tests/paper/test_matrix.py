@@ -32,12 +32,11 @@ from rematbench.paper.matrix.best import (
     cell_job,
     searched,
 )
+from rematbench.paper.matrix.spec import MatrixSpec, Work, load_matrix
 from rematbench.paper.matrix.sweep import NOT_RUN, Line, run_matrix
 from rematbench.paper.matrix.verdicts import by_cell, judged, speed, summary
 from rematbench.paper.tables.matrix import fastest_table, layout_text, matrix_tables, shortage
 from rematbench.paper.tables.pareto import pareto_table
-from rematbench.worlds.records.matrix_spec import MatrixSpec, Work
-from rematbench.worlds.records.suite import load_suite
 from tests.problems import all_methods
 
 REGISTRY = all_methods()
@@ -46,9 +45,7 @@ ARMS = ("keep all", "full recomputation", "balanced", "balanced + offload", "mst
 
 
 def declared() -> MatrixSpec:
-    found = load_suite(data_dir("config") / "paper.yaml").matrix
-    assert found is not None
-    return found
+    return load_matrix(data_dir("config") / "paper.yaml")
 
 
 def small(**changes: object) -> MatrixSpec:
@@ -236,9 +233,7 @@ def test_what_does_not_fit_says_by_how_much(ran: list[Line]) -> None:
             assert f"{short / 2**30:,.1f} GiB" in shortage(line) or " and " in shortage(line)
 
 
-def test_ties_lie_within_the_error_of_ratios_and_the_rest_outside(
-    ran: list[Line],
-) -> None:
+def test_ties_lie_within_the_error_of_ratios_and_the_rest_outside(ran: list[Line]) -> None:
     rows = judged(ran, small())
     for table in (SAME, BEST):
         own = [row for row in rows if row["table"] == table and speed(row)]
@@ -253,9 +248,7 @@ def test_ties_lie_within_the_error_of_ratios_and_the_rest_outside(
                 assert (speed(row) >= least) == (row.get("rank") == "tie")
 
 
-def test_every_speed_has_a_band_and_tuned_methods_leave_the_reserve(
-    ran: list[Line],
-) -> None:
+def test_every_speed_has_a_band_and_tuned_methods_leave_the_reserve(ran: list[Line]) -> None:
     rows = [row for row in judged(ran, small()) if row["status"] == "ok"]
     for row in rows:
         room = room_bytes(load_cluster(row["cluster"]), calibration())
@@ -285,9 +278,7 @@ def test_a_share_that_a_method_chooses_is_tried_among_the_plans_of_its_layout() 
     assert found.step_s == min(steps)
 
 
-def test_the_outcome_is_counted_from_the_best_layouts(
-    ran: list[Line],
-) -> None:
+def test_the_outcome_is_counted_from_the_best_layouts(ran: list[Line]) -> None:
     spec = small()
     rows = judged(ran, spec)
     assert len(by_cell(rows)) == 1

@@ -80,8 +80,7 @@ def test_two_pools_take_turns() -> None:
 
 
 @pytest.mark.parametrize(
-    ("usable_bytes", "found"),
-    [(ROOM, Retries(per_step=16)), (AMPLE, Retries())],
+    ("usable_bytes", "found"), [(ROOM, Retries(per_step=16)), (AMPLE, Retries())]
 )
 def test_a_plan_near_the_limit(usable_bytes: int, found: Retries) -> None:
     """Counted where the verdict needed them, and the record has the number; the verdict is what it

@@ -21,7 +21,8 @@ from rematbench.advise.search.questions import (
 from rematbench.advise.search.search_job import SearchJob, SearchRequest
 from rematbench.cli.search_output import where
 from rematbench.evaluate.result import Result
-from rematbench.host.console import GIB, CommandError, grid, plain
+from rematbench.host.console import CommandError, grid, plain
+from rematbench.host.table import GIB
 
 UNITS = {"gpus": "GPUs", "context": "tokens", "batch": "sequences a step", "memory": "GiB"}
 

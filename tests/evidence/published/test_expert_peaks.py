@@ -9,12 +9,7 @@ from functools import cache
 from statistics import median
 
 from rematbench.evidence.expert_rows import expert_rows
-from rematbench.evidence.published.sheets import (
-    Cell,
-    read_peak_kind,
-    read_peak_rank,
-    read_sheet,
-)
+from rematbench.evidence.published.sheets import Cell, read_peak_kind, read_peak_rank, read_sheet
 from rematbench.inputs.load import load_cluster, load_system
 from rematbench.inputs.paths import data_dir
 
@@ -81,4 +76,4 @@ def test_flags_that_are_not_modelled_keep_their_rows_out() -> None:
 
 def test_the_tests_run_on_the_gpus_that_their_names_say() -> None:
     assert load_cluster("a100-80gb").gpus_per_node == 8
-    assert load_system("megatron-lm-tests").cublas_bytes == 64 << 20
+    assert load_system("megatron-lm-tests").kernels.cublas_bytes == 64 << 20

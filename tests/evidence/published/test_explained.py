@@ -16,13 +16,13 @@ from rematbench.evaluate.breakdown import host_wait_s
 from rematbench.evaluate.problems import make_problem
 from rematbench.evidence.accuracy import MORE, load_accuracy, members
 from rematbench.evidence.fit import with_values
-from rematbench.evidence.predict import predict_rows
-from rematbench.evidence.published.sheets import SPEED, read_sheet
+from rematbench.evidence.published.sheets import SPEED
 from rematbench.inputs.constants import Calibration, is_fit
 from rematbench.inputs.layout import Layout
 from rematbench.inputs.load import calibration
 from rematbench.inputs.paths import data_dir
 from rematbench.inputs.problemspec import ProblemSpec
+from tests.predicted import predicted_of
 from tests.problems import plan_of
 
 ROOT = data_dir("config").parent
@@ -36,16 +36,11 @@ def both(published: float, ours: float, digits: int) -> str:
     return f"{published:.{digits}f} / {ours:.{digits}f}"
 
 
-def predicted(sheet: str, chosen: Callable[[dict[str, Any]], bool]) -> list[dict[str, Any]]:
-    rows = [row for row in read_sheet(data_dir("published") / sheet) if chosen(row)]
-    return [dict(row) for row in predict_rows(rows, processes=1)]
-
-
 @cache
 def fujii_rows() -> list[dict[str, Any]]:
     """The scored rows with a speed, with `gpus` of a replica and seconds a sequence."""
     (group,) = (g for g in load_accuracy().groups if g.name == "Fujii A100, time")
-    found = predicted("runs.csv", lambda row: bool(members(group, [row]) and row[SPEED]))
+    found = predicted_of("runs.csv", lambda row: members(group, [row]) and row[SPEED])
     for row in found:
         row["replica"] = int(row["gpus"]) // int(row["dp"])
         for key in (SPEED, f"pred_{SPEED}"):
@@ -69,7 +64,9 @@ def fujii() -> list[str]:
 @cache
 def small_rows() -> list[dict[str, Any]]:
     """Rows of every depth at PP 1 and DP 1, with milliseconds a layer and micro-batch."""
-    found = predicted(MORE, lambda row: row["pp"] == row["dp"] == "1" and "vTrain" in row["source"])
+    found = predicted_of(
+        MORE, lambda row: row["pp"] == row["dp"] == "1" and "vTrain" in row["source"]
+    )
     for row in found:
         for key in (SPEED, f"pred_{SPEED}"):
             tokens = int(row["micro_batch"]) * int(row["seq_len"])

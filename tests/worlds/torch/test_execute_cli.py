@@ -7,8 +7,6 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("torch", reason="the executed world needs torch")
-
 from rematbench.cli.measure import measure
 from rematbench.host.console import CommandError
 from rematbench.worlds.records.record import Record, read_record

@@ -6,9 +6,6 @@ from functools import cache
 from typing import Any
 
 import pytest
-
-pytest.importorskip("torch", reason="the executed world needs torch")
-
 import torch
 from msgspec import structs
 
@@ -27,11 +24,7 @@ from tests.problems import plan_of, remade
 from tests.worlds.torch import cases, grid, laws
 from tests.worlds.torch.cases import EXPERTS, MIXTURE, SHARED
 
-MODELS = {
-    "mixture": MIXTURE,
-    "shared": SHARED,
-    "ungated": structs.replace(MIXTURE, mlp="gelu"),
-}
+MODELS = {"mixture": MIXTURE, "shared": SHARED, "ungated": structs.replace(MIXTURE, mlp="gelu")}
 METHODS: dict[str, tuple[str, dict[str, Any]]] = {
     "keep_all": ("keep_all", {}),
     "full_recompute": ("full_recompute", {}),
@@ -213,7 +206,7 @@ def test_every_stage_has_its_ledgers_bytes_traced(layout: str, name: str) -> Non
 def test_every_rank_sends_as_many_tokens_to_every_expert(layout: str) -> None:
     """And the ranks of a group of experts hold each expert once."""
     given = cases.tiny(layout)
-    lay, order = given.layout, given.system.rank_order
+    lay, order = given.layout, given.system.parallel.rank_order
     held: dict[tuple[int, int], set[int]] = {}
     for rank in range(lay.gpus // lay.pp):
         place = coordinates(rank, lay, order)

@@ -3,8 +3,6 @@ is said why not.  The tables name every one that the sources have (edges.py find
 
 import pytest
 
-pytest.importorskip("torch", reason="the executed world needs torch")
-
 from tests.worlds.torch import edges
 from tests.worlds.torch.edge_cases import MADE, SCENES, fault_of
 from tests.worlds.torch.edges import Edge

@@ -1,9 +1,6 @@
 """Methods of optimizer states traced at scale: 7B under ZeRO 3 on the node of published logs."""
 
 import pytest
-
-pytest.importorskip("torch", reason="the traced world needs torch")
-
 from msgspec.structs import replace
 
 from rematbench.engine.lowering.lower import lower

@@ -3,11 +3,9 @@
 from dataclasses import replace
 from functools import cache
 from itertools import pairwise
+from typing import Any
 
 import pytest
-
-pytest.importorskip("torch", reason="the executed world needs torch")
-
 import torch
 
 from rematbench.inputs.layout import Layout
@@ -148,7 +146,7 @@ def test_a_rank_at_paper_scale_lies_within_two_percent_of_the_simulation(
     assert rank.state_bytes == pytest.approx(rank.simulated_state_bytes, rel=1e-3)
 
 
-REFUSED = {
+REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
     "units whose parameters 3 ranks cannot share evenly": (
         "dp2-zero3",
         {"dp": 3, "global_batch": 3},

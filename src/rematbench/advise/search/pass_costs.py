@@ -280,7 +280,7 @@ def placed_alike(problem: Problem) -> bool:
     nested = lay.tp * lay.ulysses
     sizes = (lay.tp, nested, nested * lay.cp, lay.ep * lay.expert_tp)
     whole = all(node % size == 0 or size % node == 0 for size in sizes)
-    return whole and problem.system.rank_order[:2] == ("tp", "cp")
+    return whole and problem.system.parallel.rank_order[:2] == ("tp", "cp")
 
 
 def compute_cost(forward_s: float, backward_s: float) -> ChunkCost:

@@ -27,7 +27,7 @@ from rematbench.engine.simulate.seconds import ActionCosts
 from rematbench.evaluate.evaluator import same_plan
 from rematbench.inputs.cluster import Cluster
 from rematbench.inputs.layout import Layout
-from rematbench.inputs.system import System
+from rematbench.inputs.system import System, with_facts
 from rematbench.plan import ByteBudget, Fate, Offload, Phase, Plan, Split
 from rematbench.problem import Problem, state_fates
 from rematbench.solve.kept import resolved
@@ -164,7 +164,8 @@ class Small(NamedTuple):
     def alike(self, plan: Plan) -> bool:
         """Whether a plan treats the chunks of the first and the second rank alike.  They then
         differ only by the embedding, which keeps nothing and takes no part in traffic."""
-        if plan.orders or plan.states != self.base.states or self.problem.system.optimizer_on_host:
+        hosted = self.problem.system.host.optimizer_on_host
+        if plan.orders or plan.states != self.base.states or hosted:
             return False
         if self.problem.embedding.saved or plan.partition != self.base.partition:
             return False
@@ -230,18 +231,18 @@ def _without_overlaps(system: System, layout: Layout) -> System:
     peers = layout.has_peers
     reduces = has_whole_gradients(fates["gradient"], layout)
     gathers = fates["parameter"].gather == "layer"
-    bounded = peers and gathers and system.prefetch_elements > 0
-    bucketed = peers and reduces and system.whole_buckets
-    return replace(
+    bounded = peers and gathers and system.zero.prefetch_elements > 0
+    bucketed = peers and reduces and system.zero.whole_buckets
+    return with_facts(
         system,
-        reduce_overlap=system.reduce_overlap and reduces and peers,
-        gather_overlap=system.gather_overlap and gathers and peers,
+        reduce_overlap=system.zero.reduce_overlap and reduces and peers,
+        gather_overlap=system.zero.gather_overlap and gathers and peers,
         p2p_synchronous=False,
-        ep_overlap="none" if system.ep_overlap == "none" else "always",
+        ep_overlap="none" if system.experts.ep_overlap == "none" else "always",
         prefetch_elements=1 if bounded else 0,
         live_elements=1 if bounded else 0,
         whole_buckets=bucketed,
-        bucket_bytes=1 if bucketed else system.bucket_bytes,
+        bucket_bytes=1 if bucketed else system.zero.bucket_bytes,
     )
 
 
@@ -260,7 +261,7 @@ def small_problem(problem: Problem, sizes: tuple[int, ...], programs: ProbeProgr
     )
     lay = alone(problem.layout, problem.cluster.gpus_per_node, problem.cost.domain, len(sizes))
     system = _without_overlaps(problem.system, lay)
-    if not placed_alike(problem) or system.prefetch_elements or system.whole_buckets:
+    if not placed_alike(problem) or system.zero.prefetch_elements or system.zero.whole_buckets:
         scales = replace(system.scales, communication=NO_COMMUNICATION)
         system = replace(system, scales=scales)
     small = replaced(

@@ -142,7 +142,7 @@ def _dense_between_experts(work: Workload) -> str:
 def may_host(cluster: Cluster, system: System) -> bool:
     """Whether the optimizer's states may go to host memory and the cluster has a rate for their
     update there."""
-    return not system.optimizer_on_host and cluster.host_update_parameters_per_s is not None
+    return not system.host.optimizer_on_host and cluster.host_update_parameters_per_s is not None
 
 
 def layouts(
@@ -183,12 +183,12 @@ def layouts(
 
 
 def _rings(system: System) -> bool:
-    return system.cp_kind in ("allgather", "ring")
+    return system.parallel.cp_kind in ("allgather", "ring")
 
 
 def _exchanges(system: System, cp: int) -> bool:
     """Whether the stack has an all-to-all of heads, inside context parallelism of `cp` ranks."""
-    return ("ulysses_in_cp" if cp > 1 else "ulysses") in system.features
+    return ("ulysses_in_cp" if cp > 1 else "ulysses") in system.accepts.features
 
 
 def _degrees(fixed: int | None, total: int, most: int) -> list[int]:
@@ -251,8 +251,8 @@ def _stages(
         return [0, 1] if work.model.experts is not None else [1]
     if pp == 1:
         return [0, 1, 2, 3]
-    same = system.data_parallel == "fsdp" and 3 in system.pipeline_zero_stages
-    return [stage for stage in system.pipeline_zero_stages if not (same and stage == 2)]
+    same = system.zero.data_parallel == "fsdp" and 3 in system.accepts.pipeline_zero_stages
+    return [stage for stage in system.accepts.pipeline_zero_stages if not (same and stage == 2)]
 
 
 def partitions(layout: Layout, layers: int) -> Iterator[Choice]:
@@ -420,7 +420,7 @@ class Columns:
         """Bytes of training states, of buckets that stay and of gathered parameters that a pipeline
         holds, on a device of the first, the second and the last rank."""
         problem, system = self.problem, self.problem.system
-        sizes = (system.param_bytes, system.grad_bytes, system.optimizer_bytes)
+        sizes = (system.states.param_bytes, system.states.grad_bytes, system.states.optimizer_bytes)
         per = np.array([_shards(c.layout, problem) for c in self.choices])
         held = np.array([reduce_buckets(0, c.layout, system).standing for c in self.choices])
         apart = np.array([_expert_shards(c.layout, problem) for c in self.choices])
@@ -430,7 +430,7 @@ class Columns:
             kinds.pop()
         first, second, last = (
             held
-            + (0 if placed is None else system.optimizer_bytes * placed[rank])
+            + (0 if placed is None else system.states.optimizer_bytes * placed[rank])
             + whole[:, 0] * n
             + whole[:, 1] * m
             + np.asarray(
@@ -457,7 +457,7 @@ def _held(layout: Layout, problem: Problem) -> tuple[int, int, int]:
     parameter, gradient, _ = state_fates(layout, problem.system)
     width = gathered_bytes(problem) if parameter.release == "step" else 0
     here = layout.state_shards == 1 and parameter.home == "device"
-    sums = problem.system.reduce_bytes if gradient.release == "step" else 0
+    sums = problem.system.states.reduce_bytes if gradient.release == "step" else 0
     return 0 if here else width, width if layout.expert_shards > 1 else 0, sums
 
 

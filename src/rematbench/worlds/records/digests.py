@@ -37,10 +37,12 @@ def closure(roots: tuple[str, ...]) -> tuple[Path, ...]:
     waiting, seen = list(roots), set()
     while waiting:
         name = waiting.pop()
-        path = _file(name)
-        if name in seen or path is None:
+        if name in seen:
             continue
         seen.add(name)
+        path = _file(name)
+        if path is None:
+            continue
         found.add(path)
         waiting += _imports(path)
         if name == LOADS_BY_NAME:
@@ -49,7 +51,9 @@ def closure(roots: tuple[str, ...]) -> tuple[Path, ...]:
     return tuple(sorted(found))
 
 
+@cache
 def _file(name: str) -> Path | None:
+    """The file of a module of rematbench or of baselines; cached, as in `_imports`."""
     parts = name.split(".")
     roots = {PACKAGE.name: PACKAGE, "baselines": BASELINES}
     if parts[0] not in roots:
@@ -66,11 +70,15 @@ def _imports(path: Path) -> tuple[str, ...]:
     """The names that a file imports, also inside functions; cached, because files do not change
     while a process runs."""
     found: list[str] = []
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    waiting: list[ast.AST] = [ast.parse(path.read_text(encoding="utf-8"))]
+    while waiting:
+        node = waiting.pop()
         if isinstance(node, ast.Import):
             found += (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:
             found += (node.module, *(f"{node.module}.{alias.name}" for alias in node.names))
+        elif not isinstance(node, ast.expr):  # no expression imports
+            waiting += ast.iter_child_nodes(node)
     return tuple(found)
 
 
