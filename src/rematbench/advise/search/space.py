@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from rematbench.costs.states import reduce_buckets
-from rematbench.engine.lowering.state_shards import shards_experts
+from rematbench.engine.lowering.states.state_shards import shards_experts
 from rematbench.host.declared import facts, flat
 from rematbench.inputs.cluster import Cluster
 from rematbench.inputs.job import Job

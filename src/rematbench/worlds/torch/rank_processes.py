@@ -20,7 +20,7 @@ from typing import Literal, cast
 import torch
 import torch.distributed as dist
 
-from rematbench.engine.lowering.chunk_ops import ChunkOps
+from rematbench.engine.lowering.blocks.chunk_ops import ChunkOps
 from rematbench.host.files import scratch
 from rematbench.host.memory import free_bytes
 from rematbench.host.ranks import RankError, error_of_job, run_ranks
