@@ -266,3 +266,9 @@ def test_a_micro_batch_of_verl_can_be_that_of_all_ranks_or_of_tokens(tmp_path: P
     assert job(tmp_path, rank)[0].options["micro_batch"] == "2"
     new = line.format("sft_trainer", "path") + "data.max_token_len_per_gpu=16384"
     assert job(tmp_path, new)[0].options["micro_batch"] == "8"
+
+
+def test_a_key_of_verl_is_named_whatever_its_letters(tmp_path: Path) -> None:
+    line = "torchrun --bogus 1 -m verl.trainer.fsdp_sft_trainer model.partial_pretrain=m "
+    reading = job(tmp_path, line + "data.Odd2=1 +model.extra=3")[1]
+    assert reading.unknown == ["bogus", "data.Odd2", "model.extra"]

@@ -44,6 +44,7 @@ def test_offloaded_inputs_have_a_home(tmp_path: Path, text: str, method: str, re
         (AXOLOTL, False),
         (AXOLOTL.replace("bf16: auto", "fp16: true"), True),
         (TRL + "fsdp: full_shard", False),
+        (TRL + "deepspeed: zero2.json", False),
     ],
 )
 def test_weights_have_the_type_that_the_job_gives(tmp_path: Path, text: str, wide: bool) -> None:
@@ -263,3 +264,10 @@ OPTIONS = [
 @pytest.mark.parametrize("options", OPTIONS)
 def test_a_written_stack_of_megatron_loads(tmp_path: Path, options: str) -> None:
     loads(tmp_path, job(tmp_path, f"x.py {SIZES} {options}", cluster="h100-80gb")[0])
+
+
+def test_weights_in_fp32_are_those_of_the_stack_that_runs(tmp_path: Path) -> None:
+    line = "accelerate launch --use_deepspeed --zero_stage 2 --num_processes 8 trl/scripts/sft.py "
+    line += "--model_name_or_path Qwen/Qwen3-8B --max_length 512 --bf16 --loss_type nll "
+    made = job(tmp_path, line + "--per_device_train_batch_size 1")[0]
+    assert (made.options["system"], made.files) == ("huggingface-deepspeed", {})

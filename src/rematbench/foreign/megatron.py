@@ -49,7 +49,6 @@ LAYERS = ("recompute-num-layers", "activations-checkpoint-num-layers", "checkpoi
 """The layers of a recomputed group: today's name, that of 2021 and that of 2020."""
 SWIFT_TASKS = {("megatron", "sft"), ("megatron", "pt"), ("megatron", "rlhf")}
 SLIME = "max-tokens-per-gpu"
-LLAMA_FACTORY = {"cutoff_len", "per_device_train_batch_size", "gradient_accumulation_steps"}
 ENGINE = {"tensor_model_parallel_size", "pipeline_model_parallel_size", "use_mca"}
 ENGINE |= {"expert_model_parallel_size", "virtual_pipeline_model_parallel_size"}
 """Keys of LLaMA-Factory that choose its Megatron."""
@@ -186,11 +185,8 @@ def read_factory(data: Mapping[str, Any], file: str) -> Reading:
     ours = dialect("trainers")[""].keys
     options: Options = {}
     for key, value in data.items():
-        if (
-            (key not in ours or key in ("bf16", "fp16"))
-            and value is not None
-            and value is not False
-        ):
+        both = key in ("bf16", "fp16")
+        if (both or key not in ours) and value not in (None, False):
             options[key.replace("_", "-")] = [] if value is True else [str(value)]
     trainer = {key: value for key, value in data.items() if key in ours}
     reading = _read(options, Script(file=file))
