@@ -268,6 +268,11 @@ def test_a_micro_batch_of_verl_can_be_that_of_all_ranks_or_of_tokens(tmp_path: P
     assert job(tmp_path, new)[0].options["micro_batch"] == "8"
 
 
+def test_a_number_without_a_value_stops_the_run(tmp_path: Path) -> None:
+    line = f"x.py {SIZES} --bf16 --tensor-model-parallel-size $(expr 16 / 2)"
+    assert job(tmp_path, line)[1].unknown == ["--tensor-model-parallel-size"]
+
+
 def test_a_key_of_verl_is_named_whatever_its_letters(tmp_path: Path) -> None:
     line = "torchrun --bogus 1 -m verl.trainer.fsdp_sft_trainer model.partial_pretrain=m "
     reading = job(tmp_path, line + "data.Odd2=1 +model.extra=3")[1]
