@@ -65,10 +65,9 @@ class Job(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, metacla
 
     def __post_init__(self) -> None:
         """Raise ConfigError for a value of a wrong type: `gpus="8"`, `tp=0`."""
-        pairs: list[tuple[Struct, type[Struct]]] = [(self, Job)]
-        pairs += [(getattr(self, name), part) for name, part in parts(Job).items()]
-        for struct, kind in pairs:
-            if wrong := wrong_field(struct, kind):
+        own = parts(type(self))
+        for struct in (self, *(getattr(self, name) for name in own)):
+            if wrong := wrong_field(struct, type(struct)):
                 raise ConfigError("", *wrong)
 
     def changed(self, **facts: Any) -> Self:
