@@ -11,18 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from rematbench.foreign.job import FileJob, file_job
 from rematbench.foreign.packages import read_files
-from rematbench.foreign.reading import Reading
 from rematbench.inputs.configfile import ConfigError
+from tests.foreign.small_jobs import job
 
 SIZES = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 128 --vocab-size 512"
-
-
-def job(folder: Path, text: str, name: str = "run.sh") -> tuple[FileJob, Reading]:
-    (folder / name).write_text(text)
-    reading = read_files([folder / name])
-    return file_job(reading, {}, "", "run"), reading
 
 
 @pytest.mark.parametrize("gpus", ["--gres=gpu:8", "--gres=gpu:a100:8", "--gpus-per-node=mi250:8"])

@@ -6,34 +6,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from rematbench.foreign.job import FileJob, file_job
 from rematbench.foreign.packages import read_files
-from rematbench.foreign.reading import Reading
 from rematbench.inputs.configfile import ConfigError
-
-TRL = "model_name_or_path: Qwen/Qwen3-8B\ndataset_name: d\nmax_length: 2048\nbf16: true\n"
-TRL += "per_device_train_batch_size: 1\ngradient_checkpointing: true\nloss_type: nll\n"
-FACTORY = "model_name_or_path: Qwen/Qwen3-8B\nstage: sft\nfinetuning_type: full\ncutoff_len: 2048\n"
-FACTORY += "per_device_train_batch_size: 1\n"
-AXOLOTL = "base_model: Qwen/Qwen3-8B\nsequence_len: 2048\nmicro_batch_size: 1\nbf16: auto\n"
-AXOLOTL += "gradient_checkpointing: true\n"
-TITAN = '[activation_checkpoint]\nmode = "full"\n[model]\nname = "llama3"\nflavor = "8B"\n'
-TITAN += "[training]\nlocal_batch_size = 1\nseq_len = 8192\n"
-SIZES = "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 128 --vocab-size 512"
-SWIFT = "NPROC_PER_NODE=8 megatron sft --model Qwen/Qwen3-30B-A3B-Base --max_length 8192 "
-SWIFT += "--global_batch_size 16 --packing true "
-
-
-def job(folder: Path, text: str, name: str = "run.sh", **given: object) -> tuple[FileJob, Reading]:
-    (folder / name).write_text(text)
-    reading = read_files([folder / name])
-    return file_job(reading, dict(given), "", "run"), reading
-
-
-def facts(made: FileJob) -> dict[str, object]:
-    """The facts of the written stack, without their sources."""
-    stack = yaml.safe_load(made.files.get("run-stack.yaml", "{}"))
-    return {key: one["value"] for key, one in stack.items() if isinstance(one, dict)}
+from tests.foreign.small_jobs import AXOLOTL, FACTORY, SIZES, SWIFT, TITAN, TRL, facts, job
 
 
 @pytest.mark.parametrize(
@@ -67,11 +42,31 @@ def test_a_file_of_another_job_is_refused(tmp_path: Path, text: str, word: str) 
         "torchrun -m verl.trainer.fsdp_sft_trainer model.partial_pretrain=m model.lora_rank=8",
         "torchrun -m verl.trainer.sft_trainer model.path=m engine=megatron",
         "torchrun train.py --model_name_or_path m --lora_r 8",
+        "accelerate launch open_instruct/dpo_tune_cache.py --model_name_or_path m",
+        "accelerate launch --use_megatron_lm train.py --model_name_or_path m",
         f"x.py {SIZES} --max-tokens-per-gpu 64 --rollout-batch-size 8 --colocate",
     ],
 )
 def test_a_command_of_another_job_is_refused(tmp_path: Path, line: str) -> None:
     assert job(tmp_path, line)[1].refused
+
+
+@pytest.mark.parametrize(
+    ("text", "package"),
+    [
+        ("tokenizer: {_component_: x}\ncheckpointer: {}", "torchtune"),
+        ("policy: {}\nloss_fn: {}", "NeMo-RL"),
+        ("step_scheduler: {}\nmodel: {}", "Automodel"),
+        ("actor_rollout_ref: {}\ndata: {}", "verl"),
+    ],
+)
+def test_a_file_of_a_package_that_is_not_read_is_named(
+    tmp_path: Path, text: str, package: str
+) -> None:
+    with pytest.raises(
+        ConfigError, match=f"a {package} configuration, which is not read|an {package}"
+    ):
+        job(tmp_path, text, "job.yaml")
 
 
 @pytest.mark.parametrize("out", ["runs/dpo", "grpo.out", "reward"])
@@ -179,127 +174,6 @@ def test_words_and_section_of_fsdp_are_one_strategy(
     assert made.method == ("full_recompute" if "here" in text else "keep_all")
 
 
-@pytest.mark.parametrize(
-    ("text", "method", "refused"),
-    [
-        ("gradient_checkpointing_kwargs: {offload: true}", "full_recompute", ""),
-        ("activation_offloading: true", "full_recompute", ""),
-        ("activation_offloading: disk", "full_recompute", "disk"),
-        ("activation_offloading: true\ngradient_checkpointing: false", "keep_all", "without check"),
-        ("gradient_checkpointing_kwargs: {use_reentrant: false}", "full_recompute", ""),
-    ],
-)
-def test_offloaded_inputs_have_a_home(tmp_path: Path, text: str, method: str, refused: str) -> None:
-    trl = TRL.replace("gradient_checkpointing: true\n", "") if "ing: false" in text else TRL
-    made, reading = job(tmp_path, trl + text, "job.yaml")
-    assert made.method == method
-    assert (made.settings == ("inputs=host",)) == ("offload" in text and method == "full_recompute")
-    assert any(refused in line for line in reading.refused) == bool(refused)
-    if made.settings:
-        assert "activation_offload" in facts(made)["features"]  # type: ignore[operator]
-
-
-@pytest.mark.parametrize(
-    ("text", "wide"),
-    [
-        (FACTORY + "bf16: true", True),
-        (FACTORY + "pure_bf16: true", False),
-        (FACTORY + "bf16: true\ndeepspeed: {zero_optimization: {stage: 2}}", False),
-        (TRL, True),
-        (TRL + "dtype: bfloat16", False),
-        (TRL + "model_init_kwargs: {torch_dtype: bfloat16}", False),
-        (AXOLOTL, False),
-        (AXOLOTL.replace("bf16: auto", "fp16: true"), True),
-        (TRL + "fsdp: full_shard", False),
-    ],
-)
-def test_weights_have_the_type_that_the_job_gives(tmp_path: Path, text: str, wide: bool) -> None:
-    stack = facts(job(tmp_path, text, "job.yaml")[0])
-    bytes_of = [stack.get(name) for name in ("param_bytes", "grad_bytes", "optimizer_bytes")]
-    assert bytes_of == ([4, 4, 8] if wide else [None] * 3)
-
-
-def test_gradients_of_fp16_are_fp16_unless_a_switch_widens_them(tmp_path: Path) -> None:
-    for switch, grad_bytes in (("", 2), ("--accumulate-allreduce-grads-in-fp32", None)):
-        assert (
-            facts(job(tmp_path, f"x.py {SIZES} --fp16 {switch}")[0]).get("grad_bytes") == grad_bytes
-        )
-
-
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [
-        ("", (None, None)),
-        ("--grad-reduce-in-bf16", (2, None)),
-        ("--use-precision-aware-optimizer", (None, 10)),
-        ("--use-precision-aware-optimizer --exp-avg-dtype bf16", (None, 8)),
-        (
-            "--use-precision-aware-optimizer --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16 "
-            "--main-grads-dtype bf16",
-            (2, 6),
-        ),
-    ],
-)
-def test_states_of_megatron_have_the_types_of_the_line(
-    tmp_path: Path, options: str, expected: tuple[int | None, int | None]
-) -> None:
-    stack = facts(job(tmp_path, f"x.py {SIZES} --bf16 --use-distributed-optimizer {options}")[0])
-    assert (stack.get("grad_bytes"), stack.get("optimizer_bytes")) == expected
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ('[optimizer]\nimplementation = "fused_opt_states_bf16"', {"optimizer_bytes": 4}),
-        ('mixed_precision_reduce = "bfloat16"', {"reduce_bytes": 2}),
-        ('dtype = "bfloat16"', {"param_bytes": 2, "optimizer_bytes": 4}),
-    ],
-)
-def test_states_of_torchtitan_have_the_types_of_the_file(
-    tmp_path: Path, text: str, expected: dict[str, int]
-) -> None:
-    stack = facts(job(tmp_path, TITAN + text, "titan.toml")[0])
-    assert {key: stack.get(key) for key in expected} == expected
-
-
-def test_a_pipeline_that_gathers_again_is_refused(tmp_path: Path) -> None:
-    text = TITAN + '[parallelism]\nfsdp_reshard_after_forward = "always"\n'
-    assert not job(tmp_path, text, "titan.toml")[1].refused
-    text += "pipeline_parallel_degree = 2\n"
-    assert any("always" in line for line in job(tmp_path, text, "titan.toml")[1].refused)
-
-
-def test_stages_of_a_named_model_are_those_of_its_layers(tmp_path: Path) -> None:
-    line = SWIFT + "--pipeline_model_parallel_size 2 --decoder_first_pipeline_num_layers 25"
-    assert job(tmp_path, line)[0].options["partition"] == "25,23"
-    line = SWIFT.replace("Qwen/Qwen3-30B-A3B-Base", "other/model")
-    line += "--pipeline_model_parallel_size 2 --decoder_first_pipeline_num_layers 25"
-    made, reading = job(tmp_path, line)
-    assert "partition" not in made.options
-    assert any("not known" in text for text in reading.refused)
-
-
-@pytest.mark.parametrize(
-    ("options", "partition"),
-    [
-        ("--decoder-first-pipeline-num-layers 1", "1,2,2,2"),
-        ("--decoder-last-pipeline-num-layers 1", "2,2,2,1"),
-        (
-            "--decoder-first-pipeline-num-layers 2 --decoder-last-pipeline-num-layers 1",
-            "2,2,2,1",
-        ),
-        ("--account-for-embedding-in-pipeline-split", "1,2,2,2"),
-        ("--account-for-loss-in-pipeline-split", "2,2,2,1"),
-    ],
-)
-def test_stages_at_the_ends_differ(tmp_path: Path, options: str, partition: str) -> None:
-    sizes = SIZES.replace("-layers 4", "-layers 7")
-    line = f"x.py {sizes} --bf16 --pipeline-model-parallel-size 4 {options}"
-    assert job(tmp_path, line)[0].options["partition"] == partition
-    with pytest.raises(ConfigError, match="do not divide"):
-        job(tmp_path, line.replace("-layers 7", "-layers 6", 1))
-
-
 def test_options_of_experts_hold_for_a_named_model(tmp_path: Path) -> None:
     line = SWIFT + "--expert_model_parallel_size 8 --tensor_model_parallel_size 2 "
     line += "--moe_expert_capacity_factor 2 --moe_pad_expert_input_to_capacity true "
@@ -394,87 +268,12 @@ def test_a_micro_batch_of_verl_can_be_that_of_all_ranks_or_of_tokens(tmp_path: P
     assert job(tmp_path, new)[0].options["micro_batch"] == "8"
 
 
-@pytest.mark.parametrize(
-    ("text", "capped"),
-    [
-        (TRL, True),
-        (TRL + "packing: true", False),
-        (AXOLOTL + "pad_to_sequence_len: true", False),
-        (SWIFT.replace("--packing true", ""), True),
-        (SWIFT, False),
-    ],
-)
-def test_a_cap_is_named_where_nothing_packs(tmp_path: Path, text: str, capped: bool) -> None:
-    name = "run.sh" if text.startswith("NPROC") else "job.yaml"
-    assert any("is a cap" in note for note in job(tmp_path, text, name)[1].notes) == capped
+def test_a_number_without_a_value_stops_the_run(tmp_path: Path) -> None:
+    line = f"x.py {SIZES} --bf16 --tensor-model-parallel-size $(expr 16 / 2)"
+    assert job(tmp_path, line)[1].unknown == ["--tensor-model-parallel-size"]
 
 
-@pytest.mark.parametrize(
-    ("text", "name", "system"),
-    [
-        (TITAN + "[parallelism]\ncontext_parallel_degree = 2", "t.toml", "torchtitan-2026"),
-        (
-            TITAN + "[parallelism]\ncontext_parallel_degree = 2\n[compile]\nenable = true",
-            "t.toml",
-            "run-stack.yaml",
-        ),
-        (TRL + "fsdp: full_shard\nparallelism_config: {cp_size: 2}", "j.yaml", "trl"),
-    ],
-)
-def test_context_parallelism_takes_a_stack_that_has_it(
-    tmp_path: Path, text: str, name: str, system: str
-) -> None:
-    made = job(tmp_path, text, name)[0]
-    assert (made.options["cp"], made.options["system"]) == ("2", system)
-    if "compile" in text:
-        assert yaml.safe_load(made.files["run-stack.yaml"])["base"] == "torchtitan-2026"
-
-
-@pytest.mark.parametrize(
-    ("backend", "cluster", "kernel"),
-    [
-        ("", "h100-80gb", "cudnn"),
-        ("--attention-backend auto", "b200-180gb", "cudnn"),
-        ("--attention-backend fused", None, "cudnn"),
-        ("--attention-backend flash", "h100-80gb", None),
-        ("", "a100-80gb", None),
-        ("", None, None),
-    ],
-)
-def test_transformer_engine_prefers_cudnn_from_hopper_on(
-    tmp_path: Path, backend: str, cluster: str | None, kernel: str | None
-) -> None:
-    made = job(tmp_path, f"x.py {SIZES} --bf16 {backend}", cluster=cluster)[0]
-    assert facts(made).get("attention") == kernel
-    assert yaml.safe_load(made.files["run-stack.yaml"])["base"] == "megatron-core-0.16"
-
-
-@pytest.mark.parametrize(
-    ("text", "pieces"),
-    [
-        (TRL, False),
-        (TRL.replace("nll", "chunked_nll"), True),
-        (TRL.replace("loss_type: nll\n", ""), True),
-        (TRL + "use_liger_kernel: true", True),
-        (
-            TRL + "use_liger_kernel: true\n"
-            "liger_kernel_config: {fused_linear_cross_entropy: false}",
-            False,
-        ),
-        (AXOLOTL + "plugins: [axolotl.integrations.cut_cross_entropy.CutCrossEntropyPlugin]", True),
-        (AXOLOTL + "liger_fused_linear_cross_entropy: true", True),
-    ],
-)
-def test_a_loss_without_logits_divides_the_head(tmp_path: Path, text: str, pieces: bool) -> None:
-    method = job(tmp_path, text, "job.yaml")[0].method
-    assert method == ("full_recompute+mst:mlp_chunks=1" if pieces else "full_recompute")
-
-
-def test_compiled_norms_keep_no_steps(tmp_path: Path) -> None:
-    stack = facts(job(tmp_path, TRL + "torch_compile: true", "job.yaml")[0])
-    assert (stack["compiled"], stack["norm_keeps_steps"]) == (True, False)
-
-
-def test_variables_of_the_environment_state_facts(tmp_path: Path) -> None:
-    line = f"export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True\nx.py {SIZES} --bf16"
-    assert facts(job(tmp_path, line)[0])["expandable_segments"] is True
+def test_a_key_of_verl_is_named_whatever_its_letters(tmp_path: Path) -> None:
+    line = "torchrun --bogus 1 -m verl.trainer.fsdp_sft_trainer model.partial_pretrain=m "
+    reading = job(tmp_path, line + "data.Odd2=1 +model.extra=3")[1]
+    assert reading.unknown == ["bogus", "data.Odd2", "model.extra"]

@@ -30,17 +30,8 @@ PROGRAMS: dict[tuple[str, str], Package] = {
     ("llamafactory-cli", "train"): "LLaMA-Factory",
 }
 TASKS = {"dpo", "grpo", "kto", "orpo", "cpo", "ppo", "rloo", "reward", "rlhf", "gkd", "simpo", "rm"}
-TASKS |= {
-    "online_dpo",
-    "reward_modeling",
-    "train_dpo",
-    "train_rm",
-    "train_kto",
-    "train_ppo",
-    "nash_md",
-}
-TASKS |= {"train_ppo_ray", "grpo_trainer", "main_ppo"}
-"""Programs and subcommands that train something else than one model with one loss."""
+TASKS |= {"prm", "xpo", "bco", "nash", "distill", "distillation", "distillm", "rft", "gspo", "dapo"}
+"""Words in names of programs that train something else than one model with one loss."""
 OPENRLHF = {
     "pretrain": "model_name_or_path",
     "micro_train_batch_size": "per_device_train_batch_size",
@@ -148,17 +139,19 @@ def _data(words: list[str], options: Options) -> dict[str, Any]:
     if any("openrlhf" in word for word in words):
         data = _openrlhf(data, words)
     if any(word.startswith("verl.trainer.") for word in words):
-        data = _verl(words)
+        data |= _verl(words)
     precision = str(data.pop("mixed_precision", "")).lower()
     if precision in ("bf16", "fp16", "fp8"):
         data.setdefault(precision, True)
+    if data.pop("dynamo_backend", None) == "inductor":
+        data["torch_compile"] = True
     named = [name for name in data if name.startswith("parallelism_config_")]
     if named:
         data["parallelism_config"] = {name: data.pop(name) for name in named}
     programs = [*words[:3], *(word for word in words if word.endswith(".py"))]
     programs += [module for word, module in pairwise(words) if word in ("-m", "--module")]
-    parts = [re.split(r"[/.]", word) for word in programs if not word.endswith(FILES)]
-    tasks = [part for one in parts for part in one if part in TASKS]
+    parts = [re.split(r"[/._-]", word) for word in programs if not word.endswith(FILES)]
+    tasks = [part for name in parts for part in name if part in TASKS]
     return {**data, "stage": tasks[-1]} if tasks else data
 
 
@@ -179,10 +172,8 @@ def _openrlhf(data: dict[str, Any], words: list[str]) -> dict[str, Any]:
 
 def _verl(words: list[str]) -> dict[str, Any]:
     """The options of verl, `data.max_length=1024`, by the names of Transformers."""
-    given = dict(
-        word.lstrip("+").split("=", 1) for word in words if re.match(r"\+?[a-z_.]+=", word)
-    )
-    data = {VERL.get(name, name): _value([value]) for name, value in given.items()}
+    pairs = [word.lstrip("+").split("=", 1) for word in words if re.match(r"\+*[\w.@/]+=", word)]
+    data = {VERL.get(name, name): _value([value]) for name, value in pairs}
     sft = any("sft_trainer" in word for word in words)
     data = {**VERL_DEFAULTS, **data, "stage": "sft" if sft else "rl"}
     by_tokens = data.pop("data.use_dynamic_bsz", "verl.trainer.sft_trainer" in words)

@@ -19,6 +19,9 @@ from rematbench.workload import Experts, Work
 LEADING = ("model", "cluster", "system", "gpus", "seq_len", "global_batch")
 """Options that every command needs, in the order of the printed command."""
 DEGREES = ("tp", "cp", "pp", "vpp", "ulysses", "ep", "shard_degree", "micro_batch")
+WIDE = {"param_bytes": 4, "grad_bytes": 4, "reduce_bytes": 4}
+WIDE |= {"optimizer_bytes": 8, "late_state_bytes": 8}
+"""The states of weights in fp32 under autocast; DeepSpeed narrows them, FSDP has them anyway."""
 CUDNN = ("hopper", "blackwell")
 """GPU generations on which TransformerEngine prefers cuDNN's attention."""
 SIZES = ("num_layers", "hidden", "num_heads", "num_kv_heads", "head_dim", "ffn")
@@ -103,8 +106,8 @@ def _of_model(values: dict[str, Any], reading: Reading) -> None:
     """Derive what depends on the model, also on one that has a name: chunks, the layers of each
     stage, and whether there is a shared expert."""
     needed = {"layers_per_chunk", "first_layers", "last_layers", "first_less", "last_less"}
-    asked = (needed | {"shared_overlap"}) & values.keys()
-    if not asked:
+    present = (needed | {"shared_overlap"}) & values.keys()
+    if not present:
         return
     layers, experts = reading.model.get("num_layers"), reading.model.get("experts") or {}
     shared = experts.get("shared_ffn", 0)
@@ -115,7 +118,7 @@ def _of_model(values: dict[str, Any], reading: Reading) -> None:
         text = "a shared expert beside the dispatch is not modelled"
         reading.refused.append(f"{reading.keys['shared_overlap']}: {text}")
     if not layers:
-        keys = ", ".join(reading.keys[name] for name in sorted(asked))
+        keys = ", ".join(reading.keys[name] for name in sorted(present))
         reading.refused.append(f"{keys}: the number of the model's layers is not known (--model)")
         return
     _chunks(values, reading, layers)
@@ -143,10 +146,10 @@ def _partition(values: dict[str, Any], reading: Reading, layers: int) -> None:
         name: values.get(f"{name}_layers") or (less[name] and whole // pp - less[name])
         for name in less
     }
-    given = [count for count in ends.values() if count]
-    if not (given or sum(less.values())) or pp == 1:
+    counts = [count for count in ends.values() if count]
+    if not (counts or sum(less.values())) or pp == 1:
         return
-    rest, stages = layers - sum(given), pp - len(given)
+    rest, stages = layers - sum(counts), pp - len(counts)
     uneven = rest < stages or rest % max(1, stages) or (not stages and rest)
     if uneven or (sum(less.values()) and whole % pp):
         key = next(reading.keys[key] for key in reading.keys if key.startswith(("first", "last")))
@@ -296,6 +299,9 @@ def _system(
     if values.get("cp", 1) > 1 and not overrides.get("system") and base in ROTATING:
         facts |= ROTATING[base]
         base = "torchtitan-2026" if reading.package == "torchtitan" else "trl"
+    if values.get("wide_weights") and base == UNSHARDED:
+        facts |= WIDE
+        reading.notes.append("weights in fp32, which autocast narrows operator by operator")
     system = load_system(base)
     facts |= _kernel(values)
     overlaps = facts.get("reduce_overlap", system.zero.reduce_overlap)
@@ -321,9 +327,9 @@ def _kernel(values: dict[str, Any]) -> dict[str, str]:
     Hopper on by itself (TransformerEngine 2.x, attention/dot_product_attention/utils.py)."""
     kernel, cluster = values.get("kernel"), values.get("cluster")
     generation = load_cluster(str(cluster)).generation if kernel and cluster else ""
-    asked = kernel == "fused" and not generation
+    unknown = kernel == "fused" and not generation
     taken = kernel in ("fused", "auto") and generation in CUDNN
-    return {"attention": "cudnn"} if asked or taken else {}
+    return {"attention": "cudnn"} if unknown or taken else {}
 
 
 def _rest(values: dict[str, Any]) -> dict[str, str]:

@@ -114,7 +114,8 @@ def _read_key(reading: Reading, section: Section, key: str, value: Any, where: s
 
 def _number(reading: Reading, section: Section, key: str, value: Any, where: str) -> None:
     if value is True:
-        reading.notes.append(f"{where} has no value")
+        reading.notes.append(f"{where} has no value: --set NAME=VALUE gives its variable")
+        reading.unknown.append(where)
     elif value != AUTO:
         size = whole(value, reading.file, where)
         if key in section.numbers:

@@ -41,13 +41,14 @@ OLD = {"activations-checkpoint-method", "checkpoint-activations", "checkpoint-nu
 OLD |= {"model-parallel-size", "batch-size", "DDP-impl"}
 """Options of Megatron-LM before 2023, which has neither Transformer Engine nor flash attention
 unless --use-flash-attn asks for it."""
+NVTE = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN")
+"""Variables with which TransformerEngine leaves a kernel out."""
 TODAY = "megatron-core-0.16"
 """The stack of a launch line, which names no version."""
 LAYERS = ("recompute-num-layers", "activations-checkpoint-num-layers", "checkpoint-num-layers")
 """The layers of a recomputed group: today's name, that of 2021 and that of 2020."""
 SWIFT_TASKS = {("megatron", "sft"), ("megatron", "pt"), ("megatron", "rlhf")}
 SLIME = "max-tokens-per-gpu"
-LLAMA_FACTORY = {"cutoff_len", "per_device_train_batch_size", "gradient_accumulation_steps"}
 ENGINE = {"tensor_model_parallel_size", "pipeline_model_parallel_size", "use_mca"}
 ENGINE |= {"expert_model_parallel_size", "virtual_pipeline_model_parallel_size"}
 """Keys of LLaMA-Factory that choose its Megatron."""
@@ -114,7 +115,7 @@ def _read(options: Options, script: Script) -> Reading:
     reading.facts |= ABSENT
     data = {name: values[0] if values else True for name, values in options.items()}
     read_keys(reading, data, "megatron", prefix="--")
-    _layout(reading, options)
+    _layout(reading, options, script)
     _model(reading, options)
     read_experts(reading, options)
     _states(reading, options)
@@ -184,11 +185,8 @@ def read_factory(data: Mapping[str, Any], file: str) -> Reading:
     ours = dialect("trainers")[""].keys
     options: Options = {}
     for key, value in data.items():
-        if (
-            (key not in ours or key in ("bf16", "fp16"))
-            and value is not None
-            and value is not False
-        ):
+        both = key in ("bf16", "fp16")
+        if (both or key not in ours) and value not in (None, False):
             options[key.replace("_", "-")] = [] if value is True else [str(value)]
     trainer = {key: value for key, value in data.items() if key in ours}
     reading = _read(options, Script(file=file))
@@ -232,7 +230,7 @@ def _deepspeed(reading: Reading, options: Options, script: Script) -> None:
         reading.notes.append("--zero-stage 0 with --bf16: DeepSpeed shards the states as stage 1")
 
 
-def _layout(reading: Reading, options: Options) -> None:
+def _layout(reading: Reading, options: Options, script: Script) -> None:
     stage = "1" if "use-distributed-optimizer" in options else "0"
     if "deepspeed" in options:
         stage = first_value(options, "zero-stage", "")
@@ -248,6 +246,9 @@ def _layout(reading: Reading, options: Options) -> None:
     if "precision" not in reading.values:
         reading.put("precision", "fp32", "neither --bf16 nor --fp16")
     backend = first_value(options, "attention-backend", "auto")
+    no_flash, no_fused = (script.variables.get(name) == ["0"] for name in NVTE)
+    if backend == "auto" and (no_flash or no_fused):
+        backend = "unfused" if no_flash and no_fused else "fused" if no_flash else "flash"
     local = first_value(options, "transformer-impl") == "local" or "deepspeed" in options
     local = local or bool(OLD & options.keys()) or reading.get("precision") == "fp32"
     flash = {"use-flash-attn", "use-flash-attn-v2", "use-flash-attn-triton"} & options.keys()

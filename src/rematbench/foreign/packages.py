@@ -31,7 +31,8 @@ from rematbench.inputs.huggingface import is_huggingface
 READ = "launch lines of Megatron and of Hugging Face trainers, DeepSpeed JSON, YAML of accelerate, "
 READ += "TRL, LLaMA-Factory, axolotl and nanotron, TOML of torchtitan, config.json of the model"
 STRUCTURED = {".json", ".yaml", ".yml", ".toml"}
-SIZES = {"hidden_size", "n_embd", "d_model", "dim", "text_config", "architectures"}
+SIZES = {"hidden_size", "n_embd", "d_model", "dim", "architectures", "num_hidden_layers"}
+SIZES |= {"text_config", "llm_config", "language_config", "thinker_config"}
 """Keys of a config.json, one of which stands beside its model_type."""
 ENVIRONMENT: dict[str, tuple[str, dict[str, Any]]] = {
     "PYTORCH_CUDA_ALLOC_CONF": ("expandable_segments:true", {"expandable_segments": True}),

@@ -289,9 +289,9 @@ def _assign(script: Script, assignments: Iterable[Node]) -> None:
         values = [expand_text(node.get("Value"), script.variables)]
         if "Array" in node:
             elements = node["Array"].get("Elems", ())
-            keyed = ({"Name": node["Name"], **one} for one in elements if "Index" in one)
+            keyed = ({"Name": node["Name"], **part} for part in elements if "Index" in part)
             _assign(script, keyed)
-            values = _words(script, (one["Value"] for one in elements))
+            values = _words(script, (part["Value"] for part in elements))
         if "Index" in node:
             name += f"[{expand_text(node['Index'], script.variables)}]"
         if node.get("Append"):
@@ -329,7 +329,7 @@ def _call(script: Script, node: Node) -> bool | None:
 
 def _document(script: Script, texts: list[str], redirections: Iterable[Node]) -> bool:
     """Keep the here-document of a command, which it reads into a variable or writes to a file."""
-    documents = [one["Hdoc"] for one in redirections if "Hdoc" in one]
+    documents = [node["Hdoc"] for node in redirections if "Hdoc" in node]
     for document in documents:
         text = expand_document(document, script.variables)
         if texts[0] == "read":

@@ -22,9 +22,6 @@ PRECISIONS |= {"fp16": "fp16", "float16": "fp16", "float32": "fp32"}
 RECOMPUTES = {"TRL": True, "ms-swift": True, "Transformers": False}
 """Whether a trainer recomputes if no key says so: the default of `gradient_checkpointing`."""
 TUNERS = ("finetuning_type", "adapter", "tuner_type", "train_type")
-WIDE = {"param_bytes": 4, "grad_bytes": 4, "reduce_bytes": 4}
-WIDE |= {"optimizer_bytes": 8, "late_state_bytes": 8}
-"""The states of weights in fp32 under autocast."""
 PIECES = "mst:mlp_chunks=1"
 """A head in pieces of as many tokens as the vocabulary is wider than the model: TRL's chunks,
 Liger's fused linear loss (Liger-Kernel 0.8.5, ops/fused_linear_cross_entropy.py) and Cut Cross
@@ -101,9 +98,10 @@ def _precision(reading: Reading, data: Mapping[str, Any]) -> None:
     scaled = reading.get("precision") == "fp16"  # torch's GradScaler takes fp32 gradients alone
     wide = weights == "float32" or scaled or (reading.package in WIDENS and not weights)
     narrow = reading.get("precision") == "fp32" or not is_off(data.get("pure_bf16"))
-    if wide and not narrow and reading.system == "huggingface-flash":
-        reading.facts |= WIDE
-        reading.notes.append("weights in fp32, which autocast narrows operator by operator")
+    if wide and not narrow:
+        reading.put("wide_weights", 1, "dtype")
+    if not is_off(data.get("tf32")) and reading.get("precision") == "fp32":
+        reading.facts["tf32"] = True
 
 
 def _recomputation(reading: Reading, data: Mapping[str, Any]) -> None:
@@ -157,8 +155,6 @@ def _kernels(reading: Reading, data: Mapping[str, Any]) -> None:
         reading.put("pieces", PIECES, "loss_type")
         if loss is None:
             reading.notes.append("TRL of 2026 has the loss in chunks (older: loss_type: nll)")
-    if not is_off(data.get("tf32")) and reading.get("precision") == "fp32":
-        reading.facts["tf32"] = True
     if loss not in (None, "nll", "chunked_nll"):
         reading.refused.append(f"loss_type: {loss} (this loss is not modelled)")
 
