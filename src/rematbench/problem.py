@@ -108,6 +108,8 @@ class Problem:
                 f"no kernel rates of {generation} (there are rates of {known}; a cluster's file "
                 "that names one of these as its generation is timed with its shares of the peaks)"
             )
+        elif self.workload.model.sparse_attention:
+            missing = "sparse attention (an indexer chooses each query's tokens) is not timed"
         elif self.kernel != "unfused" and (lacks := rates.lacks(generation, self.kernel)):
             missing = lacks
         elif not peak_flop_per_s(self.cluster, self.calibration, precision, tf32):
