@@ -102,14 +102,13 @@ class Problem:
         """Why no kernel of this problem has seconds, in one line; empty if all have."""
         generation, precision = self.cluster.generation, self.workload.precision
         rates, tf32, missing = self.calibration.kernels, self.system.kernels.tf32, ""
+        missing = self.workload.model.untimed
         if not self.calibration.has_rates(generation):
             known = ", ".join(sorted(set(self.calibration.gpus) & set(rates.generations) - {CPU}))
             missing = (
                 f"no kernel rates of {generation} (there are rates of {known}; a cluster's file "
                 "that names one of these as its generation is timed with its shares of the peaks)"
             )
-        elif self.workload.model.sparse_attention:
-            missing = "sparse attention (an indexer chooses each query's tokens) is not timed"
         elif self.kernel != "unfused" and (lacks := rates.lacks(generation, self.kernel)):
             missing = lacks
         elif not peak_flop_per_s(self.cluster, self.calibration, precision, tf32):

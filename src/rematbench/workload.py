@@ -190,6 +190,12 @@ class Model(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return self.latent is not None and self.latent.index_top > 0
 
     @property
+    def untimed(self) -> str:
+        """Why the model's operators have no seconds; empty if they have."""
+        words = "sparse attention (an indexer chooses the tokens of each query)"
+        return words * self.sparse_attention
+
+    @property
     def out_width(self) -> int:
         """Columns of attention's output: heads x columns of values."""
         return self.num_heads * self.v_dim

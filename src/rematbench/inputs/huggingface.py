@@ -299,11 +299,9 @@ class _Reader:
         return {**rest, "experts": {**experts, "dense_layers": dense}}
 
     def _with_latent(self, found: dict[str, Any]) -> dict[str, Any]:
-        """The fields with those of latent attention (`latent.kv_rank`) as one.  A file may say no
-        columns of values: those of hidden / heads."""
+        """The fields with those of latent attention (`latent.kv_rank`) as one."""
         mark = "latent."
         latent = {k.removeprefix(mark): v for k, v in found.items() if k.startswith(mark)}
-        latent.setdefault("v", found["hidden"] // found["num_heads"])
         rest = {k: v for k, v in found.items() if not k.startswith(mark)}
         sizes = {"head_dim": latent["nope"] + latent["rope"], "num_kv_heads": rest["num_heads"]}
         return {**rest, **sizes, "latent": latent}

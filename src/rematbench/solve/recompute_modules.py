@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from typing import Literal
 
-Module = Literal["core_attn", "layernorm", "mlp", "moe", "moe_act", "shared_experts"]
+Module = Literal["core_attn", "layernorm", "mlp", "moe", "moe_act", "shared_experts", "mla_up_proj"]
 CORE_ATTENTION = ("attn_probs", "attn_probs_mask", "attn_probs_dropped")
 MLP = ("gate_out", "up_out", "act_out", "fc2_in")
 SHARED = ("shared_gate_out", "shared_up_out", "shared_fc2_in")
@@ -16,6 +16,7 @@ MODULES: dict[Module, tuple[str, ...]] = {
     "moe": ("router_scores", "permutation", *EXPERTS, *SHARED, "shared_out"),
     "moe_act": WEIGHTED,
     "shared_experts": SHARED,
+    "mla_up_proj": ("q", "k", "v"),
 }
 """The saved tensors inside the modules that Megatron-core recomputes (transformer_config.py,
 recompute_modules)."""

@@ -99,7 +99,21 @@ class Builder:
             sums = Comm("all_reduce", "tp", self.s.tokens * FP32)
             self.ops[-1] = replace(self.ops[-1], reduce=sums, grad_reduce=sums)
 
-    def _norm(self, name: str, x: str, out: str, groups: int, parameters: int) -> None:
+    def latent_norm(self, name: str, x: str, rank: int, beside: tuple[str, ...] = ()) -> None:
+        """Add a norm over `rank` compressed columns of a rank's rows.  `beside`: the other columns
+        of the storage of which `x` is a view, which a saved view keeps."""
+        out = self.add(f"{name}_out", self.s.shard_tokens, rank * self.e)
+        self._norm(name, x, out, 1, self.model.norm_parameters_of(rank), beside)
+
+    def _norm(
+        self,
+        name: str,
+        x: str,
+        out: str,
+        groups: int,
+        parameters: int,
+        beside: tuple[str, ...] = (),
+    ) -> None:
         """Add a norm; each token has `groups` statistics."""
         layernorm = self.model.norm == "layernorm"
         elements = self.nbytes(x) // self.e
@@ -107,7 +121,7 @@ class Builder:
         kernel = Named("norm", "fused" if native else self.system.norm_kernel, elements, self.e)
         eager = self.system.kernels.norm_keeps_steps and (not layernorm or self.model.norm_in_fp32)
         made = self._steps(name, x, groups) if eager else ()
-        kept = () if made and self.e < FP32 else (x,)
+        kept = () if made and self.e < FP32 else (x, *beside)
         inside = _inside_norm(self.model) if eager else (0, 0)
         self.ops.append(
             Op(
@@ -145,14 +159,16 @@ class Builder:
         extra: tuple[Kernel, ...] = (),
         *,
         bias: bool = False,
+        width: int = 0,
     ) -> None:
-        """Add a column-parallel linear: it gathers its input or all-reduces its input gradient."""
-        for out, width in outs.items():
-            self.wide(out, width)
+        """Add a column-parallel linear of `width` input columns (0: the hidden columns): it gathers
+        its input or all-reduces its input gradient."""
+        for out, each in outs.items():
+            self.wide(out, each)
         columns = sum(outs.values())
-        n, h = self.s.tokens, self.model.hidden
-        split = self.s.tp > 1
-        gather = Comm("all_gather", "tp", self.full_bytes) if self.s.sp else None
+        n, h = self.s.tokens, width or self.model.hidden
+        split, nbytes = self.s.tp > 1, n * h * self.e
+        gather = Comm("all_gather", "tp", nbytes) if self.s.sp else None
         back: CommKind = "reduce_scatter" if self.s.sp else "all_reduce"
         self.ops.append(
             Op(
@@ -165,8 +181,8 @@ class Builder:
                 backward_weight=(Gemm(h, columns, n),),
                 gather=gather,
                 regather=gather,
-                grad_reduce=Comm(back, "tp", self.full_bytes) if split else None,
-                gathered_bytes=self.full_bytes if gather else 0,
+                grad_reduce=Comm(back, "tp", nbytes) if split else None,
+                gathered_bytes=nbytes if gather else 0,
                 parameters=h * columns + (columns if bias else 0),
             )
         )
@@ -264,12 +280,13 @@ class Builder:
         out = "attn_heads" if self.ulysses > 1 else "attn_out"
         if self.ulysses > 1:
             kv_heads = max(self.s.kv_heads, self.ulysses)  # a head may go to several ranks
-            kv_width = kv_heads * self.model.head_dim
-            widths = {"q": self.s.q_width, "k": kv_width, "v": kv_width}
+            model = self.model
+            widths = {"q": self.s.q_width, "k": kv_heads * model.head_dim}
+            widths["v"] = kv_heads * model.v_dim
             self._exchange("to_heads", {self.projected(name): name for name in widths}, widths)
-        self._attention(window, self.wide(out, self.s.q_width))
+        self._attention(window, self.wide(out, self.s.out_width))
         if self.ulysses > 1:
-            self._exchange("to_rows", {out: "attn_out"}, {"attn_out": self.s.q_width})
+            self._exchange("to_rows", {out: "attn_out"}, {"attn_out": self.s.out_width})
 
     def _exchange(self, name: str, pairs: dict[str, str], widths: dict[str, int]) -> None:
         """Add an all-to-all between row order and head order; the backward moves the same bytes."""
@@ -301,6 +318,7 @@ class Builder:
             heads=s.heads // self.ulysses,
             kv_heads=max(1, s.kv_heads // self.ulysses),
             head_dim=self.model.head_dim,
+            v_dim=self.model.latent.v if self.model.latent else 0,
             q_rows=s.seq_len // s.cp,
             kv_rows=s.seq_len,
             pairs=pairs,
