@@ -107,6 +107,10 @@ EXPERT_LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2-ep2-etp1-pp2": {
         **{"tp": 2, "dp": 2, "ep": 2, "etp": 1, "pp": 2, "zero_stage": 1, "global_batch": 4}
     },
+    "tp2-ep2-pp2-vpp2": {
+        **{"tp": 2, "dp": 2, "ep": 2, "etp": 2, "pp": 2, "vpp": 2, "zero_stage": 1},
+        **{"global_batch": 4},
+    },
 }
 """Layouts of models with experts."""
 

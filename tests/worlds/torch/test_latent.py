@@ -127,8 +127,8 @@ def launched(*which: tuple[str, str, str]) -> dict[str, tuple[Case, Result]]:
 
 
 def test_eight_ranks_compute_what_one_process_computes() -> None:
-    """EP 2 x TP 2 x PP 2, with experts."""
-    for case, result in launched(("tp2-ep2-pp2", "experts", "mla_up_proj")).values():
+    """EP 2 x TP 2 x PP 2 x VPP 2, with experts."""
+    for case, result in launched(("tp2-ep2-pp2-vpp2", "experts", "mla_up_proj")).values():
         check(case, result)
 
 

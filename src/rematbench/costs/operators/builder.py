@@ -19,6 +19,8 @@ from rematbench.inputs.shapes import packed_pairs, shapes
 from rematbench.inputs.system import System
 from rematbench.workload import Model, Workload
 
+CHOSEN = "chosen"
+"""The tokens that sparse attention chooses for each query."""
 FP32 = 4
 """Bytes of an fp32 element."""
 
@@ -328,13 +330,17 @@ class Builder:
         internals = (self._lse(),) if fused else self._scores()
         inside = (0, 0) if fused else self._inside_scores()
         repeated = self._repeated()
+        chosen = tuple(name for name in (CHOSEN,) if name in self.activations)
         comms = self._attention_comms()
         self.ops.append(
             Op(
                 name="attention",
-                inputs=("q", "k", "v"),
+                inputs=("q", "k", "v", *chosen),
                 outputs=(out, *internals, *repeated),
-                saves=("q", *(repeated or ("k", "v")), *internals, *((out,) if fused else ())),
+                saves=(
+                    *("q", *(repeated or ("k", "v")), *chosen, *internals),
+                    *((out,) if fused else ()),
+                ),
                 forward=(kernel,),
                 backward_input=(kernel,),
                 row_local=False,

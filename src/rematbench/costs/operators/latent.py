@@ -7,7 +7,7 @@ Source: DeepSeek-V2 (arXiv 2405.04434); Megatron-core 0.16.1, multi_latent_atten
 TransformerEngine's duplicated linears; saved bytes from traces of its layers on fake tensors.
 """
 
-from rematbench.costs.operators.builder import Builder
+from rematbench.costs.operators.builder import CHOSEN, Builder
 from rematbench.costs.operators.kernels import Gemm, Named
 from rematbench.costs.operators.ops import Comm, Op, memory_kernel
 from rematbench.workload import Latent
@@ -30,6 +30,8 @@ def add_latent(b: Builder, given: Latent, x: str) -> None:
     b.column("kv_up", "kv_latent_norm_out", wide, width=given.kv_rank)
     _turn(b, given)
     _join(b, b.projected("k"))
+    if given.index_top:
+        _index(b, given, x, source, width)
 
 
 def _down(b: Builder, name: str, x: str, outs: dict[str, int]) -> None:
@@ -47,6 +49,26 @@ def _down(b: Builder, name: str, x: str, outs: dict[str, int]) -> None:
             backward_input=(Gemm(rows, h, columns),),
             backward_weight=(Gemm(h, columns, rows),),
             parameters=columns * (h + b.model.qkv_bias),
+            replicated=True,
+        )
+    )
+
+
+def _index(b: Builder, given: Latent, x: str, source: str, width: int) -> None:
+    """Add the indexer of sparse attention, whole on every rank: the tokens that it chooses for each
+    query (int32).  Nothing differentiates through the choice.  Source: DeepSeek-V3.2's
+    model.py; Transformers 5.23.0, DeepseekV32Indexer."""
+    heads, dim, rows = given.index_heads, given.index_dim, b.s.tokens
+    out = b.add(CHOSEN, rows, 4 * min(given.index_top, b.s.seq_len), False)
+    h, columns = b.model.hidden, heads * dim
+    b.ops.append(
+        Op(
+            name="index",
+            inputs=(x, source),
+            outputs=(out,),
+            row_local=False,
+            forward=(Gemm(rows, columns, width), Gemm(rows, dim + heads, h)),
+            parameters=columns * width + (dim + heads) * h + 2 * dim,
             replicated=True,
         )
     )

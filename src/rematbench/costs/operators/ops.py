@@ -255,7 +255,7 @@ ACTIVATIONS = frozenset(
         *_EXPERTS,
         *_ENDS,
         *_HEADS,
-        *("q_latent", "kv_latent", "k_rope", "k_nope", "k_turned"),
+        *("q_latent", "kv_latent", "k_rope", "k_nope", "k_turned", "chosen"),
         *(f"{name}_rows" for name in _HEADS),
         *(f"{name}{order}_raw" for name in "qk" for order in ("", "_rows")),
         *(f"{name}_repeated" for name in "kv"),
