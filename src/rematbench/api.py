@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pandas as pd
 
+from rematbench.advise.candidates.candidate import load_compare
+from rematbench.advise.candidates.layouts import Fixed
 from rematbench.advise.compare.comparison import Comparison, Order, table
-from rematbench.advise.compare.compositions import load_compare
-from rematbench.advise.search.processes import rounds
-from rematbench.advise.search.search_job import SearchJob, SearchRequest, search_row
-from rematbench.advise.search.space import Fixed
+from rematbench.advise.search.job import search_row
+from rematbench.advise.search.request import SearchRequest
+from rematbench.advise.search.rounds import SearchJob, rounds
 from rematbench.evaluate.problems import make_problem
 from rematbench.evaluate.result import Job, Result, evaluate_method, told_fragmented
 from rematbench.evidence.bands import with_band

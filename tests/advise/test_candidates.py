@@ -5,16 +5,8 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from rematbench.advise.compare.compositions import (
-    KINDS,
-    TUNED,
-    Candidate,
-    changed_kinds,
-    clash,
-    composed,
-    compositions,
-    load_compare,
-)
+from rematbench.advise.candidates.candidate import load_compare
+from rematbench.advise.compare.compositions import Contender, composed, compositions
 from rematbench.inputs.layout import Layout
 from rematbench.plan import (
     MiniSequence,
@@ -26,6 +18,7 @@ from rematbench.plan import (
     Split,
     Transfers,
 )
+from rematbench.plugins.kinds import KINDS, TUNED, changed_kinds, clash
 from rematbench.plugins.policies import Policy, applicable_settings
 from rematbench.problem import Problem
 from tests.problems import all_methods, make_problem
@@ -41,9 +34,9 @@ def demo(system: str = "megatron-kwai") -> Problem:
 # -- the rule of compositions -----------------------------------------------------------------
 
 
-def alone(name: str, *kinds: str, tuned: bool = False) -> tuple[Candidate, Plan]:
+def alone(name: str, *kinds: str, tuned: bool = False) -> tuple[Contender, Plan]:
     """A candidate, with a plan that changes these kinds."""
-    candidate = Candidate(name=name, origin="method", methods=(name,), method=name)
+    candidate = Contender(name=name, origin="method", methods=(name,), method=name)
     plan = demo().base_plan
     for kind in kinds:
         plan = CHANGES[kind](plan)
@@ -59,7 +52,7 @@ CHANGES: dict[str, Callable[[Plan], Plan]] = {
 }
 
 
-def named(pairs: list[tuple[Candidate, Plan]], most: int) -> set[str]:
+def named(pairs: list[tuple[Contender, Plan]], most: int) -> set[str]:
     groups = compositions(demo().base_plan, pairs, most)
     return {"+".join(candidate.name for candidate in group) for group in groups}
 

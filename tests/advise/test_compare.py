@@ -9,12 +9,9 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from rematbench.advise.candidates.candidate import CompareConfig, load_compare
 from rematbench.advise.compare.comparison import Comparison, Order
-from rematbench.advise.compare.compositions import (
-    Candidate,
-    CompareConfig,
-    load_compare,
-)
+from rematbench.advise.compare.compositions import Contender
 from rematbench.advise.compare.tuning import Task, Tuning
 from rematbench.cli.compare import cells, safest, verdict
 from rematbench.engine.lowering.lower import lower
@@ -135,7 +132,7 @@ def test_a_composition_may_be_faster_than_its_last_method_alone() -> None:
 def test_no_candidate_is_made_twice_and_only_rows_that_fit_are_taken_apart() -> None:
     """What a comparison costs: its simulations, counted by what asks for them."""
     comparison, tasks = long()
-    made = [task for task in tasks if isinstance(task, Candidate)]
+    made = [task for task in tasks if isinstance(task, Contender)]
     names = [(one.name, bool(one.first_that_fits)) for one in made]
     assert (
         len(names) == len(set(names)) < 128
@@ -302,7 +299,7 @@ def test_groups_of_layers_are_tuned_where_the_largest_does_not_fit() -> None:
                      layout=Layout(tp=8, sp=True, global_batch=1))  # fmt: skip
     smaller = replace_usable(p)
     tuning = Tuning(Job(problem=smaller, base=p.base_plan), ())
-    candidate = Candidate(name="x", origin="policy", methods=("full_recompute",),
+    candidate = Contender(name="x", origin="policy", methods=("full_recompute",),
                           method="full_recompute", smallest="num_layers")  # fmt: skip
     value = int(tuning(candidate).method.removeprefix("x "))
     resolve = all_methods().resolve

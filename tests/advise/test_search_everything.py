@@ -9,18 +9,20 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from rematbench.advise.search.candidates import Candidate, FixedCandidates, candidates_of
-from rematbench.advise.search.processes import in_one_process
-from rematbench.advise.search.search_job import SearchJob, SearchRequest
-from rematbench.advise.search.space import Fixed
-from rematbench.advise.search.trials import Site, Trial
+from rematbench.advise.candidates.candidate import Candidate
+from rematbench.advise.candidates.layouts import Fixed
+from rematbench.advise.candidates.methods import candidates_of
+from rematbench.advise.candidates.trials import Trial
+from rematbench.advise.search.families import FixedFamily
+from rematbench.advise.search.request import SearchRequest
+from rematbench.advise.search.rounds import SearchJob, in_one_process
 from rematbench.evaluate.result import Result
 from rematbench.evidence.peaks import reserve_bytes
 from rematbench.inputs.layout import LayoutError
 from rematbench.inputs.load import load_cluster, load_model, load_system
 from rematbench.inputs.problemspec import ProblemSpec
 from rematbench.workload import Experts, Model
-from tests.everything import every_plan, everything
+from tests.everything import every_plan, everything, trials_at
 
 MODELS = ("llama-3.1-8b", "gpt-1.3b", "llama-7b", "qwen2-7b", "gemma-2-9b")
 CLUSTERS = ("a800-80gb", "h100-80gb", "h800-80gb", "h100-80gb-dos", "a100-40gb-pcie")
@@ -133,7 +135,7 @@ def fastest_that_fits(one: SearchRequest, found: Sequence[Trial]) -> Result | No
         problem = made.problem(choice)
         if max(known.evaluation.peak_device_bytes) > problem.usable_bytes:
             continue
-        again = Site(choice, problem).trial(known.method, made.registry).result
+        again = trials_at(made, choice).trial(known.method, made.registry).result
         if again.fits:
             return again
     return None
@@ -438,6 +440,6 @@ def test_the_best_layout_of_a_method_is_found(seed: int, text: str, short: bool)
     one = replace(drawn(seed), only=())
     registry = SearchJob(one).registry
     candidates = candidates_of(registry.resolve(text), registry)
-    found = some(one, MOST // 6, FixedCandidates(candidates).roots)
+    found = some(one, MOST // 6, FixedFamily(candidates).roots)
     for share in (SHARES[0], SHARES[2]) if short else SHARES:
         held(at_the_edge(one, found, share), found, candidates)

@@ -5,7 +5,7 @@ from dataclasses import replace as replaced
 
 from msgspec.structs import replace
 
-from rematbench.advise.compare.compositions import Candidate
+from rematbench.advise.compare.compositions import Contender
 from rematbench.advise.compare.tuning import Tuning
 from rematbench.advise.compare.would_fit import GIB, MIB, STEP_BYTES, would_fit
 from rematbench.evaluate.result import Job, Result, evaluate_plan
@@ -24,7 +24,7 @@ def short(**cluster: int) -> Problem:
 def results(problem: Problem, *names: str) -> list[Result]:
     tuning = Tuning(Job(problem=problem, base=problem.base_plan), ())
     return [
-        tuning(Candidate(name=name, origin="method", methods=(name,), method=name))
+        tuning(Contender(name=name, origin="method", methods=(name,), method=name))
         for name in names
     ]
 

@@ -29,7 +29,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "evaluate": (),
     "worlds": ("records", "packages", "torch", ".", "slurm"),
     "evidence": ("published", "kernels", "."),
-    "advise": ("compare", "search"),
+    "advise": ("candidates", "bounds", "search", "compare"),
     "measure": (".", "torch", "parts"),
     "paper": ("matrix", "studies", "tables", "."),
     "api": (),
@@ -38,6 +38,9 @@ ROOMS: dict[str, tuple[str, ...]] = {
 """The rooms of src/rematbench in their order, each with its inner rooms in theirs (`.`: the files
 that stand in the room itself).  A room imports only itself and rooms before it, at both levels."""
 ALIASES = {"__init__": "api", "__main__": "cli"}
+
+FLOORS = {"advise": 4}
+"""The longest chain of imports between the files of a room."""
 
 READERS = {
     "engine.simulate.op_level",
@@ -166,6 +169,19 @@ def test_files_do_not_import_each_other_in_circles() -> None:
     except CycleError as error:
         circle = error.args[1]
     assert not circle
+
+
+@pytest.mark.parametrize("room", FLOORS)
+def test_chains_of_imports_inside_a_room_are_short(room: str) -> None:
+    """A reader of one file has few files below it."""
+    files = {module for module in members({room}) if not is_package(module)}
+
+    @cache
+    def floor(module: str) -> int:
+        below = imports(MODULES[module]) & files
+        return 1 + max(map(floor, below), default=0)
+
+    assert max(map(floor, files)) <= FLOORS[room]
 
 
 def test_readers_of_actions_know_no_plan() -> None:

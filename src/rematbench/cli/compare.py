@@ -12,8 +12,8 @@ from rich.console import Console, ConsoleDimensions, JustifyMethod
 from rich.table import Table
 from typer import Option
 
+from rematbench.advise.candidates.candidate import load_compare
 from rematbench.advise.compare.comparison import Comparison, Order, table
-from rematbench.advise.compare.compositions import load_compare
 from rematbench.advise.compare.would_fit import would_fit
 from rematbench.cli.comparison_plot import FORMATS, write_plot
 from rematbench.cli.options import RunOptions, request, takes_problem

@@ -1,15 +1,17 @@
 """The answer of a search: its plans, then its planners or what would fit, printed or as JSON."""
 
 import sys
+from functools import partial
 from typing import Any
 
 import msgspec
 from rich.console import Console
 
+from rematbench.advise.search.job import search_row, with_engines
 from rematbench.advise.search.limits import not_searched
-from rematbench.advise.search.processes import Progress, solve_planners
 from rematbench.advise.search.questions import would_fit
-from rematbench.advise.search.search_job import SearchJob, search_row, with_engines
+from rematbench.advise.search.request import Progress, Rounds
+from rematbench.advise.search.rounds import SearchJob, rounds, solve_planners
 from rematbench.advise.search.tie import of_packages, simplest
 from rematbench.cli.inverse import in_words
 from rematbench.cli.search_output import (
@@ -51,27 +53,28 @@ class SearchAnswer:
         """The last part of a search that ended: the simplest plan of the tie, what packages reach
         alone, and planners, each within `limit_s` CPU seconds (0: none); where nothing fits, the
         changes that would make the job fit.  After Ctrl-C, the answers so far."""
+        run = partial(rounds, processes=processes)
         try:
             if self.ended and not self.results:
-                self._changes(processes)
+                self._changes(run)
             elif self.ended:
-                self._beside(processes)
+                self._beside(run)
                 if limit_s:
                     self._planners(limit_s, processes)
         except KeyboardInterrupt:
             sys.stderr.write("interrupted: a longer search may give better plans\n")
 
-    def _changes(self, processes: int) -> None:
-        for change, result in would_fit(self.job.request, self.at, processes):
+    def _changes(self, run: Rounds) -> None:
+        for change, result in would_fit(self.job.request, self.at, run):
             self.changes.append(f"{change}: {in_words(result)}")
             self._say(f"WOULD FIT: {self.changes[-1]}")
 
-    def _beside(self, processes: int) -> None:
+    def _beside(self, run: Rounds) -> None:
         best = self.results[0]
-        self.simple = simplest(self.job, best, processes)
+        self.simple = simplest(self.job, best, run)
         if self.simple is not None:
             self._say(f"SIMPLEST of the tied plans: {plan_line(self.simple)}")
-        for name, one in of_packages(self.job, best, processes):
+        for name, one in of_packages(self.job, best, run):
             self.alone[name] = one
             self._say(beside_line(f"{name} alone", one, best))
 

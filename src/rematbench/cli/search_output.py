@@ -7,10 +7,11 @@ from typing import Any
 from rich.console import Console
 
 from rematbench import __version__
+from rematbench.advise.candidates.layouts import DEGREES
+from rematbench.advise.search.job import search_row
 from rematbench.advise.search.limits import not_searched, space_words
-from rematbench.advise.search.processes import Progress
-from rematbench.advise.search.search_job import SearchJob, search_row
-from rematbench.advise.search.space import DEGREES
+from rematbench.advise.search.request import Progress
+from rematbench.advise.search.rounds import SearchJob
 from rematbench.cli.compare import LONGEST, WIDE, Head, folded_name, kept, over_peaks
 from rematbench.evaluate.breakdown import PARTS
 from rematbench.evaluate.result import ALIKE, Result, assumed

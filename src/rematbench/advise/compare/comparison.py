@@ -8,29 +8,30 @@ from typing import Annotated, Any
 from msgspec import Meta, Struct
 from msgspec.structs import replace
 
+from rematbench.advise.candidates.candidate import CompareConfig
 from rematbench.advise.compare.compositions import (
-    Candidate,
-    CompareConfig,
-    clash,
+    Contender,
+    Pair,
     composed,
     compositions,
     first_candidates,
-    lost_reason,
     named_candidates,
 )
 from rematbench.advise.compare.grids import best_variants
-from rematbench.advise.compare.tuning import Pair, Task, Tuning, blank
+from rematbench.advise.compare.tuning import Task, Tuning, blank
 from rematbench.evaluate.breakdown import PARTS
 from rematbench.evaluate.evaluator import same_plan
 from rematbench.evaluate.result import ALIKE, Job, Result, Status
 from rematbench.evidence.bands import ratio_band, with_band, with_ties
-from rematbench.host.workers import NoAnswer, Pool
+from rematbench.host.workers import NoAnswer, Pool, lost_reason
 from rematbench.inputs.configfile import ConfigError, wrong_field
 from rematbench.plan import Plan
 from rematbench.plugins.discover import discover
+from rematbench.plugins.kinds import clash
 from rematbench.worlds.packages.flags import Engines
 
 Amount = Annotated[float, Meta(ge=0.0, le=1e30)]
+
 
 COLUMNS = (
     *("name", "origin", "same_as", "status", "reason", "step_s", "tokens_per_s_per_gpu"),
@@ -44,8 +45,10 @@ COLUMNS = (
 )
 """The columns of a comparison in order; the facts of the job and `run_with` follow."""
 
+
 NEAREST = 8
 """Results, fastest first, that are tried again without the device's reserve."""
+
 
 STATUSES = ("ok", "fragmented", "oom", "unsupported", "timed out", "failed")
 """The statuses in the order of a ranking."""
@@ -113,7 +116,7 @@ class Comparison:
         names = {candidate.name for candidate in self.first}
         self.first += [candidate for candidate in named if candidate.name not in names]
         self.pairs: dict[str, Pair] = {}
-        self.alone: list[tuple[Candidate, Plan]] = []
+        self.alone: list[tuple[Contender, Plan]] = []
         self.composed: set[str] = set()
 
     def _pool(self, job: Job) -> Pool[Task, Result]:
@@ -195,7 +198,7 @@ class Comparison:
         more.sort(key=lambda pair: (len(pair[0].methods), pair[0].name))
         return [pair for pair in (*first.values(), *more) if pair]
 
-    def _has_row(self, candidate: Candidate, result: Result) -> bool:
+    def _has_row(self, candidate: Contender, result: Result) -> bool:
         """Whether a candidate is a variant, or a composition that frees bytes compared with its
         base."""
         if candidate.origin != "composition":
@@ -222,7 +225,7 @@ class Comparison:
         pairs = [self.pairs[name] for name in names]
         return [pair for pair in pairs if not (pair[1].parts_s or pair[1].retries)]
 
-    def _evaluate(self, candidates: Sequence[Candidate]) -> list[Pair]:
+    def _evaluate(self, candidates: Sequence[Contender]) -> list[Pair]:
         """Candidates with their results, in order; without those that overrule their base."""
         pairs: dict[str, Pair] = {}
         self.pool.add(candidates)
@@ -245,7 +248,7 @@ class Comparison:
                 self.pool.add(self._compositions_on(candidate, result))
             yield candidate, result
 
-    def _compositions_on(self, candidate: Candidate, result: Result) -> list[Candidate]:
+    def _compositions_on(self, candidate: Contender, result: Result) -> list[Contender]:
         """The compositions that become possible with this candidate's plan."""
         if result.plan is None or candidate.origin not in ("method", "composition"):
             return []
@@ -260,7 +263,7 @@ class Comparison:
                 candidates.append(composed(group, before.plan))
         return candidates
 
-    def _result(self, candidate: Candidate, answer: Result | NoAnswer) -> Result:
+    def _result(self, candidate: Contender, answer: Result | NoAnswer) -> Result:
         """A worker's answer with this process's job, or why there is none."""
         if isinstance(answer, Result):
             return replace(answer, job=self.job)
@@ -268,12 +271,12 @@ class Comparison:
         reason = lost_reason(answer, self.limit_s)
         return replace(blank(self.job, candidate), status=status, reason=reason)
 
-    def _clashes(self, candidate: Candidate, result: Result) -> bool:
+    def _clashes(self, candidate: Contender, result: Result) -> bool:
         """Whether a composed plan overrules a decision of its base: it is then no composition."""
         base, plan = candidate.base, result.plan
         return base is not None and plan is not None and bool(clash(self.job.problem, base, plan))
 
-    def _has_planner(self, candidate: Candidate) -> bool:
+    def _has_planner(self, candidate: Contender) -> bool:
         return self.registry.has_planner(candidate.methods)
 
 

@@ -4,42 +4,44 @@ Every grid declares its values, so the variants form a list, and most of them ne
 Two assumptions decide (a test checks them against full lists): adding a method never makes a plan
 faster; pieces only cost time and only free bytes. So neither a method nor pieces are added to a
 plan that is slower than a plan that fits. A composition may be faster than its later methods alone:
-the next method need not copy the tensors that an earlier one rebuilds.
-"""
+the next method need not copy the tensors that an earlier one rebuilds."""
 
 from collections.abc import Callable, Iterable, Sequence
 
 from msgspec.structs import replace
 
 from rematbench.advise.compare.compositions import (
-    KINDS,
-    Candidate,
-    changed_kinds,
+    UNPLANNED_BYTES,
+    Contender,
+    Pair,
     composed,
     compositions,
-    place,
 )
-from rematbench.advise.compare.tuning import UNPLANNED_BYTES, Pair
 from rematbench.evaluate.evaluator import same_plan
 from rematbench.evaluate.result import Job, Result
 from rematbench.plan import Settings
+from rematbench.plugins.kinds import KINDS, changed_kinds, place
 from rematbench.plugins.registry import MethodEntry, Registry, method_text
 from rematbench.problem import Problem
 from rematbench.solve.kept import resident_bytes
 
-Evaluate = Callable[[Sequence[Candidate]], list[Pair]]
+Evaluate = Callable[[Sequence[Contender]], list[Pair]]
 """Evaluates candidates; the pairs come in the order of the candidates."""
 
-Bounded = tuple[Candidate, float]
+
+Bounded = tuple[Contender, float]
 """A candidate, and a lower bound of its step in seconds."""
+
 
 BATCH = 4
 """Candidates evaluated between two looks at the fastest step. The number is a constant, so that the
 choice of what is evaluated does not depend on the number of processes."""
 
+
 MOST_SHARE = 0.995
 """A variant is evaluated where its step may take this share of the fastest step or less. No
 comparison tells plans apart that differ by less than half a per cent."""
+
 
 PIECES = KINDS.index("pieces")
 
@@ -155,7 +157,7 @@ class _Grids:
             if result.plan and same_plan(result.plan) == base
         )
 
-    def _on_base(self, group: tuple[Candidate, ...]) -> Bounded | None:
+    def _on_base(self, group: tuple[Contender, ...]) -> Bounded | None:
         """The candidate of a group's last method on the plan of the others, with a lower bound;
         None where it is a default or the others have no plan."""
         pairs = {pair[1].method: pair for pair in self.pairs} | self.defaults
@@ -201,9 +203,9 @@ def keeps_too_much(problem: Problem, result: Result) -> bool:
 
 def _variant(
     method: MethodEntry, settings: Settings, choices: tuple[Settings, ...] = ()
-) -> Candidate:
+) -> Contender:
     """A method with settings of its grid, or with the first of `choices` that fits."""
-    return Candidate(
+    return Contender(
         name=method_text(method, settings),
         origin="grid",
         methods=(method.name,),
@@ -213,7 +215,7 @@ def _variant(
     )
 
 
-def _in_pieces(pair: Pair, method: MethodEntry) -> Candidate:
+def _in_pieces(pair: Pair, method: MethodEntry) -> Contender:
     """The candidate of a result's plan, computed in the fewest pieces that fit."""
     candidate, result = pair
     return replace(

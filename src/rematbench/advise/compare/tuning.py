@@ -7,7 +7,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from rematbench.advise.compare.compositions import Candidate
+from rematbench.advise.compare.compositions import UNPLANNED_BYTES, Contender, Pair
 from rematbench.evaluate.evaluator import SINGLE_EVALUATOR
 from rematbench.evaluate.result import Job, Result, needs_seconds, of_plan, told_fragmented
 from rematbench.evaluate.verdict import retries
@@ -20,15 +20,10 @@ from rematbench.plugins.policies import applicable_settings
 from rematbench.plugins.registry import MethodError, make_plan, method_text
 from rematbench.solve.search import smallest_feasible
 
-Pair = tuple[Candidate, Result]
-"""What was to be planned, and what came out."""
-
-Task = Candidate | Pair
+Task = Contender | Pair
 """A candidate to evaluate, or one with a result whose step is to be broken into parts. The
 simulations of the parts cost more than all other work, and most results stand in no row."""
 
-UNPLANNED_BYTES = 2**62
-"""Missing bytes of a candidate without a plan: more than any device has."""
 
 FRAGMENTS = 0.1
 """Share of device memory by which allocator fragmentation may differ between two plans."""
@@ -57,7 +52,7 @@ class Tuning:
             reason = " ".join(f"{type(error).__name__}: {error}".split())
             return replace(blank(self.job, task), reason=reason)
 
-    def _evaluated(self, candidate: Candidate) -> Result:
+    def _evaluated(self, candidate: Contender) -> Result:
         candidate = self._fitted(candidate)
         settings = applicable_settings(candidate.settings, self.problem)
         name, key = candidate.name, candidate.smallest
@@ -83,7 +78,7 @@ class Tuning:
             retries=retries(self.problem, plan, evaluation),
         )
 
-    def _fitted(self, candidate: Candidate) -> Candidate:
+    def _fitted(self, candidate: Contender) -> Contender:
         """The candidate with the first of its settings that fits, or the last where none fits."""
         choices = candidate.first_that_fits
         if not choices:
@@ -109,21 +104,21 @@ class Tuning:
         fitting = [index for index, value in enumerate(every) if value >= 0]
         return fitting[0] if fitting else max(range(last + 1), key=every.__getitem__)
 
-    def _margin(self, candidate: Candidate, settings: Mapping[str, Any]) -> int:
+    def _margin(self, candidate: Contender, settings: Mapping[str, Any]) -> int:
         """Free device bytes of the candidate under these settings (negative: bytes missing)."""
         plan = self._plan(candidate, settings)
         if isinstance(plan, Unsupported):
             return -UNPLANNED_BYTES
         return self.problem.cost.headroom_bytes(plan)
 
-    def _plan(self, candidate: Candidate, settings: Mapping[str, Any]) -> Plan | Unsupported:
+    def _plan(self, candidate: Contender, settings: Mapping[str, Any]) -> Plan | Unsupported:
         method = self.registry.resolve(candidate.method, settings, self.problem)
         base = candidate.base or self.job.base
         if len(method.methods) > 1:
             return method.plan(self.problem, base)
         return make_plan(method.methods[0], self.problem, base)
 
-    def _smallest(self, candidate: Candidate, settings: Mapping[str, Any]) -> int:
+    def _smallest(self, candidate: Contender, settings: Mapping[str, Any]) -> int:
         """The smallest value, from 1 to the layers of a chunk, with which the candidate fits. Where
         no value fits: the best of the powers of two (groups of layers are worst at both ends)."""
         top = max(len(chunk) for rank in self.job.base.partition for chunk in rank)
@@ -139,7 +134,7 @@ class Tuning:
         return next((v for v in values if margins[v] >= 0), max(values, key=margins.__getitem__))
 
 
-def blank(job: Job, candidate: Candidate) -> Result:
+def blank(job: Job, candidate: Contender) -> Result:
     """The result of a candidate before it has a plan."""
     return Result(
         job=job,

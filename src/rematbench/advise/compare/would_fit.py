@@ -17,11 +17,16 @@ from rematbench.solve.search import smallest_feasible
 NEAREST = 4
 """How many results, nearest to fitting first, are tried on twice the GPUs."""
 
+
 SHORT = ("fragmented", "oom")
 """Statuses of plans that need more memory than there is."""
 
+
 MIB = 2**20
+
+
 GIB = 2**30
+
 
 STEP_BYTES = 32 * MIB
 """Resolution of the sufficient bytes: a few hundredths of a GiB."""

@@ -3,13 +3,14 @@ no layout has here."""
 
 from collections.abc import Iterator
 
-from rematbench.advise.search.candidates import LARGEST_UNIT, Variant
-from rematbench.advise.search.search_job import SearchJob
-from rematbench.advise.search.space import MOST_MICRO_BATCH
+from rematbench.advise.candidates.candidate import Variant
+from rematbench.advise.candidates.layouts import MOST_MICRO_BATCH
+from rematbench.advise.candidates.methods import LARGEST_UNIT
+from rematbench.advise.search.job import SearchSpace
 from rematbench.inputs.layout import GATHERED_CHUNKS, Layout
 
 
-def space_words(job: SearchJob) -> str:
+def space_words(job: SearchSpace) -> str:
     """The space of a search: the proof covers it and nothing else."""
     layouts, methods = len(job.space.choices), len(job.variants)
     placed = len([choice for choice in job.space.choices if choice.states])
@@ -22,7 +23,7 @@ def space_words(job: SearchJob) -> str:
     return f"{layouts:,} layout{many}{states}, each with {each}"
 
 
-def not_searched(job: SearchJob) -> list[str]:
+def not_searched(job: SearchSpace) -> list[str]:
     """What the space leaves out although `simulate` has it, and then what `simulate` does not
     model."""
     layouts = [choice.layout for choice in job.space.choices]
@@ -37,7 +38,7 @@ def pieces_limits(variants: list[Variant]) -> Iterator[str]:
             yield f"more pieces than {variant.scalar.values[-1]}"
 
 
-def _of_layouts(job: SearchJob, layouts: list[Layout]) -> Iterator[str]:
+def _of_layouts(job: SearchSpace, layouts: list[Layout]) -> Iterator[str]:
     fixed, spec, features = job.request.fixed, job.request.spec, job.system.features
     if fixed.micro_batch is None and spec.global_batch > MOST_MICRO_BATCH:
         yield f"micro-batches of more than {MOST_MICRO_BATCH} sequences"
@@ -54,7 +55,7 @@ def _of_package() -> Iterator[str]:
     yield f"groups of more than {LARGEST_UNIT} layers"
 
 
-def _of_methods(job: SearchJob) -> Iterator[str]:
+def _of_methods(job: SearchSpace) -> Iterator[str]:
     yield from pieces_limits(job.variants)
     yield "settings of methods that are not in their grids"
     if not job.states:
@@ -62,7 +63,7 @@ def _of_methods(job: SearchJob) -> Iterator[str]:
     yield "gradients that leave in the backward (compare takes methods of such states)"
 
 
-def _not_modelled(job: SearchJob, layouts: list[Layout]) -> Iterator[str]:
+def _not_modelled(job: SearchSpace, layouts: list[Layout]) -> Iterator[str]:
     system = job.system
     if any(layout.pp > 1 for layout in layouts):
         if {2, 3} & set(system.pipeline_zero_stages):
