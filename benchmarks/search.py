@@ -37,8 +37,7 @@ from rematbench.advise.search.rounds import SearchJob, rounds
 from rematbench.cli.doctor import cpu_name
 from rematbench.inputs.problemspec import ProblemSpec
 from rematbench.paper.matrix.best import Line, Task, Worker
-from rematbench.worlds.records.matrix_spec import MatrixSpec
-from rematbench.worlds.records.suite import load_matrix
+from rematbench.paper.matrix.spec import MatrixSpec, load_matrix
 
 GAPS = (0.02, 0.005)
 LAYOUTS = 100_000

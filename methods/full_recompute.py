@@ -65,7 +65,7 @@ class FullRecompute(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         return _inputs_on_host(made) if self.inputs == "host" else made
 
     def _host_refusal(self, problem: Problem, base: Plan) -> str:
-        if "activation_offload" not in problem.system.features:
+        if "activation_offload" not in problem.system.accepts.features:
             return f"system {problem.system.name} has no activation offload"
         if (self.every, self.method) != (1, "uniform"):
             return "inputs on the host need method=uniform and every=1"

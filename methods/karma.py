@@ -54,7 +54,7 @@ class Karma(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     def plan(self, problem: Problem, base: Plan) -> Plan | Unsupported:
         """Swap or recompute the layers that the device cannot hold."""
-        if "activation_offload" not in problem.system.features:
+        if "activation_offload" not in problem.system.accepts.features:
             return Unsupported(f"system {problem.system.name} has no activation offload")
         if not kept_activations(problem, base):
             return Unsupported("the base keeps no activation to swap")

@@ -113,7 +113,7 @@ class Memo(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     def _refusal(self, problem: Problem, base: Plan) -> str:
         """Why there is no plan; empty if there may be one."""
         shortest = min(sum(len(chunk) for chunk in rank) for rank in base.partition)
-        if "activation_offload" not in problem.system.features:
+        if "activation_offload" not in problem.system.accepts.features:
             return f"system {problem.system.name} has no activation offload"
         if problem.attention != "flash":
             return "needs fused attention: it cannot swap or rebuild materialised attention scores"

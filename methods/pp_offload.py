@@ -60,7 +60,7 @@ class PpOffload(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         pp = problem.layout.pp
         if pp < 3:
             return Unsupported(f"needs pp >= 3 so that copies have passes to hide behind, not {pp}")
-        if "activation_offload" not in problem.system.features:
+        if "activation_offload" not in problem.system.accepts.features:
             return Unsupported(f"system {problem.system.name} has no activation offload")
         alpha, bound = self._share(problem, base)
         reason = self._refusal(problem, base, alpha)

@@ -14,6 +14,7 @@ from rematbench.inputs.layout import Layout
 from rematbench.inputs.load import load_cluster, load_system
 from rematbench.inputs.paths import data_dir
 from rematbench.inputs.problemspec import ProblemSpec
+from rematbench.inputs.system import with_facts
 from rematbench.plan import (
     ByteBudget,
     Fate,
@@ -94,7 +95,7 @@ def problem(
     return Problem(
         Workload(model=model, seq_len=seq_len),
         replace(load_cluster("h800-80gb"), gpus_per_node=1),
-        replace(load_system(system), **ANY_LAYOUT, **(system_changes or {})),
+        with_facts(load_system(system), **ANY_LAYOUT, **(system_changes or {})),
         Layout(**layout),
         calibration(),
         attention,

@@ -85,7 +85,7 @@ def problems(draw: st.DrawFn, deeper: int = 0) -> Problem:
     model = draw(models(pp * vpp + draw(st.integers(0, 2)) + deeper))
     if model.experts is not None:
         system = draw(st.sampled_from(EXPERTS))
-    ring = load_system(system).cp_kind == "ring"  # which has no windows
+    ring = load_system(system).parallel.cp_kind == "ring"  # which has no windows
     if system not in CONTEXT_PARALLEL or (ring and any(model.attention_window)):
         layout["cp"] = 1
     if model.experts is not None:

@@ -4,17 +4,13 @@ from shutil import which
 
 from rematbench.host.console import CommandError
 from rematbench.worlds.records.store import Store
-from rematbench.worlds.slurm.campaign import Campaign, load_campaign_suite
-from rematbench.worlds.slurm.slurm_queue import wrap_executor
-from rematbench.worlds.slurm.cell_records import is_final
-from rematbench.worlds.slurm.submissions import executed_resources, refuse
+from rematbench.worlds.slurm.campaign import Campaign, load_campaign_suite, refuse
 
 
 include: "placement.smk"
 
 
 CAMPAIGNS = {}
-wrap_executor(config["status_seconds"])
 
 
 def campaign(wildcards):
@@ -30,7 +26,7 @@ def campaign(wildcards):
 
 def check_submissions(name):
     """WorkflowError where a job cannot run or the jobs to submit exceed `max_gpu_hours`."""
-    store = Store(Path(f"results/{name}/cells"), is_final=is_final)
+    store = Store(Path(f"results/{name}/cells"))
     try:
         refuse(CAMPAIGNS[name], store, max_gpu_hours=config["max_gpu_hours"])
     except CommandError as error:
@@ -59,9 +55,13 @@ def bundle_keys(wildcards):
 
 def from_center(key):
     """A function that gives one resource of a bundle from the cluster file."""
-    return lambda wildcards: executed_resources(
-        campaign(wildcards).center, bundle_of(wildcards)
-    )[key]
+
+    def resource(wildcards):
+        job = bundle_of(wildcards)
+        center = campaign(wildcards).center
+        return center.executed_resources(job.nodes, job.gpus_per_node, job.minutes)[key]
+
+    return resource
 
 
 def shell_setup(wildcards):

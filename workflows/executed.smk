@@ -21,7 +21,7 @@ rule executed:
     shell:
         "{params.setup}rematbench run-cells {input.suite} --bundle {wildcards.bundle} -o {output}"
         " --store results/{wildcards.measured}/cells {params.cluster}"
-        " ${{SLURM_JOB_ID:+--job-id $SLURM_JOB_ID --minutes {resources.runtime}}} >> {log} 2>&1"
+        " ${{SLURM_JOB_ID:+--job-id $SLURM_JOB_ID}} >> {log} 2>&1"
 
 
 rule executed_table:

@@ -1,8 +1,7 @@
 """Where simulated jobs run: on this machine, or on Slurm with resources from the cluster file."""
 
 from rematbench.inputs.configfile import ConfigError
-from rematbench.worlds.slurm.submissions import KEYS, simulated_resources
-from rematbench.worlds.slurm.settings import load_center
+from rematbench.worlds.slurm.settings import KEYS, load_center
 
 CPU_CLUSTER = config["cluster"] or "this-machine"
 SIMULATE_HERE = config["simulate_on"] == "local"
@@ -21,7 +20,9 @@ def simulated_resource(key):
     """A function that gives one resource of a simulated bundle; nothing for a local bundle."""
     nothing = 0 if key in ("mem_mb", "runtime") else None
     return lambda wildcards: (
-        nothing if SIMULATE_HERE else simulated_resources(load_center(CPU_CLUSTER))[key]
+        nothing
+        if SIMULATE_HERE
+        else load_center(CPU_CLUSTER).simulated_resources()[key]
     )
 
 

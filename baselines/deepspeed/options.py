@@ -31,13 +31,14 @@ def stack_values(problem: Problem, zero: dict[str, Any]) -> dict[str, Any]:
     system, use = problem.system, use_of(problem)
     values: dict[str, Any] = {
         "bucket_bytes": min(
-            system.bucket_bytes // max(1, system.grad_bytes) or zero["reduce_bucket_size"],
+            system.zero.bucket_bytes // max(1, system.states.grad_bytes)
+            or zero["reduce_bucket_size"],
             zero["reduce_bucket_size"],
         ),
-        "prefetch_elements": system.prefetch_elements,
-        "live_elements": system.live_elements,
-        "sub_group_parameters": system.sub_group_parameters or None,
-        "whole_buckets": system.whole_buckets,
+        "prefetch_elements": system.zero.prefetch_elements,
+        "live_elements": system.zero.live_elements,
+        "sub_group_parameters": system.zero.sub_group_parameters or None,
+        "whole_buckets": system.zero.whole_buckets,
     }
     return {
         KEYS[fact]: value for fact, value in values.items() if value is not None and ACTS[fact](use)

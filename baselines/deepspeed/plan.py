@@ -83,7 +83,7 @@ class DeepSpeed(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     def candidates(cls, problem: Problem) -> Iterator["DeepSpeed"]:
         """The policies that a configuration can express, simplest first (tiles need code)."""
         homes = {state.kind: state.home for state in problem.base_plan.states}
-        overlaps = problem.system.reduce_overlap and problem.layout.zero_stage > 0
+        overlaps = problem.system.zero.reduce_overlap and problem.layout.zero_stage > 0
         optimizer = homes.get("optimizer") == "host"
         for checkpointing in ("none", "plain", "partitioned_cpu"):
             for offload in ((False, False), (True, False), (True, True)):
@@ -104,8 +104,9 @@ class DeepSpeed(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             "Ulysses is code (DistributedAttention, and its groups as mpu): of a configuration "
             "sequence_parallel_size alone exchanges nothing",
         )
-        graphs = (problem.system.cuda_graphs, "CUDA graphs: DeepSpeed captures none in training")
-        return active_reasons([*_job(setup_of(problem)), code, graphs])
+        graphs = problem.system.kernels.cuda_graphs
+        captured = (graphs, "CUDA graphs: DeepSpeed captures none in training")
+        return active_reasons([*_job(setup_of(problem)), code, captured])
 
     def limits(self, setup: Setup) -> list[Reason]:
         """The jobs that DeepSpeed, or this baseline of it, refuses or runs wrongly in every

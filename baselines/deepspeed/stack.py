@@ -94,7 +94,7 @@ def backward_gradient_bytes(policy: DeepSpeed, problem: Problem) -> int:
     if lay.zero_stage == ZERO_3 or policy.offload_optimizer:
         return 0
     ranks = lay.dp if lay.zero_stage == ZERO_2 else 1
-    return problem.system.grad_bytes * -(-problem.workload.model.parameters // ranks)
+    return problem.system.states.grad_bytes * -(-problem.workload.model.parameters // ranks)
 
 
 def _sizes(policy: DeepSpeed, problem: Problem) -> zero_sizes.Sizes:

@@ -33,34 +33,36 @@ EP_OVERLAPS = {"none": "", "interleaved": "--overlap-moe-expert-parallel-comm"}
 
 
 def _attention(system: System) -> str | None:
-    backend = BACKENDS.get(system.attention)
+    backend = BACKENDS.get(system.kernels.attention)
     return backend and f"--attention-backend {backend}"
 
 
 def _tp_overlap(system: System) -> str | None:
-    return {"gemm": "--tp-comm-overlap", "backward": ""}.get(system.tp_overlap)
+    return {"gemm": "--tp-comm-overlap", "backward": ""}.get(system.parallel.tp_overlap)
 
 
 def _rope(system: System) -> str | None:
-    return {"fused": "", "eager": "--no-rope-fusion"}.get(system.rope)
+    return {"fused": "", "eager": "--no-rope-fusion"}.get(system.kernels.rope)
 
 
 def _states(system: System) -> str | None:
-    words = STATES.get(system.optimizer_bytes)
+    words = STATES.get(system.states.optimizer_bytes)
     return f"--use-precision-aware-optimizer {words}" if words else words
 
 
 def _p2p(system: System) -> str | None:
-    return {"interleaved": "", "none": "--no-overlap-p2p-communication"}.get(system.p2p_overlap)
+    return {"interleaved": "", "none": "--no-overlap-p2p-communication"}.get(
+        system.parallel.p2p_overlap
+    )
 
 
 def _order(system: System) -> str | None:
     orders: dict[tuple[str, ...], str] = {RANK_ORDER: "", PIPELINE_FIRST: "--use-tp-pp-dp-mapping"}
-    return orders.get(system.rank_order)
+    return orders.get(system.parallel.rank_order)
 
 
 def _bucket(system: System) -> str:
-    size = system.bucket_bytes // max(1, system.grad_bytes)
+    size = system.zero.bucket_bytes // max(1, system.states.grad_bytes)
     return f"--ddp-bucket-size {size}" if size not in (0, BUCKET_PARAMETERS) else ""
 
 
@@ -71,28 +73,30 @@ def _gradients(nbytes: int) -> str | None:
 
 OPTIONS: dict[str, Callable[[System], str | None]] = {
     "attention": _attention,
-    "fused_loss": lambda system: "--cross-entropy-loss-fusion" * system.fused_loss,
+    "fused_loss": lambda system: "--cross-entropy-loss-fusion" * system.loss.fused_loss,
     "rope": _rope,
-    "norm": lambda system: "" if system.norm == "fused" else "--transformer-impl local",
+    "norm": lambda system: "" if system.kernels.norm == "fused" else "--transformer-impl local",
     "optimizer_bytes": _states,
-    "grad_bytes": lambda system: _gradients(system.grad_bytes),
-    "reduce_bytes": lambda system: _gradients(system.reduce_bytes),
+    "grad_bytes": lambda system: _gradients(system.states.grad_bytes),
+    "reduce_bytes": lambda system: _gradients(system.states.reduce_bytes),
     "tp_overlap": _tp_overlap,
     "p2p_overlap": _p2p,
-    "reduce_overlap": lambda system: "--overlap-grad-reduce" * system.reduce_overlap,
-    "gather_overlap": lambda system: "--overlap-param-gather" * system.gather_overlap,
+    "reduce_overlap": lambda system: "--overlap-grad-reduce" * system.zero.reduce_overlap,
+    "gather_overlap": lambda system: "--overlap-param-gather" * system.zero.gather_overlap,
     "bucket_bytes": _bucket,
-    "cp_kind": lambda system: f"--cp-comm-type {CP_KINDS.get(system.cp_kind, 'p2p')}",
-    "dispatcher": lambda system: f"--moe-token-dispatcher-type {DISPATCHERS[system.dispatcher]}",
-    "ep_overlap": lambda system: EP_OVERLAPS.get(system.ep_overlap),
-    "delayed_wgrad": lambda system: "--delay-wgrad-compute" * system.delayed_wgrad,
-    "cuda_graphs": lambda system: "--cuda-graph-impl local" * system.cuda_graphs,
+    "cp_kind": lambda system: f"--cp-comm-type {CP_KINDS.get(system.parallel.cp_kind, 'p2p')}",
+    "dispatcher": lambda system: (
+        f"--moe-token-dispatcher-type {DISPATCHERS[system.experts.dispatcher]}"
+    ),
+    "ep_overlap": lambda system: EP_OVERLAPS.get(system.experts.ep_overlap),
+    "delayed_wgrad": lambda system: "--delay-wgrad-compute" * system.experts.delayed_wgrad,
+    "cuda_graphs": lambda system: "--cuda-graph-impl local" * system.kernels.cuda_graphs,
     "optimizer_on_host": lambda system: (
-        "--optimizer-cpu-offload --use-precision-aware-optimizer" * system.optimizer_on_host
+        "--optimizer-cpu-offload --use-precision-aware-optimizer" * system.host.optimizer_on_host
     ),
     "vocab_multiple": lambda system: (
-        f"--make-vocab-size-divisible-by {system.vocab_multiple}"
-        * (system.vocab_multiple != VOCAB_MULTIPLE)
+        f"--make-vocab-size-divisible-by {system.loss.vocab_multiple}"
+        * (system.loss.vocab_multiple != VOCAB_MULTIPLE)
     ),
     "rank_order": _order,
 }

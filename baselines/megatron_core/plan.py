@@ -121,7 +121,7 @@ class MegatronCore(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     def candidates(cls, problem: Problem) -> Iterator["MegatronCore"]:
         """Every policy that Megatron-core's options can express for this problem, simplest
         first."""
-        fused = problem.workload.model.mlp == "swiglu" and problem.system.fused_swiglu
+        fused = problem.workload.model.mlp == "swiglu" and problem.system.kernels.fused_swiglu
         model, per_chunk = problem.workload.model, _per_chunk(setup_of(problem))
         made = partial(cls, bias_activation_fusion=fused)
         full = partial(made, recompute="full")
@@ -141,7 +141,7 @@ class MegatronCore(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         """The facts of a problem that no option can express under any policy."""
         setup = setup_of(problem)
         hosted = (
-            problem.system.optimizer_on_host,
+            problem.system.host.optimizer_on_host,
             "optimizer states in host memory (--optimizer-cpu-offload, not run here)",
         )
         reasons = [*_model(setup), *_layout(setup), _uneven(setup), hosted, _overlapped(problem)]
@@ -318,7 +318,7 @@ def _chunk_sizes(base: Plan) -> set[int]:
 def _norms_in_linears(problem: Problem) -> bool:
     """Whether norms are part of the linears after them: TransformerEngine's are, on which stacks
     with fused norms run.  The stack that runs here without it has norms of its own (stack.py)."""
-    return problem.system.norm == "fused" and not isinstance(problem, StackProblem)
+    return problem.system.kernels.norm == "fused" and not isinstance(problem, StackProblem)
 
 
 def _model(setup: Setup) -> list[Reason]:

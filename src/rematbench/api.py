@@ -6,8 +6,7 @@ allowed.
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-
-import pandas as pd
+from typing import TYPE_CHECKING
 
 from rematbench.advise.candidates.candidate import load_compare
 from rematbench.advise.candidates.layouts import Fixed
@@ -23,6 +22,9 @@ from rematbench.inputs.configfile import ConfigError, convert
 from rematbench.inputs.problemspec import ProblemSpec
 from rematbench.plugins.discover import discover, entry_of
 from rematbench.plugins.registry import Composition, Method, MethodError, Value, build
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 Problem = ProblemSpec
 """A planning problem, in the words of the command line: `Problem(model="llama-7b", gpus=8, ...)`.
@@ -83,7 +85,7 @@ def compare(
     price: float = 0.0,
     limit_s: int = 4,
     processes: int = 2,
-) -> pd.DataFrame:
+) -> "pd.DataFrame":
     """Every method, composition and baseline policy on one problem, best first, with the columns of
     the CSV file of `rematbench compare` (base SI units, fractions; missing values if there is
     none).
@@ -104,7 +106,7 @@ def compare(
         processes=processes,
         limit_s=limit_s,
     )
-    return pd.DataFrame(table(comparison.everything(), order))
+    return _frame(table(comparison.everything(), order))
 
 
 def search(
@@ -116,7 +118,7 @@ def search(
     within: float = 0.02,
     top: int = 10,
     processes: int = 2,
-) -> pd.DataFrame:
+) -> "pd.DataFrame":
     """The fastest layouts and plans of a problem, best first, with the columns of the CSV file of
     `rematbench search`; `attrs["gap"]` is the share of the first row's step time by which another
     plan may be shorter.
@@ -147,9 +149,16 @@ def search(
     job = SearchJob(asked).ready()
     *_, end = rounds(asked, shown=top, processes=processes)
     results = job.completed(end.results[:top])
-    rows = pd.DataFrame([search_row(place, one) for place, one in enumerate(results, 1)])
+    rows = _frame([search_row(place, one) for place, one in enumerate(results, 1)])
     rows.attrs["gap"] = end.gap
     return rows
+
+
+def _frame(rows: Sequence[Mapping[str, object]]) -> "pd.DataFrame":
+    """Rows as a DataFrame.  pandas takes a third of a second to import, which `simulate` saves."""
+    import pandas as pd  # noqa: PLC0415
+
+    return pd.DataFrame(rows)
 
 
 def _check_lists(**given: object) -> None:

@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 import msgspec
 
 from rematbench.costs.bind import CostModel
-from rematbench.costs.estimators import PipelineOffloadEstimator, pipeline_offload_estimator
+from rematbench.costs.offload_estimate import PipelineOffloadEstimator, pipeline_offload_estimator
 from rematbench.costs.operators.block import embedding_table, head_table, layer_table
 from rematbench.costs.operators.ops import Op, OpTable, rebuild_ops
 from rematbench.costs.states import (
@@ -103,7 +103,7 @@ class Problem:
     def untimed(self) -> str:
         """Why no kernel of this problem has seconds, in one line; empty if all have."""
         generation, precision = self.cluster.generation, self.workload.precision
-        rates, missing = self.calibration.kernels, ""
+        rates, tf32, missing = self.calibration.kernels, self.system.kernels.tf32, ""
         if not self.calibration.has_rates(generation):
             known = ", ".join(sorted(set(self.calibration.gpus) & set(rates.generations) - {CPU}))
             missing = (
@@ -112,8 +112,8 @@ class Problem:
             )
         elif self.kernel != "unfused" and (lacks := rates.lacks(generation, self.kernel)):
             missing = lacks
-        elif not peak_flop_per_s(self.cluster, self.calibration, precision, self.system.tf32):
-            key = "tf32" if precision == "fp32" and self.system.tf32 else precision
+        elif not peak_flop_per_s(self.cluster, self.calibration, precision, tf32):
+            key = "tf32" if precision == "fp32" and tf32 else precision
             missing = f"no {key} peak of {self.cluster.name} (its file may give {key}_flop_per_s)"
         return f"{NOT_TIMED}{missing}" if missing else ""
 
@@ -127,7 +127,8 @@ class Problem:
     @property
     def kernel(self) -> AttentionBackend:
         """The attention kernel that runs."""
-        return "unfused" if self.attention == "unfused" else self.backend or self.system.attention
+        fused = self.backend or self.system.kernels.attention
+        return "unfused" if self.attention == "unfused" else fused
 
     @property
     def asked_attention(self) -> AttentionChoice:
@@ -150,16 +151,16 @@ class Problem:
     def tp_overlap(self) -> TpOverlap:
         """The overlap of tensor-parallel collectives with GEMMs that the stack has over the links
         of this layout's groups."""
-        system = self.system
-        inside = self.cost.group("tp", 0).nodes == 1 or system.gemm_overlap_links == "all"
-        return system.tp_overlap if inside or system.tp_overlap != "gemm" else "backward"
+        ranks = self.system.parallel
+        inside = self.cost.group("tp", 0).nodes == 1 or ranks.gemm_overlap_links == "all"
+        return ranks.tp_overlap if inside or ranks.tp_overlap != "gemm" else "backward"
 
     @property
     def ep_overlaps(self) -> bool:
         """Whether experts' exchanges run beside the compute of another micro-batch, where a forward
         follows a backward."""
-        system = self.system
-        return system.ep_overlap != "none" and self.layout.ep > 1 and not system.launch_blocking
+        exchanges = self.layout.ep > 1 and self.system.experts.ep_overlap != "none"
+        return exchanges and not self.system.kernels.launch_blocking
 
     @cached_property
     def non_torch_bytes(self) -> int:
@@ -180,11 +181,11 @@ class Problem:
     @cached_property
     def workspace_bytes(self) -> int:
         """Bytes of torch's allocator that libraries of matrix products hold on each rank."""
-        count = self.system.workspaces
+        count = self.system.kernels.workspaces
         if self.workload.model.experts is not None:
-            count += self.system.expert_workspaces
+            count += self.system.experts.expert_workspaces
         each = self.calibration.workspace_bytes(self.cluster.generation)
-        return self.system.cublas_bytes + round(count * each)
+        return self.system.kernels.cublas_bytes + round(count * each)
 
     @property
     def cost(self) -> "CostFacade":
@@ -272,11 +273,11 @@ def _refuse_experts(problem: Problem) -> None:
     if model.experts is None:
         return
     refused = {
-        f"the experts of system {system.name}": "ep" not in system.model_parallel,
-        "CUDA graphs": system.cuda_graphs,
-        "an optimizer in host memory": system.optimizer_on_host,
-        "reduce buckets that are allocated whole": system.whole_buckets,
-        "parameters that are updated as one tensor": system.flat_step,
+        f"the experts of system {system.name}": "ep" not in system.accepts.model_parallel,
+        "CUDA graphs": system.kernels.cuda_graphs,
+        "an optimizer in host memory": system.host.optimizer_on_host,
+        "reduce buckets that are allocated whole": system.zero.whole_buckets,
+        "parameters that are updated as one tensor": system.states.flat_step,
         "attention and MLP in parallel": model.block != "sequential",
     }
     found = [name for name, is_so in refused.items() if is_so]
@@ -330,7 +331,7 @@ def gathers_by_layer(parameter: StateFate, layout: Layout) -> bool:
 def gathered_bytes(problem: Problem) -> int:
     """Bytes of a parameter in a buffer that kernels read or write: as the stack gathers it, and
     not narrower than the precision of the kernels."""
-    return max(problem.system.gather_bytes, problem.workload.element_bytes)
+    return max(problem.system.states.gather_bytes, problem.workload.element_bytes)
 
 
 def completed_after_backward(problem: Problem) -> str:
@@ -363,7 +364,7 @@ def operator_tensors(problem: Problem, table: OpTable, op: Op) -> list[int]:
     """Parameters of an operator's tensors in reverse order, as in autograd.  Each output of a
     linear that the stack does not fuse has its own tensor."""
     widths = [table.activations[name].row_bytes for name in op.outputs]
-    if problem.system.fused_linears or not op.has_weight or len(widths) < 2:
+    if problem.system.kernels.fused_linears or not op.has_weight or len(widths) < 2:
         return [op.parameters]
     others = [op.parameters * width // sum(widths) for width in reversed(widths[1:])]
     return [*others, op.parameters - sum(others)]
@@ -379,7 +380,7 @@ def weighted_operators(problem: Problem, table: OpTable) -> list[Op]:
 def has_exact_pins(system: System, plan: Plan) -> bool:
     """Whether pinned activations take their own bytes of host memory and not torch's blocks: by the
     stack's allocator, or because the plan places its own memory."""
-    return system.pinned_blocks == "exact" or plan.addresses == "planned"
+    return system.host.pinned_blocks == "exact" or plan.addresses == "planned"
 
 
 def rank_parameters(problem: Problem, plan: Plan, rank: int) -> int:
@@ -401,7 +402,7 @@ def state_fates(layout: Layout, system: System) -> tuple[StateFate, ...]:
     shards, held = layout.state_shards, layout.pp > 1
     stage = layout.zero_stage
     sharded_grad = shards if stage >= 2 else 1
-    leaves = system.optimizer_on_host and system.host_gradients and stage >= 2
+    leaves = system.host.optimizer_on_host and system.host.host_gradients and stage >= 2
     parameter = StateFate(kind="parameter", gather="step" if 1 <= stage <= 2 else "none")
     if stage == 3:
         parameter = StateFate(
@@ -409,10 +410,10 @@ def state_fates(layout: Layout, system: System) -> tuple[StateFate, ...]:
             shards=shards,
             gather="layer",
             release="step" if held else "forward",
-            keeps_ends=system.data_parallel == "fsdp" and not held,
-            home="host" if system.parameters_on_host else "device",
+            keeps_ends=system.zero.data_parallel == "fsdp" and not held,
+            home="host" if system.host.parameters_on_host else "device",
         )
-    elif stage == 2 and system.data_parallel == "fsdp":
+    elif stage == 2 and system.zero.data_parallel == "fsdp":
         release: Literal["step", "backward"] = "step" if held else "backward"
         parameter = StateFate(kind="parameter", shards=shards, gather="layer", release=release)
     return (
@@ -426,7 +427,7 @@ def state_fates(layout: Layout, system: System) -> tuple[StateFate, ...]:
         StateFate(
             kind="optimizer",
             shards=shards if stage >= 1 else 1,
-            home="host" if system.optimizer_on_host else "device",
+            home="host" if system.host.optimizer_on_host else "device",
         ),
     )
 

@@ -17,8 +17,7 @@ from rematbench.inputs.problemspec import ProblemSpec
 from rematbench.plan import Plan
 from rematbench.plugins.registry import Composition, MethodError
 from rematbench.worlds.packages.flags import flags_of
-from tests.advise.test_search_everything import ENDLESS, SHARES, at_the_edge, held
-from tests.everything import bounds_at, trials_at
+from tests.everything import ENDLESS, SHARES, Held, at_the_edge, bounds_at, trials_at
 
 EDGES = SHARES[1:4]
 
@@ -80,10 +79,12 @@ def every_policy(one: SearchRequest) -> Iterator[Trial]:
     ],
     ids=lambda one: f"{one.engine} {one.spec.system}",
 )
-def test_none_of_a_packages_policies_is_faster_than_the_answer(one: SearchRequest) -> None:
+def test_none_of_a_packages_policies_is_faster_than_the_answer(
+    one: SearchRequest, short: bool, held: Held
+) -> None:
     """Groups of layers and offloading among them; each answer has its options."""
     found = list(every_policy(one))
-    for share in EDGES:
+    for share in EDGES[2:] if short else EDGES:
         edge = at_the_edge(one, found, share)
         held(edge, found)
         results, _ = in_one_process(SearchJob(edge).search(), most_work=1 << 40)

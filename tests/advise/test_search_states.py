@@ -13,15 +13,17 @@ from rematbench.advise.search.rounds import SearchJob
 from rematbench.inputs.load import load_cluster, load_model
 from rematbench.inputs.problemspec import ProblemSpec
 from rematbench.plugins.registry import MethodError
-from tests.advise.test_search_everything import (
+from tests.advise.test_search_everything import LENGTHS
+from tests.everything import (
     ENDLESS,
-    LENGTHS,
     SHARES,
+    Held,
     at_the_edge,
-    held,
+    bounds_at,
+    every_plan,
     some,
+    trials_at,
 )
-from tests.everything import bounds_at, every_plan, trials_at
 
 OURS = "optimizer_offload"
 CLUSTERS = ("h100-80gb-dos", "polaris-a100-40gb-bound", "h100-80gb")
@@ -57,7 +59,7 @@ def drawn(seed: int) -> SearchRequest:
         *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(4, 40)),
     ],
 )
-def test_nothing_faster_is_missed(seed: int, short: bool) -> None:
+def test_nothing_faster_is_missed(seed: int, short: bool, held: Held) -> None:
     one = drawn(seed)
     found = some(one, MOST)
     assert any(OURS in trial.result.method for trial in found)

@@ -19,6 +19,7 @@ from rematbench.inputs.effects import ACTS
 from rematbench.inputs.layout import Layout
 from rematbench.inputs.load import load_system
 from rematbench.inputs.problemspec import ProblemSpec
+from rematbench.inputs.system import with_facts
 from rematbench.plan import Plan, Unsupported
 from rematbench.worlds.packages.flags import FlagsAnswer, flags_of
 from rematbench.worlds.packages.limits import ABILITIES
@@ -241,7 +242,7 @@ def test_attention_and_fusion_are_printed() -> None:
     """On a stack that fuses, the policy fuses; on one that does not, the argument says so."""
     made = asked_problem(Asked("one"))
     assert "--no-bias-swiglu-fusion" in flags_of(made, made.base_plan, "megatron_core").flags
-    system = replace(made.system, fused_swiglu=True)
+    system = with_facts(made.system, fused_swiglu=True)
     fused = dataclasses.replace(made, system=system, attention="unfused")
     answer = flags_of(fused, fused.base_plan, "megatron_core")
     assert not answer.missing
@@ -283,7 +284,7 @@ FACTS: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.parametrize(("facts", "words"), FACTS, ids=lambda value: str(value)[:24])
 def test_a_fact_of_the_stack_is_printed_as_its_option(facts: dict[str, Any], words: str) -> None:
     """With its option; and without it where the stack says otherwise, as the default does."""
-    system = replace(load_system("megatron-core"), **facts)
+    system = with_facts(load_system("megatron-core"), **facts)
     (fact, *_) = facts
     assert words in (megatron_options.OPTIONS[fact](system) or "") or "bucket" in words
     if "bucket" in words:

@@ -27,7 +27,7 @@ DISPATCHED = {
 }
 """Of one layer on one of two tensor-parallel ranks: megatron-core 0.16.1's local spec."""
 MODELS = {"gpt": replace(GPT, dropout=0.1), "llama": TINY}
-DEEPSPEED = {
+DEEPSPEED: dict[tuple[str, str], dict[str, float]] = {
     ("dp2", "tiny"): {"forward": 32, "backward": 82, "engine": 12},
     ("dp2-zero2", "tiny"): {"forward": 32, "backward": 82, "engine": 6},
     ("ulysses2", "tiny"): {

@@ -15,6 +15,7 @@ from rematbench.evidence.peaks import fits_word
 from rematbench.inputs.cluster import Cluster
 from rematbench.inputs.layout import Layout
 from rematbench.inputs.load import load_cluster, load_model
+from rematbench.inputs.system import with_facts
 from rematbench.plan import Plan
 from rematbench.problem import Problem
 from rematbench.workload import Model
@@ -40,13 +41,13 @@ def walked(given: Problem, policy: DeepSpeed) -> int:
 def gradients(given: Problem) -> int:
     """Bytes of gradients that a plan counts throughout."""
     stage, lay = given.layout.zero_stage, given.layout
-    return given.system.grad_bytes * -(-LLAMA.parameters // (lay.dp if stage > 1 else 1))
+    return given.system.states.grad_bytes * -(-LLAMA.parameters // (lay.dp if stage > 1 else 1))
 
 
 def simulated(given: Problem, policy: DeepSpeed) -> int:
     plan = policy.plan(given, given.base_plan)
     assert isinstance(plan, Plan)
-    quiet = remade(given, system=replace(given.system, step_scratch_bytes=0))
+    quiet = remade(given, system=with_facts(given.system, step_scratch_bytes=0))
     rank = program_bytes(quiet, plan, lower(plan, quiet))[0]
     return rank.activation_peak + rank.pools + rank.gradient
 
@@ -79,7 +80,7 @@ def qwen(cluster: Cluster, **facts: Any) -> Problem:
         layout=Layout(dp=4, zero_stage=2, global_batch=4), model=model, cluster=cluster,
         system="huggingface-deepspeed", seq_len=512,
     )  # fmt: skip
-    return remade(given, system=replace(given.system, **facts))
+    return remade(given, system=with_facts(given.system, **facts))
 
 
 RTX_3090 = replace(

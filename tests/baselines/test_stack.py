@@ -8,6 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 from baselines.deepspeed.stack import backward_gradient_bytes
+from rematbench.inputs.system import with_facts
 from rematbench.problem import AttentionKind, Problem
 from rematbench.workload import Model, Precision
 from rematbench.worlds.packages.process import job as make_job
@@ -238,5 +239,5 @@ def _wide(case: Traced, num_layers: int) -> Problem:
     asked = Asked("one", settings, replace(model, num_layers=num_layers), precision)
     found = asked_problem(asked, zero_stage=0, micro_batch=16, global_batch=16)
     # F.cross_entropy of fp32 logits keeps these beside its result; the executor's stack does not.
-    system = replace(found.system, loss_keeps_logits=True)
+    system = with_facts(found.system, loss_keeps_logits=True)
     return dataclasses.replace(found, system=system)

@@ -13,7 +13,7 @@ from rematbench.evaluate.evaluation import program_bytes
 from rematbench.inputs.layout import Layout
 from rematbench.inputs.load import load_system
 from rematbench.inputs.paths import data_dir
-from rematbench.inputs.system import System
+from rematbench.inputs.system import System, with_facts
 from rematbench.plan import Plan, Unsupported
 from rematbench.plugins.discover import load_module
 from rematbench.problem import Problem
@@ -180,7 +180,7 @@ def test_repeated_keys_and_held_logits_are_named() -> None:
     """Facts of older versions: SDPA of repeated keys and values, fp32 logits that are held."""
     model = model_of(read(TRACED / "llama-3-8b.sdpa.4096.jsonl")["config"])
     work, plain = Workload(model=model, seq_len=4096), huggingface()
-    older = replace(plain, repeats_kv=True, held_logit_bytes=4)
+    older = with_facts(plain, repeats_kv=True, held_logit_bytes=4)
     tables = [
         layer_table(work, Layout(), system, fused_attention=True, window=0)
         for system in (plain, older)
@@ -194,7 +194,7 @@ def test_repeated_keys_and_held_logits_are_named() -> None:
 def test_a_fused_norm_over_heads_keeps_its_input() -> None:
     model = model_of(read(TRACED / "qwen3-8b.sdpa.4096.jsonl")["config"])
     work = Workload(model=model, seq_len=4096)
-    plain = replace(load_system("huggingface"), norm_keeps_steps=False)
+    plain = with_facts(load_system("huggingface"), norm_keeps_steps=False)
     with_norms, without = (
         layer_table(
             replace(work, model=replace(model, qk_norm=there)),

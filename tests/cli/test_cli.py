@@ -49,7 +49,7 @@ def listed(text: str) -> list[str]:
 
 NAMES = """
 methods plan simulate compare timeline stages predict validate calibrate doctor flags run study
-matrix table searches report expect run-cells cells resume execute trace measure measure-gpu
+matrix table searches report expect run-cells cells execute trace measure measure-gpu
 baseline
 """
 """Names that are a contract."""

@@ -15,10 +15,10 @@ from rematbench.advise.candidates.candidate import load_compare
 from rematbench.advise.compare.comparison import Comparison
 from rematbench.cli.compare import Ranking, runnable
 from rematbench.cli.options import Request, RunOptions, request
-from rematbench.costs.estimators import fujii_estimate
 from rematbench.evaluate.breakdown import PARTS
 from rematbench.evaluate.result import Result
 from rematbench.evidence.published.closed_forms import closed_form
+from rematbench.evidence.published.estimators import fujii_estimate
 from rematbench.evidence.published.sheets import read_sheet
 from rematbench.inputs.paths import data_dir
 from rematbench.paper.studies.rule80 import scored_cells

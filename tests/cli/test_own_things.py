@@ -21,6 +21,7 @@ from rematbench.inputs.configfile import ConfigError
 from rematbench.inputs.layout import Layout, LayoutError
 from rematbench.inputs.load import load_model, load_system, names
 from rematbench.inputs.paths import data_dir
+from rematbench.inputs.system import with_facts
 from rematbench.plan import Plan, Unsupported
 from rematbench.plugins.discover import entry_of
 from rematbench.plugins.registry import Composition
@@ -114,7 +115,7 @@ def test_the_names_are_those_of_all_models_and_stacks() -> None:
     """ACTIVATIONS, against the tables of every shipped model and of each other block (and one with
     norms of heads) on every stack that differs in what it keeps."""
     stacks = [load_system(name) for name in ("megatron-core", "huggingface", "rematbench")]
-    stacks[1] = replace(stacks[1], held_logit_bytes=2)  # which jobs say, not stacks
+    stacks[1] = with_facts(stacks[1], held_logit_bytes=2)  # which jobs say, not stacks
     found: set[str] = set()
     shipped = [load_model(name) for name in names("model")]
     experts = Experts(count=8, active=2, ffn=64, shared_ffn=64, shared_gate=True)
@@ -304,7 +305,7 @@ def test_a_problem_with_a_field_amiss_is_one_line() -> None:
         assert str(caught.value).startswith("Problem: ")
         assert str(caught.value).endswith(told)
     with pytest.raises(ConfigError, match="pass 'llama-7b' as a keyword argument"):
-        rematbench.Problem("llama-7b")  # type: ignore[misc]
+        rematbench.Problem("llama-7b")  # type: ignore
 
 
 def test_a_layout_is_checked_where_code_makes_it() -> None:

@@ -126,7 +126,8 @@ def test_a_published_record_is_its_authors(tmp_path: Path) -> None:
 def test_a_world_is_told_what_the_record_knows(
     name: str, module: Any, told: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    record, asked = read_record(MEASURED / f"{name}.json"), {}
+    record = read_record(MEASURED / f"{name}.json")
+    asked: dict[str, Any] = {}
 
     def run(cell: Any, *words: Any, **more: Any) -> Record:
         asked["words"], asked["cell"] = words, cell

@@ -25,6 +25,7 @@ from rematbench.inputs.layout import Layout, LayoutError, check_layout
 from rematbench.inputs.load import load_system
 from rematbench.inputs.paths import data_dir
 from rematbench.inputs.problemspec import ProblemSpec
+from rematbench.inputs.system import with_facts
 from rematbench.problem import rank_states
 from rematbench.workload import Experts, Model, Workload
 
@@ -281,7 +282,7 @@ def test_the_worst_rank_receives_more_tokens() -> None:
 
 
 def capacity_table(work: Workload, ep: int = 8, **facts: Any) -> OpTable:
-    stack = replace(MEGATRON, **facts)
+    stack = with_facts(MEGATRON, **facts)
     layout = Layout(ep=ep, dp=8)
     return layer_table(work, layout, stack, fused_attention=True, window=0, dense=False)
 
@@ -321,7 +322,7 @@ def test_a_dispatcher_of_one_copy_sends_tokens_and_not_their_copies() -> None:
     """8 of 128 experts on 8 ranks: 5.25 ranks have some of a token's, on average."""
     found = layer_table(
         Workload(model=QWEN, seq_len=TOKENS), Layout(ep=8, dp=8),
-        replace(MEGATRON, dispatcher="deepep"), fused_attention=True, window=0, dense=False,
+        with_facts(MEGATRON, dispatcher="deepep"), fused_attention=True, window=0, dense=False,
     )  # fmt: skip
     ranks = 8 * (1 - (7 / 8) ** 8)
     sent = found.op("dispatch").reduce

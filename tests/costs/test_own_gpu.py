@@ -25,6 +25,7 @@ from rematbench.evidence.quantiles import quantile
 from rematbench.inputs.cluster import Cluster
 from rematbench.inputs.load import load_cluster, load_model, load_system, names, shipped_balances
 from rematbench.inputs.problemspec import ProblemSpec
+from rematbench.inputs.system import with_facts
 from rematbench.plugins.discover import discover
 from rematbench.problem import Problem
 from tests.problems import on, problem
@@ -161,7 +162,7 @@ def test_a_published_step_on_h20_lies_in_its_band(attention: Any, published_s: f
     facts = {"fused_loss": True, "reduce_overlap": True, "gather_overlap": True}
     spec = ProblemSpec(
         model=load_model("qwen2-7b"), cluster=h20(), gpus=4, seq_len=16384, global_batch=16,
-        system=replace(load_system("huggingface-fused"), **facts), zero_stage=3,
+        system=with_facts(load_system("huggingface-fused"), **facts), zero_stage=3,
         attention=attention,
     )  # fmt: skip
     made = make_problem(spec)

@@ -15,6 +15,7 @@ from rematbench.inputs.layout import LayoutError, check_layout
 from rematbench.inputs.load import load_model, load_system
 from rematbench.inputs.problemspec import ProblemSpec
 from rematbench.inputs.shapes import causal_pairs, packed_pairs
+from rematbench.inputs.system import with_facts
 from rematbench.plugins.discover import discover
 from rematbench.problem import Problem
 from rematbench.worlds.records.plan_replay import spec_problem
@@ -112,7 +113,7 @@ def qwen(**changes: Any) -> ProblemSpec:
     return ProblemSpec(
         model=load_model("qwen2-7b"),
         cluster="a100-80gb-roce1600",
-        system=replace(load_system("megatron-core"), **facts),
+        system=with_facts(load_system("megatron-core"), **facts),
         gpus=4, tp=4, seq_len=32768, global_batch=8, **changes,
     )  # fmt: skip
 

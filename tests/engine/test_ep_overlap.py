@@ -203,13 +203,13 @@ def test_layouts_that_megatron_core_refuses(
 
 def test_a_run_asks_for_the_overlap_of_a_stack_that_has_it() -> None:
     stack = load_system("megatron-core-2026")
-    assert (stack.ep_overlap, stack.delayed_wgrad) == ("none", False)
+    assert (stack.experts.ep_overlap, stack.experts.delayed_wgrad) == ("none", False)
     on = overlapping(stack, "delayed_wgrad")
-    assert (on.ep_overlap, on.delayed_wgrad) == ("interleaved", True)
-    assert overlapping(on, "on").delayed_wgrad is False
+    assert (on.experts.ep_overlap, on.experts.delayed_wgrad) == ("interleaved", True)
+    assert overlapping(on, "on").experts.delayed_wgrad is False
     assert overlapping(on, "off") == stack
     assert overlapping(on, None) == on
-    assert "ep_overlap" not in load_system("megatron-core").features
+    assert "ep_overlap" not in load_system("megatron-core").accepts.features
 
 
 def test_a_record_asks_for_the_overlap_again() -> None:

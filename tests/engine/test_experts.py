@@ -71,7 +71,7 @@ def test_recomputing_experts_sends_their_tokens_again() -> None:
 def test_gradients_of_experts_are_summed_over_their_own_peers(stage: int, overlap: bool) -> None:
     changes = {"reduce_overlap": overlap, "gather_overlap": overlap, "bucket_bytes": 1 << 40}
     found = given(dp=4, ep=2, zero_stage=stage, system_changes=changes)
-    table, width = found.layer(0), found.system.reduce_bytes
+    table, width = found.layer(0), found.system.states.reduce_bytes
     experts = found.workload.model.num_layers * table.expert_parameters
     comms = [a.comm for a in actions(found) if a.op == "gradients" and a.comm]
     kind: Any = "reduce_scatter" if stage else "all_reduce"
@@ -80,7 +80,7 @@ def test_gradients_of_experts_are_summed_over_their_own_peers(stage: int, overla
     gathers = [a.comm for a in actions(found) if a.op == "parameters" and a.comm]
     assert {comm.group for comm in gathers} == ({"dp", "edp"} if stage else set())
     moved = sum(comm.nbytes for comm in gathers if comm.group == "edp")
-    assert moved == (found.system.gather_bytes * experts if stage else 0)
+    assert moved == (found.system.states.gather_bytes * experts if stage else 0)
 
 
 def test_experts_without_peers_are_not_reduced() -> None:
@@ -96,7 +96,7 @@ def test_tensor_parallel_ranks_can_be_the_only_peers_of_experts() -> None:
     rest = sum(table.parameters for table in (found.embedding, found.head)) + 4 * (
         found.layer(0).parameters - found.layer(0).expert_parameters
     )
-    assert held.optimizer == found.system.optimizer_bytes * (rest + experts // 2)
+    assert held.optimizer == found.system.states.optimizer_bytes * (rest + experts // 2)
     groups = [a.comm.group for a in actions(found) if a.op == "gradients" and a.comm]
     assert "edp" in groups
 
@@ -121,25 +121,27 @@ def test_experts_are_sharded_and_gathered_among_their_own_peers(
     peers = lay.dp // lay.ep
     held, shard = evaluate(found, found.base_plan).ranks[0], -(-rest // lay.dp)
     whole = rest + experts if stage == 2 else shard + experts // peers
-    assert held.parameter == system.param_bytes * whole
-    assert held.gradient == system.grad_bytes * (shard + experts // peers)
-    assert held.optimizer == system.optimizer_bytes * (shard + experts // peers)
+    assert held.parameter == system.states.param_bytes * whole
+    assert held.gradient == system.states.grad_bytes * (shard + experts // peers)
+    assert held.optimizer == system.states.optimizer_bytes * (shard + experts // peers)
     comms = [(a.op, a.comm) for a in actions(found) if a.comm]
     moved: Counter[tuple[str, str]] = Counter()
     for op, comm in comms:
         if op in ("parameters", "gradients"):
             moved[op, comm.group] += comm.nbytes
     passes = {2: 1, 3: 4}[stage]  # once in a step, or in each pass of two micro-batches
-    assert moved["parameters", "dp"] == passes * system.gather_bytes * rest
-    assert moved["gradients", "dp"] == 2 * system.reduce_bytes * rest
-    assert moved["parameters", "edp"] == (passes * system.gather_bytes * experts) * (peers > 1)
-    assert moved["gradients", "edp"] == (2 * system.reduce_bytes * experts) * (peers > 1)
+    assert moved["parameters", "dp"] == passes * system.states.gather_bytes * rest
+    assert moved["gradients", "dp"] == 2 * system.states.reduce_bytes * rest
+    assert moved["parameters", "edp"] == (passes * system.states.gather_bytes * experts) * (
+        peers > 1
+    )
+    assert moved["gradients", "edp"] == (2 * system.states.reduce_bytes * experts) * (peers > 1)
 
 
 @pytest.mark.parametrize(("ep", "buffers"), [(2, True), (4, False)])
 def test_kernels_of_experts_read_a_buffer_of_their_own(ep: int, buffers: bool) -> None:
     found = given(zero_stage=3, ep=ep, model=replace(MIXTURE, num_layers=1))
-    table, width = found.layer(0), found.system.gather_bytes
+    table, width = found.layer(0), found.system.states.gather_bytes
     walk = actions(found)
     allocs = {alloc.name: alloc.nbytes for action in walk for alloc in action.allocs}
     rest = table.parameters - table.expert_parameters
@@ -163,7 +165,7 @@ def test_a_pipeline_holds_experts_that_have_peers() -> None:
         assert len(gathers) == found.workload.model.num_layers * (peers > 1)
         allocs = [alloc for action in walk for alloc in action.allocs]
         sums = {alloc.nbytes for alloc in allocs if alloc.name == "L0.sums^"}
-        assert sums == {found.system.reduce_bytes * found.layer(0).parameters}
+        assert sums == {found.system.states.reduce_bytes * found.layer(0).parameters}
 
 
 def test_the_executor_refuses_zero_2_and_3_with_experts_by_name() -> None:
@@ -178,7 +180,7 @@ def test_sequence_parallel_ranks_sum_the_routers_gradients() -> None:
         for one in (given(**both), given(LLAMA, **both | {"ep": 1, "etp": None}))
     ]
     routers = 4 * 8 * LLAMA.hidden
-    assert norms[0] - norms[1] == given().system.grad_bytes * routers
+    assert norms[0] - norms[1] == given().system.states.grad_bytes * routers
 
 
 def test_the_allgather_dispatcher_gathers_all_tokens() -> None:

@@ -40,7 +40,7 @@ def live_elements(made: Problem, plan: Plan) -> list[int]:
     for action in walk(made, plan):
         for alloc in action.allocs:
             if alloc.name.endswith(".parameters"):
-                alive[alloc.name] = alloc.nbytes // made.system.gather_bytes
+                alive[alloc.name] = alloc.nbytes // made.system.states.gather_bytes
         for name in action.frees:
             alive.pop(name, None)
         found.append(sum(alive.values()))

@@ -7,6 +7,7 @@ from msgspec.structs import replace
 from rematbench.evaluate.problems import make_problem
 from rematbench.inputs.load import load_system
 from rematbench.inputs.problemspec import ProblemSpec
+from rematbench.inputs.system import with_facts
 from rematbench.problem import Problem
 
 
@@ -20,7 +21,7 @@ def given(tp: int, system: str = "nemo-24.12") -> Problem:
         global_batch=64,
         tp=tp,
     )
-    stack = replace(load_system(system), gemm_overlap_links="nvlink")
+    stack = with_facts(load_system(system), gemm_overlap_links="nvlink")
     return make_problem(replace(spec, system=stack))
 
 
@@ -31,7 +32,7 @@ def test_a_group_that_leaves_the_node_overlaps_only_in_the_backward() -> None:
 
 def test_the_overlap_changes_the_step_only_where_it_acts() -> None:
     def step_s(problem: Problem, **facts: str) -> float:
-        changed = remade(problem, system=replace(problem.system, **facts), _memo={}, _weights={})
+        changed = remade(problem, system=with_facts(problem.system, **facts), _memo={}, _weights={})
         return changed.cost.evaluate(changed.base_plan).step_s
 
     inside, across = given(8), given(16)

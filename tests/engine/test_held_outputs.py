@@ -8,6 +8,7 @@ from rematbench.evaluate.evaluation import evaluate
 from rematbench.evaluate.proof import check
 from rematbench.inputs.layout import Layout
 from rematbench.inputs.load import load_cluster
+from rematbench.inputs.system import with_facts
 from rematbench.problem import Problem
 from rematbench.workload import Model
 from tests.problems import FULL, layers, make_problem, plan_of, problem, remade
@@ -21,7 +22,7 @@ GPT_181B = Model(
 
 
 def held(given: Problem, *, holds: bool) -> Problem:
-    return remade(given, system=replace(given.system, holds_outputs=holds))
+    return remade(given, system=with_facts(given.system, holds_outputs=holds))
 
 
 @pytest.mark.parametrize("vpp", [1, 2])

@@ -17,6 +17,7 @@ from rematbench.evaluate.breakdown import host_wait_s
 from rematbench.inputs.constants import Calibration, instant_hosts
 from rematbench.inputs.layout import Layout
 from rematbench.inputs.load import load_cluster, load_model, load_system
+from rematbench.inputs.system import with_facts
 from rematbench.problem import Problem
 from rematbench.workload import Workload
 from tests.cost_constants import ROUND
@@ -196,7 +197,7 @@ def test_a_very_slow_host_sets_the_step() -> None:
 def test_messages_hold_a_host_only_where_the_stack_waits_for_them() -> None:
     def held(name: str, **changes: Any) -> int:
         given, program = lowered(name, ROUND)
-        costs = ActionCosts(remade(given, system=replace(given.system, **changes)))
+        costs = ActionCosts(remade(given, system=with_facts(given.system, **changes)))
         return sum(costs.held(a) for r in program.ranks for b in r.blocks for a in b.actions)
 
     assert held("tp 2, pp 2, synchronous")
@@ -209,7 +210,7 @@ def test_what_is_compiled_is_issued_at_once() -> None:
     eager, cost = given.layer(0).op("attention"), given.cost
     assert cost.calls(eager, "forward") == 4  # two batched GEMMs, softmax, dropout
     assert cost.calls(eager, "backward_input") == 6
-    whole = remade(given, system=replace(given.system, compiled=True), calibration=ROUND)
+    whole = remade(given, system=with_facts(given.system, compiled=True), calibration=ROUND)
     assert whole.cost.calls(eager, "backward_input") == 1
 
 
@@ -231,7 +232,7 @@ def test_a_compiled_region_is_a_launch_between_collectives(tp: int) -> None:
 
 def test_blocking_copies_hold_the_host_but_copies_of_states_do_not() -> None:
     given = problem(system="deepspeed", dp=2, zero_stage=3, global_batch=2)
-    assert given.system.blocking_copies
+    assert given.system.host.blocking_copies
     program = lower(given.base_plan.with_rules(BALANCED, half()), given)
     costs = ActionCosts(given)
     actions = [a for rank in program.ranks for block in rank.blocks for a in block.actions]

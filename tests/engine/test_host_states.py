@@ -26,6 +26,7 @@ from rematbench.evidence.published.sheets import read_sheet
 from rematbench.inputs.constants import instant_hosts
 from rematbench.inputs.layout import Layout
 from rematbench.inputs.paths import data_dir
+from rematbench.inputs.system import with_facts
 from rematbench.plan import Plan, PlanError, StateFate
 from rematbench.problem import Problem, rank_parameters
 from rematbench.workload import Model
@@ -126,7 +127,7 @@ def test_what_moves_is_the_ranks_share_once_and_in_order() -> None:
     (update,) = [i for i in moved if i.action.stream == HOST_UPDATE and i.end_s > i.start_s]
     micro_batches = given.layout.num_micro_batches
     assert sum(i.action.nbytes for i in down) == 4 * share * micro_batches
-    assert up.action.nbytes == given.system.param_bytes * share
+    assert up.action.nbytes == given.system.states.param_bytes * share
     assert max(i.end_s for i in down) <= update.start_s < update.end_s <= up.start_s
     assert up.end_s == step_s
     assert update.end_s - update.start_s == pytest.approx(share / RATE)  # one GPU on each node
@@ -172,13 +173,13 @@ def test_weights_come_up_before_each_use_of_their_unit(name: str) -> None:
     """Each pass of a micro-batch copies every unit's shard once, the next unit's beside the kernels
     of the one before; with peers a gather into the same buffer follows."""
     given, plan = timed(name, HOMES[-1])
-    given = remade(given, system=replace(given.system, gather_overlap=True))
+    given = remade(given, system=with_facts(given.system, gather_overlap=True))
     moved, _ = timeline(given, plan)
     up = [i for i in moved if i.action.op == SHARD_UP]
     shards = given.layout.dp
     share = sum(-(-u // shards) for u in _unit_parameters(given))
     passes = 2 * given.layout.num_micro_batches
-    assert sum(i.action.nbytes for i in up) == passes * given.system.param_bytes * share
+    assert sum(i.action.nbytes for i in up) == passes * given.system.states.param_bytes * share
     assert {i.stream for i in up} == {"h2d"}
     gathers = [i for i in moved if i.action.kind is Kind.ALL_GATHER]
     assert len(gathers) == (len(up) if shards > 1 else 0)
@@ -198,7 +199,7 @@ def test_weights_updated_on_the_device_go_down_again() -> None:
     (update,) = [i for i in moved if i.action.kind is Kind.OPTIMIZER]
     (down,) = [i for i in moved if i.action.op == WEIGHTS_DOWN]
     share = sum(-(-u // given.layout.dp) for u in _unit_parameters(given))
-    assert down.action.nbytes == given.system.param_bytes * share
+    assert down.action.nbytes == given.system.states.param_bytes * share
     assert update.end_s <= down.start_s < down.end_s <= step_s
 
 

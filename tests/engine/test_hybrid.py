@@ -13,6 +13,7 @@ from rematbench.engine.program.action import Action, Kind
 from rematbench.evaluate.evaluation import evaluate
 from rematbench.evaluate.proof import check
 from rematbench.inputs.layout import Layout, LayoutError
+from rematbench.inputs.system import with_facts
 from rematbench.problem import Problem, rank_parameters
 from rematbench.workload import Experts
 from tests.problems import layers, on, problem, remade
@@ -82,9 +83,9 @@ def test_states_are_shared_by_the_degree_alone(degree: int, stage: int) -> None:
     (rank,) = evaluate(made, made.base_plan).ranks
     count, system = rank_parameters(made, made.base_plan, 0), made.system
     share = -(-count // degree)
-    assert rank.optimizer == system.optimizer_bytes * share
-    assert rank.gradient == system.grad_bytes * (share if stage > 1 else count)
-    assert rank.parameter == system.param_bytes * (share if stage > 1 else count)
+    assert rank.optimizer == system.states.optimizer_bytes * share
+    assert rank.gradient == system.states.grad_bytes * (share if stage > 1 else count)
+    assert rank.parameter == system.states.param_bytes * (share if stage > 1 else count)
 
 
 @settings(max_examples=10, deadline=None)
@@ -128,7 +129,7 @@ def test_experts_are_sharded_inside_a_replica(ep: int, tp: int, shards: int, sta
     experts = 3 * table.expert_parameters
     rest = rank_parameters(made, made.base_plan, 0) - experts
     held = evaluate(made, made.base_plan).ranks[0]
-    assert held.optimizer == system.optimizer_bytes * (-(-rest // 4) + -(-experts // shards))
+    assert held.optimizer == system.states.optimizer_bytes * (-(-rest // 4) + -(-experts // shards))
 
 
 @pytest.mark.parametrize(
@@ -155,7 +156,7 @@ def test_degrees_that_cannot_be(layout: dict[str, int], facts: dict[str, Any], s
         remade(
             made,
             layout=replace(made.layout, **layout),
-            system=replace(made.system, **facts),
+            system=with_facts(made.system, **facts),
         )
 
 

@@ -6,13 +6,13 @@ from math import fsum
 
 import pytest
 from hypothesis import given
-from msgspec.structs import replace
 
 from rematbench.engine.lowering.lower import lower
 from rematbench.engine.simulate.max_plus import simulate_chunks
 from rematbench.engine.simulate.op_level import ORDERING, TIMELESS, simulate
 from rematbench.engine.simulate.seconds import action_seconds
 from rematbench.evaluate.evaluation import evaluate
+from rematbench.inputs.system import with_facts
 from rematbench.plan import Plan
 from rematbench.problem import Problem
 from tests.problems import problem, remade
@@ -21,7 +21,7 @@ from tests.strategies import cases
 
 def blocking(made: Problem) -> Problem:
     """The problem on a stack whose launches block."""
-    return remade(made, system=replace(made.system, launch_blocking=True))
+    return remade(made, system=with_facts(made.system, launch_blocking=True))
 
 
 @given(cases())

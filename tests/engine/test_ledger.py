@@ -7,7 +7,6 @@ import pytest
 from msgspec.structs import replace
 
 from rematbench.costs.copies import pinned_block_bytes
-from rematbench.costs.estimators import Recomputation, korthikanti_layer_bytes
 from rematbench.engine.lowering.lower import lower
 from rematbench.engine.program.ledger import (
     issue_order,
@@ -16,6 +15,7 @@ from rematbench.engine.program.ledger import (
 )
 from rematbench.engine.program.profile import program_profiles
 from rematbench.engine.program.program import Step
+from rematbench.evidence.published.estimators import Recomputation, korthikanti_layer_bytes
 from rematbench.inputs.layout import Layout
 from rematbench.plan import Offload, Recompute, Rule
 from rematbench.problem import Problem
@@ -114,7 +114,7 @@ def test_keep_all_peak(pp: int, vpp: int, m: int, system: str) -> None:
     layer = given.layer(0)
     boundary = layer.activations["layer_input"].nbytes
     ffn = layer.activations["fc2_in"].nbytes
-    sending = boundary if given.system.p2p_overlap != "none" else 0
+    sending = boundary if given.system.parallel.p2p_overlap != "none" else 0
     ledgers = issue_order(lower(given.base_plan, given))
     for rank in range(1, pp - 1):
         in_flight = (vpp - 1) * pp + 2 * (pp - rank - 1) + 1 if vpp > 1 else pp - rank

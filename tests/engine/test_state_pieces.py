@@ -151,7 +151,7 @@ def test_the_ledgers_count_what_stays_and_what_visits(mix: str, also: tuple[str,
     (rank,) = program_bytes(given, plan, program)
     assert rank.optimizer == 12 * counts["device"]
     kept = counts["device"] + counts["visit"] if also else share
-    assert rank.gradient == given.system.grad_bytes * kept
+    assert rank.gradient == given.system.states.grad_bytes * kept
     away = counts["host"] + counts["visit"]
     assert rank.host_state >= 12 * away
     names = [a for a, _, _ in program.ranks[0].actions() if a.op == STATES_UP]

@@ -17,15 +17,17 @@ from rematbench.evaluate.verdict import judge
 from rematbench.inputs.layout import LayoutError
 from rematbench.inputs.load import load_cluster, load_model, load_system, names
 from rematbench.inputs.problemspec import ProblemSpec
-from rematbench.inputs.system import System
+from rematbench.inputs.system import System, with_facts
 from rematbench.plugins.discover import discover
 from rematbench.problem import Problem, rank_parameters
 from rematbench.workload import Model
 from tests.problems import LLAMA, layers, problem
 
 HOSTED = {"optimizer_on_host": True}
-STACKS = [name for name in names("system") if "optimizer_offload" in load_system(name).features]
-LEAVING = [name for name in STACKS if "param_offload" in load_system(name).features]
+STACKS = [
+    name for name in names("system") if "optimizer_offload" in load_system(name).accepts.features
+]
+LEAVING = [name for name in STACKS if "param_offload" in load_system(name).accepts.features]
 GIB = 2**30
 
 
@@ -79,8 +81,8 @@ def test_host_bytes_of_every_stack(
     share = -(-count // dp)
     padded = sum(-(-one // dp) for one in tensors)
     block = (lambda nbytes: nbytes) if exact else pinned
-    if not system.host_gradients:
-        expected = system.optimizer_bytes * share
+    if not system.host.host_gradients:
+        expected = system.states.optimizer_bytes * share
     elif stage == 3:  # one sub-group: these models are small
         expected = 12 * padded + block(4 * padded) + block(2 * padded)
     else:
@@ -90,9 +92,9 @@ def test_host_bytes_of_every_stack(
     assert host_state(found) == expected
     (rank,) = evaluate(found, found.base_plan).ranks
     assert rank.optimizer == 0
-    gone = system.host_gradients and stage >= 2
+    gone = system.host.host_gradients and stage >= 2
     resident = -(-count // (dp if stage >= 2 else 1))
-    assert rank.gradient == (0 if gone else system.grad_bytes * resident)
+    assert rank.gradient == (0 if gone else system.states.grad_bytes * resident)
 
 
 def _fullest_sums(tensors: list[int], part: int, block: Any) -> int:
@@ -121,7 +123,7 @@ def test_sub_groups_of_zero_3(parts: list[int], least: int, share: float) -> Non
         assert all(least <= size < least + max(parts) for size in groups[:-1])
     else:
         assert len(groups) <= 1
-    system = replace(load_system("deepspeed"), sub_group_parameters=least)
+    system = with_facts(load_system("deepspeed"), sub_group_parameters=least)
     hosted = groups[int((1 - share) * len(groups)) :]
     found = zero3_host_states(parts, 1, system, share=share)
     expected = sum(12 * size + pinned(4 * size) for size in hosted)
@@ -264,7 +266,7 @@ def test_parameters_stay_where_the_stack_cannot_move_them(
 
 
 def test_a_stack_may_have_its_parameters_there_by_default() -> None:
-    system: System = replace(
+    system: System = with_facts(
         load_system("deepspeed"), optimizer_on_host=True, parameters_on_host=True
     )
     spec = SPEC_33B | {"system": system, "zero_stage": 3}

@@ -12,6 +12,7 @@ from rematbench.inputs.kernel_rates import RateError
 from rematbench.inputs.load import load_cluster, load_model, load_system, names
 from rematbench.inputs.precision import in_precision
 from rematbench.inputs.problemspec import ProblemSpec
+from rematbench.inputs.system import with_facts
 from rematbench.plugins.discover import discover
 from rematbench.workload import Precision
 from tests.typed import typed
@@ -44,11 +45,16 @@ def test_states_have_the_width_of_the_precision(name: str, precision: Precision)
     for stage in (0, 1, 3):
         wide = in_precision(system, precision, stage)
         parameter, gradient, moments = STATES[precision]
-        copies = system.fp32_copy == "always" or (system.fp32_copy == "zero" and stage > 0)
-        assert (wide.param_bytes, wide.grad_bytes) == (parameter, gradient)
-        assert wide.optimizer_bytes == moments + parameter * copies
-        assert wide.late_state_bytes <= wide.optimizer_bytes
-        assert min(wide.reduce_bytes, wide.gather_bytes, wide.host_grad_bytes) >= parameter
+        copies = system.states.fp32_copy == "always" or (
+            system.states.fp32_copy == "zero" and stage > 0
+        )
+        assert (wide.states.param_bytes, wide.states.grad_bytes) == (parameter, gradient)
+        assert wide.states.optimizer_bytes == moments + parameter * copies
+        assert wide.states.late_state_bytes <= wide.states.optimizer_bytes
+        assert (
+            min(wide.states.reduce_bytes, wide.states.gather_bytes, wide.host.host_grad_bytes)
+            >= parameter
+        )
         assert in_precision(wide, precision, stage) == wide
         for half in ("bf16", "fp16"):
             assert in_precision(system, half, stage) is system
@@ -64,7 +70,7 @@ def test_peaks_are_those_of_the_data_sheets(cluster: str, precision: Precision) 
     given = {"cluster": cluster, "precision": precision, "attention": "unfused"}
     found = simulated(**given).problem
     assert found.cost.peak_flop_per_s == pytest.approx(PEAKS[cluster][precision], rel=0.01)
-    tf32 = replace(load_system("megatron-core"), tf32=True)
+    tf32 = with_facts(load_system("megatron-core"), tf32=True)
     wider = PEAKS[cluster]["tf32" if precision == "fp32" else precision]
     assert simulated(**given, system=tf32).problem.cost.peak_flop_per_s == pytest.approx(
         wider, rel=0.01
@@ -88,7 +94,7 @@ def test_every_stack_is_below_the_peak_of_the_precision_or_says_why(
     name: str, cluster: str
 ) -> None:
     system = load_system(name)
-    layout = {"tp": 4} if "tp" in system.model_parallel else {"tp": 1, "zero_stage": 3}
+    layout = {"tp": 4} if "tp" in system.accepts.model_parallel else {"tp": 1, "zero_stage": 3}
     for precision in get_args(Precision):
         given = {"system": name, "cluster": cluster, "precision": precision, **layout}
         given |= {"seq_len": 2048, "global_batch": 8}
@@ -137,7 +143,7 @@ def test_fp32_is_as_slow_as_its_peak_and_as_large_as_its_parameters() -> None:
 
 
 def test_tf32_is_a_fact_of_the_stack() -> None:
-    tf32 = replace(load_system("megatron-core"), tf32=True)
+    tf32 = with_facts(load_system("megatron-core"), tf32=True)
     given = {"precision": "fp32", "attention": "unfused"}
     steps = [simulated(**given, system=one).step_s for one in ("megatron-core", tf32)]
     assert simulated(attention="unfused").step_s < steps[1] < steps[0]

@@ -17,6 +17,7 @@ from rematbench.inputs.configfile import ConfigError
 from rematbench.inputs.kernel_rates import RateError
 from rematbench.inputs.load import calibration, load_cluster, load_model, load_system, names
 from rematbench.inputs.problemspec import ProblemSpec
+from rematbench.inputs.system import with_facts
 from rematbench.plugins.discover import discover
 from tests.typed import typed
 
@@ -121,12 +122,14 @@ def test_every_generation_and_stack_has_a_verdict(name: str) -> None:
     """The bytes are those of the same GPU with rates, but for the workspaces of its generation; a
     kernel that a GPU cannot run is refused by name."""
     base, system, rates = load_cluster("h100-80gb"), load_system(name), calibration().kernels
-    layout = {"tp": 8} if "tp" in system.model_parallel else {"tp": 1, "zero_stage": 3}
+    layout = {"tp": 8} if "tp" in system.accepts.model_parallel else {"tp": 1, "zero_stage": 3}
     reference = simulated(cluster=replace(base, name="mine"), system=name, **layout)
     for generation in GENERATIONS:
         cluster = replace(base, name="mine", gpu="mine", generation=generation)
-        if rates.refusal(generation, system.attention):
-            with pytest.raises(RateError, match=f"attention '{system.attention}' on {generation}"):
+        if rates.refusal(generation, system.kernels.attention):
+            with pytest.raises(
+                RateError, match=f"attention '{system.kernels.attention}' on {generation}"
+            ):
                 simulated(cluster=cluster, system=name, **layout)
             continue
         found = simulated(cluster=cluster, system=name, **layout)
@@ -246,7 +249,7 @@ def test_allocated_bytes_that_fit_are_said_to_fit_with_expandable_segments() -> 
     assert (found.status, found.fit, found.fits) == ("fragmented", "expandable", False)
     assert found.reason.startswith("fits with expandable segments, else retries or fails: device")
     assert found.verdict.binds == found.reason
-    system = replace(found.problem.system, name="mine", expandable_segments=True)
+    system = with_facts(found.problem.system, name="mine", expandable_segments=True)
     assert rematbench.simulate(
         rematbench.Problem(**words | {"system": system}), "full_recompute"
     ).fits

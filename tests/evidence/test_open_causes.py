@@ -10,6 +10,7 @@ from rematbench.evidence.bands import band_of
 from rematbench.evidence.open_causes import CHECKED, PUBLISHED_LONGER
 from rematbench.inputs.layout import Layout
 from rematbench.inputs.load import load_model, load_system
+from rematbench.inputs.system import with_facts
 from rematbench.problem import Problem
 from rematbench.workload import Model
 from tests.problems import make_problem, plan_of
@@ -81,7 +82,7 @@ def test_zero_3_of_deepspeed_over_nodes_is_published_inside_its_band(
 ) -> None:
     """XTuner, docs/zh_cn/acceleration/benchmark.rst (4d2758e), on 32 A100s: one micro-batch a step,
     two, four."""
-    system = replace(load_system("huggingface-deepspeed"), name="xtuner", **XTUNER)
+    system = with_facts(load_system("huggingface-deepspeed"), name="xtuner", **XTUNER)
     layout = {"gpus": 32, "global_batch": batch, "ulysses": ulysses}
     given = job(model, system, "a100-80gb-roce1600", seq_len, **layout)
     predicted, band = speed(given, "full_recompute")

@@ -320,7 +320,10 @@ def test_a_stack_file_works_from_any_folder(
         calibrate_user_stack(Path("mine.csv"), Path("first"), 1)
     (tmp_path / "below").mkdir()
     monkeypatch.chdir(tmp_path / "below")
-    assert load_system("../second.yaml").tp_overlap == load_system("nemo-24.12").tp_overlap
+    assert (
+        load_system("../second.yaml").parallel.tp_overlap
+        == load_system("nemo-24.12").parallel.tp_overlap
+    )
 
 
 def test_rows_of_two_stacks_are_refused(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from rematbench.foreign.reading import Reading
 from rematbench.inputs.configfile import ConfigError
 from rematbench.inputs.foreign import SIGNS, package_of
 from rematbench.inputs.load import load_cluster, load_model, load_system
+from rematbench.inputs.system import flat
 from rematbench.solve.recompute_modules import MODULES
 from rematbench.workload import Experts
 
@@ -139,8 +140,8 @@ def test_experts_are_read_from_a_launch_line(tmp_path: Path) -> None:
         count=8, active=2, ffn=14336, shared_ffn=2048, dense_layers=(0,), aux_loss=0.01
     )
     stack = load_system(tmp_path / "megatron_experts-stack.yaml")
-    assert stack.dispatcher == "deepep"
-    assert "ep_overlap" in stack.features
+    assert stack.experts.dispatcher == "deepep"
+    assert "ep_overlap" in stack.accepts.features
 
 
 def test_a_capacity_of_experts_is_read(tmp_path: Path) -> None:
@@ -209,7 +210,7 @@ def test_files_for_model_and_stack_load(tmp_path: Path) -> None:
     model = load_model(tmp_path / "megatron_gpt-model.yaml")
     assert (model.ffn, model.qkv_bias, model.position) == (8192, True, "learned")
     stack = load_system(tmp_path / "megatron_gpt-stack.yaml")
-    assert (stack.reduce_overlap, stack.gather_overlap) == (False, False)
+    assert (stack.zero.reduce_overlap, stack.zero.gather_overlap) == (False, False)
 
 
 @pytest.mark.parametrize("file", sorted(JOBS.iterdir()), ids=lambda path: path.name)
@@ -278,7 +279,7 @@ def test_limits_of_zero_3_are_facts_of_the_stack(
     path.write_text(json.dumps({"zero_optimization": {"stage": 3, **zero}}))
     reading = read_files([path])
     base = load_system(reading.system)
-    assert {k: v for k, v in reading.facts.items() if getattr(base, k) != v} == facts
+    assert {k: v for k, v in reading.facts.items() if flat(base)[k] != v} == facts
 
 
 @pytest.mark.parametrize(

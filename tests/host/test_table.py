@@ -9,9 +9,10 @@ from rematbench.evidence.published.derived import all_cells, bundles, layouts
 from rematbench.evidence.published.row_cases import bundle_of
 from rematbench.evidence.published.sheets import read_sheet
 from rematbench.host.console import rich_table
-from rematbench.host.table import Column, Table, TableText, gib, signed_percent, write_sheet
+from rematbench.host.table import TableText, write_sheet
 from rematbench.inputs.configfile import ConfigError
 from rematbench.inputs.paths import data_dir
+from rematbench.paper.sheet.table import Column, Table, gib, signed_percent
 from rematbench.worlds.records.suite import bundles as suite_bundles
 from rematbench.worlds.records.suite import load_suite
 from tests.problems import all_methods
@@ -32,7 +33,7 @@ def test_csv_is_raw_and_complete() -> None:
 
 def test_markdown_is_rounded_escaped_and_says_what_it_leaves_out() -> None:
     text = TABLE.markdown()
-    assert "| p\\|q | +5.0 | 1.00 |" in text
+    assert text.split("\n")[4].split() == ["|", "p\\|q", "|", "+5.0", "|", "1.00", "|"]
     assert "Note. 1 more rows in t.csv." in text
     assert "| r" not in text
 
@@ -153,6 +154,6 @@ def test_prose_of_a_terminal_is_said_once() -> None:
         columns=(Column("source", "source"), Column("model", "model")),
         rows=rows,
     )
-    shown = [str(cell) for cell in rich_table(made).columns[0].cells]
+    shown = [str(cell) for cell in rich_table(made.printed()).columns[0].cells]
     assert shown == [sources[0], '"', sources[1]]
-    assert [str(cell) for cell in rich_table(made).columns[1].cells] == ["m"] * 3
+    assert [str(cell) for cell in rich_table(made.printed()).columns[1].cells] == ["m"] * 3

@@ -94,6 +94,7 @@ NOT_IMPORTED = {
     "ruff": "a check of bench",
     "scipy-stubs": "types for mypy",
     "shfmt-py": "snakefmt calls its binary",
+    "snakemake-executor-plugin-slurm": "profiles/slurm",
     "snakefmt": "a check of bench",
     "types-pyyaml": "types for mypy",
     "uv": "installs, in bench",

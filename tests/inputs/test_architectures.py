@@ -67,7 +67,8 @@ def read(folder: Path, config: Any, **changes: Any) -> Model:
 
 def meta_parameters(config: Any) -> int:
     with torch.device("meta"):
-        model = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]._from_config(config)
+        kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+        model = kind._from_config(config)
     trained = (parameter for parameter in model.parameters() if parameter.requires_grad)
     return sum(parameter.numel() for parameter in trained)
 

@@ -17,7 +17,7 @@ from rematbench.inputs.layout import Layout, LayoutError
 from rematbench.inputs.load import load_cluster, load_system, names
 from rematbench.inputs.precision import in_precision
 from rematbench.inputs.stackfacts import NO_FACTS
-from rematbench.inputs.system import System
+from rematbench.inputs.system import FACTS, FlatSystem, System, flat, with_facts
 from rematbench.plan import Offload, Plan, PlanError, Recompute
 from rematbench.problem import Problem
 from rematbench.workload import Experts, Model, Workload
@@ -77,7 +77,7 @@ OTHER: dict[str, list[Any]] = {
 
 def others(name: str, value: Any) -> list[Any]:
     """Other values of a fact."""
-    hint = get_type_hints(System)[name]
+    hint = get_type_hints(FlatSystem)[name]
     if name in OTHER:
         found = OTHER[name]
     elif hint is bool:
@@ -113,9 +113,9 @@ class Drawn:
         rebuilds, self.seq_len = job.pop("rebuilds", False), job.pop("seq_len", 4096)
         hosted, parameters = job.pop("hosted", False), job.pop("parameters", False)
         if hosted or parameters:
-            system = replace(system, optimizer_on_host=True, parameters_on_host=parameters)
-        if job.pop("pairs", False) and "ep_overlap" in system.features:
-            system = replace(system, ep_overlap="interleaved")
+            system = with_facts(system, optimizer_on_host=True, parameters_on_host=parameters)
+        if job.pop("pairs", False) and "ep_overlap" in system.accepts.features:
+            system = with_facts(system, ep_overlap="interleaved")
         layout = Layout(**job)
         self.system, self.layout, self.model = system, layout, model
         self.use = Use(
@@ -123,7 +123,7 @@ class Drawn:
         )
 
     def numbers(self, **facts: Any) -> Any:
-        system = replace(self.system, **facts)
+        system = with_facts(self.system, **facts)
         system = in_precision(system, self.use.precision, self.layout.zero_stage)
         try:
             given = Problem(
@@ -153,7 +153,7 @@ def drawn(stack: str) -> list[tuple[Drawn, Any]]:
 
 
 def facts() -> Iterator[str]:
-    return (name for name in System.__struct_fields__ if name not in NO_FACTS)
+    return (name for name in FACTS if name not in NO_FACTS)
 
 
 def test_every_fact_declares_where_it_acts() -> None:
@@ -166,16 +166,16 @@ def changes(stack: str, name: str, idle_jobs: int) -> tuple[bool, bool]:
     acts = changed = False
     draw, idle = Random(f"{stack} {name}"), 0
     for one, base in draw.sample(drawn(stack), len(drawn(stack))):
-        values = others(name, getattr(one.system, name))
+        values = others(name, flat(one.system)[name])
         for value in draw.sample(values, len(values)):
-            system = replace(one.system, **{name: value})
+            system = with_facts(one.system, **{name: value})
             active = ACTS[name](one.use) or ACTS[name](one.use._replace(system=system))
             skipped = changed if active else idle >= idle_jobs
             if skipped or not legal(system) or (numbers := one.numbers(**{name: value})) is None:
                 continue
             acts, changed = acts or active, changed or numbers != base
             idle += not active
-            said = f"{name} {getattr(one.system, name)} -> {value} at {one.layout}"
+            said = f"{name} {flat(one.system)[name]} -> {value} at {one.layout}"
             assert active or numbers == base, said
     return acts, changed
 

@@ -33,7 +33,7 @@ from rematbench.inputs.kernel_rates import (
 )
 from rematbench.inputs.load import load_system
 from rematbench.inputs.paths import data_dir
-from rematbench.inputs.system import NormKernel, RopeKernel
+from rematbench.inputs.system import NormKernel, RopeKernel, with_facts
 from tests.problems import problem
 
 NONE = Evidence()
@@ -189,7 +189,7 @@ def test_names_are_those_of_the_files() -> None:
 def test_what_is_compiled_is_fused() -> None:
     eager = load_system("torchtitan")
     assert (eager.norm_kernel, eager.rope_kernel) == ("eager", "complex")
-    compiled = msgspec.structs.replace(eager, compiled=True)
+    compiled = with_facts(eager, compiled=True)
     assert (compiled.norm_kernel, compiled.rope_kernel) == ("compiled", "fused")
 
 

@@ -108,7 +108,7 @@ def test_every_model_has_a_source() -> None:
 
 def test_a_published_system_name_is_an_alias() -> None:
     assert load_system("torchtitan (FSDP2)") is load_system("torchtitan")
-    assert load_system("llm-foundry (FSDP)").data_parallel == "fsdp"
+    assert load_system("llm-foundry (FSDP)").zero.data_parallel == "fsdp"
 
 
 def test_my_own_files_load(tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ from rematbench.inputs.stackfacts import (
     facts,
     other_versions,
 )
-from rematbench.inputs.system import System
+from rematbench.inputs.system import FACTS, System, flat, with_facts
 from rematbench.plan import Plan
 from rematbench.problem import Problem, rank_parameters
 from tests.problems import all_methods, make_problem, remade
@@ -70,7 +70,7 @@ def test_a_file_has_its_base_but_for_what_it_says(tmp_path: Path) -> None:
     assert mine.constants == base.constants == ("megatron-core",)  # the nearest fitted one
     assert mine.sources["tp_overlap"] == "mine"
     same = {"name": base.name, "version": base.version, "constants": base.constants}
-    assert replace(mine, **same, tp_overlap="gemm", sources=base.sources) == base
+    assert with_facts(mine, **same, tp_overlap="gemm", sources=base.sources) == base
 
 
 def test_an_override_needs_a_source(tmp_path: Path) -> None:
@@ -178,7 +178,7 @@ def test_facts_say_who_says_them() -> None:
     assert found["attention"].file == "nemo-24.12"
     assert found["vocab_multiple"].file == "megatron-core"
     changed = differences("nemo-24.12")
-    assert all(getattr(load_system("megatron-core"), k) != f.value for k, f in changed.items())
+    assert all(flat(load_system("megatron-core"))[k] != f.value for k, f in changed.items())
     assert differences("megatron-core") == {}
 
 
@@ -186,9 +186,9 @@ def test_facts_say_who_says_them() -> None:
 def test_every_fact_is_said_or_marked_as_default(name: str) -> None:
     system, told, unsaid = load_system(name), facts(name), defaults(name)
     not_facts = {"name", "version", "sources", "constants", "scales"}
-    assert set(told) | set(unsaid) == set(System.__struct_fields__) - not_facts
+    assert set(told) | set(unsaid) == set(FACTS) - not_facts
     assert not set(told) & set(unsaid)
-    assert all(fact.value == getattr(system, key) for key, fact in unsaid.items())
+    assert all(fact.value == flat(system)[key] for key, fact in unsaid.items())
     assert {"norm", "rope"} <= set(told)
 
 
@@ -254,7 +254,7 @@ def test_shipped_clusters_and_their_memory_are_like_shipped() -> None:
 
 def test_a_version_with_a_feature_more_has_those_of_its_base() -> None:
     base, bridge = load_system("megatron-core-2026"), load_system("megatron-bridge")
-    assert {*bridge.features} == {*base.features, "ulysses_in_cp"}
+    assert {*bridge.accepts.features} == {*base.accepts.features, "ulysses_in_cp"}
 
 
 def test_mst_is_transformers_but_for_its_loop_and_its_optimizer() -> None:
@@ -291,7 +291,7 @@ def test_deepspeed_is_the_decoder_that_its_baseline_runs() -> None:
         "fp32_copy",
     }
     assert differences("huggingface-deepspeed").keys() == zero
-    assert all(getattr(layers, key) == getattr(plain, key) for key in zero)
+    assert all(flat(layers)[key] == flat(plain)[key] for key in zero)
 
 
 # -- versions -----------------------------------------------------------------------------------
@@ -427,14 +427,14 @@ def test_every_open_fact_changes_a_prediction_where_it_is_said_to_act() -> None:
     for key in ("fused_swiglu", *OPEN_FACTS):
         unfused = {"attention": "unfused"} if key == "eager_operators" else {}
         given = made(model="llama3-8b", layout=Layout(dp=8, global_batch=8), **unfused)
-        start = replace(given.system, **base)
-        value = other.get(key, not getattr(start, key))
+        start = with_facts(given.system, **base)
+        value = other.get(key, not flat(start)[key])
         if key == "norm":
-            start = replace(start, norm="fused")
+            start = with_facts(start, norm="fused")
         assert ACTS[key](use_of(dataclass_replace(given, system=start)))
         seen = {
             (found.step_s, found.peak_device_bytes)
-            for system in (start, replace(start, **{key: value}))
+            for system in (start, with_facts(start, **{key: value}))
             for problem in [remade(given, system=system)]
             for found in [evaluate(problem, problem.base_plan)]
         }

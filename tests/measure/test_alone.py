@@ -56,7 +56,7 @@ def test_turns_of_a_rank_alone_and_of_another_model_share_no_weights() -> None:
 def test_what_needs_peers_does_not_run_alone() -> None:
     problem = cases.case("tp2-pp2", "keep").problem
     with pytest.raises(NotExecutable, match="with tp 1, cp 1 and dp 1"):
-        FirstStageGroups(problem.layout, problem.system.rank_order)
+        FirstStageGroups(problem.layout, problem.system.parallel.rank_order)
 
 
 @pytest.mark.parametrize("name", PLANS)

@@ -46,7 +46,7 @@ def test_turns_train_one_model_and_compute_what_an_executor_does(
     for plan in plans:
         status, reason, seen = by_turns.turn(problem, plan)
         assert (status, reason, len(seen["step_s"])) == ("ok", "", 1)
-    groups = Groups(problem.layout, problem.system.rank_order, 0)
+    groups = Groups(problem.layout, problem.system.parallel.rank_order, 0)
     model = RankModel(problem, plans[0], groups.place, CPU, turns.SEED)
     batch = make_batch(problem.workload, problem.layout.global_batch, turns.SEED, 0)
     model.batches = micro_batches(batch, problem.layout, groups.place, CPU)

@@ -35,7 +35,7 @@ INSIDE = re.compile(r"\b[LEH]\d*\.\w+|\w+Error|Traceback|<.*>")
 
 def on_stack(system: str, layout: str) -> Problem:
     """A model of 12 layers, so that each of 4 stages has more than memo exempts."""
-    attention: Any = "unfused" if load_system(system).attention == "unfused" else "flash"
+    attention: Any = "unfused" if load_system(system).kernels.attention == "unfused" else "flash"
     given = problem(model=layers(12), system=system, attention=attention, **LAYOUTS[layout])
     return replace(given, evaluator=evaluate)
 

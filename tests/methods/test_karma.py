@@ -12,6 +12,7 @@ from rematbench.engine.program.action import Kind
 from rematbench.evaluate.proof import check
 from rematbench.inputs.layout import Layout
 from rematbench.inputs.load import load_model
+from rematbench.inputs.system import with_facts
 from rematbench.plan import Offload, Plan, Recompute
 from rematbench.problem import Problem
 from rematbench.solve.kept import kept_activations
@@ -115,6 +116,6 @@ def test_rebuilds_cost_less_than_stalls() -> None:
 
 def test_what_it_refuses() -> None:
     p = one(SHORT)
-    without = remade(p, system=replace(p.system, features=()))
+    without = remade(p, system=with_facts(p.system, features=()))
     assert "has no activation offload" in refusal(without, "karma")
     assert "keeps no activation to swap" in refusal(p, "memo:alpha=1,exempt_layers=0+karma")

@@ -16,6 +16,7 @@ from rematbench.evaluate.proof import CheckError, check
 from rematbench.evaluate.result import evaluate_plan
 from rematbench.inputs.layout import Layout
 from rematbench.inputs.paths import data_dir
+from rematbench.inputs.system import with_facts
 from rematbench.plan import Plan, Recompute, Rule, Select, Unsupported
 from rematbench.problem import Problem
 from rematbench.solve.memory_plan import is_placeable, lifetimes, planned_peak
@@ -269,7 +270,7 @@ def test_exact_pinned_sizes_are_a_fact_of_the_stack() -> None:
     layout = Layout(tp=4, pp=4, vpp=5, dp=4, global_batch=256)
     p = make_problem(system="megatron-kwai", layout=layout, **spec)
     plan = plan_of(p, "pp_offload", alpha=0.3)
-    system = msgspec.structs.replace(p.system, pinned_blocks="powers_of_two")
+    system = with_facts(p.system, pinned_blocks="powers_of_two")
     exact, blocks = (evaluate(q, plan) for q in (p, remade(p, system=system)))
     assert exact.ranks[0].host_rounding == 0
     assert exact.host_node_bytes < blocks.host_node_bytes < 2 * exact.host_node_bytes
@@ -312,7 +313,7 @@ def test_expandable_segments_are_a_fact_of_the_stack() -> None:
     p = paper(1 << 20)
     quarter = plan_of(p, "memo:alpha=0.25+mst")
     plan = msgspec.structs.replace(quarter, addresses="allocator")
-    grown = remade(p, system=msgspec.structs.replace(p.system, expandable_segments=True))
+    grown = remade(p, system=with_facts(p.system, expandable_segments=True))
     found = [evaluate_plan(q, plan).evaluation for q in (p, grown)]
     assert found[1].reserved_bytes < found[0].reserved_bytes
     assert found[1].step_s == found[0].step_s

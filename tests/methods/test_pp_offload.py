@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from rematbench.costs.estimators import PipelineOffloadEstimator
+from rematbench.costs.offload_estimate import PipelineOffloadEstimator
 from rematbench.engine.lowering.lower import lower
 from rematbench.evaluate.evaluation import evaluate
 from rematbench.inputs.layout import Layout

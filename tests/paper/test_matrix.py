@@ -32,12 +32,11 @@ from rematbench.paper.matrix.best import (
     cell_job,
     searched,
 )
+from rematbench.paper.matrix.spec import MatrixSpec, Work, load_matrix
 from rematbench.paper.matrix.sweep import NOT_RUN, Line, run_matrix
 from rematbench.paper.matrix.verdicts import by_cell, judged, speed, summary
 from rematbench.paper.tables.matrix import fastest_table, layout_text, matrix_tables, shortage
 from rematbench.paper.tables.pareto import pareto_table
-from rematbench.worlds.records.matrix_spec import MatrixSpec, Work
-from rematbench.worlds.records.suite import load_suite
 from tests.problems import all_methods
 
 REGISTRY = all_methods()
@@ -46,9 +45,7 @@ ARMS = ("keep all", "full recomputation", "balanced", "balanced + offload", "mst
 
 
 def declared() -> MatrixSpec:
-    found = load_suite(data_dir("config") / "paper.yaml").matrix
-    assert found is not None
-    return found
+    return load_matrix(data_dir("config") / "paper.yaml")
 
 
 def small(**changes: object) -> MatrixSpec:

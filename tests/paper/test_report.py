@@ -12,7 +12,7 @@ import pytest
 from msgspec.structs import replace
 
 from rematbench.host import chart_style
-from rematbench.host.table import Column, Table, gib, whole, write_sheet
+from rematbench.host.table import write_sheet
 from rematbench.paper import expected
 from rematbench.paper.expected import (
     Artifact,
@@ -36,6 +36,7 @@ from rematbench.paper.page import (
     report_markdown,
     whether_bands_hold,
 )
+from rematbench.paper.sheet.table import Column, Table, gib, whole
 from tests.typed import typed
 
 ROOT = Path(__file__).resolve().parents[2]

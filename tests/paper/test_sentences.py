@@ -12,7 +12,7 @@ from PIL import Image
 
 from rematbench.evaluate.evaluation import evaluate
 from rematbench.inputs.layout import Layout
-from rematbench.inputs.system import System
+from rematbench.inputs.system import FlatSystem
 from rematbench.paper.page import GPUS, gpus_used, load_report, what_was_measured
 from rematbench.problem import Problem
 from rematbench.workload import Workload
@@ -119,11 +119,11 @@ def test_the_readme_names_the_gpus_of_the_records() -> None:
 
 
 INPUTS = {
-    "CUDA graphs": (System, "cuda_graphs"),
+    "CUDA graphs": (FlatSystem, "cuda_graphs"),
     "packed": (Workload, "document_len"),
-    "context parallel": (System, "cp_kind"),
-    "parameters in host memory": (System, "parameters_on_host"),
-    "expandable": (System, "expandable_segments"),
+    "context parallel": (FlatSystem, "cp_kind"),
+    "parameters in host memory": (FlatSystem, "parameters_on_host"),
+    "expandable": (FlatSystem, "expandable_segments"),
 }
 """Words for what a job can say, each with its field."""
 

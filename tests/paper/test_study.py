@@ -187,7 +187,7 @@ def test_head_bytes_fall_with_the_pieces_and_weights_stay() -> None:
         plan = REGISTRY.resolve("mst", {"head_chunks": pieces, "mlp_chunks": 1}).plan(given)
         sizes[pieces] = int(part_peak_bytes(given, plan)["head_bytes"])  # type: ignore[arg-type]
     resident = given.head.activations["final_norm_out"].nbytes + sum(
-        op.parameters * (given.system.param_bytes + given.system.grad_bytes)
+        op.parameters * (given.system.states.param_bytes + given.system.states.grad_bytes)
         for op in given.head.ops
         if op.name == "lm_head"
     )

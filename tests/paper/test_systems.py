@@ -6,8 +6,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from rematbench.host.table import Table
 from rematbench.inputs.configfile import ConfigError, read_mapping
+from rematbench.paper.sheet.table import Table
 from rematbench.paper.tables import layer_grain, systems
 from tests.problems import all_methods
 from tests.workflow.checkout import ROOT
@@ -19,12 +19,13 @@ BLOCK = re.compile(r"(?<=-->\n\n).*?(?=<!-- end -->)", re.DOTALL)
 
 
 def made(related: Path = FILE) -> Table:
-    return systems.build(
-        related,
-        *(EXPECTED / f"{name}.csv" for name in ("methods", "accuracy_by_source", "claims")),
-        *(sorted(MEASURED.glob(f"{name}/*.json")) for name in ("traced", "executed")),
-        sorted(MEASURED.glob("gpu*/records/*.json")),
+    methods, accuracy, claims = (
+        EXPECTED / f"{name}.csv" for name in ("methods", "accuracy_by_source", "claims")
     )
+    traced, executed, measured = (
+        sorted(MEASURED.glob(f"{name}/*.json")) for name in ("traced", "executed", "gpu*/records")
+    )
+    return systems.build(related, methods, accuracy, claims, traced, executed, measured)
 
 
 def declared() -> list[systems.Related]:

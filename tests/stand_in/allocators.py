@@ -40,7 +40,7 @@ WORKSPACE = 32 << 20
 
 def state_sizes(problem: Problem, plan: Plan, stage: int, program: RankProgram) -> tuple[int, ...]:
     """Bytes of every storage that a rank holds for good."""
-    lay, order = problem.layout, problem.system.rank_order
+    lay, order = problem.layout, problem.system.parallel.rank_order
     rank, device = stage_rank(lay, order, stage), torch.device("meta")
     with fake_job(rank, lay.gpus), device:
         groups = Groups(lay, order, rank)

@@ -16,8 +16,7 @@ from rematbench.evidence.published.sheets import read_sheet
 from rematbench.host.table import write_sheet
 from rematbench.paper.html import page_html
 from rematbench.paper.page import Page, gather, load_report
-from rematbench.worlds.slurm.campaign import Campaign, load_campaign_suite
-from rematbench.worlds.slurm.submissions import gpu_hours
+from rematbench.worlds.slurm.campaign import Campaign, gpu_hours, load_campaign_suite
 from tests.problems import all_methods
 from tests.workflow.checkout import ROOT
 
@@ -36,11 +35,17 @@ def built(folder: Path) -> Path:
         return page
     config = load_report()
     found = gather(config, folder)
-    text = page_html(
-        Page(config=config, outcome="none", trusted="", unmeasured=(), facts=(), filled=found)
+    page = Page(
+        config=config,
+        measured="",
+        outcome="none",
+        trusted="",
+        unmeasured=(),
+        facts=(),
+        filled=found,
     )
     path = folder / "index.html"
-    path.write_text(text)
+    path.write_text(page_html(page))
     return path
 
 

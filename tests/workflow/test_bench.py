@@ -131,3 +131,34 @@ def test_the_lock_of_a_killed_snakemake_goes_and_of_a_living_one_stays(tmp_path:
     finally:
         living.kill()
         living.wait()
+
+
+def test_resume_is_unlock_and_the_same_command(tmp_path: Path) -> None:
+    here = copy(tmp_path)
+    (here / ".snakemake" / "locks").mkdir(parents=True)
+    (here / ".snakemake" / "locks" / "0.input.lock").touch()
+    tool = here / ".venv" / "bin" / "snakemake"
+    tool.write_text('#!/bin/sh\necho "snakemake $*" >>"$LOG"\n')
+    tool.chmod(0o755)
+    branch = BENCH.partition("\nresume)\n")[2].partition(";;")[0]
+    entered = "enter() { PATH=$venv/bin:$PATH; }\n"
+    in_a_job = [
+        sys.executable,
+        "-c",
+        "import time; time.sleep(60)",
+        "snakemake",
+        "--mode",
+        "remote",
+    ]
+    living = subprocess.Popen(in_a_job, cwd=here)
+    try:
+        code, asked, told = shell(here, f"{entered}set --\n{branch}")
+        assert (code, told) == (0, "bench: an earlier run was killed: going on\n")
+        assert asked.splitlines() == ["snakemake --unlock", "snakemake measure --profile slurm"]
+        _, asked, _ = shell(here, f"{entered}set -- smoke --config simulate_on=slurm\n{branch}")
+        assert (
+            asked.splitlines()[-1] == "snakemake smoke --config simulate_on=slurm --profile slurm"
+        )
+    finally:
+        living.kill()
+        living.wait()

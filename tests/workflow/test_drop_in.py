@@ -36,7 +36,7 @@ from collections import Counter
 from pathlib import Path
 
 from rematbench.evidence.published.sheets import read_sheet
-from rematbench.host.table import Column, Table
+from rematbench.paper.sheet.table import Column, Table
 
 INPUTS = {"published": "results/published/claims.csv"}
 

@@ -17,7 +17,6 @@ FILES = sorted((SOURCES / "cli").glob("*.py"))
 ELSEWHERE = {
     "calibrate": "refits for minutes to an hour",
     "measure-gpu": "needs a GPU",
-    "resume": "needs Slurm (tests/slurm)",
     "report": "of what `./bench reproduce` made",
     "matrix": "a minute and more; `./bench reproduce`",
     "searches": "searches for minutes to half an hour; `./bench reproduce --full`",

@@ -38,16 +38,14 @@ variants:
 FINISH = """
 from pathlib import Path
 from rematbench.plugins.discover import discover
-from rematbench.worlds.slurm.cell_records import CellRecord, encode
+from rematbench.worlds.slurm.runner import CellRecord, encode
 from rematbench.worlds.slurm.campaign import Campaign, load_campaign_suite
 from rematbench.worlds.records.store import Store
 made = Campaign(load_campaign_suite(Path("config/measure.yaml")), discover())
 store = Store(Path("results/measure/cells"))
 for cell in made.cells:
-    lease = store.claim(made.key(cell))
-    if lease is not None:
-        record = CellRecord(key=lease.key, cell=cell, status="oom", attempts=1, written="now")
-        store.commit(lease, encode(record))
+    record = CellRecord(key=made.key(cell), cell=cell, status="oom", written="now")
+    store.write(record.key, encode(record))
 """
 """Every cell has a final record, as if it had been executed."""
 

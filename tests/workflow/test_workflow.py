@@ -79,7 +79,7 @@ def test_editing_a_method_reruns_its_own_bundles(smoked: Checkout) -> None:
     path = smoked.path / "methods" / "balanced_checkpointing.py"
     before = path.read_text()
     path.write_text(before + "# edited\n")
-    for name in ("worlds/slurm/slurm_queue.py", "paper/tables/scores.py"):  # of no prediction
+    for name in ("worlds/slurm/launch.py", "paper/tables/scores.py"):  # of no prediction
         with (smoked.path / "src/rematbench" / name).open("a") as file:
             file.write("# edited\n")
     assert planned(smoked) == {"balanced_checkpointing", "balanced_checkpointing+pp_offload"}

@@ -21,7 +21,7 @@ CHANGED = {
     "engine/lowering/emit_rebuild.py": True,
     "solve/swap.py": True,  # only methods import it
     "cli/run.py": None,  # one of the two commands
-    "worlds/slurm/slurm_queue.py": False,
+    "worlds/slurm/launch.py": False,
     "paper/tables/scores.py": False,
     "paper/tables/matrix.py": False,
     "paper/html.py": False,

@@ -1,15 +1,18 @@
-"""Cells, what identifies each, their bundles and the resources of a bundle."""
+"""Cells, what identifies each, their bundles and the resources of a bundle; what is refused before
+anything is submitted, with one line."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from rematbench.host.console import CommandError
 from rematbench.inputs.configfile import ConfigError
 from rematbench.plugins.discover import discover
-from rematbench.worlds.slurm.campaign import Campaign
+from rematbench.worlds.records.store import Store
+from rematbench.worlds.slurm.campaign import STARTUP_S, Bundle, Campaign, gpu_hours, refuse
 from rematbench.worlds.slurm.launch import torchrun
-from rematbench.worlds.slurm.settings import load_center
-from rematbench.worlds.slurm.submissions import executed_resources
+from rematbench.worlds.slurm.settings import Center, load_center
 from tests.campaigns import ROOT, campaign, center_file
 
 
@@ -17,14 +20,6 @@ def test_a_new_method_moves_no_cell_of_another(tmp_path: Path) -> None:
     few = campaign(tmp_path).bundles
     more = campaign(tmp_path, methods=["full_recompute", "selective_recompute", "keep_all"]).bundles
     assert {name: more[name] for name in few} == few
-
-
-def test_keys_follow_the_request_and_the_steps(tmp_path: Path) -> None:
-    keys = [
-        made.key(made.cells[0])
-        for made in (campaign(tmp_path), campaign(tmp_path), campaign(tmp_path, steps=4))
-    ]
-    assert keys[0] == keys[1] != keys[2]
 
 
 def test_an_edited_method_changes_the_keys_of_its_own_cells(tmp_path: Path) -> None:
@@ -52,31 +47,26 @@ def test_a_bundle_holds_what_the_time_limit_holds(tmp_path: Path) -> None:
     assert campaign(tmp_path, cell_minutes=50).bundles["keep_all.1x2.0"].minutes == 55
 
 
+def resources(center: Center, bundle: Bundle) -> dict[str, int | str | None]:
+    return center.executed_resources(bundle.nodes, bundle.gpus_per_node, bundle.minutes)
+
+
 def test_resources_of_one_and_of_several_nodes(tmp_path: Path) -> None:
     path = center_file(tmp_path, gres="gpu", partition="p", nodes=4, cpus_per_node=2)
     one = campaign(tmp_path, path, gpus=2)
-    (alone, *_) = (executed_resources(one.center, bundle) for bundle in one.bundles.values())
+    (alone, *_) = (resources(one.center, bundle) for bundle in one.bundles.values())
     assert (alone["gres"], alone["nodes"], alone["mpi"], alone["tasks"]) == ("gpu:2", 1, None, None)
     assert alone["qos"] is None
     assert alone["slurm_partition"] == "p"
     assert alone["slurm_account"] is None
     (owned,) = {
-        executed_resources(load_center("h800-80gb"), b)["slurm_account"]
-        for b in one.bundles.values()
+        resources(load_center("h800-80gb"), b)["slurm_account"] for b in one.bundles.values()
     }
     assert owned == "my-project"
     two = campaign(tmp_path, path, gpus=4)
-    (both, *_) = (executed_resources(two.center, bundle) for bundle in two.bundles.values())
+    (both, *_) = (resources(two.center, bundle) for bundle in two.bundles.values())
     assert (both["nodes"], both["tasks"], both["mpi"]) == (2, 2, "srun")
     assert both["tasks_per_gpu"] == 0, "or the executor passes --ntasks-per-gpu beside --ntasks"
-
-
-def test_the_command_of_a_cell_is_what_a_person_types(tmp_path: Path) -> None:
-    made = campaign(tmp_path)
-    words = made.words(made.cells[0])
-    assert words[:2] == ["execute", "keep_all"]
-    assert words[words.index("--seq-len") + 1] == "64"
-    assert "--no-sp" not in words
 
 
 def test_several_nodes_start_by_srun_in_node_order() -> None:
@@ -85,3 +75,34 @@ def test_several_nodes_start_by_srun_in_node_order() -> None:
     assert '--node-rank="$SLURM_NODEID"' in command[-1]
     local = torchrun(["module"], nodes=2, gpus_per_node=4, job_id="")
     assert "--nproc-per-node=8" in local
+
+
+def test_gpu_hours_over_the_limit_are_refused_and_the_largest_named(tmp_path: Path) -> None:
+    made = campaign(tmp_path, center_file(tmp_path, gres="gpu", nodes=4))
+    store = Store(tmp_path / "store")
+    hours = {n: gpu_hours(made, bundle, bundle.cells) for n, bundle in made.bundles.items()}
+    assert all(2 * STARTUP_S / 3600 < of_one < 0.1 for of_one in hours.values())
+    largest = max(hours, key=lambda name: hours[name])
+    text = rf"exceed max_gpu_hours 0\.01 \(2 submissions, the largest {largest} with"
+    with pytest.raises(CommandError, match=text):
+        refuse(made, store, max_gpu_hours=0.01)
+    refuse(made, store, max_gpu_hours=10.0)
+    refuse(made, store)
+
+
+def test_gpu_hours_count_gpus_that_the_job_holds(tmp_path: Path) -> None:
+    def hours(**slurm: Any) -> float:
+        made = campaign(tmp_path, center_file(tmp_path, **slurm))
+        bundle = next(iter(made.bundles.values()))
+        return gpu_hours(made, bundle, bundle.cells)
+
+    whole = load_center("this-machine").cluster.gpus_per_node
+    shared = hours(gres="gpu")
+    assert hours() == 0.0
+    assert hours(gres="gpu", extra="--exclusive") == pytest.approx(shared * whole / 2)
+
+
+def test_more_nodes_than_the_center_has_are_refused(tmp_path: Path) -> None:
+    made = campaign(tmp_path, center_file(tmp_path, nodes=2), gpus=8)
+    with pytest.raises(CommandError, match=r"needs 4 nodes, but .* allows 2"):
+        refuse(made, Store(tmp_path / "store"))

@@ -24,7 +24,7 @@ from rematbench.worlds.records.record import make_record
 from rematbench.worlds.records.store import Store
 from rematbench.worlds.slurm.campaign import Campaign
 from rematbench.worlds.slurm.campaign_rows import COLUMNS, engine_of, number_rows
-from rematbench.worlds.slurm.cell_records import CellRecord, encode, is_final
+from rematbench.worlds.slurm.runner import CellRecord, encode
 from tests.campaigns import campaign
 from tests.problems import all_methods
 
@@ -59,15 +59,14 @@ MEASURED = Measured(
 
 def rows(made: Campaign, folder: Path, status: str = "ok", **parts: Any) -> list[dict[str, Any]]:
     """All rows, the first cell with a record of these parts."""
-    store, cell = Store(folder / "cells", is_final=is_final), made.cells[0]
+    store, cell = Store(folder / "cells"), made.cells[0]
     problem = made.problem(cell.spec)
     plain = make_record(evaluate_method(problem, made.method(cell)), made.method(cell))
     origin = replace(plain.provenance, torch="2.13", device=parts.pop("device", "NVIDIA H800"))
     record = replace(plain, provenance=origin, **parts)
-    lease = store.claim(made.key(cell))
-    done = CellRecord(key=lease.key, cell=cell, status=status, attempts=1, written="now",
+    done = CellRecord(key=made.key(cell), cell=cell, status=status, written="now",
                       record=record if parts else None)  # type: ignore[arg-type]  # fmt: skip
-    store.commit(lease, encode(done))
+    store.write(done.key, encode(done))
     return number_rows(made, store)
 
 

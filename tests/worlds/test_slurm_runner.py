@@ -1,23 +1,22 @@
 """What a bundle makes of a cell's end: always a row."""
 
-import signal
+import json
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from rematbench.host.console import CommandError
+from rematbench.inputs.configfile import ConfigError
 from rematbench.worlds.records.store import Store
 from rematbench.worlds.slurm import runner as runner_module
-from rematbench.worlds.slurm.cell_records import MAX_ATTEMPTS, decode, is_final, remove_records
 from rematbench.worlds.slurm.launch import last_words
-from rematbench.worlds.slurm.runner import Runner
+from rematbench.worlds.slurm.runner import decode, remove_records, run_bundle
 from tests.campaigns import campaign, center_file
 
 RECORD = Path(__file__).parents[2] / "results/measured/executed/tp2.keep_all.0.json"
 FAKE = f"""
-import json, os, sys, time
+import json, os, shutil, sys, time
 from pathlib import Path
 kind, out = sys.argv[1], Path(sys.argv[sys.argv.index("--out") + 1])
 def write(**parts):
@@ -42,6 +41,11 @@ elif kind == "on a CPU only":
     else:
         sys.stderr.write("rematbench execute: --device cuda: torch sees no GPU here\\n======\\n")
         sys.exit(1)
+elif kind == "overtaken":
+    (first,) = out.parents[2].glob("one.*.json")
+    first.rename(out.parents[1] / first.name)
+    shutil.rmtree(out.parent)
+    sys.exit("ValueError: no folder")
 elif kind == "hangs":
     time.sleep(600)
 elif kind == "preempted":
@@ -71,19 +75,16 @@ class Bundles:
         end = self.ends[next(word for word in words if word in self.ends)]
         return [sys.executable, str(self.script), end, *words]
 
-    def run(self, end: str, method: str = "keep_all", job_id: str = "") -> tuple[Any, str]:
-        """A bundle's records, and what it said; its cells end so."""
-        said: list[str] = []
+    def run(self, end: str, method: str = "keep_all", job_id: str = "") -> list[tuple[str, str]]:
+        """The status and reason of a bundle's records, of its manifest; its cells end so."""
         self.ends[method] = end
-        store = Store(self.folder / "store", is_final=is_final)
-        bundle = self.made.bundle(f"{method}.1x2.0")
-        before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
-        try:
-            records = Runner(self.made, bundle, store, job_id=job_id, say=said.append).run()
-        finally:
-            signal.signal(signal.SIGTERM, before[0])
-            signal.signal(signal.SIGINT, before[1])
-        return records, " ".join(said)
+        bundle, output = self.made.bundle(f"{method}.1x2.0"), self.folder / "manifest.json"
+        run_bundle(self.made, bundle, Store(self.folder / "store"), output, job_id=job_id)
+        return [(row["status"], row["reason"]) for row in json.loads(output.read_bytes())]
+
+    def stored(self) -> list[str]:
+        """Names in the store."""
+        return sorted(path.name for path in (self.folder / "store").iterdir())
 
 
 @pytest.fixture
@@ -102,41 +103,44 @@ def bundles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bundles:
     ],
 )
 def test_every_end_of_a_cell_is_a_row(bundles: Bundles, kind: str, status: str, words: str) -> None:
-    (record,), _ = bundles.run(kind)
-    assert (record.status, record.final, record.attempts) == (status, True, 1)
-    assert words in record.reason
+    ((found, reason),) = bundles.run(kind)
+    assert found == status
+    assert words in reason
+    (name,) = bundles.stored()
+    assert decode((bundles.folder / "store" / name).read_bytes()).status == status
 
 
 def test_a_cell_over_its_limit_is_a_row(bundles: Bundles) -> None:
     real = runner_module.run_limited
-    bundles.patch.setattr(runner_module, "run_limited", lambda w, log, _, s: real(w, log, 0.5, s))
-    (record,), _ = bundles.run("hangs")
-    assert record.status == "timeout"
+    bundles.patch.setattr(runner_module, "run_limited", lambda words, log, _: real(words, log, 0.5))
+    ((status, _),) = bundles.run("hangs")
+    assert status == "timeout"
 
 
 def test_a_failing_cell_does_not_stop_the_next(bundles: Bundles) -> None:
     bundles.twice()
-    records, _ = bundles.run("broken")
-    assert [record.status for record in records] == ["failed", "failed"]
+    assert [status for status, _ in bundles.run("broken")] == ["failed", "failed"]
 
 
-def test_a_preempted_cell_is_tried_again_and_then_final(bundles: Bundles, tmp_path: Path) -> None:
-    for attempt in range(1, MAX_ATTEMPTS + 1):
-        records, said = bundles.run("preempted")
-        assert (records is None) == (attempt < MAX_ATTEMPTS)
-        assert "SIGTERM" in said
-        (path,) = (tmp_path / "store").glob("*.json")
-        record = decode(path.read_bytes())
-        assert (record.status, record.attempts) == ("preempted", attempt)
-        assert record.final == (attempt == MAX_ATTEMPTS)
-    (record,), _ = bundles.run("preempted")
-    assert record.status == "preempted", "now a result: it stops no other cell"
+def test_a_preempted_cell_leaves_nothing_and_is_run_again(bundles: Bundles) -> None:
+    with pytest.raises(SystemExit):
+        bundles.run("preempted")
+    assert bundles.stored() == []
+    assert bundles.run("ok") == [("ok", "")]
 
 
 def test_a_finished_cell_is_not_run_again(bundles: Bundles) -> None:
     bundles.run("ok")
-    (record,), _ = bundles.run("broken")
-    assert record.status == "ok"
+    assert bundles.run("broken") == [("ok", "")]
+
+
+def test_a_cell_that_two_jobs_run_keeps_the_first_record(bundles: Bundles) -> None:
+    """The other job ends while ours runs, and removes the folder that our processes write to."""
+    bundles.run("ok")
+    (name,) = bundles.stored()
+    (bundles.folder / "store" / name).rename(bundles.folder / name)
+    assert bundles.run("overtaken") == [("ok", "")]
+    assert bundles.stored() == [name]
 
 
 H800 = "gpu: H800-SXM5-80GB\ngeneration: hopper\n"
@@ -155,10 +159,9 @@ def test_a_job_that_asked_for_gpus_takes_no_cpus_instead(
         text = text.replace(f"value: {slow}", f"value: {fast}")
     cluster.write_text(text)
     bundles.twice(cluster=str(cluster))
-    records, _ = bundles.run("on a CPU only", job_id=job_id)
     refused = ("failed", "exit code 1: rematbench execute: --device cuda: torch sees no GPU here")
     expected = refused if on_gpu else ("ok", "")
-    assert [(record.status, record.reason) for record in records] == 2 * [expected]
+    assert bundles.run("on a CPU only", job_id=job_id) == 2 * [expected]
 
 
 def test_the_line_of_an_output_that_names_the_error() -> None:
@@ -170,7 +173,7 @@ def test_the_line_of_an_output_that_names_the_error() -> None:
 
 def test_what_is_forgotten_is_run_again(bundles: Bundles, tmp_path: Path) -> None:
     made = bundles.made
-    store, ended = Store(tmp_path / "store", is_final=is_final), tmp_path / "bundles"
+    store, ended = Store(tmp_path / "store"), tmp_path / "bundles"
     (tmp_path / "executed.csv").touch()
     ended.mkdir()
     for method, end in (("keep_all", "broken"), ("full_recompute", "ok")):
@@ -184,9 +187,8 @@ def test_what_is_forgotten_is_run_again(bundles: Bundles, tmp_path: Path) -> Non
     assert gone == {"one.keep_all.0": "failed"}
     assert not (tmp_path / "executed.csv").exists()
     assert [path.name for path in ended.iterdir()] == ["full_recompute.1x2.0.json"]
-    (record,), _ = bundles.run("ok")
-    assert (record.status, record.attempts) == ("ok", 1)
-    with pytest.raises(CommandError, match="unknown status 'fail'; did you mean 'failed'"):
+    assert bundles.run("ok") == [("ok", "")]
+    with pytest.raises(ConfigError, match="--again: no status 'fail'; did you mean 'failed'"):
         remove_records(made, store, tmp_path, statuses=["fail"])
-    with pytest.raises(CommandError, match="unknown cell 'one'"):
+    with pytest.raises(ConfigError, match="--cell: no cell 'one'"):
         remove_records(made, store, tmp_path, statuses=["failed"], names=["one"])

@@ -76,7 +76,7 @@ COMMANDS = (
 WORKFLOW = (
     *("shipped.examples", "table.table", "run.run", "study.study", "matrix.matrix"),
     *("searches.searches", "report.report", "report.expect", "measure.measure"),
-    *("gpu.measure_gpu", "cells.run_cells", "cells.cells", "cells.resume"),
+    *("gpu.measure_gpu", "cells.run_cells", "cells.cells"),
 )
 """Commands for Snakemake rules, `./bench` and Slurm jobs, and `examples`, which the last lines of
 the help mention.  Only --help-all lists them."""

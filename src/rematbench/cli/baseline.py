@@ -21,7 +21,8 @@ from rematbench.cli.options import (
 from rematbench.cli.real import Address, Port, Rank, Size, has_gpu, is_launched, speed_text, timing
 from rematbench.cli.targets import Json, Out, need_file
 from rematbench.evaluate.result import evaluate_method
-from rematbench.host.console import GIB, CommandError, align_left, console, gib, grid, plain
+from rematbench.host.console import CommandError, align_left, console, gib, grid, plain
+from rematbench.host.table import GIB
 from rematbench.plan import Unsupported
 from rematbench.plugins.registry import IDENTITY
 from rematbench.problem import Problem

@@ -31,8 +31,8 @@ from rematbench.cli.targets import Json, need_file
 from rematbench.evaluate.result import Result
 from rematbench.evidence.bands import ratio_band, shipped
 from rematbench.evidence.peaks import about
-from rematbench.host.console import GIB, CommandError, console, gib, percent, plain, rounded
-from rematbench.host.table import write_sheet
+from rematbench.host.console import CommandError, console, gib, percent, plain, rounded
+from rematbench.host.table import GIB, write_sheet
 from rematbench.problem import Problem
 
 Names = list[str] | None

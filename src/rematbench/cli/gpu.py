@@ -141,7 +141,7 @@ def _own(part: str) -> Path:
 
 def _show(summary: Summary, output: Path, *, claims: bool) -> None:
     if claims:
-        console().print(rich_table(checks_table({str(output): summary})))
+        console().print(rich_table(checks_table({str(output): summary}).printed()))
     for ran in summary.parts:
         if ran.status != "ok":
             typer.echo(

@@ -22,7 +22,8 @@ from rematbench.advise.search.request import Rounds, SearchRequest
 from rematbench.advise.search.rounds import SearchJob
 from rematbench.cli.search_output import where
 from rematbench.evaluate.result import Result
-from rematbench.host.console import GIB, CommandError, grid, plain
+from rematbench.host.console import CommandError, grid, plain
+from rematbench.host.table import GIB
 
 UNITS = {"gpus": "GPUs", "context": "tokens", "batch": "sequences a step", "memory": "GiB"}
 

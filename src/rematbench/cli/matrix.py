@@ -11,9 +11,9 @@ from rematbench.cli.targets import need_file
 from rematbench.evidence.published.sheets import read_sheet
 from rematbench.host.table import write_sheet
 from rematbench.paper.matrix.best import ANSWERED
+from rematbench.paper.matrix.spec import load_matrix
 from rematbench.paper.matrix.sweep import run_matrix
 from rematbench.plugins.discover import discover
-from rematbench.worlds.records.suite import load_matrix
 
 SUITE = Annotated[Path, Argument(metavar="SUITE.yaml", help="Suite file that declares a matrix.")]
 

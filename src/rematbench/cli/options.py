@@ -19,7 +19,8 @@ from typer import Argument, BadParameter, Option
 from rematbench.evaluate.problems import make_problem
 from rematbench.evaluate.result import Job
 from rematbench.evidence.peaks import leaving_reserve
-from rematbench.host.console import GIB, CommandError
+from rematbench.host.console import CommandError
+from rematbench.host.table import GIB
 from rematbench.inputs.problemspec import ProblemSpec, flag
 from rematbench.plan import Plan
 from rematbench.plugins.discover import discover

@@ -14,7 +14,6 @@ from typer import Option
 from rematbench.cli.options import Request, RunOptions, request, takes_run
 from rematbench.cli.show import as_json, heading, method_line, show
 from rematbench.cli.targets import Json, Out, need_file
-from rematbench.costs.estimators import SAFE_SHARE
 from rematbench.engine.lowering.chunk_ops import ChunkOps
 from rematbench.engine.lowering.fates import Resolved, resolve
 from rematbench.engine.lowering.lower import lower
@@ -24,6 +23,7 @@ from rematbench.evaluate.result import Result, evaluate_method, told_fragmented
 from rematbench.evaluate.verdict import retries
 from rematbench.evidence.bands import with_band
 from rematbench.evidence.published.closed_forms import ClosedForm, EstimatorName, closed_form
+from rematbench.evidence.published.estimators import SAFE_SHARE
 from rematbench.host.console import (
     CommandError,
     align_left,

@@ -14,6 +14,7 @@ from rematbench.inputs.configfile import require_among
 from rematbench.inputs.load import calibration
 from rematbench.paper.expected import check, compare_folders, load_artifact
 from rematbench.paper.html import matrix_grids, page_html
+from rematbench.paper.matrix.spec import load_matrix
 from rematbench.paper.matrix.sweep import TABLES
 from rematbench.paper.matrix.verdicts import summary
 from rematbench.paper.page import (
@@ -27,7 +28,6 @@ from rematbench.paper.page import (
 )
 from rematbench.paper.tables.matrix import NAMES, equal_terms
 from rematbench.plugins.discover import discover
-from rematbench.worlds.records.suite import load_matrix
 
 RESULTS = Path("results")
 MOST_BYTES = 5_000_000

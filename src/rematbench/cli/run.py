@@ -30,7 +30,7 @@ def run(
     """
     need_folder("-o", output)
     collect_rarely()
-    finished = Store(store, say=typer.echo) if store else None
+    finished = Store(store) if store else None
     records = run_bundle(load_suite(suite), method, discover(methods or ()), output, finished)
     counts = {status: [r.status for r in records].count(status) for status in ("ok", "oom")}
     other = len(records) - sum(counts.values())

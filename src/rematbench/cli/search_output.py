@@ -18,7 +18,6 @@ from rematbench.evaluate.result import ALIKE, Result, assumed
 from rematbench.evidence.bands import ratio_band
 from rematbench.evidence.peaks import about
 from rematbench.host.console import (
-    GIB,
     CommandError,
     align_left,
     gib,
@@ -28,6 +27,7 @@ from rematbench.host.console import (
     print_uncut,
     rounded,
 )
+from rematbench.host.table import GIB
 
 HEADS = (
     Head(""), Head("method", words=True), Head("tp"), Head("cp"), Head("pp"), Head("vpp"),

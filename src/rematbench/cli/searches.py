@@ -13,10 +13,10 @@ from rematbench.evidence.published.sheets import CONFIGURATION, SCORED, SPEED, r
 from rematbench.host.console import CommandError, console, plain
 from rematbench.host.table import write_sheet
 from rematbench.paper.matrix.best import best_lines
+from rematbench.paper.matrix.spec import load_matrix
 from rematbench.paper.studies.package_spaces import load_spaces, searched_spaces
 from rematbench.paper.studies.published_layouts import against
 from rematbench.paper.studies.published_sweeps import searched_sweeps
-from rematbench.worlds.records.suite import load_matrix
 
 Csv = Annotated[Path, Option("-o", "--output", metavar="FILE.csv", help="Where to write.")]
 Processes = Annotated[int, Option(min=1, max=64, help="Worker processes.")]

@@ -13,7 +13,8 @@ from typer import Argument, Option
 
 from rematbench.cli.targets import Methods, need_folder
 from rematbench.evaluate.method_contract import check_file
-from rematbench.host.console import GIB, CommandError, align_left, console, grid, plain
+from rematbench.host.console import CommandError, align_left, console, grid, plain
+from rematbench.host.table import GIB
 from rematbench.inputs.load import calibration, load_cluster, load_model, load_system, names
 from rematbench.inputs.paths import data_dir
 from rematbench.inputs.stackfacts import Fact, chain, defaults, facts, listed
@@ -169,7 +170,7 @@ def _all() -> Table:
     )
     for name, version, base, changed in listed():
         differences = ", ".join(f"{key} {fact.value}" for key, fact in changed.items())
-        cells = (name, version, base or "-", load_system(name).attention, differences)
+        cells = (name, version, base or "-", load_system(name).kernels.attention, differences)
         table.add_row(*(plain(cell) for cell in cells))
     return table
 

@@ -369,7 +369,7 @@ def retried(retries: Retries | None) -> list[str]:
 def _segments(result: Result) -> str:
     """Whose bytes the reserved ones are: of planned addresses, or of the framework's allocator."""
     plan, problem, evaluation = result.plan, result.problem, result.evaluation
-    segments = "expandable" if problem.system.expandable_segments else "default"
+    segments = "expandable" if problem.system.states.expandable_segments else "default"
     if plan is None or plan.addresses != "planned":
         return f"{segments} segments"
     rank = fullest_rank(evaluation.ranks) if evaluation else 0

@@ -10,7 +10,7 @@ from rematbench.cli.targets import need_file
 from rematbench.engine.lowering.lower import lower
 from rematbench.evaluate.stage_memory import stage_bytes
 from rematbench.host.console import console, rich_table
-from rematbench.host.table import Column, Table, gib, write_sheet
+from rematbench.host.table import GIB, TableText, write_sheet
 from rematbench.worlds.records.plan_replay import replay
 from rematbench.worlds.records.record import read_record
 
@@ -37,13 +37,13 @@ def stages(
     program = lower(again.plan, again.problem)
     bars = stage_bytes(again.problem, again.plan, program, again.evaluation)
     rows = tuple(asdict(bar) for bar in bars)
-    columns = [Column("rank", "rank")]
-    columns += [Column(key, key.replace("_", "-"), gib) for key in rows[0] if key != "rank"]
-    table = Table(
-        name="stages",
+    parts = [key for key in rows[0] if key != "rank"]
+    table = TableText(
         title=f"GiB at the peak of each stage: {again.title}",
-        columns=tuple(columns),
-        rows=rows,
+        heads=("rank", *(part.replace("_", "-") for part in parts)),
+        rows=tuple(
+            (str(row["rank"]), *(f"{row[part] / GIB:.2f}" for part in parts)) for row in rows
+        ),
         note="The parts and the free bytes add up to the device's memory; a negative value of "
         "free means that the stage does not fit.",
     )

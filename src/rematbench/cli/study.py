@@ -10,8 +10,8 @@ from typer import Argument, Option
 from rematbench.cli.targets import Methods, need_file
 from rematbench.host.console import console, rich_table
 from rematbench.host.files import write_atomically
-from rematbench.host.table import Column, Table
 from rematbench.host.workers import collect_rarely
+from rematbench.paper.sheet.table import Column, Table
 from rematbench.paper.studies.answers import StudyAnswer, ask_study, dump, line
 from rematbench.paper.studies.study import load_study, narrowed
 from rematbench.plugins.discover import discover
@@ -61,4 +61,4 @@ def _show(name: str, answers: list[StudyAnswer]) -> None:
             columns=tuple(Column(key, key) for key in keys if any(row.get(key) for row in rows)),
             rows=rows,
         )
-        console().print(rich_table(table))
+        console().print(rich_table(table.printed()))

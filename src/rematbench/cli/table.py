@@ -10,8 +10,8 @@ from typer import Argument, Option
 
 from rematbench.cli.targets import need_folder
 from rematbench.host.console import CommandError, align_left, console, grid, plain, rich_table
-from rematbench.host.table import Table
 from rematbench.paper.catalog import PAPER, TableFile, maker, table_files
+from rematbench.paper.sheet.table import Table
 
 
 def table(
@@ -65,7 +65,7 @@ def table(
                 raise CommandError(f"{name}: its inputs have no row for this table")
             made[name].write(folder)
             if show:
-                console().print(rich_table(made[name]))
+                console().print(rich_table(made[name].printed()))
             typer.echo(f"{folder / name}.csv: {len(made[name].rows)} rows")
 
 

@@ -83,7 +83,7 @@ def validate(
     out = console()
     for table in made:
         if table.name != "cells" and table.rows:
-            out.print(rich_table(table))
+            out.print(rich_table(table.printed()))
             out.print()
     for table in made if tables else ():
         table.write(tables or Path())

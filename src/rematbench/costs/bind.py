@@ -98,7 +98,7 @@ class CostModel(KernelCosts):
         """Copies of each token in an all-to-all whose dispatcher sends a node one of them; 0 where
         each copy is sent by itself."""
         experts = self.workload.model.experts
-        once = self.system.dispatcher in ("deepep", "hybridep")
+        once = self.system.experts.dispatcher in ("deepep", "hybridep")
         return experts.active if experts and once and comm.group == "ep" else 0
 
     def _group_nvlink_bytes_per_s(self, ranks_in_domain: int) -> float:
@@ -114,7 +114,7 @@ class CostModel(KernelCosts):
             "state" if group == "dp" else group,
             stage,
             self.domain,
-            self.system.rank_order,
+            self.system.parallel.rank_order,
         )
 
     @cached_property
@@ -152,7 +152,7 @@ class CostModel(KernelCosts):
             from_stage % self.layout.pp,
             to_stage % self.layout.pp,
             self.domain,
-            self.system.rank_order,
+            self.system.parallel.rank_order,
         )
 
     def _send_s(self, nbytes: int, from_stage: int, to_stage: int) -> float:
@@ -212,9 +212,9 @@ class CostModel(KernelCosts):
         """Seconds of gradient clipping and the update of a rank's parameters, on the GPU."""
         traffic = states.optimizer_traffic_bytes(
             parameters_per_rank,
-            self.system.param_bytes,
-            self.system.grad_bytes,
-            self.system.optimizer_bytes + self.system.step_scratch_bytes,
+            self.system.states.param_bytes,
+            self.system.states.grad_bytes,
+            self.system.states.optimizer_bytes + self.system.states.step_scratch_bytes,
             self.common,
         )
         return float(self._memory_s(float(traffic)))
@@ -228,7 +228,7 @@ class CostModel(KernelCosts):
         if measured is not None:
             return whole - measured
         other = whole * self.common.host_system_share
-        if self.system.optimizer_on_host:
+        if self.system.host.optimizer_on_host:
             most = whole * self.common.host_other_share
             other = max(other, min(self.common.host_other_bytes, most))
         return int(whole - other)
@@ -250,7 +250,7 @@ class CostModel(KernelCosts):
     def host_cast_s(self, parameters: int) -> float:
         """Seconds in which the host casts updated weights of a rank to compute precision: master
         weights are read, weights written."""
-        width = self.system.host_grad_bytes + self.system.param_bytes
+        width = self.system.host.host_grad_bytes + self.system.states.param_bytes
         return self.host_dram_s(width * parameters)
 
     def visiting_share(self, *, two_way: bool) -> float:
@@ -261,7 +261,8 @@ class CostModel(KernelCosts):
         if not self.cluster.host_update_parameters_per_s:
             return 1.0
         many = 10**9  # beyond the copies' latency
-        cpu_s, states = self.host_update_beside_s(many, 0.0), self.system.optimizer_bytes * many
+        cpu_s = self.host_update_beside_s(many, 0.0)
+        states = self.system.states.optimizer_bytes * many
         traffic = NO_TRAFFIC._replace(two_way_share=float(two_way))
         up_s, down_s = self.copy_s(states, "h2d", traffic), self.copy_s(states, "d2h", traffic)
         copy_s = max(up_s, down_s) if two_way else up_s + down_s
@@ -274,7 +275,7 @@ class CostModel(KernelCosts):
         that visit meanwhile (`visiting_bytes` for each parameter updated on the host)."""
         common = self.common
         alone_s = self.host_update_s(parameters) + self.host_cast_s(parameters)
-        alone_s += self.copy_s(self.system.param_bytes * parameters, "h2d")
+        alone_s += self.copy_s(self.system.states.param_bytes * parameters, "h2d")
         visits_s = self.copy_s(visiting_bytes * parameters, "h2d") if visiting_bytes else 0.0
         return common.host_beside_share * alone_s + common.visit_delay_share * visits_s
 
@@ -295,7 +296,7 @@ class CostModel(KernelCosts):
         NCCL's kernels take SMs and HBM rate from compute.  The factor is 1 for point-to-point
         transfers and copies, which run on copy engines, and if launches block, so that nothing
         overlaps."""
-        if self.system.launch_blocking:
+        if self.system.kernels.launch_blocking:
             return 1.0
         tp_stall, dp_stall = self.stack.tp_stall, self.stack.dp_stall
         stalls = {"tp": tp_stall, "cp": tp_stall, "ep": tp_stall, "dp": dp_stall}

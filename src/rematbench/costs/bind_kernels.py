@@ -60,7 +60,7 @@ class KernelCosts:
     @cached_property
     def peak_flop_per_s(self) -> float:
         """The GPU's dense peak of matrix products in the precision; 0 if not declared."""
-        precision, tf32 = self.workload.precision, self.system.tf32
+        precision, tf32 = self.workload.precision, self.system.kernels.tf32
         return peak_flop_per_s(self.cluster, self.calibration, precision, tf32)
 
     @cached_property
@@ -98,11 +98,11 @@ class KernelCosts:
         operator."""
         kernels: tuple[Kernel, ...] = getattr(op, direction)
         count = sum(self._launches(kernel, direction) for kernel in kernels)
-        return min(1, count) if self.system.compiled else count
+        return min(1, count) if self.system.kernels.compiled else count
 
     def loops_s(self, op: Op, direction: Direction) -> float:
         """Seconds in which the host issues the further GEMMs of an operator's grouped ones."""
-        if self.system.compiled:
+        if self.system.kernels.compiled:
             return 0.0
         kernels: tuple[Kernel, ...] = getattr(op, direction)
         more = sum(kernel.batch - 1 for kernel in kernels if isinstance(kernel, Gemm))
@@ -189,7 +189,7 @@ class KernelCosts:
         paced = kernel.batch * max(0.0, self.common.grouped_gemm_s - self.stack.gap_s)
         if direction != "backward_weight":
             return max(busy, paced)
-        e, sums = self.workload.element_bytes, 2 * self.system.grad_bytes
+        e, sums = self.workload.element_bytes, 2 * self.system.states.grad_bytes
         rows = e * (kernel.m + kernel.n) * kernel.k
         moved = self._memory_s(kernel.batch * (rows + sums * kernel.m * kernel.n))
         return max(busy, paced, moved)
@@ -207,7 +207,7 @@ class KernelCosts:
         """Busy seconds of the backend's kernel, from its published rates."""
         forward = direction == "forward"
         if not kernel.fused:
-            if self.system.eager_operators:
+            if self.system.kernels.eager_operators:
                 return self._eager_attention_s(kernel, forward)
             return self._unfused_attention_s(kernel, forward)
         seconds = kernel_seconds.attention_s(

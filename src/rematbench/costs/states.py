@@ -54,9 +54,9 @@ def state_bytes(
         for stage in (PARAMETER_STAGE, GRADIENT_STAGE, OPTIMIZER_STAGE)
     )
     return StateBytes(
-        parameter=held * system.param_bytes,
-        gradient=reduced * system.grad_bytes,
-        optimizer=updated * system.optimizer_bytes,
+        parameter=held * system.states.param_bytes,
+        gradient=reduced * system.states.grad_bytes,
+        optimizer=updated * system.states.optimizer_bytes,
     )
 
 
@@ -109,18 +109,20 @@ def zero3_host_states(
     CPU).
     """
     parts = [shard(count, shards) for count in tensors]
-    groups = sub_groups(parts, system.sub_group_parameters)
+    groups = sub_groups(parts, system.zero.sub_group_parameters)
     hosted = groups[int((1.0 - share) * len(groups)) :] if optimizer else []
     held = sum(
-        system.optimizer_bytes * group + _block(system, system.host_grad_bytes * group)
+        system.states.optimizer_bytes * group + _block(system, system.host.host_grad_bytes * group)
         for group in hosted
     )
-    held += _block(system, system.grad_bytes * sum(parts)) if optimizer else 0
+    held += _block(system, system.states.grad_bytes * sum(parts)) if optimizer else 0
     if parameters:
-        held += _pinned(system, system.param_bytes * sum(parts))
-        moved = [system.param_bytes * part for part in parts] if system.host_pinned else []
+        held += _pinned(system, system.states.param_bytes * sum(parts))
+        moved = (
+            [system.states.param_bytes * part for part in parts] if system.host.host_pinned else []
+        )
         held += sum(_pinned(system, nbytes) for nbytes in moved)
-    update = 0 if parameters else system.param_bytes * max(hosted, default=0)
+    update = 0 if parameters else system.states.param_bytes * max(hosted, default=0)
     return HostStates(held=held, update=update)
 
 
@@ -130,11 +132,11 @@ def pieces_host_bytes(updated: Sequence[int], visiting: Sequence[int], system: S
     The states of a piece that visits the device are one pinned buffer, so that a visit is one copy.
     A piece that the host updates has pageable states, the pinned gradients that the update reads,
     and pinned weights in compute precision on their way to the device."""
-    held = sum(_block(system, system.optimizer_bytes * count) for count in visiting)
+    held = sum(_block(system, system.states.optimizer_bytes * count) for count in visiting)
     for count in updated:
-        held += system.optimizer_bytes * count
-        held += _block(system, system.host_grad_bytes * count)
-        held += _block(system, system.param_bytes * count)
+        held += system.states.optimizer_bytes * count
+        held += _block(system, system.host.host_grad_bytes * count)
+        held += _block(system, system.states.param_bytes * count)
     return held
 
 
@@ -149,10 +151,10 @@ def zero1_host_states(
     for the gradient of the largest tensor (temp_grad_buffer_for_cpu_offload), and with several
     micro-batches the gradient of each tensor of the part (accumulated_grads_in_cpu).
     """
-    part, master = shard(sum(tensors), shards), system.host_grad_bytes
-    pinned = [master * part, master * part, system.param_bytes * part]
-    pinned += [system.grad_bytes * max(tensors, default=0)]
-    moments = max(0, system.optimizer_bytes - master) * part
+    part, master = shard(sum(tensors), shards), system.host.host_grad_bytes
+    pinned = [master * part, master * part, system.states.param_bytes * part]
+    pinned += [system.states.grad_bytes * max(tensors, default=0)]
+    moments = max(0, system.states.optimizer_bytes - master) * part
     sums = _fullest_sums(tensors, part, system) if accumulates else 0
     return HostStates(held=moments + sum(_block(system, n) for n in pinned) + sums)
 
@@ -160,7 +162,7 @@ def zero1_host_states(
 def _fullest_sums(tensors: Sequence[int], part: int, system: System) -> int:
     """Host bytes of the whole gradients of all tensors of a part, for the part with most bytes."""
     ends = np.cumsum(np.asarray(tensors, np.int64)) if tensors else np.zeros(0, np.int64)
-    sizes = [_block(system, system.grad_bytes * count) for count in tensors]
+    sizes = [_block(system, system.states.grad_bytes * count) for count in tensors]
     sums = np.concatenate([[0], np.cumsum(np.asarray(sizes, np.int64))])
     starts = np.arange(0, ends[-1] if len(ends) else 0, max(1, part))
     first = np.searchsorted(ends, starts, side="right")
@@ -170,12 +172,12 @@ def _fullest_sums(tensors: Sequence[int], part: int, system: System) -> int:
 
 def _block(system: System, nbytes: int) -> int:
     """Host bytes of a buffer of `nbytes` that the stack pins, if it pins buffers."""
-    return _pinned(system, nbytes) if system.host_pinned else nbytes
+    return _pinned(system, nbytes) if system.host.host_pinned else nbytes
 
 
 def _pinned(system: System, nbytes: int) -> int:
     """Host bytes of a pinned buffer of `nbytes`."""
-    return nbytes if system.pinned_blocks == "exact" else pinned_block_bytes(nbytes)
+    return nbytes if system.host.pinned_blocks == "exact" else pinned_block_bytes(nbytes)
 
 
 class Buckets(Struct, frozen=True, kw_only=True):
@@ -201,15 +203,15 @@ def reduce_buckets(parameters: int, layout: Layout, system: System) -> Buckets:
     copy_grads_in_partition, overlapping_partition_gradients_reduce_epilogue; stage3.py:
     ipg_buckets.
     """
-    size, stage = system.bucket_bytes, layout.zero_stage
-    if not system.whole_buckets or not size or layout.state_shards == 1 or stage == 0:
+    size, stage = system.zero.bucket_bytes, layout.zero_stage
+    if not system.zero.whole_buckets or not size or layout.state_shards == 1 or stage == 0:
         return Buckets()
     if stage == PARAMETER_STAGE:
         return Buckets(standing=size, copy=size)
     several = layout.num_micro_batches > 1
-    buckets = (2 if system.reduce_overlap else 1) * size
+    buckets = (2 if system.zero.reduce_overlap else 1) * size
     stays = stage == OPTIMIZER_STAGE and several
-    part = system.grad_bytes * shard(parameters, layout.state_shards)
+    part = system.states.grad_bytes * shard(parameters, layout.state_shards)
     return Buckets(
         standing=buckets if stays else 0,
         opened=0 if stays else buckets,
@@ -244,7 +246,7 @@ def non_torch_bytes(
     if cluster.non_torch_bytes is not None:
         return cluster.non_torch_bytes
     common = calibration.common
-    inside, between = communicators(layout, cluster.domain(layout.gpus), system.rank_order)
+    inside, between = communicators(layout, cluster.domain(layout.gpus), system.parallel.rank_order)
     buffers = inside * common.communicator_node_bytes + between * common.communicator_network_bytes
     generation = cluster.generation
     beside = calibration.withheld_bytes(generation) + calibration.context_bytes(generation)

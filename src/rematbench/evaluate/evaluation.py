@@ -245,9 +245,9 @@ def _rank_bytes(
     count = rank_parameters(problem, plan, rank)
     experts = expert_parameters(problem, plan, rank)
     sizes = {
-        "parameter": system.param_bytes,
-        "gradient": system.grad_bytes,
-        "optimizer": system.optimizer_bytes,
+        "parameter": system.states.param_bytes,
+        "gradient": system.states.grad_bytes,
+        "optimizer": system.states.optimizer_bytes,
     }
     device = {"parameter": 0, "gradient": 0, "optimizer": 0}
     standing = reduce_buckets(count, problem.layout, system).standing + problem.workspace_bytes

@@ -11,7 +11,7 @@ from rematbench.inputs.facts import CPU
 from rematbench.inputs.load import calibration, load_cluster, load_model, load_system
 from rematbench.inputs.precision import in_precision
 from rematbench.inputs.problemspec import ProblemSpec
-from rematbench.inputs.system import EpOverlap, EpOverlapChoice, Home, System
+from rematbench.inputs.system import EpOverlap, EpOverlapChoice, Home, System, with_facts
 from rematbench.plan import Unsupported
 from rematbench.problem import Problem
 from rematbench.workload import Model
@@ -56,9 +56,9 @@ def overlapping(system: System, choice: EpOverlapChoice | None) -> System:
     if choice is None:
         return system
     kind: EpOverlap = "none" if choice == "off" else "interleaved"
-    if system.ep_overlap != "none" and choice != "off":
-        kind = system.ep_overlap
-    return replace(system, ep_overlap=kind, delayed_wgrad=choice == "delayed_wgrad")
+    if system.experts.ep_overlap != "none" and choice != "off":
+        kind = system.experts.ep_overlap
+    return with_facts(system, ep_overlap=kind, delayed_wgrad=choice == "delayed_wgrad")
 
 
 def hosting(named: str | System, optimizer: Home | None, parameters: Home | None = None) -> System:
@@ -66,8 +66,8 @@ def hosting(named: str | System, optimizer: Home | None, parameters: Home | None
     `optimizer` and `parameters` say (None: as the stack has it)."""
     system = named if isinstance(named, System) else load_system(named)
     if optimizer:
-        system = replace(system, optimizer_on_host=optimizer == "host")
-    return replace(system, parameters_on_host=parameters == "host") if parameters else system
+        system = with_facts(system, optimizer_on_host=optimizer == "host")
+    return with_facts(system, parameters_on_host=parameters == "host") if parameters else system
 
 
 def system_variant(system: System, variants: tuple[Variant, ...]) -> System | Unsupported:
@@ -75,10 +75,10 @@ def system_variant(system: System, variants: tuple[Variant, ...]) -> System | Un
     the stack lacks.  compile: torch.compile fuses SiLU with the product.  async_tp:
     sequence-parallel collectives overlap the GEMMs that they feed."""
     for variant in variants:
-        if variant not in system.features:
+        if variant not in system.accepts.features:
             return Unsupported(f"system {system.name} has no {variant}")
     if "compile" in variants:
-        system = replace(system, compiled=True, fused_swiglu=True)
+        system = with_facts(system, compiled=True, fused_swiglu=True)
     if "async_tp" in variants:
-        system = replace(system, tp_overlap="gemm")
+        system = with_facts(system, tp_overlap="gemm")
     return system

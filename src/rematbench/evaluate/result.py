@@ -415,7 +415,7 @@ def assumed(problem: Problem) -> str:
         "attention": problem.kernel,
         "norm": "fused" if native else system.norm_kernel,
         "RoPE": system.rope_kernel if model.position == "rope" else "",
-        "activation": ("fused" if system.fused_swiglu else "eager") if model.gated else "",
+        "activation": ("fused" if system.kernels.fused_swiglu else "eager") if model.gated else "",
         "loss": _loss(system),
     }
     named = ", ".join(f"{key} {kernel}" for key, kernel in kernels.items() if kernel)
@@ -448,6 +448,6 @@ def faster_attention(problem: Problem) -> str:
 
 def _loss(system: System) -> str:
     """`fused`, `in place` (the saved softmax becomes the gradient) or `eager`."""
-    if system.fused_loss:
+    if system.loss.fused_loss:
         return "fused"
-    return "in place" if system.loss_in_place else "eager"
+    return "in place" if system.loss.loss_in_place else "eager"

@@ -2,6 +2,7 @@
 
 from rematbench.inputs.configfile import ASSUMED
 from rematbench.inputs.effects import ACTS, Use
+from rematbench.inputs.system import flat
 from rematbench.problem import Problem
 
 
@@ -29,7 +30,8 @@ def unread_facts(problem: Problem) -> dict[str, str]:
 
 def unread(problem: Problem) -> str:
     """The same facts with their values, in one line; empty if there are none."""
-    facts = [f"{key} {_word(getattr(problem.system, key))}" for key in unread_facts(problem)]
+    values = flat(problem.system)
+    facts = [f"{key} {_word(values[key])}" for key in unread_facts(problem)]
     return f"assumed without a source: {', '.join(facts)}" if facts else ""
 
 

@@ -11,13 +11,13 @@ from typing import Any
 
 from msgspec import Struct
 
-from rematbench.costs.estimators import (
+from rematbench.costs.states import state_bytes
+from rematbench.evidence.published.closed_forms import fujii_refusal
+from rematbench.evidence.published.estimators import (
     Recomputation,
     fujii_estimate,
     korthikanti_activation_bytes,
 )
-from rematbench.costs.states import state_bytes
-from rematbench.evidence.published.closed_forms import fujii_refusal
 from rematbench.evidence.published.row_cases import read_case
 from rematbench.evidence.published.sheets import (
     LAYOUT,

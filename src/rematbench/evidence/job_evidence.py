@@ -18,7 +18,7 @@ from statistics import fmean
 from typing import Any, get_args
 
 from msgspec import Struct
-from msgspec.structs import asdict, replace
+from msgspec.structs import asdict
 
 from rematbench.costs.tiles import ALIGNED_BYTES, is_aligned
 from rematbench.evaluate.problems import Variant, system_variant
@@ -39,7 +39,7 @@ from rematbench.inputs.constants import Calibration
 from rematbench.inputs.load import calibration, load_cluster, load_system, names
 from rematbench.inputs.paths import data_dir
 from rematbench.inputs.precision import WIDE, in_precision
-from rematbench.inputs.system import System
+from rematbench.inputs.system import System, flat, with_facts
 from rematbench.plugins.discover import discover
 from rematbench.plugins.registry import IDENTITY, Registry
 from rematbench.problem import Problem
@@ -307,7 +307,7 @@ def published_stack(problem: Problem) -> str:
     rows is preferred, then the stack of the same name."""
     mine, entry = problem.system, problem.calibration.system_entry
     if problem.attention == "flash":
-        mine = replace(mine, attention=problem.kernel)
+        mine = with_facts(mine, attention=problem.kernel)
     precision, stage = problem.workload.precision, problem.layout.zero_stage
     alike = [
         other.name
@@ -330,7 +330,7 @@ def _stacks() -> tuple[System, ...]:
 
 
 def _speed(thing: System) -> dict[str, Any]:
-    return {key: value for key, value in asdict(thing).items() if key not in NO_SPEED}
+    return {key: value for key, value in flat(thing).items() if key not in NO_SPEED}
 
 
 NO_CLUSTER_SPEED = frozenset(

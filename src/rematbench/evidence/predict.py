@@ -164,7 +164,7 @@ def method_of(case: PublishedCase, problem: Problem, registry: Registry) -> Comp
     settings: dict[str, Any] = {"alpha": case.offload}
     if case.offload is None:
         settings = {"fit": "paper" if case.system.name == "megatron-kwai" else "ledger"}
-        if problem.layout.pp < 3 or "activation_offload" not in problem.system.features:
+        if problem.layout.pp < 3 or "activation_offload" not in problem.system.accepts.features:
             return plain
     offload = registry.resolve("pp_offload", settings)
     return Composition((*plain.methods, *offload.methods))

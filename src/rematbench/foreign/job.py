@@ -11,6 +11,7 @@ from rematbench.foreign.reading import Reading
 from rematbench.inputs.configfile import ConfigError
 from rematbench.inputs.load import load_model, load_system, names
 from rematbench.inputs.problemspec import flag
+from rematbench.inputs.system import flat
 from rematbench.workload import Experts
 
 LEADING = ("model", "cluster", "system", "gpus", "seq_len", "global_batch")
@@ -204,10 +205,11 @@ def _system(
     base = str(overrides.get("system") or reading.system or "huggingface-flash")
     system = load_system(base)
     facts = dict(reading.facts)
-    overlaps = facts.get("reduce_overlap", system.reduce_overlap)
-    if values.get("bucket_elements") and (overlaps or system.whole_buckets):
-        facts["bucket_bytes"] = values["bucket_elements"] * system.reduce_bytes
-    changed = {key: value for key, value in facts.items() if getattr(system, key) != value}
+    overlaps = facts.get("reduce_overlap", system.zero.reduce_overlap)
+    if values.get("bucket_elements") and (overlaps or system.zero.whole_buckets):
+        facts["bucket_bytes"] = values["bucket_elements"] * system.states.reduce_bytes
+    shipped = flat(system)
+    changed = {key: value for key, value in facts.items() if shipped[key] != value}
     if not changed:
         return base
     file = f"{prefix}-stack.yaml"

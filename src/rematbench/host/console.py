@@ -1,5 +1,6 @@
 """Output of the command line: one-line errors, tables that are plain when piped, human units."""
 
+import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -10,11 +11,10 @@ from rich.table import Table
 from rich.text import Text
 
 from rematbench.host.errors import UserError
-from rematbench.host.table import Table as PlainTable
-from rematbench.host.table import repeats
+from rematbench.host.table import GIB, TableText, repeats
 
 PIPED_WIDTH = 160
-GIB = 2**30
+NUMBER = re.compile(r"[-+]?[\d,.]+(e[-+]?\d+)?")
 
 
 class CommandError(UserError):
@@ -88,19 +88,17 @@ def rounded(value: float) -> str:
     return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
 
 
-def rich_table(table: PlainTable) -> Table:
-    """A table for the terminal, with the same cells as its Markdown."""
-    heads = [column.heading for column in table.headed]
-    words = [
-        index
-        for index, column in enumerate(table.headed)
-        if all(isinstance(row.get(column.key), str) for row in table.rows)
-    ]
-    shown = align_left(grid(*heads, title=table.title), *words)
+def rich_table(table: TableText) -> Table:
+    """A table for the terminal, with the same cells as its Markdown; a column of words is aligned
+    to the left."""
+    cells = [{row[at] for row in table.rows} - {"-"} for at in range(len(table.heads))]
+    words = [at for at, texts in enumerate(cells) if not all(map(NUMBER.fullmatch, texts))]
+    shown = align_left(grid(*table.heads, title=table.title), *words)
     above: tuple[str, ...] = ()
-    for row in table.texts():
-        told = ('"' if repeats(row, above, at) else text for at, text in enumerate(row))
-        shown.add_row(*(plain(text) for text in told))
+    for row in table.rows:
+        shown.add_row(
+            *(plain('"' if repeats(row, above, at) else text) for at, text in enumerate(row))
+        )
         above = row
     return shown
 

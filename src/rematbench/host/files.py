@@ -26,10 +26,11 @@ def write_atomically(path: Path, data: bytes) -> None:
 
 
 @contextmanager
-def scratch() -> Iterator[Path]:
-    """A new folder that is removed when the block ends, also after an error or SIGTERM.
-    Schedulers and `kill` send SIGTERM, whose default action would leave the folder behind."""
-    with _exit_on_sigterm(), tempfile.TemporaryDirectory(prefix="rematbench-") as name:
+def scratch(prefix: str = "rematbench-", place: Path | None = None) -> Iterator[Path]:
+    """A new folder (in `place`, or where temporary files are) that is removed when the block ends,
+    also after an error or SIGTERM.  Schedulers and `kill` send SIGTERM, whose default action would
+    leave the folder behind."""
+    with _exit_on_sigterm(), tempfile.TemporaryDirectory(prefix=prefix, dir=place) as name:
         yield Path(name)
 
 

@@ -31,7 +31,7 @@ class Use(NamedTuple):
     @property
     def fused(self) -> bool:
         """Whether a fused attention kernel runs."""
-        return self.flash and self.system.attention != "unfused"
+        return self.flash and self.system.kernels.attention != "unfused"
 
     @property
     def stage(self) -> int:
@@ -57,7 +57,7 @@ class Use(NamedTuple):
     @property
     def hosted(self) -> bool:
         """Whether the optimizer states are in host memory."""
-        return self.system.optimizer_on_host
+        return self.system.host.optimizer_on_host
 
     @property
     def pairs(self) -> bool:
@@ -72,30 +72,30 @@ class Use(NamedTuple):
     @property
     def by_layer(self) -> bool:
         """Whether parameters are gathered per layer."""
-        sharded = self.stage == 3 or (self.stage == 2 and self.system.data_parallel == "fsdp")
-        return sharded or (self.layout.zero_stage == 3 and self.system.parameters_on_host)
+        sharded = self.stage == 3 or (self.stage == 2 and self.system.zero.data_parallel == "fsdp")
+        return sharded or (self.layout.zero_stage == 3 and self.system.host.parameters_on_host)
 
     @property
     def by_matrix(self) -> bool:
         """Whether the matrices of each operator are gathered by themselves."""
-        return self.by_layer and not self.held and self.system.data_parallel == "zero"
+        return self.by_layer and not self.held and self.system.zero.data_parallel == "zero"
 
     @property
     def gradients_leave(self) -> bool:
         """Whether gradients are copied to the host in each backward."""
-        return self.hosted and self.system.host_gradients and self.layout.zero_stage > 1
+        return self.hosted and self.system.host.host_gradients and self.layout.zero_stage > 1
 
     @property
     def accumulates_late(self) -> bool:
         """Whether the backward allocates gradients between activations."""
         several = self.layout.num_micro_batches > 1 and self.layout.pp == 1
-        return self.system.fresh_gradients and several and not self.gradients_leave
+        return self.system.states.fresh_gradients and several and not self.gradients_leave
 
     @property
     def eager_norm(self) -> bool:
         """Whether a norm of eager operators runs."""
         rms = self.model.norm == "rmsnorm" or self.model.norm_in_fp32
-        return rms and not self.system.compiled and self.system.norm == "eager"
+        return rms and not self.system.kernels.compiled and self.system.kernels.norm == "eager"
 
 
 Acts = Callable[[Use], bool]
@@ -111,39 +111,39 @@ def _never(use: Use) -> bool:
 
 def _bucketed(use: Use) -> bool:
     """Gradients that stay whole are reduced in overlapped buckets; others in whole buckets."""
-    overlapped = use.system.reduce_overlap and use.peers and use.stage < 2
-    return overlapped or (use.system.whole_buckets and use.stage > 0)
+    overlapped = use.system.zero.reduce_overlap and use.peers and use.stage < 2
+    return overlapped or (use.system.zero.whole_buckets and use.stage > 0)
 
 
 def _flat(use: Use) -> bool:
     """The states that the first step allocates, and what the step holds beside ZeRO 1's whole
     gradients."""
     system = use.system
-    scratch = system.step_scratch_bytes > 0 and use.stage == 1
-    return not use.hosted and (system.late_state_bytes > 0 or scratch)
+    scratch = system.states.step_scratch_bytes > 0 and use.stage == 1
+    return not use.hosted and (system.states.late_state_bytes > 0 or scratch)
 
 
 def _grouped(use: Use) -> bool:
     """Sub-groups of ZeRO 3, in host memory or in the flat step."""
     zero3 = use.layout.zero_stage == 3
     if use.hosted:
-        return zero3 and use.system.host_gradients
-    return use.stage == 3 and use.system.flat_step and _steps(use)
+        return zero3 and use.system.host.host_gradients
+    return use.stage == 3 and use.system.states.flat_step and _steps(use)
 
 
 def _by_tensor(use: Use) -> bool:
     """Linears of their own are rebuilt, allocated, bucketed and moved one by one."""
-    bucketed = use.system.whole_buckets and use.system.bucket_bytes > 0 and use.stage > 1
+    bucketed = use.system.zero.whole_buckets and use.system.zero.bucket_bytes > 0 and use.stage > 1
     return use.rebuilds or use.accumulates_late or bucketed or _pinned(use)
 
 
 def _steps(use: Use) -> bool:
-    return use.system.step_scratch_bytes > 0 or use.system.late_state_bytes > 0
+    return use.system.states.step_scratch_bytes > 0 or use.system.states.late_state_bytes > 0
 
 
 def _pinned(use: Use) -> bool:
     system = use.system
-    return (use.hosted and system.host_gradients) or system.parameters_on_host
+    return (use.hosted and system.host.host_gradients) or system.host.parameters_on_host
 
 
 def _waits_for_messages(use: Use) -> bool:
@@ -151,7 +151,7 @@ def _waits_for_messages(use: Use) -> bool:
 
 
 def _rotates(use: Use) -> bool:
-    return use.model.position == "rope" and not use.system.compiled
+    return use.model.position == "rope" and not use.system.kernels.compiled
 
 
 ACTS: dict[str, Acts] = {
@@ -165,8 +165,8 @@ ACTS: dict[str, Acts] = {
     "fused_linears": _by_tensor,
     "fused_loss": _always,
     "logits_fp32": _always,
-    "loss_in_place": lambda use: not use.system.fused_loss,
-    "loss_keeps_logits": lambda use: not use.system.fused_loss and use.system.logits_fp32,
+    "loss_in_place": lambda use: not use.system.loss.fused_loss,
+    "loss_keeps_logits": lambda use: not use.system.loss.fused_loss and use.system.loss.logits_fp32,
     "norm": lambda use: use.model.norm == "rmsnorm" or use.model.norm_in_fp32,
     "rope": _rotates,
     "norm_keeps_steps": lambda use: use.eager_norm,
@@ -175,7 +175,7 @@ ACTS: dict[str, Acts] = {
     "held_logit_bytes": _always,
     "tp_overlap": lambda use: use.layout.tp > 1,
     "gemm_overlap_links": lambda use: (
-        use.layout.tp > 1 and use.system.tp_overlap == "gemm" and use.leaves_node
+        use.layout.tp > 1 and use.system.parallel.tp_overlap == "gemm" and use.leaves_node
     ),
     "p2p_overlap": lambda use: use.layout.pp > 1,
     "p2p_synchronous": _waits_for_messages,
@@ -186,15 +186,15 @@ ACTS: dict[str, Acts] = {
     "bucket_bytes": _bucketed,
     "prefetch_elements": lambda use: use.by_matrix,
     "live_elements": lambda use: (
-        use.by_matrix and use.system.prefetch_elements > 0 and use.system.gather_overlap
+        use.by_matrix and use.system.zero.prefetch_elements > 0 and use.system.zero.gather_overlap
     ),
-    "whole_buckets": lambda use: use.stage > 0 and use.system.bucket_bytes > 0,
+    "whole_buckets": lambda use: use.stage > 0 and use.system.zero.bucket_bytes > 0,
     "step_scratch_bytes": lambda use: not use.hosted,
     "flat_step": _flat,
     "cp_kind": lambda use: use.layout.cp > 1,
     "dispatcher": lambda use: use.layout.ep > 1,
     "ep_overlap": lambda use: use.pairs,
-    "delayed_wgrad": lambda use: use.pairs and use.system.ep_overlap != "none",
+    "delayed_wgrad": lambda use: use.pairs and use.system.experts.ep_overlap != "none",
     "cublas_bytes": _always,
     "workspaces": _always,
     "expert_workspaces": lambda use: use.model.experts is not None,
@@ -202,7 +202,9 @@ ACTS: dict[str, Acts] = {
     "compiled": _always,
     "launch_blocking": _always,
     "tf32": lambda use: use.precision == "fp32",
-    "fp32_copy": lambda use: use.wide and use.system.param_bytes < BYTES_PER_ELEMENT[use.precision],
+    "fp32_copy": lambda use: (
+        use.wide and use.system.states.param_bytes < BYTES_PER_ELEMENT[use.precision]
+    ),
     "cuda_graphs": _always,
     "optimizer_on_host": _always,
     "parameters_on_host": lambda use: use.layout.zero_stage == 3,
@@ -210,7 +212,7 @@ ACTS: dict[str, Acts] = {
     "fresh_gradients": lambda use: use.layout.num_micro_batches > 1 and use.layout.pp == 1,
     "host_grad_bytes": lambda use: use.hosted,
     "host_gradients": lambda use: use.hosted,
-    "host_pinned": lambda use: _pinned(use) and use.system.pinned_blocks != "exact",
+    "host_pinned": lambda use: _pinned(use) and use.system.host.pinned_blocks != "exact",
     "pinned_blocks": lambda use: use.offloads or _pinned(use),
     "sub_group_parameters": _grouped,
     "expandable_segments": _always,

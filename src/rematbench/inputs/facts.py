@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 from rematbench.inputs.cluster import Cluster
 from rematbench.inputs.configfile import ConfigError, closest
-from rematbench.inputs.system import System
+from rematbench.inputs.system import System, flat
 from rematbench.workload import Experts, Model
 
 FEATURES = (
@@ -165,10 +165,11 @@ def _check_generation(cluster: Cluster, label: str, named: tuple[str, ...]) -> N
 
 def check_system(system: System, label: str) -> None:
     """ConfigError for unknown features, for bytes that match no dtype, and for contradictions."""
-    for feature in system.features:
+    for feature in system.accepts.features:
         require_allowed(feature, FEATURES, label, "features")
-    if sorted(system.rank_order) != sorted(DEGREES):
-        problem = f"{', '.join(system.rank_order)}: expected each of {', '.join(DEGREES)} once"
+    if sorted(system.parallel.rank_order) != sorted(DEGREES):
+        given = ", ".join(system.parallel.rank_order)
+        problem = f"{given}: expected each of {', '.join(DEGREES)} once"
         raise ConfigError(label, "rank_order", problem)
     _check_bytes(system, label)
     for key, problem in _contradictions(system):
@@ -176,34 +177,38 @@ def check_system(system: System, label: str) -> None:
 
 
 def _check_bytes(system: System, label: str) -> None:
-    if not system.param_bytes:
+    if not system.states.param_bytes:
         raise ConfigError(label, "param_bytes", "0: must be above 0")
+    values = flat(system)
     for key in ("grad_bytes", *WIRES):
         allowed = GRADIENTS if key == "grad_bytes" else DTYPES
-        if getattr(system, key) not in allowed:
+        if values[key] not in allowed:
             listed = ", ".join(map(str, allowed))
-            problem = f"{getattr(system, key)} bytes match no training dtype (allowed: {listed})"
+            problem = f"{values[key]} bytes match no training dtype (allowed: {listed})"
             raise ConfigError(label, key, problem)
-    if system.late_state_bytes > system.optimizer_bytes:
-        problem = f"must not exceed optimizer_bytes, {system.optimizer_bytes} bytes per parameter"
+    most = system.states.optimizer_bytes
+    if system.states.late_state_bytes > most:
+        problem = f"must not exceed optimizer_bytes, {most} bytes per parameter"
         raise ConfigError(label, "late_state_bytes", problem)
 
 
 def _contradictions(system: System) -> Iterable[tuple[str, str]]:
     """Yield (key, problem) of each pair of facts that contradict each other."""
-    if system.norm_keeps_steps and system.norm_kernel != "eager":
-        why = "compiled: true" if system.compiled else f"norm: {system.norm}"
+    kernels, zero = system.kernels, system.zero
+    if kernels.norm_keeps_steps and system.norm_kernel != "eager":
+        why = "compiled: true" if kernels.compiled else f"norm: {kernels.norm}"
         yield "norm_keeps_steps", f"true with {why}: only an eager norm keeps its steps"
-    if system.fused_loss and not system.loss_in_place:
+    if system.loss.fused_loss and not system.loss.loss_in_place:
         yield "loss_in_place", "false with fused_loss: true, which writes its gradient in place"
-    if system.delayed_wgrad and system.ep_overlap == "none":
+    if system.experts.delayed_wgrad and system.experts.ep_overlap == "none":
         yield "delayed_wgrad", "true with ep_overlap: none, without which nothing is delayed"
-    if system.data_parallel == "fsdp" and system.bucket_bytes:
+    if zero.data_parallel == "fsdp" and zero.bucket_bytes:
         problem = "with data_parallel: fsdp, which reduces each unit separately (use 0)"
-        yield "bucket_bytes", f"{system.bucket_bytes} {problem}"
-    if max(system.pipeline_zero_stages) > 1 and (system.whole_buckets or system.host_gradients):
+        yield "bucket_bytes", f"{zero.bucket_bytes} {problem}"
+    hosts = system.host.host_gradients
+    if max(system.accepts.pipeline_zero_stages) > 1 and (zero.whole_buckets or hosts):
         problem = "2 and 3 are those of FSDP2, without whole_buckets and host_gradients"
         yield "pipeline_zero_stages", problem
-    if system.prefetch_elements and (system.data_parallel == "fsdp" or not system.live_elements):
+    if zero.prefetch_elements and (zero.data_parallel == "fsdp" or not zero.live_elements):
         problem = "needs data_parallel: zero and live_elements"
-        yield "prefetch_elements", f"{system.prefetch_elements}: {problem}"
+        yield "prefetch_elements", f"{zero.prefetch_elements}: {problem}"

@@ -172,7 +172,7 @@ def _rules(lay: Layout, work: Workload, system: System) -> list[tuple[bool, str]
             f"seq_len {work.seq_len} must be a multiple of cp x tp = {lay.cp * lay.tp} (with sp)",
         ),
         (
-            lay.cp > 1 and system.cp_kind == "ring" and any(work.model.attention_window),
+            lay.cp > 1 and system.parallel.cp_kind == "ring" and any(work.model.attention_window),
             f"cp = {lay.cp} around a ring has no sliding windows (TransformerEngine); a stack with "
             "cp_kind: allgather has",
         ),
@@ -185,7 +185,7 @@ def _rules(lay: Layout, work: Workload, system: System) -> list[tuple[bool, str]
 
 def _stack_rules(lay: Layout, system: System) -> list[tuple[bool, str]]:
     """The rules that the stack supports the degrees and the ZeRO stage."""
-    stages, stage = ", ".join(map(str, system.zero_stages)), lay.zero_stage
+    stages, stage = ", ".join(map(str, system.accepts.zero_stages)), lay.zero_stage
     return [
         *(
             (
@@ -197,22 +197,22 @@ def _stack_rules(lay: Layout, system: System) -> list[tuple[bool, str]]:
             if getattr(lay, name) > 1 and not _has(system, name)
         ),
         (
-            system.parameters_on_host and "param_offload" not in system.features,
+            system.host.parameters_on_host and "param_offload" not in system.accepts.features,
             f"system {system.name} has no parameters in host memory (param_offload)",
         ),
         (
-            system.parameters_on_host and stage != 3,
+            system.host.parameters_on_host and stage != 3,
             f"parameters in host memory need zero_stage = 3, but zero_stage = {stage}",
         ),
         *_shard_rules(lay, system),
         (
-            lay.state_shards > 1 and stage not in system.zero_stages,
+            lay.state_shards > 1 and stage not in system.accepts.zero_stages,
             f"system {system.name} has no ZeRO stage {stage} (its stages: {stages})",
         ),
         (
-            lay.pp > 1 and stage not in system.pipeline_zero_stages,
+            lay.pp > 1 and stage not in system.accepts.pipeline_zero_stages,
             f"zero_stage {stage} with pp = {lay.pp}: in a pipeline, system {system.name} has only "
-            f"ZeRO stages {', '.join(map(str, system.pipeline_zero_stages))}",
+            f"ZeRO stages {', '.join(map(str, system.accepts.pipeline_zero_stages))}",
         ),
         (
             stage > 1 and lay.vpp > GATHERED_CHUNKS,
@@ -224,7 +224,9 @@ def _stack_rules(lay: Layout, system: System) -> list[tuple[bool, str]]:
 
 def _has(system: System, degree: str) -> bool:
     """Whether the stack can raise a degree above 1."""
-    return system.cp_kind != "none" if degree == "cp" else degree in system.model_parallel
+    if degree == "cp":
+        return system.parallel.cp_kind != "none"
+    return degree in system.accepts.model_parallel
 
 
 def _other_version(system: System, degree: str) -> str:
@@ -238,7 +240,7 @@ def _shard_rules(lay: Layout, system: System) -> list[tuple[bool, str]]:
     hybrid = 0 < degree < lay.dp * lay.cp
     return [
         (
-            hybrid and "hybrid_sharding" not in system.features,
+            hybrid and "hybrid_sharding" not in system.accepts.features,
             f"system {system.name} has no hybrid sharding (HSDP), but shard_degree = {degree}",
         ),
         (
@@ -257,7 +259,7 @@ def _ulysses_rules(lay: Layout, work: Workload, system: System) -> list[tuple[bo
         return _nested_rules(lay, work, system, kv_heads)
     return [
         (
-            degree > 1 and "ulysses" not in system.features,
+            degree > 1 and "ulysses" not in system.accepts.features,
             f"system {system.name} has no Ulysses all-to-all, but ulysses = {degree}",
         ),
         (
@@ -287,7 +289,7 @@ def _nested_rules(
     }
     return [
         (
-            "ulysses_in_cp" not in system.features,
+            "ulysses_in_cp" not in system.accepts.features,
             f"system {system.name} has no Ulysses inside context parallelism, but cp = {lay.cp} "
             f"with ulysses = {degree}",
         ),
@@ -322,7 +324,7 @@ def _expert_rules(lay: Layout, work: Workload, system: System) -> list[tuple[boo
     ranks = lay.tp * lay.cp * lay.dp
     return [
         (
-            lay.ep > 1 and "ep" not in system.model_parallel,
+            lay.ep > 1 and "ep" not in system.accepts.model_parallel,
             f"system {system.name} has no expert parallelism, but ep = {lay.ep}",
         ),
         (
@@ -367,12 +369,12 @@ def _capacity_rules(work: Workload, system: System) -> list[tuple[bool, str]]:
             f"use {option}",
         ),
         (
-            padded and system.dispatcher == "deepep",
+            padded and system.experts.dispatcher == "deepep",
             "expert_padding with the dispatcher deepep: Flex token dispatcher with deepep backend "
             f"does not support {option}",
         ),
         (
-            padded and system.dispatcher == "allgather",
+            padded and system.experts.dispatcher == "allgather",
             "experts padded to their capacity with the dispatcher allgather are not modelled",
         ),
     ]
@@ -381,22 +383,22 @@ def _capacity_rules(work: Workload, system: System) -> list[tuple[bool, str]]:
 def _ep_overlap_rules(lay: Layout, work: Workload, system: System) -> list[tuple[bool, str]]:
     """The rules of exchanges beside another micro-batch, as Megatron-core asserts them
     (0.16.1, core/transformer/transformer_config.py)."""
-    if system.ep_overlap == "none":
+    if system.experts.ep_overlap == "none":
         return []
     option = "ep_overlap: overlap_moe_expert_parallel_comm is"
     return [
         (
-            "ep_overlap" not in system.features,
+            "ep_overlap" not in system.accepts.features,
             f"system {system.name} has no overlap of experts' exchanges (ep_overlap)",
         ),
         (lay.ep == 1, f"{option} only supported with expert model parallelism, but ep = 1"),
         (
-            lay.pp > 1 and lay.vpp == 1 and system.ep_overlap == "interleaved",
+            lay.pp > 1 and lay.vpp == 1 and system.experts.ep_overlap == "interleaved",
             "virtual_pipeline_model_parallel_size must be specified with ep_overlap over pipeline "
             f"stages, but pp = {lay.pp} and vpp = {lay.vpp}",
         ),
         (
-            system.dispatcher == "allgather",
+            system.experts.dispatcher == "allgather",
             f"{option} supported with alltoall/flex token dispatcher, but it is allgather",
         ),
         (

@@ -3,11 +3,9 @@
 Stacks and clusters are described in 16 bits, and fp16 has the bytes and rates of bf16.
 """
 
-from msgspec.structs import replace
-
 from rematbench.inputs.cluster import Cluster
 from rematbench.inputs.constants import Calibration
-from rematbench.inputs.system import System
+from rematbench.inputs.system import System, with_facts
 from rematbench.workload import BYTES_PER_ELEMENT, Model, Precision
 
 WIDE: tuple[Precision, ...] = ("fp32", "fp64")
@@ -30,19 +28,21 @@ def in_precision(system: System, precision: Precision, zero_stage: int) -> Syste
         return system
     width = BYTES_PER_ELEMENT[precision]
     states, scratch, late = _states(system, width)
-    copies = system.fp32_copy == "always" or (system.fp32_copy == "zero" and zero_stage > 0)
-    copy = width if copies and system.param_bytes < width else 0
-    return replace(
+    copies = system.states.fp32_copy == "always" or (
+        system.states.fp32_copy == "zero" and zero_stage > 0
+    )
+    copy = width if copies and system.states.param_bytes < width else 0
+    return with_facts(
         system,
         param_bytes=width,
         grad_bytes=width,
         optimizer_bytes=states + copy,
-        reduce_bytes=max(width, system.reduce_bytes),
-        gather_bytes=max(width, system.gather_bytes),
-        host_grad_bytes=max(width, system.host_grad_bytes),
+        reduce_bytes=max(width, system.states.reduce_bytes),
+        gather_bytes=max(width, system.states.gather_bytes),
+        host_grad_bytes=max(width, system.host.host_grad_bytes),
         step_scratch_bytes=scratch,
         late_state_bytes=min(late, states + copy),
-        held_logit_bytes=system.held_logit_bytes and max(width, system.held_logit_bytes),
+        held_logit_bytes=system.loss.held_logit_bytes and max(width, system.loss.held_logit_bytes),
     )
 
 
@@ -50,11 +50,11 @@ def _states(system: System, width: int) -> tuple[int, int, int]:
     """Bytes of a parameter's optimizer states, of the update's scratch, and of late states, all
     without a copy of the parameters."""
     states, scratch, late = (
-        system.optimizer_bytes,
-        system.step_scratch_bytes,
-        system.late_state_bytes,
+        system.states.optimizer_bytes,
+        system.states.step_scratch_bytes,
+        system.states.late_state_bytes,
     )
-    own = system.param_bytes
+    own = system.states.param_bytes
     if states == 2 * own:  # moments of the parameters' dtype
         return 2 * width, scratch * width // own, late * width // own
     if own < FP32 and states >= ADAM:
@@ -90,10 +90,10 @@ def attention_problem(system: System, model: Model, precision: Precision, backen
     """
     if precision not in WIDE:
         return ""
-    named = f"attention {backend or system.attention!r} in {precision}"
+    named = f"attention {backend or system.kernels.attention!r} in {precision}"
     if backend:
         return f"{named}: the kernel takes 16 bits"
-    takes = system.wide_attention
+    takes = system.accepts.wide_attention
     if takes in ("fp64", precision):
         return ""
     if takes == "equal_heads" and precision == "fp32":

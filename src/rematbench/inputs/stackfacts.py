@@ -7,7 +7,7 @@ from msgspec import Struct
 
 from rematbench.inputs.configfile import read_mapping, source_of
 from rematbench.inputs.load import NOT_FACTS, OWN_KEYS, load_system, located, names
-from rematbench.inputs.system import System
+from rematbench.inputs.system import FACTS, flat
 
 DEFAULT = "default"
 UNSET = "not set in any file: the default of every stack"
@@ -51,11 +51,9 @@ def facts(name: str) -> dict[str, Fact]:
 
 def defaults(name: str) -> dict[str, Fact]:
     """The facts of a stack that no file sets, each with its default."""
-    system, present = load_system(name), facts(name)
-    unset = [key for key in System.__struct_fields__ if key not in (*present, *NO_FACTS)]
-    return {
-        key: Fact(value=getattr(system, key), source=UNSET, file=DEFAULT) for key in sorted(unset)
-    }
+    values, present = flat(load_system(name)), facts(name)
+    unset = [key for key in FACTS if key not in (*present, *NO_FACTS)]
+    return {key: Fact(value=values[key], source=UNSET, file=DEFAULT) for key in sorted(unset)}
 
 
 def differences(name: str) -> dict[str, Fact]:
@@ -84,12 +82,12 @@ def other_versions(name: str) -> dict[str, dict[str, object]]:
     if name not in names("system"):
         return {}
     family = {stem: str(chain(stem)[0][1].get("version_of", stem)) for stem in names("system")}
-    mine = load_system(name)
+    mine = flat(load_system(name))
     return {
         other: {
-            key: getattr(load_system(other), key)
-            for key in System.__struct_fields__
-            if key not in NO_FACTS and getattr(load_system(other), key) != getattr(mine, key)
+            key: value
+            for key, value in flat(load_system(other)).items()
+            if key not in NO_FACTS and value != mine[key]
         }
         for other, of in family.items()
         if other != name and of == family[name]

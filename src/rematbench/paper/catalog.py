@@ -22,10 +22,11 @@ from msgspec import Struct
 from rematbench.evidence.published.derived import all_cells
 from rematbench.evidence.published.derived import bundles as sheet_bundles
 from rematbench.evidence.published.sheets import read_sheet
-from rematbench.host.table import SUFFIXES
 from rematbench.inputs.configfile import ConfigError, convert
+from rematbench.paper.matrix.spec import load_matrix
+from rematbench.paper.sheet.table import SUFFIXES
 from rematbench.plugins.discover import discover
-from rematbench.worlds.records.suite import bundles, load_matrix, load_suite
+from rematbench.worlds.records.suite import bundles, load_suite
 
 TABLES = Path(__file__).parent / "tables"
 PAPER = "paper"

@@ -100,13 +100,13 @@ def _state_bytes(problem: Problem, plan: Plan) -> float:
     """Device bytes of states per parameter of a rank, and of what a pipeline holds whole."""
     system, parameter, gradient = problem.system, plan.state("parameter"), plan.state("gradient")
     sizes = {
-        "parameter": system.param_bytes,
-        "gradient": system.grad_bytes,
-        "optimizer": system.optimizer_bytes,
+        "parameter": system.states.param_bytes,
+        "gradient": system.states.grad_bytes,
+        "optimizer": system.states.optimizer_bytes,
     }
     held = gathered_bytes(problem) if parameter.release == "step" else 0
     if gradient.release == "step":
-        held, sizes["gradient"] = held + system.reduce_bytes, 0
+        held, sizes["gradient"] = held + system.states.reduce_bytes, 0
     return held + fsum(sizes[s.kind] / s.shards for s in plan.states if s.home == "device")
 
 

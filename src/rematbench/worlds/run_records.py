@@ -22,6 +22,7 @@ from rematbench.host.ranks import (
     write_error,
 )
 from rematbench.inputs.load import load_system
+from rematbench.inputs.system import flat, with_facts
 from rematbench.plan import Plan
 from rematbench.problem import Problem
 from rematbench.workload import Model
@@ -62,8 +63,8 @@ stack's activations."""
 def as_executed(problem: Problem) -> Problem:
     """The problem for comparing simulated totals with a run of the torch runtime: activations of
     the problem's stack, states and kernels of the torch runtime."""
-    own = load_system(RUNTIME)
-    system = replace(problem.system, **{name: getattr(own, name) for name in RUNTIME_FIELDS})
+    own = flat(load_system(RUNTIME))
+    system = with_facts(problem.system, **{name: own[name] for name in RUNTIME_FIELDS})
     if system == problem.system:
         return problem
     return Problem(

@@ -32,7 +32,7 @@ def run(cell: Cell, stage: int | None = None) -> Record:
     try:
         stage = fullest(problem, plan) if stage is None else stage
         result = trace_rank(problem, plan, stage)
-        first = stage_rank(problem.layout, problem.system.rank_order, stage)
+        first = stage_rank(problem.layout, problem.system.parallel.rank_order, stage)
         ranks = measured_ranks(problem, plan, [result], 1, first)
         outcome = ("ok", "", Measured(ranks=ranks))
     except NotExecutable as error:

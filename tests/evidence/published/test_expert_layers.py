@@ -19,7 +19,7 @@ from rematbench.inputs.layout import Layout
 from rematbench.inputs.load import load_model, load_system
 from rematbench.inputs.paths import data_dir
 from rematbench.inputs.problemspec import ProblemSpec
-from rematbench.inputs.system import Dispatcher
+from rematbench.inputs.system import Dispatcher, with_facts
 from rematbench.problem import Problem
 from rematbench.workload import Experts
 
@@ -61,7 +61,7 @@ def given(dispatcher: Dispatcher) -> Problem:
             Layout(dp=8, ep=8, zero_stage=1, global_batch=8),
             model=model,
             cluster="h100-80gb",
-            system=replace(load_system("megatron-core-2026"), dispatcher=dispatcher),
+            system=with_facts(load_system("megatron-core-2026"), dispatcher=dispatcher),
             seq_len=4096,
         )
     )

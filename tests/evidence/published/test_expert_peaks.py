@@ -81,4 +81,4 @@ def test_flags_that_are_not_modelled_keep_their_rows_out() -> None:
 
 def test_the_tests_run_on_the_gpus_that_their_names_say() -> None:
     assert load_cluster("a100-80gb").gpus_per_node == 8
-    assert load_system("megatron-lm-tests").cublas_bytes == 64 << 20
+    assert load_system("megatron-lm-tests").kernels.cublas_bytes == 64 << 20

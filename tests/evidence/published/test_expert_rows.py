@@ -64,7 +64,7 @@ def test_a_row_says_experts_layout_dispatcher_and_modules() -> None:
     assert (found.layout.ep, found.layout.etp) == (8, 1)
     assert found.model.qk_norm
     assert found.model.head_dim == 128
-    assert found.system.dispatcher == "deepep"
+    assert found.system.experts.dispatcher == "deepep"
     assert found.settings == {"modules": ("layernorm", "moe")}
 
 
@@ -73,7 +73,7 @@ def test_shared_experts_dense_layers_and_optimizers_are_read() -> None:
     assert found.model.experts is not None
     assert found.model.experts.shared_ffn == 512
     assert found.model.experts.dense_layers == (0, 1, 2)
-    assert case(optimizer="adam, precision-aware (bf16 moments)").system.optimizer_bytes == 8
+    assert case(optimizer="adam, precision-aware (bf16 moments)").system.states.optimizer_bytes == 8
     assert case(etp="").layout.expert_tp == found.layout.tp
 
 
@@ -81,10 +81,10 @@ def test_flags_in_a_note_are_facts_of_the_model_and_the_stack() -> None:
     row = next(row for row in ROWS if row["table"].startswith("moe/gpt3_mcore_cp2_pp2_ep2"))
     read = read_case(row, REGISTRY)
     assert (read.model.vocab, read.model.dropout, read.model.drops_attention) == (50257, 0.0, False)
-    assert (read.system.workspaces, read.system.expert_workspaces) == (1, 0)
+    assert (read.system.kernels.workspaces, read.system.experts.expert_workspaces) == (1, 0)
     assert read_case({**row, "note": ""}, REGISTRY).model.dropout == 0.1
     grouped = {**row, "note": "flags {--moe-grouped-gemm:true}"}
-    assert read_case(grouped, REGISTRY).system.expert_workspaces == 4
+    assert read_case(grouped, REGISTRY).system.experts.expert_workspaces == 4
     sharded = {**row, "note": "flags {--num-distributed-optimizer-instances:2}"}
     with pytest.raises(RowError, match="experts are spread inside a replica"):
         read_case(sharded, REGISTRY).problem()
@@ -142,7 +142,10 @@ def test_a_dense_model_of_a_family_with_experts_has_none() -> None:
 
 def test_an_overlap_is_a_fact_of_the_stack_and_delays_weights_only_where_a_row_says_so() -> None:
     found = case(ep_overlap="yes", recompute_modules="layernorm")
-    assert (found.system.ep_overlap, found.system.delayed_wgrad) == ("interleaved", False)
+    assert (found.system.experts.ep_overlap, found.system.experts.delayed_wgrad) == (
+        "interleaved",
+        False,
+    )
     delayed = case(ep_overlap="yes", recompute_modules="layernorm", note="wgrad delayed")
-    assert delayed.system.delayed_wgrad
-    assert not case(note="wgrad delayed").system.delayed_wgrad
+    assert delayed.system.experts.delayed_wgrad
+    assert not case(note="wgrad delayed").system.experts.delayed_wgrad

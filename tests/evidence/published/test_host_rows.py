@@ -4,7 +4,6 @@ one constant of a node."""
 from collections import Counter
 
 import pytest
-from msgspec.structs import replace
 
 from rematbench.costs.states import zero3_host_states
 from rematbench.engine.lowering.host_states import rank_tensors
@@ -20,6 +19,7 @@ from rematbench.evidence.published.phase_rows import hosted_rows
 from rematbench.evidence.published.sheets import read_sheet
 from rematbench.inputs.load import calibration, load_cluster
 from rematbench.inputs.paths import data_dir
+from rematbench.inputs.system import with_facts
 from tests.engine.test_host_states import of_row, published
 
 ROWS = host_rows()
@@ -73,7 +73,7 @@ def test_a_simulated_job_has_the_same_bytes(row: dict[str, str]) -> None:
     of an update, which no log shows."""
     given, _ = of_row(row)
     facts = {"fused_linears": True, "optimizer_on_host": True}
-    system = replace(given.system, **facts, sub_group_parameters=int(row["subgroup_parameters"]))
+    system = with_facts(given.system, **facts, sub_group_parameters=int(row["subgroup_parameters"]))
     found = type(given)(given.workload, given.cluster, system, given.layout, given.calibration)
     ranks = evaluate(found, found.base_plan).ranks
     tensors = rank_tensors(found, found.base_plan, 0)

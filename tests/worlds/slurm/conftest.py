@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.workflow.checkout import Checkout
+from tests.workflow.test_bench import FUNCTIONS
 from tests.worlds.slurm.local_slurm import LocalSlurm, missing
 
 FAST = (
@@ -19,7 +20,7 @@ FAST = (
     *("--seconds-between-status-checks", "1"),
     *("--latency-wait", "5"),
 )
-"""For a test's queue only, and status_seconds below: a real controller is asked less often."""
+"""For a test's queue only: a real controller is asked less often."""
 
 
 class Cluster(Checkout):
@@ -40,6 +41,13 @@ class Cluster(Checkout):
         process = self.begin(*words)
         text, _ = process.communicate()
         return subprocess.CompletedProcess(process.args, process.returncode, text, "")
+
+    def resume(self, *words: str) -> "subprocess.CompletedProcess[str]":
+        """What `./bench resume` does, with its own function in the shell."""
+        (self.path / "bench").write_text(f"{FUNCTIONS}unlock\n")
+        done = self.tool("sh", "bench")
+        assert done.returncode == 0, done.stderr
+        return self.submit(*words)
 
     def begin(self, *words: str) -> "subprocess.Popen[str]":
         """The same, not waited for; in a session of its own, so that a kill ends all of it."""
@@ -95,10 +103,6 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         slurm.start()
         made = Cluster(tmp_path_factory.mktemp("checkout"))
         made.slurm = slurm
-        profile = made.path / "profiles/slurm/run.yaml"
-        seconds = "status_seconds: 30"
-        assert seconds in profile.read_text()
-        profile.write_text(profile.read_text().replace(seconds, "status_seconds: 1"))
         compileall.compile_dir(made.path / "src", quiet=1)  # for three interpreters in every job
         yield made
     finally:

@@ -1,11 +1,10 @@
 """A real Slurm of two nodes with fake GPUs on this machine, for one test module.
 
 Debian's slurmctld, slurmd (several on one host: `slurmd -N`), munged; everything under one folder,
-on free ports.  Every daemon is our child; only processes whose pid and kernel start time were
-recorded are ever signalled.  Load-bearing in slurm.conf: EnforcePartLimits=ALL (or impossible
-requests pend for ever), MinJobAge (finished jobs must stay visible to squeue), linuxproc and no
-cgroups (needs no systemd).  The executor's job step drops SLURM_CONF before its nested srun, so
-wrappers that set it come first on PATH.
+on free ports.  Every daemon is our child, and nothing else is ever signalled.  Load-bearing in
+slurm.conf: EnforcePartLimits=ALL (or impossible requests pend for ever), MinJobAge (finished jobs
+must stay visible to squeue), linuxproc and no cgroups (needs no systemd).  The executor's job step
+drops SLURM_CONF before its nested srun, so wrappers that set it come first on PATH.
 
 Where it can be, all of it lives in a network namespace with a loopback and nothing else: what a
 job can do there, it can do on a compute node without a network.
@@ -20,8 +19,6 @@ import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
-
-from rematbench.worlds.records.store import start_time
 
 SBIN = Path("/usr/sbin")
 TOOLS = ("srun", "sbatch", "squeue", "scancel", "sinfo", "scontrol", "sacct", "sacctmgr")
@@ -54,7 +51,7 @@ class LocalSlurm:
     def __init__(self, folder: Path, nodes: int = 2) -> None:
         self.folder = folder
         self.names = [f"node{number}" for number in range(1, nodes + 1)]
-        self.processes: dict[str, tuple[subprocess.Popen[bytes], int | None]] = {}
+        self.processes: dict[str, subprocess.Popen[bytes]] = {}
         self.enter: tuple[str, ...] = ()
 
     def environment(self) -> dict[str, str]:
@@ -111,7 +108,7 @@ class LocalSlurm:
         """Start a daemon in the foreground mode of its own, in its own session."""
         name = called or daemon
         with (self.folder / f"log/{name}.out").open("ab") as log:
-            process = subprocess.Popen(
+            self.processes[name] = subprocess.Popen(
                 [*self.enter, str(SBIN / daemon), *words],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -120,13 +117,11 @@ class LocalSlurm:
                 env=os.environ | {"SLURM_CONF": str(self.folder / "slurm.conf")},
                 cwd="/",
             )
-        self.processes[name] = (process, start_time(process.pid))
 
     def end(self, name: str, number: int = signal.SIGTERM) -> None:
         """Signal one daemon and wait for its end."""
-        process, started = self.processes.pop(name)
-        if started is not None and start_time(process.pid) == started:
-            process.send_signal(number)
+        process = self.processes.pop(name)
+        process.send_signal(number)
         try:
             process.wait(timeout=8)
         except subprocess.TimeoutExpired:
@@ -163,7 +158,7 @@ class LocalSlurm:
         if holder.stdout.readline() != b"up\n":
             holder.wait()
             return
-        self.processes["network"] = (holder, start_time(holder.pid))
+        self.processes["network"] = holder
         self.enter = ("nsenter", f"--net=/proc/{holder.pid}/ns/net")
 
     def _wait(self, ready: Callable[[], bool], what: str, seconds: float = 30.0) -> None:

@@ -80,7 +80,7 @@ def calls(checkout: Path) -> Counter[str]:
 
 
 def leftovers(checkout: Path) -> list[str]:
-    """Leases and temporary files of a store."""
+    """Temporary files of a store."""
     store = checkout / "results/smoke/cells"
     return sorted(path.name for path in store.iterdir() if path.suffix != ".json")
 

@@ -89,14 +89,13 @@ def test_a_cell_over_two_nodes_equals_the_local_one(cluster: Cluster, executed_t
 
 @pytest.mark.full
 def test_failing_cells_are_rows_and_stop_no_other(cluster: Cluster, executed_there: str) -> None:
-    """Rank 1 fails and rank 0 sees a connection break: the row names the cause, once each."""
+    """Rank 1 fails and rank 0 sees a connection break: the row names the cause."""
     assert "Error in rule" not in executed_there
     rows = read_sheet(cluster.path / "results/measure/executed.csv")
     assert [row["status"] for row in rows] == ["ok", "failed", "oom", "ok"]
     reasons = [row["reason"] for row in rows]
     assert "a fragile rank broke" in reasons[1]
     assert "signal 9" in reasons[2]
-    assert {row["attempts"] for row in rows} == {"1"}
 
 
 @pytest.mark.full

@@ -164,9 +164,9 @@ def on_a_cpu() -> str:
         return sent[-1]
 
     problem = case.problem
-    rank = single_rank.stage_rank(problem.layout, problem.system.rank_order, 1)
+    rank = single_rank.stage_rank(problem.layout, problem.system.parallel.rank_order, 1)
     with single_rank.fake_job(rank, 2), pytest.MonkeyPatch.context() as patch:
-        groups = Groups(problem.layout, problem.system.rank_order, rank)
+        groups = Groups(problem.layout, problem.system.parallel.rank_order, rank)
         groups.buffered = True
         patch.setattr(dist, "isend", send)
         patch.setattr(dist, "irecv", lambda data, *args, **kwargs: Message(data))
@@ -262,7 +262,7 @@ def timed_copies() -> str:
 def opened_channels() -> str:
     """What opens a communicator is let go of only when it is through."""
     case = case_of("pp2 keep")
-    lay, order = case.problem.layout, case.problem.system.rank_order
+    lay, order = case.problem.layout, case.problem.system.parallel.rank_order
     used = used_channels(lower(case.plan, case.problem), lay)
     with single_rank.fake_job(0, lay.gpus), pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "synchronize", lambda device: None)

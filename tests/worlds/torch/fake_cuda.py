@@ -34,7 +34,7 @@ def executor_of(case: Case, stage: int, rank: int) -> Executor:
     problem, lay = case.problem, case.problem.layout
     program = (case.program or lower(case.plan, problem)).ranks[stage]
     experts = problem.workload.model.experts is not None
-    groups = Groups(lay, problem.system.rank_order, rank, experts=experts)
+    groups = Groups(lay, problem.system.parallel.rank_order, rank, experts=experts)
     model = RankModel(problem, case.plan, groups.place, DEVICE, seed=0)
     executor = Executor(program, model, groups, tracker=Tracker(DEVICE))
     ids = torch.zeros(model.shapes.tokens, dtype=torch.int64, device=DEVICE)
@@ -53,7 +53,7 @@ def run(
     """Two steps of a stage's first rank (`first`: up to the first fault)."""
     patch.setattr(parameters, "full_weight", unknown)
     lay = case.problem.layout
-    rank = single_rank.stage_rank(lay, case.problem.system.rank_order, stage)
+    rank = single_rank.stage_rank(lay, case.problem.system.parallel.rank_order, stage)
     with single_rank.fake_job(rank, lay.gpus), recording(patch, first=first) as recorder:
         executor = executor_of(case, stage, rank)
         watch_pools(recorder, executor, patch)

@@ -5,10 +5,10 @@ from dataclasses import replace
 from functools import cache
 
 import pytest
-from msgspec import structs
 
 from rematbench.engine.lowering.lower import lower
 from rematbench.engine.program.action import Kind
+from rematbench.inputs.system import with_facts
 from rematbench.plugins.registry import Composition
 from rematbench.worlds.torch.case import Case, Result
 from tests.problems import all_methods, remade
@@ -77,7 +77,7 @@ def on_gpus(case: Case) -> Case:
 
 def in_order(case: Case, *order: str) -> Case:
     """The same with ranks counted along these dimensions, the first fastest."""
-    system = structs.replace(case.problem.system, rank_order=order)
+    system = with_facts(case.problem.system, rank_order=order)
     name = f"{case.name} {','.join(order)}"
     return replace(case, name=name, problem=remade(case.problem, system=system))
 

@@ -213,7 +213,7 @@ def test_every_stage_has_its_ledgers_bytes_traced(layout: str, name: str) -> Non
 def test_every_rank_sends_as_many_tokens_to_every_expert(layout: str) -> None:
     """And the ranks of a group of experts hold each expert once."""
     given = cases.tiny(layout)
-    lay, order = given.layout, given.system.rank_order
+    lay, order = given.layout, given.system.parallel.rank_order
     held: dict[tuple[int, int], set[int]] = {}
     for rank in range(lay.gpus // lay.pp):
         place = coordinates(rank, lay, order)

@@ -24,7 +24,7 @@ CPU = torch.device("cpu")
 
 def made(case: cases.Case) -> RankModel:
     lay = case.problem.layout
-    groups = Groups(lay, case.problem.system.rank_order, 0)
+    groups = Groups(lay, case.problem.system.parallel.rank_order, 0)
     model = RankModel(case.problem, case.plan, groups.place, CPU, case.seed)
     batch = make_batch(case.problem.workload, lay.global_batch, case.seed, 0, 0.1)
     model.batches = micro_batches(batch, lay, groups.place, CPU)
@@ -39,7 +39,7 @@ def issued(loop: PlainLoop) -> float:
 def test_the_hand_written_loop_computes_what_the_executor_does() -> None:
     case = cases.case("one", "keep")
     own, other = made(case), made(case)
-    groups = Groups(case.problem.layout, case.problem.system.rank_order, 0)
+    groups = Groups(case.problem.layout, case.problem.system.parallel.rank_order, 0)
     rule = AdamW(lr=1e-3)
     executor = Executor(lower(case.plan, case.problem).ranks[0], own, groups, optimizer=rule)
     loop = PlainLoop(other, rule)

@@ -14,6 +14,7 @@ from rematbench.engine.lowering.lower import lower
 from rematbench.engine.program.action import STATES_DOWN, WEIGHTS_UP, Action, Kind
 from rematbench.engine.program.program import Block, Program
 from rematbench.evaluate.proof import CheckError, check
+from rematbench.inputs.system import with_facts
 from rematbench.plan import Pieces
 from rematbench.problem import rank_parameters
 from rematbench.workload import Precision
@@ -142,6 +143,6 @@ def test_what_is_not_executed_is_refused_by_name() -> None:
         "pieces on the device with gradients on the host"
     ]
     _, wide = pair("one", "keep", "k2", "bf16")
-    system = replace(wide.problem.system, optimizer_bytes=8)
+    system = with_facts(wide.problem.system, optimizer_bytes=8)
     narrow = dataclasses.replace(wide.problem, system=system)
     assert refusals(narrow, wide.plan) == ["pieces of 8-byte optimizer states where it has 12"]

@@ -13,6 +13,7 @@ from rematbench.engine.lowering.lower import lower
 from rematbench.evaluate.evaluation import program_bytes
 from rematbench.inputs.layout import Layout
 from rematbench.inputs.load import load_model, load_system, names
+from rematbench.inputs.system import flat, with_facts
 from rematbench.plan import Plan, Recompute
 from rematbench.problem import Problem
 from rematbench.worlds.run_records import measured_ranks
@@ -72,7 +73,7 @@ def test_held_outputs_are_executed() -> None:
 
 
 EAGER = ("norm_keeps_steps", "eager_operators")
-EVERY = [n for n in names("system") if not any(getattr(load_system(n), fact) for fact in EAGER)]
+EVERY = [n for n in names("system") if not any(flat(load_system(n))[fact] for fact in EAGER)]
 """Stacks with eager operators are held to Transformers' own traces instead (tests/baselines): the
 runtime's norms and caps are one operator each."""
 OTHER_HEADS = ("deepspeed",)
@@ -84,7 +85,7 @@ KEEPING = ("megatron-core", "deepspeed", "torchtitan")
 def of_a_large_vocabulary(system: str) -> Problem:
     """Two layers: the head and the loss, which stacks run differently, are most of it."""
     model = replace(load_model("llama3-8b"), num_layers=2)
-    lay, stack = Layout(tp=4, global_batch=1), replace(load_system(system), **ANY_LAYOUT)
+    lay, stack = Layout(tp=4, global_batch=1), with_facts(load_system(system), **ANY_LAYOUT)
     return make_problem(model=model, cluster="h100-80gb", system=stack, layout=lay, seq_len=8192)
 
 

@@ -3,6 +3,7 @@
 from dataclasses import replace
 from functools import cache
 from itertools import pairwise
+from typing import Any
 
 import pytest
 
@@ -148,7 +149,7 @@ def test_a_rank_at_paper_scale_lies_within_two_percent_of_the_simulation(
     assert rank.state_bytes == pytest.approx(rank.simulated_state_bytes, rel=1e-3)
 
 
-REFUSED = {
+REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
     "units whose parameters 3 ranks cannot share evenly": (
         "dp2-zero3",
         {"dp": 3, "global_batch": 3},

@@ -162,7 +162,7 @@ class Columns:
         """Bytes of training states, of buckets that stay and of gathered parameters that a pipeline
         holds, on a device of the first, the second and the last rank."""
         problem, system = self.problem, self.problem.system
-        sizes = (system.param_bytes, system.grad_bytes, system.optimizer_bytes)
+        sizes = (system.states.param_bytes, system.states.grad_bytes, system.states.optimizer_bytes)
         per = np.array([_shards(lay, problem) for lay in self.layouts])
         held = np.array([reduce_buckets(0, lay, system).standing for lay in self.layouts])
         apart = np.array([_expert_shards(lay, problem) for lay in self.layouts])
@@ -172,7 +172,7 @@ class Columns:
             kinds.pop()
         first, second, last = (
             held
-            + (0 if placed is None else system.optimizer_bytes * placed[rank])
+            + (0 if placed is None else system.states.optimizer_bytes * placed[rank])
             + whole[:, 0] * n
             + whole[:, 1] * m
             + np.asarray(
@@ -199,7 +199,7 @@ def _held(layout: Layout, problem: Problem) -> tuple[int, int, int]:
     parameter, gradient, _ = state_fates(layout, problem.system)
     width = gathered_bytes(problem) if parameter.release == "step" else 0
     here = layout.state_shards == 1 and parameter.home == "device"
-    sums = problem.system.reduce_bytes if gradient.release == "step" else 0
+    sums = problem.system.states.reduce_bytes if gradient.release == "step" else 0
     return 0 if here else width, width if layout.expert_shards > 1 else 0, sums
 
 

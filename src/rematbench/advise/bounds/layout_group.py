@@ -220,10 +220,10 @@ def after_passes(problem: Problem, count: int, experts: int = 0) -> list[Comm]:
     found: list[Comm] = []
     sums = fates["gradient"].release == "step"
     whole = has_whole_gradients(fates["gradient"], lay)
-    if sums or (not system.reduce_overlap and not whole):
-        width, shards = system.reduce_bytes, fates["optimizer"].shards
+    if sums or (not system.zero.reduce_overlap and not whole):
+        width, shards = system.states.reduce_bytes, fates["optimizer"].shards
         found += gradient_reductions(lay, shards, 1, width * count, width * experts)
-    if not system.gather_overlap and fates["parameter"].gather == "step":
+    if not system.zero.gather_overlap and fates["parameter"].gather == "step":
         found += parameter_gathers(lay, system, count, experts)
     return found
 
@@ -239,7 +239,7 @@ def placed_update_s(cost: CostModel, counts: Mapping[Place, int]) -> float:
     at each place: of the host's updates, or of the copies of visits."""
     hosted, visiting = counts.get("host", 0), counts.get("visit", 0)
     alone_s, beside_s = cost.host_update_s(hosted), cost.host_update_beside_s(hosted, 0.0)
-    nbytes = cost.system.optimizer_bytes * visiting
+    nbytes = cost.system.states.optimizer_bytes * visiting
     return max(min(alone_s, beside_s), cost.copy_s(nbytes, "h2d") if nbytes else 0.0)
 
 

@@ -112,7 +112,8 @@ class Small(NamedTuple):
     def alike(self, plan: Plan) -> bool:
         """Whether a plan treats the chunks of the first and the second rank alike.  They then
         differ only by the embedding, which keeps nothing and takes no part in traffic."""
-        if plan.orders or plan.states != self.base.states or self.problem.system.optimizer_on_host:
+        hosted = self.problem.system.host.optimizer_on_host
+        if plan.orders or plan.states != self.base.states or hosted:
             return False
         if self.problem.embedding.saved or plan.partition != self.base.partition:
             return False

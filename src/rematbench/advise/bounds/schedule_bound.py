@@ -275,7 +275,7 @@ class _End:
             for chunk, layers in enumerate(plan.partition[rank])
         ]
         peers = problem.layout.has_peers
-        self.overlap_reduce = problem.system.reduce_overlap and peers
+        self.overlap_reduce = problem.system.zero.reduce_overlap and peers
         self.cache: dict[tuple[object, ...], Block] = {}
         self.blocks: list[Block] = []
 
@@ -311,8 +311,8 @@ def frame(problem: Problem, plan: Plan) -> Frame:
             )
             emit_step_end(end, plan, problem)
             known[keys[-1]] = end.blocks
-    if not system.launch_blocking:
-        costs.pieces = piece_traffic((known[key] for key in keys), system.param_bytes)
+    if not system.kernels.launch_blocking:
+        costs.pieces = piece_traffic((known[key] for key in keys), system.states.param_bytes)
     first = {key: rank for rank, key in reversed([*enumerate(keys)])}  # of equal ranks
     seconds = {
         key: (_through(known[key], rank, costs), _stall_s(problem, plan, rank))
@@ -325,7 +325,7 @@ def frame(problem: Problem, plan: Plan) -> Frame:
             tuple(send_s(rank, 1) for rank in ranks),
             tuple(send_s(rank, -1) for rank in ranks),
             waits=not beside,
-            held=system.p2p_synchronous and not beside,
+            held=system.parallel.p2p_synchronous and not beside,
         ),
         end_s=end_s,
         stall_s=stall_s,
@@ -352,10 +352,10 @@ def _stall_s(problem: Problem, plan: Plan, rank: int) -> float:
     for layers in plan.partition[rank]:
         count = sum(problem.layer(layer).parameters for layer in layers)
         experts = sum(problem.layer(layer).expert_parameters for layer in layers)
-        width, comms = system.reduce_bytes, list[Comm]()
-        if system.reduce_overlap:
+        width, comms = system.states.reduce_bytes, list[Comm]()
+        if system.zero.reduce_overlap:
             comms += gradient_reductions(lay, shards, 1, width * count, width * experts)
-        if system.gather_overlap and plan.state("parameter").gather == "step":
+        if system.zero.gather_overlap and plan.state("parameter").gather == "step":
             comms += parameter_gathers(lay, system, count, experts)
         total = fsum((total, *(problem.cost.stall_s(comm, rank) for comm in comms)))
     return total

@@ -11,7 +11,7 @@ from rematbench.costs.copies import NO_TRAFFIC
 from rematbench.engine.lowering.state_shards import has_whole_gradients
 from rematbench.inputs.cluster import Cluster
 from rematbench.inputs.layout import Layout
-from rematbench.inputs.system import System
+from rematbench.inputs.system import System, with_facts
 from rematbench.plan import Plan
 from rematbench.problem import Problem, state_fates
 from rematbench.solve.kept import resolved
@@ -114,18 +114,18 @@ def _without_overlaps(system: System, layout: Layout) -> System:
     peers = layout.has_peers
     reduces = has_whole_gradients(fates["gradient"], layout)
     gathers = fates["parameter"].gather == "layer"
-    bounded = peers and gathers and system.prefetch_elements > 0
-    bucketed = peers and reduces and system.whole_buckets
-    return replace(
+    bounded = peers and gathers and system.zero.prefetch_elements > 0
+    bucketed = peers and reduces and system.zero.whole_buckets
+    return with_facts(
         system,
-        reduce_overlap=system.reduce_overlap and reduces and peers,
-        gather_overlap=system.gather_overlap and gathers and peers,
+        reduce_overlap=system.zero.reduce_overlap and reduces and peers,
+        gather_overlap=system.zero.gather_overlap and gathers and peers,
         p2p_synchronous=False,
-        ep_overlap="none" if system.ep_overlap == "none" else "always",
+        ep_overlap="none" if system.experts.ep_overlap == "none" else "always",
         prefetch_elements=1 if bounded else 0,
         live_elements=1 if bounded else 0,
         whole_buckets=bucketed,
-        bucket_bytes=1 if bucketed else system.bucket_bytes,
+        bucket_bytes=1 if bucketed else system.zero.bucket_bytes,
     )
 
 
@@ -137,7 +137,7 @@ def placed_alike(problem: Problem) -> bool:
     nested = lay.tp * lay.ulysses
     sizes = (lay.tp, nested, nested * lay.cp, lay.ep * lay.expert_tp)
     whole = all(node % size == 0 or size % node == 0 for size in sizes)
-    return whole and problem.system.rank_order[:2] == ("tp", "cp")
+    return whole and problem.system.parallel.rank_order[:2] == ("tp", "cp")
 
 
 def shrunk(problem: Problem, sizes: tuple[int, ...]) -> tuple[Problem, Plan]:
@@ -152,7 +152,7 @@ def shrunk(problem: Problem, sizes: tuple[int, ...]) -> tuple[Problem, Plan]:
     model = replace(model, num_layers=sum(sizes), attention_window=narrowest)
     lay = alone(problem.layout, node, problem.cost.domain, len(sizes))
     system = _without_overlaps(problem.system, lay)
-    if not placed_alike(problem) or system.prefetch_elements or system.whole_buckets:
+    if not placed_alike(problem) or system.zero.prefetch_elements or system.zero.whole_buckets:
         scales = replace(system.scales, communication=NO_COMMUNICATION)
         system = replace(system, scales=scales)
     small = replaced(

@@ -133,7 +133,7 @@ def _dense_between_experts(work: Workload) -> str:
 def may_host(cluster: Cluster, system: System) -> bool:
     """Whether the optimizer's states may go to host memory and the cluster has a rate for their
     update there."""
-    return not system.optimizer_on_host and cluster.host_update_parameters_per_s is not None
+    return not system.host.optimizer_on_host and cluster.host_update_parameters_per_s is not None
 
 
 def layouts(
@@ -174,12 +174,12 @@ def layouts(
 
 
 def _rings(system: System) -> bool:
-    return system.cp_kind in ("allgather", "ring")
+    return system.parallel.cp_kind in ("allgather", "ring")
 
 
 def _exchanges(system: System, cp: int) -> bool:
     """Whether the stack has an all-to-all of heads, inside context parallelism of `cp` ranks."""
-    return ("ulysses_in_cp" if cp > 1 else "ulysses") in system.features
+    return ("ulysses_in_cp" if cp > 1 else "ulysses") in system.accepts.features
 
 
 def _degrees(fixed: int | None, total: int, most: int) -> list[int]:
@@ -242,8 +242,8 @@ def _stages(
         return [0, 1] if work.model.experts is not None else [1]
     if pp == 1:
         return [0, 1, 2, 3]
-    same = system.data_parallel == "fsdp" and 3 in system.pipeline_zero_stages
-    return [stage for stage in system.pipeline_zero_stages if not (same and stage == 2)]
+    same = system.zero.data_parallel == "fsdp" and 3 in system.accepts.pipeline_zero_stages
+    return [stage for stage in system.accepts.pipeline_zero_stages if not (same and stage == 2)]
 
 
 def partitions(layout: Layout, layers: int) -> Iterator[LayoutChoice]:

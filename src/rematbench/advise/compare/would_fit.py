@@ -9,6 +9,7 @@ from rematbench.evaluate.result import Result, evaluate_plan
 from rematbench.inputs.cluster import Cluster
 from rematbench.inputs.kernel_rates import RateError
 from rematbench.inputs.layout import Layout, LayoutError
+from rematbench.inputs.system import with_facts
 from rematbench.plan import Plan, PlanError, Unsupported
 from rematbench.plugins.registry import MethodError, Registry
 from rematbench.problem import Problem, state_fates
@@ -81,7 +82,7 @@ def _states_on_host(problem: Problem, result: Result) -> str:
     fate = result.plan.state("optimizer")
     if fate.home == "host" or fate.update != "step":
         return ""
-    there = replace(problem.system, optimizer_on_host=True)
+    there = with_facts(problem.system, optimizer_on_host=True)
     homes = {state.kind: state.home for state in state_fates(problem.layout, there)}
     states = (replace(state, home=homes[state.kind]) for state in result.plan.states)
     plan = replace(result.plan, states=tuple(states))

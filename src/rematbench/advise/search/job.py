@@ -57,10 +57,10 @@ class SearchSpace:
         cluster = spec.cluster if isinstance(spec.cluster, Cluster) else load_cluster(spec.cluster)
         self.cluster = cluster
         self.system = stack_of(spec)
-        if self.system.optimizer_on_host and cluster.host_update_parameters_per_s is None:
+        if self.system.host.optimizer_on_host and cluster.host_update_parameters_per_s is None:
             why = f"{cluster.name} has no host_update_parameters_per_s, so step times are unknown"
             raise ConfigError("", "optimizer", f"'host': cluster {why} (allowed here: device)")
-        if self.system.parameters_on_host:
+        if self.system.host.parameters_on_host:
             why = "search does not support parameters in host memory; use simulate or compare"
             raise ConfigError("", "parameters", f"'host': {why} (allowed here: device)")
         self.registry = _registry(request)
@@ -70,7 +70,8 @@ class SearchSpace:
         """The layouts of the job, each also with the states placed by every one of `states`;
         LayoutError if no layout is possible."""
         spec = self.request.spec
-        if not self.request.hosts and spec.optimizer is None and not self.system.optimizer_on_host:
+        hosts = self.request.hosts or self.system.host.optimizer_on_host
+        if spec.optimizer is None and not hosts:
             spec = replace(spec, optimizer="device")
         work = spec.workload(self.model)
         found = space(spec, self.request.fixed, work, self.cluster, self.system)
@@ -206,7 +207,7 @@ class SearchSpace:
         problem, base = result.problem, result.base.partition
         sizes = tuple(len(rank[chunk]) for chunk in range(len(base[0])) for rank in base)
         even = base == problem.base_plan.partition
-        hosted = problem.system.optimizer_on_host and not self.system.optimizer_on_host
+        hosted = problem.system.host.optimizer_on_host and not self.system.host.optimizer_on_host
         named = f"+{result.method}"
         states = next((text for text in self.states if named.endswith(f"+{text}")), "")
         return LayoutChoice(problem.layout, sizes, even=even, hosted=hosted, states=states)

@@ -39,7 +39,7 @@ def pieces_limits(variants: list[Variant]) -> Iterator[str]:
 
 
 def _of_layouts(job: SearchSpace, layouts: list[Layout]) -> Iterator[str]:
-    fixed, spec, features = job.request.fixed, job.request.spec, job.system.features
+    fixed, spec, features = job.request.fixed, job.request.spec, job.system.accepts.features
     if fixed.micro_batch is None and spec.global_batch > MOST_MICRO_BATCH:
         yield f"micro-batches of more than {MOST_MICRO_BATCH} sequences"
     if any(layout.pp > 1 for layout in layouts):
@@ -66,6 +66,6 @@ def _of_methods(job: SearchSpace) -> Iterator[str]:
 def _not_modelled(job: SearchSpace, layouts: list[Layout]) -> Iterator[str]:
     system = job.system
     if any(layout.pp > 1 for layout in layouts):
-        if {2, 3} & set(system.pipeline_zero_stages):
+        if {2, 3} & set(system.accepts.pipeline_zero_stages):
             yield f"ZeRO 2 and 3 with more than {GATHERED_CHUNKS} chunks of a rank (not modelled)"
         yield "interleaving with micro-batches that are not a multiple of pp (not modelled)"

@@ -309,7 +309,7 @@ def place_of(result: Result) -> Hashable:
     optimizer's states in the same memory."""
     problem = result.problem
     pieces = result.plan.state("optimizer").pieces if result.plan else None
-    return problem.layout, result.base.partition, problem.system.optimizer_on_host, pieces
+    return problem.layout, result.base.partition, problem.system.host.optimizer_on_host, pieces
 
 
 MOST_LAYOUTS = 3

@@ -132,7 +132,7 @@ def _mlp(b: Builder, x: str) -> None:
         b.pointwise("act", ("up_out",), "fc2_in", (saved,), parameters=scalars)
     else:
         b.column("fc1", x, {"gate_out": ffn, "up_out": ffn}, bias=model.mlp_bias)
-        if b.system.fused_swiglu:
+        if b.system.kernels.fused_swiglu:
             b.pointwise("act", ("gate_out", "up_out"), "fc2_in", ("gate_out", "up_out"))
         else:
             b.pointwise("act", ("gate_out",), "act_out", ("gate_out",))
@@ -148,10 +148,10 @@ def head_table(work: Workload, layout: Layout, system: System) -> OpTable:
     b.norm("final_norm", "layer_output", "final_norm_out")
     b.column("lm_head", "final_norm_out", {"logits": s.vocab}, bias=work.model.head_bias)
     logits_bytes = b.nbytes("logits")
-    wide = max(4, e) if system.logits_fp32 else e
+    wide = max(4, e) if system.loss.logits_fp32 else e
     saved = (b.add("loss_saved", s.tokens, s.vocab * wide, False), *_beside_loss(b))
     statistics = Comm("all_reduce", "tp", 3 * s.tokens * max(4, e)) if s.tp > 1 else None
-    passes = 1 if system.fused_loss else 4
+    passes = 1 if system.loss.fused_loss else 4
     scratch = _loss_scratch(system, logits_bytes, s.tokens * s.vocab * wide)
     b.ops.append(
         Op(
@@ -176,8 +176,8 @@ def _beside_loss(b: Builder) -> tuple[str, ...]:
     of an eager soft cap, and the model's output if the training loop holds it (in this table until
     the end of the loss's backward)."""
     widths = {
-        "logits_capped": b.e if b.system.eager_operators and b.model.logit_soft_cap else 0,
-        "logits_held": b.system.held_logit_bytes,
+        "logits_capped": b.e if b.system.kernels.eager_operators and b.model.logit_soft_cap else 0,
+        "logits_held": b.system.loss.held_logit_bytes,
     }
     return tuple(b.add(n, b.s.tokens, b.s.vocab * w, False) for n, w in widths.items() if w)
 
@@ -190,9 +190,9 @@ def _loss_scratch(system: System, logits_bytes: int, wide_bytes: int) -> tuple[i
     `model(x).float()` does not).  Backward, unless in place: the gradients of the log-probabilities
     and of the fp32 logits, before the gradient of the logits exists.
     """
-    if system.fused_loss:
+    if system.loss.fused_loss:
         return 0, 0
-    copy = wide_bytes if system.logits_fp32 and system.loss_keeps_logits else 0
-    if system.loss_in_place:
+    copy = wide_bytes if system.loss.logits_fp32 and system.loss.loss_keeps_logits else 0
+    if system.loss.loss_in_place:
         return copy, 0
     return max(0, copy - logits_bytes), 2 * wide_bytes - logits_bytes

@@ -105,7 +105,7 @@ class Builder:
         elements = self.nbytes(x) // self.e
         native = layernorm and not self.model.norm_in_fp32
         kernel = Named("norm", "fused" if native else self.system.norm_kernel, elements, self.e)
-        eager = self.system.norm_keeps_steps and (not layernorm or self.model.norm_in_fp32)
+        eager = self.system.kernels.norm_keeps_steps and (not layernorm or self.model.norm_in_fp32)
         made = self._steps(name, x, groups) if eager else ()
         kept = () if made and self.e < FP32 else (x,)
         inside = _inside_norm(self.model) if eager else (0, 0)
@@ -226,7 +226,8 @@ class Builder:
         ffn_bytes = self.s.ffn * self.e
         self.add(out, self.s.tokens, ffn_bytes)
         one = self.nbytes(out)
-        count = self.model.activation_steps if name == "act" and self.system.eager_operators else 0
+        eager = name == "act" and self.system.kernels.eager_operators
+        count = self.model.activation_steps if eager else 0
         made = int(count * ffn_bytes)
         steps = (self.add("act_steps", self.s.tokens, made, False),) if made else ()
         self.ops.append(
@@ -335,7 +336,7 @@ class Builder:
         and KV with dKV in the backward (Ring Attention, arXiv 2310.01889)."""
         kv = self.nbytes("k", "v")
         cp = self.s.cp
-        if cp > 1 and self.system.cp_kind == "ring":
+        if cp > 1 and self.system.parallel.cp_kind == "ring":
             ring, back = Comm("ring", "cp", kv * cp), Comm("ring", "cp", 2 * kv * cp)
             return _AttentionComms(nbytes=2 * kv, gather=ring, regather=back)
         if cp > 1:
@@ -346,7 +347,8 @@ class Builder:
 
     def _repeated(self) -> tuple[str, ...]:
         """Add keys and values repeated for each query head, if attention receives such tensors."""
-        repeats = self.system.repeats_kv if self.fused_attention else self.system.eager_operators
+        kernels = self.system.kernels
+        repeats = kernels.repeats_kv if self.fused_attention else kernels.eager_operators
         if not repeats or self.s.kv_heads == self.s.heads:
             return ()
         names = ("k_repeated", "v_repeated")
@@ -360,9 +362,9 @@ class Builder:
         probabilities. Eager operators also save the softmax in fp32, and the tanh of a soft cap."""
         row = self.s.heads * self.s.seq_len
         names = [self.add("attn_probs", self.s.tokens, row * self.e, False)]
-        if self.system.eager_operators and self.e < 4:
+        if self.system.kernels.eager_operators and self.e < 4:
             names.append(self.add("attn_softmax", self.s.tokens, row * 4, False))
-        if self.system.eager_operators and self.model.attention_soft_cap:
+        if self.system.kernels.eager_operators and self.model.attention_soft_cap:
             names.append(self.add("attn_capped", self.s.tokens, row * self.e, False))
         if self.model.drops_attention:
             names.append(self.add("attn_probs_mask", self.s.tokens, row, False))
@@ -376,7 +378,7 @@ class Builder:
         of the scores in fp32, minus the saved copy and the values, which are free, and minus the
         gradients of q and k, which do not exist yet (the values' gradient has as many heads as q).
         Source: traces of eager_attention_forward (Transformers 5.23.0)."""
-        if not self.system.eager_operators:
+        if not self.system.kernels.eager_operators:
             return 0, 0
         s, wide = self.s, max(FP32, self.e)
         scores = s.tokens * s.heads * s.seq_len

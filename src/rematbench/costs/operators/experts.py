@@ -38,12 +38,12 @@ def add_experts(b: Builder, layout: Layout, experts: Experts, x: str, out: str) 
     routed = out if not experts.shared_ffn else "routed_out"
     _route(b, experts, x)
     _count(b, layout, experts)
-    if b.system.dispatcher == "allgather" and layout.ep * layout.expert_tp > 1:
+    if b.system.experts.dispatcher == "allgather" and layout.ep * layout.expert_tp > 1:
         ranks = layout.ep * layout.expert_tp
         _grouped(b, layout, experts, _gather(b, layout, experts, x))
         _scatter(b, layout, ranks, routed)
     else:
-        once = b.system.dispatcher in ONCE and layout.ep > 1
+        once = b.system.experts.dispatcher in ONCE and layout.ep > 1
         names = (_dispatch_once if once else _dispatch)(b, layout, experts, x)
         _grouped(b, layout, experts, _sort(b, layout, experts, names, once))
         _combine(b, layout, experts, routed, once)
@@ -102,7 +102,7 @@ def _count(b: Builder, layout: Layout, experts: Experts) -> None:
     ranks = layout.ep * layout.expert_tp
     counts = b.add("expert_counts", ranks, INDEX * experts.count, False)
     gathered = Comm("all_gather", "ep" if layout.ep > 1 else "etp", b.nbytes(counts))
-    alone = b.padded or b.system.dispatcher == "allgather"
+    alone = b.padded or b.system.experts.dispatcher == "allgather"
     b.ops.append(
         Op(
             name=COUNTS,

@@ -286,7 +286,7 @@ class ChunkOps:
 
 def is_captured(problem: Problem, unit: Unit) -> bool:
     """Whether a unit's passes are CUDA graphs.  True for layers if the stack captures graphs."""
-    return problem.system.cuda_graphs and unit.table.part == "layer"
+    return problem.system.kernels.cuda_graphs and unit.table.part == "layer"
 
 
 def graph_name(unit: Unit) -> str:

@@ -63,18 +63,18 @@ class BucketReducer(GradReducer):
         """Copy a unit's gradients into the bucket; reduce a full bucket."""
         if unit.parameters:
             self._open(w)
-            if self._filled() + self._size(unit) > self.system.bucket_bytes:
+            if self._filled() + self._size(unit) > self.system.zero.bucket_bytes:
                 self._empty(w)
             if self.transient:
                 w.add(Action(kind=Kind.FREE, stream=COMPUTE, frees=(self.buffer(unit),)))
             self.bucket.append(unit)
-        if last or self._filled() >= self.system.bucket_bytes:
+        if last or self._filled() >= self.system.zero.bucket_bytes:
             self._empty(w)
         if last:
             self._close(w)
 
     def _size(self, unit: Unit) -> int:
-        return self.system.reduce_bytes * unit.parameters
+        return self.system.states.reduce_bytes * unit.parameters
 
     def _filled(self) -> int:
         return sum(map(self._size, self.bucket))

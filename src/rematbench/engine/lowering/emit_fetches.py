@@ -65,8 +65,8 @@ def kept_matrices(chunk: ChunkOps, order: Sequence[Matrices], system: System) ->
     fetched ahead, or used by the forward and not released.  None if another pass comes between, or
     if nothing is fetched ahead."""
     found: dict[str, Matrices] = {}
-    for one in order if chunk.backward_next and system.gather_overlap else ():
-        if sum(each.parameters for each in found.values()) >= system.live_elements:
+    for one in order if chunk.backward_next and system.zero.gather_overlap else ():
+        if sum(each.parameters for each in found.values()) >= system.zero.live_elements:
             break
         found.setdefault(one.buffer, one)
     return list(found.values())
@@ -76,8 +76,8 @@ def layers_ahead(chunk: ChunkOps, system: System) -> int:
     """The most layers by which the gathers of a pass can run ahead."""
     layers = chunk.layer_unit.values()
     sizes = [sum(one.parameters for one in _matrices(chunk, unit)) for unit in layers]
-    least = min((size for size in sizes if size), default=system.live_elements)
-    return min(len(sizes), -(-system.live_elements // max(1, least)) + 1)
+    least = min((size for size in sizes if size), default=system.zero.live_elements)
+    return min(len(sizes), -(-system.zero.live_elements // max(1, least)) + 1)
 
 
 def _matrices(chunk: ChunkOps, unit: Unit) -> list[Matrices]:
@@ -104,7 +104,7 @@ class MatrixGatherer(ParameterGatherer):
         forward: bool,
         layout: Layout,
     ) -> None:
-        super().__init__(fate, system, layout, system.gather_bytes, release=True)
+        super().__init__(fate, system, layout, system.states.gather_bytes, release=True)
         self.order = [*order, *kept] if forward else order
         self.at = {(one.part, one.op): place for place, one in enumerate(order)}
         self.kept, self.forward = {one.buffer: one for one in kept}, forward
@@ -147,7 +147,8 @@ class MatrixGatherer(ParameterGatherer):
     def _ahead(self, w: BlockWriter, place: int) -> None:
         """Fetch matrices that are used after `place` and are not whole."""
         asked, live = 0, sum(one.parameters for one in self.whole.values())
-        limit = min(self.system.prefetch_elements, self.system.live_elements - live) * self.beside
+        zero = self.system.zero
+        limit = min(zero.prefetch_elements, zero.live_elements - live) * self.beside
         for one in self.order[place + 1 :]:
             if asked >= limit:
                 return

@@ -95,7 +95,7 @@ class ParameterGatherer:
         self.tied = tied if self.layerwise else None
         self.keeps_ends = keeps_ends
         self.fate, self.system, self.peers, self.release = fate, system, peers, release
-        self.beside = system.gather_overlap
+        self.beside = system.zero.gather_overlap
         self.width = width
         self.survivors: set[str] = set()
         self.pending: dict[str, str] = {}
@@ -168,7 +168,7 @@ class ParameterGatherer:
         self, w: BlockWriter, part: str, buffer: str, parameters: int, group: Group = "dp"
     ) -> str:
         """Issue the gather of `parameters` parameters of a part; returns its end event."""
-        payload = (self.width if self.layerwise else self.system.gather_bytes) * parameters
+        payload = (self.width if self.layerwise else self.system.states.gather_bytes) * parameters
         allocs = (Alloc(buffer, payload),) if self.layerwise else ()
         reads: tuple[str, ...] = ()
         if self.layerwise and not self.beside:
@@ -203,7 +203,7 @@ class ParameterGatherer:
     ) -> str:
         """Copy this rank's shard of a part's parameters into their new buffer; returns the end
         event."""
-        nbytes = self.system.param_bytes * -(-parameters // self.fate.shards)
+        nbytes = self.system.states.param_bytes * -(-parameters // self.fate.shards)
         ready = w.mark(COMPUTE)
         return w.state_copy(Kind.H2D, part, SHARD_UP, nbytes, after=ready, allocs=allocs)
 
@@ -229,7 +229,7 @@ def norm_reduction(system: System, norms: int, shards: int = 1) -> Comm:
     """Return the all-reduce of norm gradients under sequence parallelism, where each rank only has
     the gradients of its own tokens (Megatron's allreduce of layer-norm gradients).  A rank holds 1
     / `shards` of `norms` parameters."""
-    return Comm("all_reduce", "tp", system.grad_bytes * -(-norms // shards))
+    return Comm("all_reduce", "tp", system.states.grad_bytes * -(-norms // shards))
 
 
 def gradient_reductions(
@@ -259,7 +259,7 @@ def gradient_reductions(
 def parameter_gathers(layout: Layout, system: System, count: int, experts: int) -> list[Comm]:
     """Return the gathers of `count` updated parameters, of which `experts` of experts have peers of
     their own."""
-    width = system.gather_bytes
+    width = system.states.gather_bytes
     found = [Comm("all_gather", "dp", width * (count - experts))]
     more = experts > 0 and layout.expert_shards > 1
     return [*found, Comm("all_gather", "edp", width * experts)] if more else found
@@ -302,12 +302,12 @@ class GradReducer:
         self.update = optimizer.update == "backward"
         self.leaves = gradient.home == "host"
         self.transient = has_whole_gradients(gradient, layout) or self.update or self.leaves
-        self.beside = system.reduce_overlap or not layout.has_peers
+        self.beside = system.zero.reduce_overlap or not layout.has_peers
         self.system, self.optimizer, self.tied = system, optimizer, tied
         self.layout = layout
         self.shared, self.sums_norms = layout.has_peers, layout.sequence_parallel
         self.reductions = partial(gradient_reductions, layout, optimizer.shards, gradient.shards)
-        self.width = system.grad_bytes if self.update else width
+        self.width = system.states.grad_bytes if self.update else width
         self.bucket: list[Unit] = []
         self.sums_in_last = False  # norms are summed before each reduction, not after the passes
         self.norms: list[str] = []
@@ -345,8 +345,8 @@ class GradReducer:
             self.bucket.append(unit)
         if self.sums_in_last and unit.norm_parameters:
             self._sum_norms(w, unit)
-        size = sum(self.system.reduce_bytes * u.parameters for u in self.bucket)
-        due = self.transient or last or size >= self.system.bucket_bytes
+        size = sum(self.system.states.reduce_bytes * u.parameters for u in self.bucket)
+        due = self.transient or last or size >= self.system.zero.bucket_bytes
         if self.bucket and due:
             self._reduce(w, size)
         if self.transient:
@@ -371,7 +371,7 @@ class GradReducer:
         gradients."""
         if self.shared:
             reads = [self.buffer(unit)]
-            width = self.system.reduce_bytes
+            width = self.system.states.reduce_bytes
             for comm in self.reductions(width * unit.parameters, width * unit.expert_parameters):
                 w.wait(COMPUTE, w.collective(comm, unit.prefix, "gradients", reads, []))
         if self.sums_norms and unit.norm_parameters:
@@ -386,7 +386,7 @@ class GradReducer:
                 part=unit.prefix,
                 op="optimizer",
                 reads=(self.buffer(unit),),
-                nbytes=self.system.param_bytes * count,
+                nbytes=self.system.states.param_bytes * count,
             )
         )
         w.add(Action(kind=Kind.FREE, stream=COMPUTE, frees=(self.buffer(unit),)))
@@ -407,7 +407,7 @@ class GradReducer:
         names = (*names, *(alloc.name for alloc in allocs))
         if self.leaves:
             part = self.bucket[-1].prefix
-            nbytes = self.system.host_grad_bytes * sum(map(self._leaving, self.bucket))
+            nbytes = self.system.host.host_grad_bytes * sum(map(self._leaving, self.bucket))
             if nbytes:
                 event = self.down = w.state_copy(
                     Kind.D2H, part, GRADIENTS_DOWN, nbytes, after=event, reads=names
@@ -436,7 +436,7 @@ class GradReducer:
         for norm in self.norms[-1:]:
             w.wait("dp", norm)
         experts = sum(unit.expert_parameters for unit in self.bucket)
-        comms = self.reductions(size, self.system.reduce_bytes * experts)
+        comms = self.reductions(size, self.system.states.reduce_bytes * experts)
         event = ""
         for comm in comms:
             event = w.new_event()

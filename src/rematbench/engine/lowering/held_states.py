@@ -80,7 +80,7 @@ class GradientSums(GradReducer):
         states = plan.state("gradient"), plan.state("optimizer")
         super().__init__(*states, problem.system, problem.layout, gathered_bytes(problem))
         self.first = first
-        self.apart = self.width != self.system.reduce_bytes
+        self.apart = self.width != self.system.states.reduce_bytes
 
     def before(self, w: BlockWriter, unit: Unit) -> None:
         """Allocate the storage to which the unit's kernels add."""
@@ -98,7 +98,9 @@ class GradientSums(GradReducer):
     def _begin(self, w: BlockWriter, unit: Unit) -> None:
         if self.first and unit.parameters:
             name = gradient_sums(unit.prefix)
-            allocate_gradients(w, unit, Alloc(name, self.system.reduce_bytes * unit.parameters))
+            allocate_gradients(
+                w, unit, Alloc(name, self.system.states.reduce_bytes * unit.parameters)
+            )
             self.survivors.add(name)
 
 
@@ -136,11 +138,11 @@ def sums_block(units: tuple[UnitSums, ...]) -> Block:
 def unit_sums(plan: Plan, problem: Problem, chunk: ChunkOps) -> tuple[UnitSums, ...]:
     """The units of a chunk that have gradients, from the last one on."""
     lay, system, gradient = problem.layout, problem.system, plan.state("gradient")
-    shards, width = (plan.state("optimizer").shards, gradient.shards), system.reduce_bytes
+    shards, width = (plan.state("optimizer").shards, gradient.shards), system.states.reduce_bytes
     found = []
     for unit in reversed(chunk.units):
         count, experts = unit.parameters, unit.expert_parameters
         comms = gradient_reductions(lay, *shards, width * count, width * experts)
-        nbytes = system.grad_bytes * unit.updated(gradient, lay)
+        nbytes = system.states.grad_bytes * unit.updated(gradient, lay)
         found.append(UnitSums(unit.prefix, comms, Alloc(gradient_shard(unit.prefix), nbytes)))
     return tuple(one for one in found if one.comms[0].nbytes)

@@ -17,17 +17,17 @@ def host_states(problem: Problem, plan: Plan, rank: int) -> HostStates:
     system, layout = problem.system, problem.layout
     parameter, gradient = plan.state("parameter"), plan.state("gradient")
     optimizer = plan.state("optimizer")
-    sizes = (system.param_bytes, system.grad_bytes, system.optimizer_bytes)
+    sizes = (system.states.param_bytes, system.states.grad_bytes, system.states.optimizer_bytes)
     hosted, leaves = (state.home == "host" for state in (optimizer, parameter))
     count = rank_parameters(problem, plan, rank)
     if optimizer.pieces is not None:
         places = optimizer.cut(shard(count, optimizer.shards))
         updated = [piece.count for piece in places if piece.place == "host"]
         visiting = [piece.count for piece in places if piece.place == "visit"]
-        weights = shard(count, parameter.shards) * system.param_bytes * leaves
+        weights = shard(count, parameter.shards) * system.states.param_bytes * leaves
         held = pieces_host_bytes(updated, visiting, system)
         return HostStates(held=held + weights, update=0)
-    if not (hosted or leaves) or not system.host_gradients:
+    if not (hosted or leaves) or not system.host.host_gradients:
         states = zip((parameter, gradient, optimizer), sizes, strict=True)
         away = [shard(count, state.shards) * n for state, n in states if state.home == "host"]
         return HostStates(held=sum(away))

@@ -30,18 +30,18 @@ def late_tensors(chunks: Sequence[ChunkOps], plan: Plan, problem: Problem) -> La
     """
     system, layout = problem.system, problem.layout
     here = plan.state("optimizer").home == "device"
-    state_bytes = system.late_state_bytes if here else 0
-    scratch_bytes = system.step_scratch_bytes if here else 0
+    state_bytes = system.states.late_state_bytes if here else 0
+    scratch_bytes = system.states.step_scratch_bytes if here else 0
     accumulates = layout.num_micro_batches > 1 and layout.pp == 1
     resident = plan.state("gradient").home == "device"
-    fresh = system.fresh_gradients and accumulates and resident
-    grad_bytes = system.grad_bytes if fresh else 0
+    fresh = system.states.fresh_gradients and accumulates and resident
+    grad_bytes = system.states.grad_bytes if fresh else 0
     if not state_bytes and not grad_bytes:
         return None
     units = {}
     optimizer = plan.state("optimizer")
     held = sum(unit.parameters for chunk in chunks for unit in chunk.units)
-    whole = system.flat_step and here and optimizer.update == "step"
+    whole = system.states.flat_step and here and optimizer.update == "step"
     flat = flat_update(plan, system, held) if whole else None
     for chunk in chunks:
         for unit in chunk.units:
@@ -77,11 +77,11 @@ def flat_update(plan: Plan, system: System, held: int) -> FlatUpdate:
     """The step of a stack with flat_step on a rank that holds `held` parameters, before any
     sharding."""
     count = shard(held, plan.state("optimizer").shards)
-    part = (system.sub_group_parameters if plan.state("parameter").shards > 1 else 0) or count
+    part = (system.zero.sub_group_parameters if plan.state("parameter").shards > 1 else 0) or count
     tensors = [min(part, count - start) for start in range(0, count, part)]
-    freed = system.grad_bytes * (shard(held, plan.state("gradient").shards) - count)
-    flat = min(system.grad_bytes, system.step_scratch_bytes) * tensors[0]
-    wide = system.step_scratch_bytes * tensors[0] - flat
+    freed = system.states.grad_bytes * (shard(held, plan.state("gradient").shards) - count)
+    flat = min(system.states.grad_bytes, system.states.step_scratch_bytes) * tensors[0]
+    wide = system.states.step_scratch_bytes * tensors[0] - flat
     return FlatUpdate(tensors, [max(0, flat - freed), max(0, wide - max(0, freed - flat))])
 
 

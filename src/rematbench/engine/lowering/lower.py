@@ -104,7 +104,7 @@ def lower(
             for rank in every
         ),
         planned=plan.addresses == "planned",
-        expandable=problem.system.expandable_segments,
+        expandable=problem.system.states.expandable_segments,
     )
     matched = {index for lowering in lowerings.values() for index in lowering.matched}
     check_rules(plan, problem, None if partly else matched)
@@ -160,11 +160,11 @@ class _RankLowering:
         self.ready = ready_pieces(self.chunks, plan)
         if self.ready is not None:
             check_ready_order(last_backwards(self.order), self.order)
-        self.overlap_reduce = system.reduce_overlap and peers and not self.sums
-        self.overlap_gather = system.gather_overlap and parameter.gather == "step" and peers
+        self.overlap_reduce = system.zero.reduce_overlap and peers and not self.sums
+        self.overlap_gather = system.zero.gather_overlap and parameter.gather == "step" and peers
         self.layerwise, self.width = gathers_by_layer(parameter, lay), gathered_bytes(problem)
         one_pass = parameter.release == "forward" and not parameter.keeps_ends
-        self.by_matrix = self.layerwise and one_pass and system.prefetch_elements > 0
+        self.by_matrix = self.layerwise and one_pass and system.zero.prefetch_elements > 0
 
     def run(self, *, whole: bool) -> RankProgram:
         """The rank's program for an optimizer step.  If not `whole`, only the step's passes."""
@@ -207,7 +207,7 @@ class _RankLowering:
             reload_slots=transfers.reload_slots,
             hold_phases=transfers.before_send_phases,
             overlapped_sends=self.problem.system.sends_beside(self.problem.layout.vpp),
-            holds_outputs=self.problem.system.holds_outputs,
+            holds_outputs=self.problem.system.parallel.holds_outputs,
             gather=self.layerwise and not self.holds,
             gather_first=self.overlap_gather or self.holds,
             reduce=self.update_in_backward or (self.leaving_gradients and not self.sums),

@@ -97,10 +97,10 @@ def _check_pieces(plan: Plan, problem: Problem) -> None:
         )
     if why := too_early(plan, problem, pieces):
         raise PlanError(why)
-    if pieces.wire == "master" and master_bytes(problem) <= problem.system.param_bytes:
+    if pieces.wire == "master" and master_bytes(problem) <= problem.system.states.param_bytes:
         raise PlanError(
             f"wire master: system {problem.system.name} has no master weights wider than its "
-            f"{problem.system.param_bytes}-byte weights; wire must be param"
+            f"{problem.system.states.param_bytes}-byte weights; wire must be param"
         )
     shares = [
         shard(rank_parameters(problem, plan, rank), optimizer.shards)
@@ -118,7 +118,7 @@ def too_early(plan: Plan, problem: Problem, pieces: Pieces) -> str:
     if pieces.start == "norm":
         return ""
     lay, system, gradient = problem.layout, problem.system, plan.state("gradient")
-    late = gradient.shards == 1 and gradient.home == "device" and not system.reduce_overlap
+    late = gradient.shards == 1 and gradient.home == "device" and not system.zero.reduce_overlap
     reasons = {
         "the norm of all gradients is not known yet, so nothing can be clipped by it; clip must be "
         "false": pieces.clip,
@@ -130,7 +130,7 @@ def too_early(plan: Plan, problem: Problem, pieces: Pieces) -> str:
             plan.state("parameter").home == "host"
         ),
         f"sequence parallelism sums gradients of norms whole, and system {system.name} has whole "
-        "buckets; start must be norm": (lay.sequence_parallel and system.whole_buckets),
+        "buckets; start must be norm": (lay.sequence_parallel and system.zero.whole_buckets),
         "tied embeddings exchange their gradient after the backward; start must be norm": (
             problem.workload.model.tied_embeddings and lay.pp > 1
         ),
@@ -167,7 +167,7 @@ def graph_conflict(plan: Plan, problem: Problem) -> str:
     and full recomputation needs the graph of a whole iteration.  Parameters gathered per layer are
     refused too, because a graph's addresses are fixed.
     """
-    if not problem.system.cuda_graphs:
+    if not problem.system.kernels.cuda_graphs:
         return ""
     fates = [rule.fate for rule in plan.rules]
     gathered = gathers_by_layer(plan.state("parameter"), problem.layout)

@@ -55,14 +55,14 @@ def piece_widths(plan: Plan, problem: Problem) -> PieceWidths:
     system, pieces = problem.system, plan.state("optimizer").pieces
     here = plan.state("parameter").home == "device"
     master = pieces is not None and pieces.wire == "master"
-    up = master_bytes(problem) if master else system.param_bytes
+    up = master_bytes(problem) if master else system.states.param_bytes
     return PieceWidths(
-        param=system.param_bytes,
-        states=system.optimizer_bytes,
-        scratch=system.step_scratch_bytes,
-        down=0 if plan.state("gradient").home == "host" else system.host_grad_bytes,
+        param=system.states.param_bytes,
+        states=system.states.optimizer_bytes,
+        scratch=system.states.step_scratch_bytes,
+        down=0 if plan.state("gradient").home == "host" else system.host.host_grad_bytes,
         up=up * here,
-        back=system.param_bytes * (not here),
+        back=system.states.param_bytes * (not here),
         master=master,
     )
 
@@ -73,7 +73,7 @@ MASTERS = 3
 
 def master_bytes(problem: Problem) -> int:
     """Bytes of a master weight."""
-    return problem.system.optimizer_bytes // MASTERS
+    return problem.system.states.optimizer_bytes // MASTERS
 
 
 Leaving = tuple[dict[str, int], ...]

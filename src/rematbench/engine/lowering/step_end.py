@@ -79,7 +79,7 @@ def emit_step_end(steps: Steps, plan: Plan, problem: Problem) -> None:
         _update(steps, plan, problem)
     _free_shards(steps, plan, problem)
     gathered = plan.state("parameter").gather == "step" and lay.has_peers
-    if gathered and not system.gather_overlap:
+    if gathered and not system.zero.gather_overlap:
         for chunk in steps.chunks:
             counts = _parameters(chunk), _expert_parameters(chunk)
             for comm in parameter_gathers(lay, system, *counts):
@@ -113,10 +113,10 @@ def _update(steps: Steps, plan: Plan, problem: Problem) -> None:
     system, optimizer = problem.system, plan.state("optimizer")
     held = rank_parameters(problem, plan, steps.rank)
     count = rank_sharded(problem, plan, steps.rank, optimizer)
-    nbytes = system.param_bytes * count
+    nbytes = system.states.param_bytes * count
     if optimizer.home == "device":
-        scratch = system.step_scratch_bytes * count
-        if system.flat_step:
+        scratch = system.states.step_scratch_bytes * count
+        if system.states.flat_step:
             scratch = sum(flat_update(plan, system, held).scratch)
         down = nbytes if plan.state("parameter").home == "host" else 0
         update = partial(optimizer_block, nbytes, scratch, down)
@@ -149,7 +149,7 @@ def _expert_parameters(chunk: ChunkOps) -> int:
 
 def _reductions(plan: Plan, problem: Problem, chunk: ChunkOps) -> tuple[Comm, ...]:
     """A chunk's gradient reductions."""
-    width, shards = problem.system.reduce_bytes, plan.state("optimizer").shards
+    width, shards = problem.system.states.reduce_bytes, plan.state("optimizer").shards
     nbytes, experts = width * _parameters(chunk), width * _expert_parameters(chunk)
     return gradient_reductions(problem.layout, shards, 1, nbytes, experts)
 
@@ -161,6 +161,6 @@ def _norm_reduction(plan: Plan, problem: Problem, chunks: list[ChunkOps]) -> Com
 
 def _tied_embeddings(steps: Steps, problem: Problem) -> None:
     """First and last rank exchange the gradient of the tied embedding (as in Megatron)."""
-    nbytes = problem.system.grad_bytes * problem.head.op("lm_head").parameters
+    nbytes = problem.system.states.grad_bytes * problem.head.op("lm_head").parameters
     steps.add(("tied_send", nbytes), partial(tied_send_block, nbytes), Pass(False, 0, 0))
     steps.add(("tied_recv", nbytes), partial(tied_recv_block, nbytes), Pass(False, 0, 0))

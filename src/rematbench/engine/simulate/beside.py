@@ -86,7 +86,7 @@ def exposed_shares(
         whole_s = comm_s(op.reduce, rank)
         parts = [op_seconds(problem, one, rank, comm_s) for one in ops]
         compute = OpSeconds._make(map(fsum, zip(*parts, strict=True)))
-        left = _left(whole_s, compute, delayed=problem.system.delayed_wgrad)
+        left = _left(whole_s, compute, delayed=problem.system.experts.delayed_wgrad)
         shares = [(s + stall * (whole_s - s)) / whole_s if whole_s else 0.0 for s in left]
         found[op.name] = Exposed._make(shares)
     return found

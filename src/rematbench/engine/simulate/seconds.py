@@ -52,22 +52,22 @@ class ActionCosts:
         self._timings: dict[tuple[object, ...], Timing] = {}
         self._shares: dict[tuple[int, int], Mapping[str, Exposed]] = {}  # by layer and rank
         system, vpp = problem.system, problem.layout.vpp
-        whole = system.cuda_graphs or system.compiled
-        begins = _graph_begins if system.cuda_graphs else _region_begins
+        whole = system.kernels.cuda_graphs or system.kernels.compiled
+        begins = _graph_begins if system.kernels.cuda_graphs else _region_begins
         self._begins = [begins(table) for table in problem.layer_kinds if whole]
-        self._waits_for_messages = system.p2p_synchronous and not system.sends_beside(vpp)
-        self._blocks = system.launch_blocking
+        self._waits_for_messages = system.parallel.p2p_synchronous and not system.sends_beside(vpp)
+        self._blocks = system.kernels.launch_blocking
         layout, experts = problem.layout, problem.workload.model.experts
         alone = layout.ep * layout.expert_tp == 1
         padded = problem.workload.expert_padding == "capacity"
-        self._counts_alone = not padded and (alone or system.dispatcher == "allgather")
+        self._counts_alone = not padded and (alone or system.experts.dispatcher == "allgather")
         self._groups = get_args(Group) if experts else DENSE_GROUPS
-        self._holds = self._waits_for_messages or self._blocks or system.blocking_copies
+        self._holds = self._waits_for_messages or self._blocks or system.host.blocking_copies
         self._holds = self._holds or experts is not None
         if program is not None and not self._blocks:
             self.crowd = copy_traffic(problem, program, self._kernels_s)
             blocks = (one.blocks for one in program.ranks)
-            self.pieces = piece_traffic(blocks, problem.system.param_bytes)
+            self.pieces = piece_traffic(blocks, problem.system.states.param_bytes)
             if self.crowd.kernel_delay_share:
                 self._kernels.clear()
 
@@ -128,7 +128,7 @@ class ActionCosts:
         and no copy of gradients; a region holds kernels alone."""
         if not self._begins or not action.part.startswith("L"):
             return False
-        graphs = self.problem.system.cuda_graphs
+        graphs = self.problem.system.kernels.cuda_graphs
         if action.comm is not None:
             return graphs and action.comm.stream in ("tp", "cp")
         if action.kind not in DIRECTION:
@@ -145,7 +145,7 @@ class ActionCosts:
         if action.op == COUNTS:
             return action.comm is not None or self._counts_alone
         if action.kind in (Kind.D2H, Kind.H2D):
-            return self.problem.system.blocking_copies and action.op not in STATE_COPIES
+            return self.problem.system.host.blocking_copies and action.op not in STATE_COPIES
         return self._waits_for_messages and action.wait.startswith("recv_")
 
     def alike(self, rank: int) -> Hashable:
@@ -221,7 +221,9 @@ class ActionCosts:
         crowd = self.pieces.traffic if visits else self.crowd
         seconds = self.cost.copy_s(action.nbytes, direction, crowd)
         if action.op == WEIGHTS_UP and not action.allocs:
-            seconds += self.cost.host_cast_s(action.nbytes // self.problem.system.param_bytes)
+            seconds += self.cost.host_cast_s(
+                action.nbytes // self.problem.system.states.param_bytes
+            )
         return seconds
 
     def _device_copy_s(self, action: Action, _: int) -> float:
@@ -230,7 +232,7 @@ class ActionCosts:
     def _optimizer_s(self, action: Action, _: int) -> float:
         """Seconds of an update, on the device or the host; the action's `nbytes` are the bytes of
         the updated parameters in compute precision."""
-        count = action.nbytes // self.problem.system.param_bytes
+        count = action.nbytes // self.problem.system.states.param_bytes
         if action.stream != HOST_UPDATE:
             return self.cost.optimizer_s(count)
         if not self.pieces.beside:

@@ -6,11 +6,8 @@ from typing import Literal
 from msgspec import Struct
 from msgspec.structs import replace
 
-from rematbench.costs.estimators import (
-    fujii_estimate,
-    phaze_estimate,
-    pipeline_offload_estimator,
-)
+from rematbench.costs.offload_estimate import pipeline_offload_estimator
+from rematbench.evidence.published.estimators import fujii_estimate, phaze_estimate
 from rematbench.plan import ByteBudget, Offload, Plan, Recompute, Split, Unsupported
 from rematbench.problem import Problem, rank_parameters
 from rematbench.solve.kept import kept_layer_bytes

@@ -8,7 +8,7 @@ from typing import Any, NoReturn, get_args
 from msgspec.structs import replace
 
 from rematbench.evidence.published.sheets import Row, RowError, read_choice, text, whole
-from rematbench.inputs.system import Dispatcher, System
+from rematbench.inputs.system import Dispatcher, System, with_facts
 from rematbench.solve.recompute_modules import MODULES
 from rematbench.workload import Experts, Model, Precision
 
@@ -109,14 +109,14 @@ def attention_facts(row: Row) -> dict[str, Any]:
 
 def dispatching(row: Row, system: System) -> System:
     """The stack with the dispatcher, the overlap and the optimizer of a row."""
-    word = text(row, "dispatcher") or system.dispatcher
+    word = text(row, "dispatcher") or system.experts.dispatcher
     if word not in get_args(Dispatcher):
         known = ", ".join(get_args(Dispatcher))
         raise RowError("unsupported", f"dispatcher {word!r} is not modelled (known: {known})")
     found = flagged_system(row, system)
     overlap = OVERLAPS[text(row, "ep_overlap").lower()]
     delayed = {"delayed_wgrad": True} if overlap and DELAYED in text(row, "note") else {}
-    return replace(
+    return with_facts(
         found, dispatcher=word, **overlap, **delayed, **OPTIMIZERS[text(row, "optimizer")]
     )
 
@@ -161,7 +161,7 @@ def flagged_system(row: Row, system: System) -> System:
     said = flags(row)
     if not said or "moe-grouped-gemm" in said:
         return system
-    return replace(system, expert_workspaces=0)
+    return with_facts(system, expert_workspaces=0)
 
 
 def module_settings(row: Row) -> dict[str, Any] | None:

@@ -10,11 +10,12 @@ from rematbench.costs.states import zero3_host_states
 from rematbench.engine.lowering.host_states import rank_tensors
 from rematbench.evaluate.problems import make_problem
 from rematbench.evidence.published.sheets import Cell, read_sheet, whole
-from rematbench.host.console import GIB
+from rematbench.host.table import GIB
 from rematbench.inputs.layout import Layout
 from rematbench.inputs.load import load_cluster, load_model, load_system
 from rematbench.inputs.paths import data_dir
 from rematbench.inputs.problemspec import ProblemSpec
+from rematbench.inputs.system import with_facts
 from rematbench.problem import Problem
 
 NODES = {
@@ -74,7 +75,7 @@ def row_problem(row: Cell) -> Problem:
         vocab=whole(row, "vocab"),
         tied_embeddings=False,
     )
-    system = replace(  # Megatron's layers, whose linears are fused
+    system = with_facts(  # Megatron's layers, whose linears are fused
         load_system("deepspeed"),
         fused_linears=True,
         model_parallel=("tp",),

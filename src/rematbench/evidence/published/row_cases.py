@@ -110,7 +110,7 @@ def read_case(row: Row, registry: Registry) -> PublishedCase:
     word = text(row, "recompute")
     said = claim_of_row(text(row, "system"), text(row, "note"))[1]
     method, settings = recompute_method(said.get(word.lower(), word), registry)
-    if system.compiled and "held" in settings:
+    if system.kernels.compiled and "held" in settings:
         settings = {key: value for key, value in settings.items() if key != "held"}
     if not text(row, "cluster"):
         raise RowError("failed", "column cluster is missing or empty")
@@ -336,12 +336,12 @@ def _layout(row: Row, system: System) -> Layout:
     if missing:
         raise RowError("unsupported", f"layout not published: no value for {', '.join(missing)}")
     tp = whole(row, "tp")
-    default_stage = 3 if system.data_parallel == "fsdp" else 1
+    default_stage = 3 if system.zero.data_parallel == "fsdp" else 1
     stage = whole(row, "zero_stage", default_stage)
     if stage not in get_args(ZeroStage):
         raise RowError("failed", f"column zero_stage: {stage} is not 0, 1, 2 or 3")
     cp, dp, ulysses = whole(row, "cp", 1), whole(known, "dp"), whole(row, "ulysses", 1)
-    if system.cp_kind == "ulysses" and ulysses == 1:  # Layout counts these cp ranks in dp
+    if system.parallel.cp_kind == "ulysses" and ulysses == 1:  # Layout counts these cp ranks in dp
         cp, dp, ulysses = 1, dp * cp, cp
     experts = expert_columns.expert_layout(row, dp) if expert_columns.has_experts(row) else {}
     experts = {"shard_degree": whole(row, "shard_degree", 0)} | experts

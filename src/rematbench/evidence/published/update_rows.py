@@ -125,8 +125,8 @@ def _parts(row: Cell) -> Parts:
     plan, count = plan_of(row, given)
     counts, cost = plan.state("optimizer").counts(count), given.cost
     serial_s = cost.host_update_s(counts["host"]) + cost.host_cast_s(counts["host"])
-    serial_s += cost.copy_s(given.system.param_bytes * counts["host"], "h2d")
-    visits_s = cost.copy_s(given.system.optimizer_bytes * counts["visit"], "h2d")
+    serial_s += cost.copy_s(given.system.states.param_bytes * counts["host"], "h2d")
+    visits_s = cost.copy_s(given.system.states.optimizer_bytes * counts["visit"], "h2d")
     return Parts(serial_s, visits_s, float(row["update_s"]))
 
 

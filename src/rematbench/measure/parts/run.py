@@ -148,7 +148,7 @@ def _run(part: str, request: GpuRequest, say: Callable[[str], None]) -> Ran:
     say(f"{part}: up to {limit:.0f} s")
     words = ["measure-gpu", "--inside", "--part", part, *request.words]
     command = [sys.executable, "-c", "from rematbench.cli.app import main; main()", *words]
-    ended = run_limited(command, request.output / f"{part}.log", limit, lambda: False)
+    ended = run_limited(command, request.output / f"{part}.log", limit)
     status, reason = "ok", ""
     if ended.code is None:
         status, reason = "timeout", f"not done within {limit:.0f} s"

@@ -159,7 +159,7 @@ class Turns:
 
 def groups_of(problem: Problem) -> Groups:
     """The groups of one rank, or of a pipeline's first rank without its neighbours."""
-    layout, order = problem.layout, problem.system.rank_order
+    layout, order = problem.layout, problem.system.parallel.rank_order
     if layout.pp > 1:
         return FirstStageGroups(layout, order)
     return Groups(layout, order, 0, experts=problem.workload.model.experts is not None)

@@ -25,9 +25,9 @@ from rematbench.host.console import CommandError
 from rematbench.host.workers import Pool, collect_rarely
 from rematbench.inputs.layout import LayoutError
 from rematbench.inputs.load import load_cluster, load_system
+from rematbench.paper.matrix.spec import Arm, MatrixSpec, Work
 from rematbench.plugins.discover import discover
 from rematbench.plugins.registry import Registry
-from rematbench.worlds.records.matrix_spec import Arm, MatrixSpec, Work
 
 SAME, BEST, ANY = "same layout", "best layout", "any plan"
 """What a search answers: the one layout of a cell, the best layout of an arm, the fastest plan of

@@ -25,8 +25,8 @@ from rematbench.paper.matrix.best import (
     cell_job,
     runs,
 )
+from rematbench.paper.matrix.spec import MatrixSpec
 from rematbench.plugins.registry import Registry
-from rematbench.worlds.records.matrix_spec import MatrixSpec
 
 TABLES = (SAME, BEST)
 NOT_RUN = "not run"

@@ -11,9 +11,9 @@ from rematbench.evidence.bands import band_of, ratio_band
 from rematbench.evidence.peaks import fits_word
 from rematbench.evidence.published.sheets import number
 from rematbench.paper.matrix.best import BEST, CELL, OPEN
+from rematbench.paper.matrix.spec import MatrixSpec
 from rematbench.paper.matrix.sweep import LAYOUT
 from rematbench.problem import Problem
-from rematbench.worlds.records.matrix_spec import MatrixSpec
 
 Line = dict[str, Any]
 Row = Mapping[str, Any]

@@ -4,13 +4,13 @@ from collections.abc import Callable
 from math import fsum
 from typing import TypeAlias
 
-from rematbench.costs.estimators import fujii_estimate
 from rematbench.costs.operators.kernels import Attention
 from rematbench.engine.lowering.chunk_ops import ChunkOps
 from rematbench.engine.lowering.fates import resolve
 from rematbench.engine.lowering.lower import lower
 from rematbench.engine.program.replay import replay
 from rematbench.evaluate.evaluation import fullest_rank, program_bytes
+from rematbench.evidence.published.estimators import fujii_estimate
 from rematbench.plan import Plan, Unsupported
 from rematbench.plugins.registry import Composition
 from rematbench.problem import Problem
@@ -56,7 +56,7 @@ def part_peak_bytes(problem: Problem, plan: Plan) -> Values:
     their inputs, their weights and the weights' gradients, but not other operators."""
     head = [op for op in problem.head.ops if op.name in HEAD_OPS]
     mlp = [op for op in problem.layer_kinds[0].ops if op.name in MLP_OPS]
-    per_parameter = problem.system.param_bytes + problem.system.grad_bytes
+    per_parameter = problem.system.states.param_bytes + problem.system.states.grad_bytes
     head_input = problem.head.activations["final_norm_out"].nbytes
     mlp_input = problem.layer_kinds[0].activations["mlp_norm_out"].nbytes
     return {

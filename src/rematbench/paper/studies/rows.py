@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
-from rematbench.host.table import Column, fixed
+from rematbench.paper.sheet.table import Column, columns, fixed
 from rematbench.paper.studies.answers import StudyAnswer
 from rematbench.paper.studies.declarations import Claims, published
 
@@ -14,7 +14,7 @@ PublishedNumbers: TypeAlias = Mapping[tuple[str, str, str, str, str], float]
 SIMULATED = "World: simulated. "
 VERDICT = Column("status", "verdict")
 STEP = Column("step_s", "step s", fixed(3))
-WORKLOAD, METHOD = Column("workload", "workload"), Column("method", "method")
+WORKLOAD, METHOD = columns("workload method")
 
 
 def published_numbers(rows: Iterable[Mapping[str, str]], claims: Claims) -> PublishedNumbers:

@@ -12,7 +12,16 @@ from rematbench.evidence.published.derived import (
     WATERFALL,
 )
 from rematbench.evidence.published.sheets import number, read_predicted
-from rematbench.host.table import Column, Table, fixed, gib, percent, signed_percent, whole
+from rematbench.paper.sheet.table import (
+    Column,
+    Table,
+    columns,
+    fixed,
+    gib,
+    percent,
+    signed_percent,
+    whole,
+)
 
 INPUTS = {"predictions": "results/paper/tables/predictions.csv"}
 TABLES = (
@@ -80,9 +89,9 @@ def waterfall(cells: Sequence[Row]) -> Table:
         name="atc24_table8_waterfall",
         title="ATC'24 Table 8 at 8,192 tokens (llama-175b, 256 H800): one change at a time",
         columns=(
-            Column("step", "step"),
+            *columns("step"),
             *LAYOUT_COLUMNS,
-            Column("recompute", "recompute"),
+            *columns("recompute"),
             ALPHA,
             Column("published", "published tokens/s/GPU", whole),
             OURS_SPEED,
@@ -121,7 +130,7 @@ def figure7(cells: Sequence[Row]) -> Table:
         name="atc24_figure7_memory",
         title="ATC'24 Figure 7: peak device memory (llama-65b, 8,192 tokens, 256 H800)",
         columns=(
-            Column("recompute", "recompute"),
+            *columns("recompute"),
             ALPHA,
             Column("published", "published peak GiB", gib),
             OURS_PEAK,
@@ -151,10 +160,9 @@ def figure9(cells: Sequence[Row]) -> Table:
         name="atc24_figure9_scaling",
         title="ATC'24 Figure 9: tokens/s per GPU of the published layouts (4,096 tokens, H800)",
         columns=(
-            Column("model", "model"),
-            Column("gpus", "GPUs", whole),
+            *columns("model gpus"),
             *LAYOUT_COLUMNS,
-            Column("recompute", "recompute"),
+            *columns("recompute"),
             Column("alpha", "alpha published", fixed(3)),
             Column(PAPER_ALPHA, "alpha, paper's fit", fixed(3)),
             Column(LEDGER_ALPHA, "alpha, our ledger", fixed(3)),
@@ -195,7 +203,7 @@ def abstract(cells: Sequence[Row]) -> Table:
         title="ATC'24 abstract at 32,768 tokens (llama-175b, 256 H800): layouts that fit",
         columns=(
             *LAYOUT_COLUMNS,
-            Column("recompute", "recompute"),
+            *columns("recompute"),
             ALPHA,
             OURS_SPEED,
             Column("mfu_causal", "ours MFU (causal) %", percent),

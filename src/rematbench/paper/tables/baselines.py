@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from rematbench.host.console import CommandError
-from rematbench.host.table import Column, Table, exponent, gib, signed_percent
+from rematbench.paper.sheet.table import Column, Table, columns, exponent, gib, signed_percent
 from rematbench.paper.studies.baseline_points import Point, load_points, rows
 from rematbench.worlds.agreement import PRECISIONS, ROWS, record_name
 from rematbench.worlds.packages.process import policy
@@ -39,9 +39,7 @@ def _bytes_or_word(value: Any) -> str:
 
 
 POINTS = (
-    Column("point", "point"),
-    Column("policy", "policy"),
-    Column("status", "status"),
+    *columns("point policy status"),
     Column("traced_peak_bytes", "traced GiB", gib),
     Column("known_extra_bytes", "known extra GiB", gib),
     Column("predicted_peak_bytes", "predicted GiB", _bytes_or_word),
@@ -52,19 +50,15 @@ POINTS = (
     Column("kernel_stack", "kernel stack"),
 )
 TENSORS = (
-    Column("model", "model"),
-    Column("tensor", "tensor"),
-    Column("dtype", "dtype"),
+    *columns("model tensor dtype"),
     Column("rows", "rows"),
     Column("row_bytes", "bytes a row"),
     Column("table_bytes", "operator table MiB", _mib),
     Column("stack_bytes", "traced stack MiB", _mib),
-    Column("why", "why"),
+    *columns("why"),
 )
 AGREEMENT = (
-    Column("engine", "engine"),
-    Column("case", "case"),
-    Column("precision", "precision"),
+    *columns("engine case precision"),
     Column("loss", "loss", lambda value: f"{value:.7f}"),
     Column("gradient_norm", "gradient norm", lambda value: f"{value:.7f}"),
     Column("loss_error", "loss, relative", exponent),

@@ -8,7 +8,7 @@ from typing import Any
 from rematbench.evaluate.result import Status
 from rematbench.evidence.published.derived import LAYOUTS, PUBLISHED
 from rematbench.evidence.published.sheets import number, read_predicted, read_sheet
-from rematbench.host.table import Column, Table, signed_percent
+from rematbench.paper.sheet.table import Column, Table, columns
 from rematbench.paper.studies.answers import Number, StudyAnswer, load_answers
 from rematbench.paper.studies.declarations import (
     Claim,
@@ -61,23 +61,18 @@ def claims_table(rows: Sequence[Row], claims: Claims, answers: list[StudyAnswer]
         title="Claims of the papers against our predictions (simulated)",
         columns=(
             Column("id", "claim"),
-            Column("system", "system"),
+            *columns("system"),
             Column("what", "claim"),
-            Column("asked", "asked"),
+            *columns("asked"),
             Column("how", "how we test it"),
-            Column("published", "published"),
+            *columns("published"),
             Column("ours", "ours", _short),
-            Column("unit", "unit"),
-            Column("error", "error %", signed_percent),
-            Column("world", "world"),
-            Column("basis", "basis"),
+            *columns("unit error world basis"),
             Column("tolerance", "tolerance %", lambda value: f"{100 * float(value):g}"),
             Column("declared", "written down"),
-            Column("verdict", "verdict"),
-            Column("remark", "remark"),
+            *columns("verdict remark"),
             Column("source", "source and version"),
-            Column("evidence", "evidence"),
-            Column("command", "command"),
+            *columns("evidence command"),
         ),
         rows=tuple(lines),
         note=f"Of {len(rows)} claims: {summary}. {NOTE}",

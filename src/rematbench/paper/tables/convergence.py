@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rematbench.host.console import CommandError
-from rematbench.host.table import Column, Table, exponent, fixed, sheet, whole
+from rematbench.paper.sheet.table import Column, Table, columns, exponent, fixed, sheet, whole
 from rematbench.plugins.registry import IDENTITY
 from rematbench.worlds.records.measured import LEARNING_RATE
 from rematbench.worlds.records.record import Record, read_records
@@ -48,14 +48,13 @@ def curves_table(entries: Entries, bases: Mapping[str, Record]) -> Table:
         name="convergence_deviation",
         title="Loss curves against keep_all's (executed, CPU)",
         columns=(
-            Column("problem", "problem"),
-            Column("method", "method"),
+            *columns("problem method"),
             Column("steps", "steps", whole),
             Column("first", "first loss", fixed(4)),
             Column("last", "last loss", fixed(4)),
             Column("largest", "largest relative deviation", exponent),
             Column("at_end", "at the last step", exponent),
-            Column("bitwise", "bitwise"),
+            *columns("bitwise"),
         ),
         rows=tuple(
             {

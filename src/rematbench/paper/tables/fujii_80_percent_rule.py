@@ -6,7 +6,7 @@ from typing import Any
 
 from rematbench.evidence.published.derived import PUBLISHED
 from rematbench.evidence.published.sheets import read_predicted
-from rematbench.host.table import Column, Table, percent, whole
+from rematbench.paper.sheet.table import Column, Table, columns, percent, whole
 from rematbench.paper.studies.rule80 import scored_cells
 from rematbench.plugins.discover import discover
 
@@ -47,9 +47,7 @@ def rule_table(rows: Sequence[Row]) -> Table:
         name="fujii_80_percent_rule",
         title="Fujii's 80 % rule on published cells without recomputation or offloading",
         columns=(
-            Column("source", "source"),
-            Column("cluster", "cluster"),
-            Column("published", "published"),
+            *columns("source cluster published"),
             Column("called", "rule says"),
             Column("cells", "cells", whole),
             Column("meaning", "which is a"),

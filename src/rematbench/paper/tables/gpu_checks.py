@@ -8,7 +8,6 @@ from typing import Any
 from msgspec.structs import replace
 
 from rematbench.engine.program.action import Kind
-from rematbench.host.table import Column, Table, seconds, whole
 from rematbench.measure.parts.checks import (
     PACKAGES_RUN,
     SUMMARY,
@@ -18,6 +17,7 @@ from rematbench.measure.parts.checks import (
 )
 from rematbench.measure.parts.measured_errors import CPU_NOTE, runs_with
 from rematbench.measure.records import ActionSeconds, by_cell, read_lines
+from rematbench.paper.sheet.table import Column, Table, columns, seconds, whole
 
 INPUTS = {"runs": "results/measured/gpu*"}
 TABLES = ("gpu_checks", "gpu_actions")
@@ -99,10 +99,10 @@ def actions_table(lines: Sequence[ActionSeconds]) -> Table:
         name="gpu_actions",
         title=f"Where the seconds of a step go on {device}",
         columns=(
-            *(Column(key, key) for key in ("cell", "unit", "op", "kind", "stream")),
+            *columns("cell unit op kind stream"),
             Column("actions", "n", whole),
             Column("seconds", "measured s", seconds),
-            Column("predicted_s", "predicted s", seconds),
+            *columns("predicted_s"),
             Column("difference_s", "more s", signed),
         ),
         rows=tuple(rows),

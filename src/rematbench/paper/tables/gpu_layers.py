@@ -6,16 +6,6 @@ from pathlib import Path
 from typing import Any
 
 from rematbench.host.console import CommandError
-from rematbench.host.table import (
-    Column,
-    Table,
-    fixed,
-    gib,
-    percent,
-    seconds,
-    signed_percent,
-    whole,
-)
 from rematbench.measure.layer_suite import LayerSuite, by_hand_names, layer_names, load_layers
 from rematbench.measure.parts.layers import ratio
 from rematbench.measure.parts.measured_errors import (
@@ -30,6 +20,16 @@ from rematbench.measure.parts.measured_errors import (
 )
 from rematbench.measure.predicted_steps import PREDICTED
 from rematbench.measure.records import Prediction, Turn, by_cell, read_lines
+from rematbench.paper.sheet.table import (
+    Column,
+    Table,
+    columns,
+    fixed,
+    gib,
+    seconds,
+    signed_percent,
+    whole,
+)
 from rematbench.worlds.records.measured import measured_speed
 from rematbench.worlds.records.suite_cells import problem_of
 
@@ -156,14 +156,13 @@ def ratios_table(rows: Sequence[dict[str, Any]]) -> Table:
         title=f"Speed over full recomputation and MFU by context, on {devices_of(rows)}",
         columns=(
             Column("context", "context", whole),
-            *(Column(key, key) for key in ("problem", "method", "against")),
+            *columns("problem method against"),
             Column("rounds", "n", whole),
             Column("ratio", "ratio", fixed(4)),
             Column("half_width", "95 % +-", fixed(4)),
             Column("predicted_ratio", "predicted", fixed(4)),
             Column("ratio_error", "error %", signed_percent),
-            Column("mfu_causal", "MFU causal %", percent),
-            Column("mfu_dense", "MFU dense %", percent),
+            *columns("mfu_causal mfu_dense"),
         ),
         rows=tuple(sorted(ran, key=lambda row: (row["context"], row["problem"]))),
         note=f"{caveats(rows)}Ratio: step time of `against` divided by that of the method, "

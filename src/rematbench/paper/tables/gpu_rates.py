@@ -14,10 +14,20 @@ from rematbench.evidence.kernels.kernel_rows import (
     read_kernel_rows,
 )
 from rematbench.host.console import CommandError
-from rematbench.host.table import Column, Table, fixed, percent, seconds, signed_percent, whole
 from rematbench.inputs.paths import data_dir
 from rematbench.measure.parts.measured_errors import CPU_NOTE, mean_error, runs_with, signed_error
 from rematbench.measure.records import Rate, read_lines
+from rematbench.paper.sheet.table import (
+    Column,
+    Table,
+    columns,
+    fixed,
+    hidden,
+    percent,
+    seconds,
+    signed_percent,
+    whole,
+)
 from rematbench.worlds.records.measured import same_gpu
 
 INPUTS = {"runs": "results/measured/gpu*"}
@@ -49,19 +59,16 @@ def rates_table(rates: Sequence[Rate]) -> Table:
         name="gpu_rates",
         title=f"Rates of {device}, measured, predicted and published",
         columns=(
-            *(Column(key, key) for key in ("what", "implementation", "shape", "status")),
-            Column("n", "n", whole),
+            *columns("what implementation shape status n"),
             Column("median_s", "measured s", seconds),
             Column("spread", "spread %", percent),
             Column("rate", "TFLOP/s or GB/s", fixed(1)),
-            Column("predicted_s", "predicted s", seconds),
-            Column("error", "error %", signed_percent),
+            *columns("predicted_s error"),
             Column("published_s", "published s", seconds),
             Column("published_error", "beside it %", signed_percent),
             Column("published_n", "rows", whole),
             Column("reason", "reason"),
-            *(Column(key, "") for key in ("min_s", "max_s", "clock", "dtype", "written")),
-            *(Column(key, "") for key in ("sm_clock_mhz", "power_w", "temperature_c")),
+            *hidden("min_s max_s clock dtype written sm_clock_mhz power_w temperature_c"),
         ),
         rows=tuple(rows),
         note=(

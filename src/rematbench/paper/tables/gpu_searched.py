@@ -7,16 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from rematbench.host.console import CommandError
-from rematbench.host.table import (
-    Column,
-    Table,
-    fixed,
-    gib,
-    percent,
-    seconds,
-    signed_percent,
-    whole,
-)
 from rematbench.measure.parts.measured_errors import (
     TIME_BAR,
     caveats,
@@ -27,6 +17,16 @@ from rematbench.measure.parts.measured_errors import (
 )
 from rematbench.measure.predicted_steps import PREDICTIONS
 from rematbench.measure.records import Searched, Turn, by_cell, read_lines
+from rematbench.paper.sheet.table import (
+    Column,
+    Table,
+    columns,
+    gib,
+    hidden,
+    percent,
+    signed_percent,
+    whole,
+)
 
 INPUTS = {"runs": "results/measured/gpu*"}
 TABLES = ("gpu_advice", "gpu_searched")
@@ -106,22 +106,18 @@ def searched_table(rows: Sequence[Row]) -> Table:
         name="gpu_searched",
         title=f"Plans of a search, on {devices_of(rows)}, measured and predicted",
         columns=(
-            Column("job", "job"),
-            Column("memory_gib", "memory GiB", fixed(0)),
+            *columns("job memory_gib"),
             Column("place", "row", whole),
-            Column("method", "method"),
+            *columns("method"),
             Column("micro_batch", "micro-batch", whole),
-            Column("status", "status"),
-            Column("n", "n", whole),
-            Column("step_s", "step s", seconds),
-            Column("predicted_step_s", "predicted", seconds),
+            *columns("status n step_s predicted_step_s"),
             Column("step_s_error", "error %", signed_percent),
             Column("slower", "slower %", percent),
             Column("allocated_bytes", "allocated GiB", gib),
             Column("allocated_bytes_error", "error %", signed_percent),
-            Column("reserved_bytes", "reserved GiB", gib),
+            *columns("reserved_bytes"),
             Column("reserved_bytes_error", "error %", signed_percent),
-            *(Column(key, "") for key in ("cell", "beside", "reason", "device", "pinned_bytes")),
+            *hidden("cell beside reason device pinned_bytes"),
         ),
         rows=tuple(rows),
         note=f"{caveats(rows)}Row: place in the search's answer (rows that differ only in "
@@ -140,20 +136,16 @@ def advice_table(rows: Sequence[Row]) -> Table:
         name="gpu_advice",
         title=f"What following the search loses on {devices_of(rows)}, by device memory",
         columns=(
-            Column("job", "job"),
-            Column("memory_gib", "memory GiB", fixed(0)),
+            *columns("job memory_gib"),
             Column("pick", "the search says"),
-            Column("status", "status"),
-            Column("step_s", "step s", seconds),
-            Column("predicted_step_s", "predicted", seconds),
-            Column("reserved_bytes", "reserved GiB", gib),
+            *columns("status step_s predicted_step_s reserved_bytes"),
             Column("measured", "measured plans", whole),
             Column("fastest", "fastest of them"),
             Column("lost", "lost %", percent),
             Column("beside", "without a search"),
             Column("gain", "gain %", signed_percent),
             Column("predicted_gain", "predicted", signed_percent),
-            *(Column(key, "") for key in ("step_s_error", "device")),
+            *hidden("step_s_error device"),
         ),
         rows=tuple(rows),
         note=f"{caveats(rows)}torch may use only the device memory that the search assumed. "

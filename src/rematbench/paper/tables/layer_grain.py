@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from rematbench.evaluate.evaluation import evaluate
-from rematbench.host.table import Column, Table, fixed, gib, seconds, signed_percent
+from rematbench.paper.sheet.table import Column, Table, columns, fixed, gib, seconds, signed_percent
 from rematbench.plan import Offload, Plan, Unsupported
 from rematbench.plugins.discover import discover
 from rematbench.problem import Problem
@@ -24,16 +24,14 @@ def build(suite: Path) -> Table:
         name="layer_grain",
         title="Layer grain: karma at memo's peak, or at its least peak",
         columns=(
-            Column("problem", "problem"),
-            Column("method", "method"),
-            Column("peak_device_bytes", "peak GiB", gib),
+            *columns("problem method peak_device_bytes"),
             Column("host_bytes", "pinned GiB/node", gib),
             Column("alpha", "memo's share", fixed(2)),
             Column("swapped", "layers swapped"),
             Column("step_s", "step", seconds),
             Column("more", "peak over memo %", signed_percent),
             Column("slower", "step over memo %", signed_percent),
-            Column("reason", "why not"),
+            *columns("reason"),
         ),
         rows=tuple(rows),
         note="World: simulated. karma has the most resident layers of each chunk with which its "

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from rematbench.host.table import Column, Table, fixed, gib, percent, signed_percent, whole
+from rematbench.paper.sheet.table import Column, Table, columns, fixed, signed_percent, whole
 from rematbench.paper.studies.answers import StudyAnswer, line, load_answers
 from rematbench.paper.studies.rows import (
     METHOD,
@@ -64,7 +64,7 @@ def lynx_ladder(answers: list[StudyAnswer]) -> Table:
         title="Lynx on the GPT ladder, each policy at its best of the same layouts",
         columns=(
             WORKLOAD,
-            Column("cluster", "cluster"),
+            *columns("cluster"),
             Column("keep_all", "keep all, tokens/s/GPU", whole),
             Column("full", "full (uniform), tokens/s/GPU", whole),
             Column("rival", "best rival, tokens/s/GPU", whole),
@@ -128,16 +128,14 @@ def lynx_layouts(answers: list[StudyAnswer]) -> Table:
         title="Lynx on the GPT ladder, every policy at the same layout",
         columns=(
             WORKLOAD,
-            Column("layout", "layout"),
+            *columns("layout"),
             METHOD,
             VERDICT,
             STEP,
-            Column("mfu_causal", "MFU causal %", percent),
-            Column("peak_device_bytes", "peak GiB", gib),
-            Column("headroom_bytes", "headroom GiB", gib),
+            *columns("mfu_causal peak_device_bytes headroom_bytes"),
             Column("gain", "over the layout's best rival", fixed(3)),
             Column("partition", "layers of the stages"),
-            Column("remark", "remark"),
+            *columns("remark"),
         ),
         rows=tuple(rows),
         note=SIMULATED + "If a plan does not fit, the table shows its step with enough memory.",

@@ -6,13 +6,22 @@ from typing import Any
 
 from rematbench.evaluate.breakdown import PARTS, losses
 from rematbench.evidence.published.sheets import number, read_sheet
-from rematbench.host.table import GIB, Column, Table, fixed, gib, percent, signed_percent, whole
+from rematbench.host.table import GIB
 from rematbench.inputs.load import load_system
 from rematbench.paper.matrix.best import ANY, BEST, CELL, SAME
+from rematbench.paper.matrix.spec import MatrixSpec, load_matrix
 from rematbench.paper.matrix.sweep import LAYOUT, NOT_RUN
 from rematbench.paper.matrix.verdicts import Line, by_cell, judged, speed, summary
-from rematbench.worlds.records.matrix_spec import MatrixSpec
-from rematbench.worlds.records.suite import load_matrix
+from rematbench.paper.sheet.table import (
+    Column,
+    Table,
+    columns,
+    fixed,
+    hidden,
+    percent,
+    signed_percent,
+    whole,
+)
 
 INPUTS = {"suite": "config/paper.yaml", "results": "results/paper/matrix/{part}.csv"}
 READS = ("config/left_out.csv",)  # from which bands are learnt
@@ -41,12 +50,13 @@ def matrix_tables(lines: Sequence[Line], spec: MatrixSpec) -> list[Table]:
 def equal_terms(spec: MatrixSpec) -> str:
     """The settings that are equal for all arms."""
     system = load_system(spec.system)
+    states = system.states
     gpus = ", ".join(f"{work.model} {work.gpus}" for work in spec.works)
-    where = "host" if system.optimizer_on_host else "device"
+    where = "host" if system.host.optimizer_on_host else "device"
     return (
         f"Equal for all arms: stack {spec.system} (simulated), {spec.tokens_per_step:,} tokens "
-        f"per step, {spec.precision}, bytes per parameter {system.param_bytes} + "
-        f"{system.grad_bytes} gradient + {system.optimizer_bytes} optimizer on the {where}, "
+        f"per step, {spec.precision}, bytes per parameter {states.param_bytes} + "
+        f"{states.grad_bytes} gradient + {states.optimizer_bytes} optimizer on the {where}, "
         f"ZeRO {spec.zero_stage}, micro-batch {spec.micro_batch}, {spec.attention} attention; "
         f"GPUs: {gpus}."
     )
@@ -67,7 +77,7 @@ GAP = (
     "(memo), the search tries quarters, and the arm then chooses at the best layout. If nothing "
     "fits, the table shows the smallest shortage of any plan."
 )
-PROVED = (Column("gap", "gap %", percent), Column("layouts", "layouts", whole))
+PROVED = columns("gap layouts")
 
 
 def layout_text(line: Mapping[str, Any]) -> str:
@@ -109,26 +119,16 @@ def arm_table(lines: Sequence[Line], table: str, spec: MatrixSpec) -> Table:
         name=NAMES[table],
         title=f"The matrix, {table}: {one} (simulated)",
         columns=(
-            *(Column(key, key) for key in ("model", "cluster")),
-            Column("seq_len", "tokens", whole),
-            Column("arm", "arm"),
+            *columns("model cluster seq_len arm"),
             Column("status", "verdict"),
-            Column("fits", "fits"),
-            Column("tokens_per_s_per_gpu", "tokens/s/GPU", fixed(1)),
-            Column("rank", "rank"),
-            Column("mfu_causal", "MFU causal %", percent),
-            Column("mfu_dense", "MFU dense %", percent),
-            Column("headroom_bytes", "headroom GiB", gib),
-            Column("reserved_bytes", "reserved GiB", gib),
-            Column("host_node_bytes", "pinned GiB/node", gib),
-            Column("binds", "what binds"),
-            Column("layout", "layout"),
+            *columns(
+                "fits tokens_per_s_per_gpu rank mfu_causal mfu_dense headroom_bytes reserved_bytes "
+                "host_node_bytes binds layout"
+            ),
             Column("alpha", "alpha", fixed(2)),
-            Column("low", "low", fixed(1)),
-            Column("high", "high", fixed(1)),
-            Column("outside", "outside"),
+            *columns("low high outside"),
             *(PROVED if table == BEST else ()),
-            Column("run_with", ""),
+            *hidden("run_with"),
         ),
         rows=tuple(rows),
         note=f"{equal_terms(spec)} {HOW} {'' if table == SAME else GAP} An arm that is not "
@@ -164,27 +164,19 @@ def fastest_table(lines: Sequence[Line], spec: MatrixSpec) -> Table:
         name="matrix_fastest",
         title="The matrix: the fastest of each cell, each at its best layout (simulated)",
         columns=(
-            *(Column(key, key) for key in ("model", "cluster")),
-            Column("seq_len", "tokens", whole),
+            *columns("model cluster seq_len"),
             Column("arm", "fastest"),
-            Column("tokens_per_s_per_gpu", "tokens/s/GPU", fixed(1)),
-            Column("mfu_causal", "MFU causal %", percent),
+            *columns("tokens_per_s_per_gpu mfu_causal"),
             Column("gain", f"over {spec.baseline} %", signed_percent),
             Column("ties", "tied with"),
-            Column("headroom_bytes", "headroom GiB", gib),
-            Column("binds", "what binds"),
-            Column("layout", "layout"),
-            Column("low", "low", fixed(1)),
-            Column("high", "high", fixed(1)),
-            Column("fits", "fits"),
-            Column("outside", "outside"),
+            *columns("headroom_bytes binds layout low high fits outside"),
             *PROVED,
             Column("any_name", "fastest plan of all"),
             Column("any_layout", "its layout"),
             Column("any_tokens_per_s_per_gpu", "its tokens/s/GPU", fixed(1)),
             Column("any_gain", "over the fastest arm %", signed_percent),
             Column("any_gap", "its gap %", percent),
-            Column("any_run_with", ""),
+            *hidden("any_run_with"),
             *(Column(f"part_{part}", "") for part in PARTS),
         ),
         rows=tuple(rows),
@@ -229,9 +221,9 @@ def longest_table(lines: Sequence[Line]) -> Table:
         name="matrix_longest",
         title="The longest of the matrix's lengths that fits, at an arm's best layout (simulated)",
         columns=(
-            *(Column(key, key) for key in ("model", "cluster", "arm")),
+            *columns("model cluster arm"),
             Column("longest", "longest tokens", whole),
-            Column("mfu_causal", "MFU causal %", percent),
+            *columns("mfu_causal"),
             Column("fails_at", "fails at", whole),
             Column("reason", "by"),
         ),

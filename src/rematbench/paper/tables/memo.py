@@ -3,7 +3,16 @@
 from pathlib import Path
 
 from rematbench.evidence.published.sheets import read_sheet
-from rematbench.host.table import Column, Table, fixed, gib, percent, signed_percent, whole
+from rematbench.paper.sheet.table import (
+    Column,
+    Table,
+    columns,
+    fixed,
+    gib,
+    percent,
+    signed_percent,
+    whole,
+)
 from rematbench.paper.studies.answers import StudyAnswer, line, load_answers
 from rematbench.paper.studies.declarations import load_claims
 from rematbench.paper.studies.rows import (
@@ -52,12 +61,9 @@ def memo_lengths(answers: list[StudyAnswer]) -> Table:
             Column("plan.alpha_bandwidth", "alpha by PCIe", fixed(2)),
             Column("plan.alpha_host", "alpha by host", fixed(2)),
             Column("plan.bound", "binds"),
-            Column("host_node_bytes", "pinned GiB/node", gib),
+            *columns("host_node_bytes"),
             STEP,
-            Column("mfu_causal", "MFU causal %", percent),
-            Column("mfu_dense", "MFU dense %", percent),
-            Column("peak_device_bytes", "peak GiB", gib),
-            Column("reserved_bytes", "reserved GiB", gib),
+            *columns("mfu_causal mfu_dense peak_device_bytes reserved_bytes"),
             Column("reason", "short of"),
         ),
         rows=tuple(line(answer) for answer in runs),
@@ -81,11 +87,10 @@ def memo_longest(answers: list[StudyAnswer], numbers: PublishedNumbers) -> Table
         columns=(
             WORKLOAD,
             METHOD,
-            Column("layout", "layout"),
+            *columns("layout"),
             Column("seq_len", "ours, tokens", whole),
             Column("published", "published (second-hand), tokens", whole),
-            Column("error", "error %", signed_percent),
-            Column("peak_device_bytes", "peak GiB", gib),
+            *columns("error peak_device_bytes"),
             Column("reason", "next length"),
         ),
         rows=tuple(rows),
@@ -158,7 +163,7 @@ def fragmentation_table(answers: list[StudyAnswer]) -> Table:
             Column("live_bytes", "alive at the peak GiB", gib),
             Column("planned_bytes", "planned GiB", gib),
             Column("plan_waste", "planned over alive %", signed_percent),
-            Column("reserved_bytes", "reserved GiB", gib),
+            *columns("reserved_bytes"),
             Column("waste", "reserved over alive %", signed_percent),
             Column("expandable_bytes", "expandable segments GiB", gib),
             Column("expandable_waste", "expandable over alive %", signed_percent),

@@ -9,9 +9,10 @@ import msgspec
 
 from rematbench.evaluate.evaluation import RankBytes
 from rematbench.host.console import CommandError
-from rematbench.host.table import (
+from rematbench.paper.sheet.table import (
     Column,
     Table,
+    columns,
     fixed,
     gib,
     percent,
@@ -157,20 +158,17 @@ def method_table(records: Sequence[tuple[str, Record]], labels: Mapping[str, str
         name="methods",
         title="Methods at the same layout (simulated)",
         columns=(
-            Column("problem", "problem"),
+            *columns("problem"),
             Column("label", "method"),
             Column("status", "verdict"),
             Column("step_s", "step s", fixed(3)),
             Column("tokens_per_s_per_gpu", "tokens/s/GPU", whole),
-            Column("mfu_causal", "MFU causal %", percent),
-            Column("mfu_dense", "MFU dense %", percent),
+            *columns("mfu_causal mfu_dense"),
             Column("hfu", "HFU %", percent),
-            Column("peak_device_bytes", "peak GiB", gib),
-            Column("headroom_bytes", "headroom GiB", gib),
+            *columns("peak_device_bytes headroom_bytes"),
             Column("freed_bytes", "freed GiB", gib),
             Column("slowdown", "step against keep_all %", signed_percent),
-            Column("host_node_bytes", "pinned GiB/node", gib),
-            Column("remark", "remark"),
+            *columns("host_node_bytes remark"),
         ),
         rows=tuple(rows),
         note="World: simulated. All methods of a problem use the same layout, which need not be "

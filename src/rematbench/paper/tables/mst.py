@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from rematbench.evidence.published.sheets import read_sheet
-from rematbench.host.table import Column, Show, Table, fixed, gib, signed_percent, whole
+from rematbench.paper.sheet.table import Column, Show, Table, columns, fixed, gib, whole
 from rematbench.paper.studies.answers import StudyAnswer, line, load_answers
 from rematbench.paper.studies.declarations import load_claims
 from rematbench.paper.studies.rows import (
@@ -62,10 +62,10 @@ def mst_longest(answers: list[StudyAnswer], numbers: PublishedNumbers) -> Table:
             METHOD,
             Column("seq_len", "ours, tokens", whole),
             Column("published", "published, tokens", whole),
-            Column("error", "error %", signed_percent),
+            *columns("error"),
             Column("over_vanilla", "times vanilla", fixed(1)),
             Column("over_recompute", "times recompute", fixed(1)),
-            Column("peak_device_bytes", "peak GiB", gib),
+            *columns("peak_device_bytes"),
             Column("reason", "next length"),
         ),
         rows=tuple(rows),
@@ -108,10 +108,7 @@ def mst_memory(answers: list[StudyAnswer], numbers: PublishedNumbers) -> Table:
             WORKLOAD,
             METHOD,
             VERDICT,
-            Column("quantity", "quantity"),
-            Column("ours", "ours"),
-            Column("published", "published"),
-            Column("error", "error %", signed_percent),
+            *columns("quantity ours published error"),
         ),
         rows=tuple(rows),
         note=SIMULATED + "The paper's GB are 2^30 bytes. Its ladder reads 75, 74, 52 and 47. An "

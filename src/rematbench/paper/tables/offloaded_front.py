@@ -9,7 +9,7 @@ from rematbench.evaluate.evaluation import evaluate
 from rematbench.evidence.published.phase_rows import phases, whole_plan
 from rematbench.evidence.published.sheets import Cell
 from rematbench.evidence.published.update_rows import at_rate, fitted_rates, kind_of, sheet_rows
-from rematbench.host.table import Column, Table, fixed, gib, seconds
+from rematbench.paper.sheet.table import Column, Table, columns, fixed, gib, seconds
 from rematbench.plan import Plan
 from rematbench.plugins.discover import discover
 from rematbench.problem import Problem
@@ -47,10 +47,7 @@ def build(sheet: Path) -> Table:
         title="Seconds of an update against device bytes, with optimizer states in host memory",
         columns=(
             Column("cluster", "node"),
-            Column("model", "model"),
-            Column("parameters", "parameters"),
-            Column("series", "series"),
-            Column("world", "world"),
+            *columns("model parameters series world"),
             Column("share", "states off the device", fixed(2)),
             Column("visiting", "of these, visiting", fixed(2)),
             Column("peak_device_bytes", "allocated GiB", gib),

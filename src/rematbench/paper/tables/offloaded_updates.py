@@ -8,7 +8,7 @@ from typing import Any
 
 from rematbench.evidence.published.host_rows import node_count
 from rematbench.evidence.published.phase_rows import phase_rows
-from rematbench.host.table import Column, Table, percent, signed_percent, whole
+from rematbench.paper.sheet.table import Column, Table, columns, percent, signed_percent
 
 INPUTS = {"sheet": "results/published/offloaded_states.csv"}
 READS = ("config/clusters", "config/calibration.yaml")
@@ -56,7 +56,7 @@ def updates_table(rows: Sequence[dict[str, Any]]) -> Table:
         title="Steps with optimizer states in host memory: predicted against published seconds",
         columns=(
             *(Column(name, name) for name in names),
-            Column("rows", "rows", whole),
+            *columns("rows"),
             Column("median_error", "median error %", percent),
             Column("worst_error", "worst error %", percent),
             Column("median_signed", "median, signed %", signed_percent),

@@ -3,12 +3,11 @@
 from pathlib import Path
 
 from rematbench.evaluate.problems import make_problem
-from rematbench.host.table import Column, Table, percent, whole
+from rematbench.paper.matrix.spec import MatrixSpec, load_matrix
+from rematbench.paper.sheet.table import Column, Table, columns, percent, whole
 from rematbench.problem import Problem
 from rematbench.solve.layer_costs import backward_s, forward_s
 from rematbench.solve.pareto import Point, front, point
-from rematbench.worlds.records.matrix_spec import MatrixSpec
-from rematbench.worlds.records.suite import load_matrix
 
 INPUTS = {"suite": "config/paper.yaml"}
 
@@ -61,13 +60,12 @@ def pareto_table(spec: MatrixSpec) -> Table:
         name="pareto",
         title=f"Recompute cost against kept bytes of one layer (tp {TP}, {SEQ_LEN:,} tokens)",
         columns=(
-            Column("model", "model"),
-            Column("point", "point"),
+            *columns("model point"),
             Column("kept_bytes", "kept bytes", whole),
             Column("kept_share", "kept %", percent),
             Column("recompute_s", "recompute s", lambda value: f"{float(value):.3e}"),
             Column("recompute_share", "of the layer's time %", percent),
-            Column("dropped", "dropped"),
+            *columns("dropped"),
         ),
         rows=tuple(rows),
         note="World: simulated. The cost is the time of all kernels and collectives that rebuild "

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from rematbench.evidence.published.sheets import read_predicted
-from rematbench.host.table import Table, sheet
+from rematbench.paper.sheet.table import Table, sheet
 
 INPUTS = {"bundles": "results/paper/predictions/{bundle}.csv"}
 SHEETS = ("predictions",)

@@ -51,10 +51,10 @@ from rematbench.evidence.published.phase_rows import hosted_rows
 from rematbench.evidence.published.sheets import Quantity, Row, number, read_predicted
 from rematbench.evidence.quantiles import LEVEL, Errors, quantile
 from rematbench.evidence.user_fit import COUNTS, DRAWS, calibrated
-from rematbench.host.table import Column, Table, fixed, gib, percent, signed_percent, whole
 from rematbench.inputs.constants import Calibration
 from rematbench.inputs.kernel_rates import fitted_parameters
 from rematbench.inputs.load import calibration as shipped_calibration
+from rematbench.paper.sheet.table import Column, Table, columns, fixed, gib, percent, whole
 
 INPUTS = {
     "predictions": "results/paper/tables/predictions.csv",
@@ -178,17 +178,12 @@ def accuracy_table(report: Report, calibration: Calibration, unseen: Sequence[Ro
         columns=(
             Column("name", "source"),
             Column("n", "n"),
-            Column("held-out", "held-out"),
-            Column("in-sample", "in-sample"),
-            Column("sibling", "sibling"),
-            Column("fitted", "fitted"),
-            Column("constants", "constants"),
+            *columns("held-out in-sample sibling fitted constants"),
             Column("mean", "mean %", percent),
             Column("median", "median %", percent),
             Column("max", "max %", percent),
             Column("floor", "floor %", percent),
-            Column("left_out", "left out %", percent),
-            Column("status", "status"),
+            *columns("left_out status"),
         ),
         rows=tuple(rows),
         note=" ".join((how_to_read(calibration), *means)),
@@ -208,11 +203,11 @@ def promise_table(report: Report) -> Table:
         title="Promises: reached against target and accepted",
         columns=(
             Column("group", "cells"),
-            Column("statistic", "statistic"),
+            *columns("statistic"),
             Column("value", "reached", amount),
             Column("target", "target", amount),
             Column("accepted", "accepted", amount),
-            Column("status", "status"),
+            *columns("status"),
             Column("reason", "reason"),
         ),
         rows=tuple(rows),
@@ -241,9 +236,7 @@ def verdict_table(verdicts: Verdicts) -> Table:
         name="oom_verdicts",
         title="Fits or not: published against predicted",
         columns=(
-            Column("published", "published"),
-            Column("predicted", "predicted"),
-            Column("cells", "cells"),
+            *columns("published predicted cells"),
             Column("least", "smallest headroom GiB", gib),
             Column("median", "median GiB", gib),
             Column("most", "most GiB", gib),
@@ -275,8 +268,7 @@ def band_table(cells: Sequence[LeftOutCell], rows: Sequence[Row]) -> Table:
         name="bands",
         title=f"{100 * LEVEL:.0f} % bands: rows inside the band learnt from the other sources",
         columns=(
-            Column("source", "source"),
-            Column("rows", "rows", whole),
+            *columns("source rows"),
             Column("inside", "inside %", percent),
             Column("half_width", "median half-width %", percent),
             Column("error", f"{100 * LEVEL:.0f} % quantile of errors", percent),
@@ -320,7 +312,7 @@ def decision_table(judged: Sequence[Decision]) -> Table:
         title="Decisions: speed lost by choosing the layout with the fastest prediction, by sweep",
         columns=(
             *(Column(key, key) for key in job),
-            Column("rows", "rows", whole),
+            *columns("rows"),
             Column("correlation", "rank correlation", fixed(2)),
             Column("regret", "loss of our pick %", percent),
             Column("left_out", "with constants fitted without the source %", percent),
@@ -365,9 +357,9 @@ def evidence_table(cells: Sequence[LeftOutCell]) -> Table:
         name="evidence",
         title="Error by kind of evidence, each source left out",
         columns=(
-            Column("outside", "outside"),
+            *columns("outside"),
             Column("sources", "sources", whole),
-            Column("rows", "rows", whole),
+            *columns("rows"),
             Column("mean", "mean error %", percent),
             Column("error", f"{100 * LEVEL:.0f} % are below %", percent),
             Column("half_width", "band %", percent),
@@ -395,9 +387,9 @@ def regret_table(judged: Sequence[Decision]) -> Table:
         name="regret",
         title="Decisions: speed lost by choosing the layout with the fastest prediction",
         columns=(
-            Column("source", "source"),
+            *columns("source"),
             Column("sweeps", "sweeps", whole),
-            Column("left_out", "left out %", percent),
+            *columns("left_out"),
             Column("regret", "as shipped %", percent),
             Column("floor", "one MFU %", percent),
         ),
@@ -426,8 +418,7 @@ def calibrated_table() -> Table:
         name="calibrated",
         title="Calibrated by its user: mean error of the rest after a few rows of a stack",
         columns=(
-            *(Column(key, key) for key in ("source", "system", "cluster")),
-            Column("rows", "rows", whole),
+            *columns("source system cluster rows"),
             *(Column(f"after_{k}", f"after {k} rows, %", percent) for k in (0, *COUNTS)),
             Column("fitted", "the scales fitted to all rows, %", percent),
             *(Column(f"mfu_{k}", f"one MFU of {k} rows, %", percent) for k in COUNTS),
@@ -463,11 +454,10 @@ def cell_table(
     shown = (
         Column("source_name", "source"),
         *(Column(key, key) for key in KEYS),
-        Column("metric", "metric"),
+        *columns("metric"),
         Column("published", "published", lambda v: f"{float(v):,.4g}"),
         Column("predicted", "predicted", lambda v: f"{float(v):,.4g}"),
-        Column("error", "error %", signed_percent),
-        Column("split", "split"),
+        *columns("error split"),
     )
     return Table(
         name="cells",

@@ -14,8 +14,17 @@ from rematbench.advise.search.job import simulated
 from rematbench.evaluate.result import WORDS
 from rematbench.evidence.published.sheets import Row, number, read_sheet
 from rematbench.host.console import CommandError
-from rematbench.host.table import Column, Table, fixed, percent, signed_percent, whole
 from rematbench.host.workers import collect_rarely
+from rematbench.paper.sheet.table import (
+    Column,
+    Table,
+    columns,
+    fixed,
+    hidden,
+    percent,
+    signed_percent,
+    whole,
+)
 
 INPUTS = {
     "layouts": "results/searched/layouts.csv",
@@ -98,13 +107,14 @@ def _rows(rows: Sequence[Row]) -> tuple[dict[str, Any], ...]:
 
 SPEED = Column("tokens_per_s_per_gpu", "tokens/s/GPU", fixed(0))
 JOB = (
-    Column("model", "model"),
-    Column("cluster", "cluster"),
-    Column("gpus", "GPUs", whole),
-    Column("seq_len", "tokens", whole),
+    *columns("model cluster gpus seq_len"),
     Column("global_batch", "batch", whole),
 )
-BEST = (Column("name", "plan"), Column("layout", "layout"), SPEED)
+BEST = (
+    Column("name", "plan"),
+    *columns("layout"),
+    SPEED,
+)
 PROVED = Column("gap", "gap %", percent)
 
 
@@ -114,8 +124,7 @@ def layout_table(rows: Sequence[Row]) -> Table:
         name="searched_layouts",
         title="Published layouts against the best of a search (simulated)",
         columns=(
-            Column("model", "model"),
-            Column("gpus", "GPUs", whole),
+            *columns("model gpus"),
             Column("published_layout", "published layout"),
             Column("published_tokens_per_s_per_gpu", "published tokens/s/GPU", fixed(0)),
             Column("pred_tokens_per_s_per_gpu", "ours of it", fixed(0)),
@@ -123,9 +132,9 @@ def layout_table(rows: Sequence[Row]) -> Table:
             Column("loss", "published loses %", percent),
             Column("rank", "its rank", whole),
             Column("ranked", "of"),
-            Column("decides", "decides"),
+            *columns("decides"),
             PROVED,
-            *(Column(key, "") for key in ("pred_step_s", "step_s", "decides_s", "run_with")),
+            *hidden("pred_step_s step_s decides_s run_with"),
         ),
         rows=_rows(rows),
         note=(
@@ -145,7 +154,7 @@ def sweep_table(rows: Sequence[Row]) -> Table:
         columns=(
             Column("source", "source", _short),
             *JOB,
-            Column("rows", "rows", whole),
+            *columns("rows"),
             Column("regret", "our pick loses %", percent),
             Column("regret_filled", "with no reserve %", percent),
             *BEST,
@@ -153,8 +162,8 @@ def sweep_table(rows: Sequence[Row]) -> Table:
             Column("best_measured", "measured"),
             Column("best_regret", "it loses %", percent),
             PROVED,
-            Column("reason", "why not"),
-            *(Column(key, "") for key in ("layers", "hidden", "step_s", "run_with")),
+            *columns("reason"),
+            *hidden("layers hidden step_s run_with"),
         ),
         rows=_rows(rows),
         note=(
@@ -174,17 +183,15 @@ def space_table(rows: Sequence[Row]) -> Table:
         name="searched_spaces",
         title="The whole space against the space of one package (simulated)",
         columns=(
-            *(Column(key, key) for key in ("job", "space")),
+            *columns("job space"),
             Column("system", "stack"),
             *BEST,
-            Column("mfu_causal", "MFU causal %", percent),
-            Column("mfu_dense", "MFU dense %", percent),
+            *columns("mfu_causal mfu_dense"),
             Column("published_mfu", "published MFU %", percent),
-            Column("binds", "what binds"),
-            Column("layouts", "layouts", whole),
+            *columns("binds layouts"),
             PROVED,
-            Column("reason", "why not"),
-            *(Column(key, "") for key in ("source", "step_s", "run_with")),
+            *columns("reason"),
+            *hidden("source step_s run_with"),
         ),
         rows=_rows(rows),
         note=FILLING + SIMULATED,
@@ -200,12 +207,10 @@ def expert_table(rows: Sequence[Row]) -> Table:
             *JOB,
             *BEST,
             *(Column(key, key.upper()) for key in ("ep", "etp")),
-            Column("mfu_causal", "MFU causal %", percent),
-            Column("binds", "what binds"),
-            Column("layouts", "layouts", whole),
+            *columns("mfu_causal binds layouts"),
             PROVED,
-            Column("reason", "why not"),
-            *(Column(key, "") for key in ("step_s", "run_with")),
+            *columns("reason"),
+            *hidden("step_s run_with"),
         ),
         rows=_rows(rows),
         note=(

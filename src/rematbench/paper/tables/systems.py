@@ -8,8 +8,8 @@ from typing import Any
 from msgspec import Struct
 
 from rematbench.evidence.published.sheets import read_sheet
-from rematbench.host.table import Column, Table
 from rematbench.inputs.configfile import ConfigError, convert, read_mapping
+from rematbench.paper.sheet.table import Column, Table, columns
 from rematbench.plugins.discover import discover
 from rematbench.worlds.records.record import read_records
 
@@ -73,12 +73,11 @@ def systems_table(rows: Sequence[Row]) -> Table:
         name="systems",
         title="Systems of the literature, and what of each runs here",
         columns=(
-            Column("system", "system"),
+            *columns("system"),
             Column("planned", "planned by"),
             *(Column(world, world) for world in WORLDS),
             Column("published", "published, error of ours"),
-            Column("reason", "why not"),
-            Column("source", "source"),
+            *columns("reason source"),
         ),
         rows=tuple(rows),
         note="Counts of committed results, alone and in compositions: jobs of config/paper.yaml "

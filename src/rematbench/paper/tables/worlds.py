@@ -5,7 +5,15 @@ from pathlib import Path
 from typing import Any
 
 from rematbench.host.console import CommandError
-from rematbench.host.table import Column, Table, exponent, fixed, signed_percent, whole
+from rematbench.paper.sheet.table import (
+    Column,
+    Table,
+    columns,
+    exponent,
+    fixed,
+    signed_percent,
+    whole,
+)
 from rematbench.plugins.registry import IDENTITY
 from rematbench.worlds.records.measured import Measured
 from rematbench.worlds.records.record import Record, read_records
@@ -55,8 +63,7 @@ def worlds_table(records: Sequence[tuple[str, Record]], retraced: str = "") -> T
         title="Method x layout: lossless? Bytes simulated, executed and traced",
         columns=(
             Column("problem", "layout"),
-            Column("method", "method"),
-            Column("lossless", "lossless"),
+            *columns("method lossless"),
             Column("first_gradient_error", "gradient error, step 1", exponent),
             Column("gradient_error", "gradient error, all steps", exponent),
             Column("loss_error", "loss error, all steps", exponent),
@@ -69,7 +76,7 @@ def worlds_table(records: Sequence[tuple[str, Record]], retraced: str = "") -> T
             Column("recompute_flop", "recomputed GFLOP", lambda v: fixed(3)(float(v) / 1e9)),
             Column("executed_error", "total executed - simulated %", signed_percent),
             Column("traced_error", "total traced - simulated %", signed_percent),
-            Column("remark", "remark"),
+            *columns("remark"),
         ),
         rows=tuple(rows.values()),
         note="Activations are counted between actions on the rank with the most bytes. "

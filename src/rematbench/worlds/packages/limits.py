@@ -8,6 +8,7 @@ from msgspec.structs import fields
 
 from rematbench.inputs.effects import ACTS, Use
 from rematbench.inputs.layout import Layout
+from rematbench.inputs.system import flat
 from rematbench.problem import AttentionKind, Problem
 from rematbench.workload import Model, Precision
 from rematbench.worlds.records.record import RunSpec
@@ -81,8 +82,8 @@ def use_of(problem: Problem, *, offloads: bool = False) -> Use:
 
 def assumed_facts(problem: Problem, said: Container[str], *, offloads: bool) -> Iterator[str]:
     """The facts that act in a job and are not in `said`, with their values."""
-    use = use_of(problem, offloads=offloads)
+    use, values = use_of(problem, offloads=offloads), flat(problem.system)
     for fact, acts in ACTS.items():
         if fact not in said and fact not in ABILITIES and acts(use):
-            value = getattr(problem.system, fact)
+            value = values[fact]
             yield f"{fact} {str(value).lower() if isinstance(value, bool) else value}"

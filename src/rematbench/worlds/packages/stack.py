@@ -26,6 +26,7 @@ from rematbench.evaluate.evaluation import (
     program_bytes,
 )
 from rematbench.evaluate.evaluator import reserved
+from rematbench.inputs.system import with_facts
 from rematbench.plan import Plan, Unsupported
 from rematbench.plugins.discover import load_baseline
 from rematbench.plugins.registry import Composition, Method
@@ -77,9 +78,9 @@ class Stack(Struct, frozen=True, kw_only=True):
         """The problem with this stack's tensors in its operator tables."""
         system = problem.system
         if self.fused_swiglu is not None:
-            system = replace(system, fused_swiglu=self.fused_swiglu)
+            system = with_facts(system, fused_swiglu=self.fused_swiglu)
         if self.system:
-            system = replace(system, **self.system)
+            system = with_facts(system, **self.system)
         return StackProblem(
             workload=problem.workload,
             cluster=problem.cluster,

@@ -24,7 +24,7 @@ from rematbench.host.errors import UserError
 from rematbench.host.files import write_atomically
 from rematbench.inputs.constants import Calibration
 from rematbench.inputs.layout import Layout
-from rematbench.inputs.system import AttentionChoice
+from rematbench.inputs.system import AttentionChoice, FlatSystem, System, flat
 from rematbench.plan import Plan
 from rematbench.plugins.registry import Composition
 from rematbench.problem import Problem
@@ -156,7 +156,7 @@ def content_hash(value: object) -> str:
 def same_content(value: object, stored: str) -> bool:
     """Whether a stored hash belongs to the value: by `content_hash`, or by all fields of the value
     (older records did not leave out defaults)."""
-    return stored in (content_hash(value), _hash(value))
+    return stored in (content_hash(value), _hash(_ungrouped(value)))
 
 
 def _hash(value: object) -> str:
@@ -167,6 +167,7 @@ def _hash(value: object) -> str:
 
 def without_defaults(value: object) -> object:
     """A value as JSON types, without the fields of structs that have their default."""
+    value = _ungrouped(value)
     if isinstance(value, Struct):
         fields = [one for one in msgspec.structs.fields(value) if not _is_default(value, one)]
         return {one.encode_name: without_defaults(getattr(value, one.name)) for one in fields}
@@ -175,6 +176,11 @@ def without_defaults(value: object) -> object:
     if isinstance(value, list | tuple) and not hasattr(value, "_fields"):
         return [without_defaults(item) for item in value]
     return msgspec.to_builtins(value, str_keys=True)
+
+
+def _ungrouped(value: object) -> object:
+    """A stack with its facts side by side, as its file and its hash have them; else the value."""
+    return FlatSystem(**flat(value)) if isinstance(value, System) else value
 
 
 def _is_default(value: Struct, one: msgspec.structs.FieldInfo) -> bool:
@@ -212,9 +218,9 @@ def run_spec(
     own = {key: getattr(base or usual, key) for key in OF_A_BASE}
     own = {key: value for key, value in own.items() if value != getattr(usual, key)}
     own |= {RESERVE: problem.reserve_bytes} if problem.reserve_bytes else {}
-    own |= {OPTIMIZER: "host"} if problem.system.optimizer_on_host else {}
-    own |= {PARAMETERS: "host"} if problem.system.parameters_on_host else {}
-    delayed = "delayed_wgrad" if problem.system.delayed_wgrad else "on"
+    own |= {OPTIMIZER: "host"} if problem.system.host.optimizer_on_host else {}
+    own |= {PARAMETERS: "host"} if problem.system.host.parameters_on_host else {}
+    delayed = "delayed_wgrad" if problem.system.experts.delayed_wgrad else "on"
     own |= {EP_OVERLAP: delayed} if problem.ep_overlaps else {}
     return RunSpec(
         method=method.name,

@@ -30,24 +30,24 @@ def refusals(problem: Problem, plan: Plan) -> list[str]:
         **{words: words != "experts" for words in model.special_features},
         f"what {system.name} keeps of eager operators": any(
             (
-                system.norm_keeps_steps,
-                system.repeats_kv,
-                system.eager_operators,
-                system.held_logit_bytes,
+                system.kernels.norm_keeps_steps,
+                system.kernels.repeats_kv,
+                system.kernels.eager_operators,
+                system.loss.held_logit_bytes,
             )
         ),
-        "CUDA graphs": system.cuda_graphs,
+        "CUDA graphs": system.kernels.cuda_graphs,
         f"precision {problem.workload.precision}": problem.workload.precision not in SUM_BYTES,
         "ring attention (use a system with `cp_kind: allgather`)": lay.cp > 1
-        and system.cp_kind != "allgather",
+        and system.parallel.cp_kind != "allgather",
         "Ulysses inside context parallelism": lay.cp > 1 and lay.ulysses > 1,
         "unfused attention with context parallelism": lay.cp > 1 and problem.attention != "flash",
-        "parameters gathered matrix by matrix": system.prefetch_elements > 0
+        "parameters gathered matrix by matrix": system.zero.prefetch_elements > 0
         and plan.state("parameter").gather == "layer",
-        "reduce buckets that are allocated whole": system.whole_buckets
+        "reduce buckets that are allocated whole": system.zero.whole_buckets
         and lay.state_shards > 1
         and lay.zero_stage > 0,
-        "outputs that a pipeline stage holds": system.holds_outputs and lay.pp > 1,
+        "outputs that a pipeline stage holds": system.parallel.holds_outputs and lay.pp > 1,
         "replicas of sharded states": lay.state_shards < lay.dp * lay.cp,
         "KV heads replicated over tp": model.num_kv_heads % lay.tp != 0,
         **_refused_of_experts(problem, plan),
@@ -84,7 +84,7 @@ def _refused_of_experts(problem: Problem, plan: Plan) -> dict[str, bool]:
         f"experts of unequal load ({problem.workload.balance})": problem.workload.imbalance != 1,
         "a capacity of experts": problem.workload.capacity_factor > 0,
         "experts that the tokens of a rank do not fill evenly": uneven_experts(problem),
-        f"the dispatcher {system.dispatcher}": system.dispatcher != "alltoall",
+        f"the dispatcher {system.experts.dispatcher}": system.experts.dispatcher != "alltoall",
         "experts' exchanges beside another micro-batch": problem.ep_overlaps,
         "experts with biases": model.mlp_bias,
         "a gate of the shared expert": model.experts.shared_gate,
@@ -120,7 +120,7 @@ def _refused_of_units(problem: Problem, plan: Plan) -> dict[str, bool]:
 def _refused_of_pieces(problem: Problem, plan: Plan) -> dict[str, bool]:
     """Refusals of optimizer states in pieces: states of other widths than the runtime's, pieces
     that are not ranges of the rank's shards, and units whose states are in both memories."""
-    optimizer, system = plan.state("optimizer"), problem.system
+    optimizer, nbytes = plan.state("optimizer"), problem.system.states.optimizer_bytes
     if optimizer.pieces is None or optimizer.home == "device":
         return {}
     width = SUM_BYTES.get(problem.workload.precision, 4)
@@ -131,9 +131,7 @@ def _refused_of_pieces(problem: Problem, plan: Plan) -> dict[str, bool]:
         for count in tensor_parameters(problem, table)
     ]
     refused = {
-        f"pieces of {system.optimizer_bytes}-byte optimizer states where it has {3 * width}": (
-            system.optimizer_bytes != 3 * width
-        ),
+        f"pieces of {nbytes}-byte optimizer states where it has {3 * width}": nbytes != 3 * width,
         f"pieces of tensors that {optimizer.shards} ranks cannot share evenly": any(
             count % optimizer.shards for count in counts
         ),
@@ -149,6 +147,6 @@ def _refused_in_backward(problem: Problem, plan: Plan) -> dict[str, bool]:
     in width."""
     asked = plan.state("optimizer").update == "backward"
     width = SUM_BYTES.get(problem.workload.precision, 4)
-    given = problem.system.grad_bytes
+    given = problem.system.states.grad_bytes
     words = f"optimizer in backward with {given}-byte gradients where it sums {8 * width} bits"
     return {words: asked and given != width}

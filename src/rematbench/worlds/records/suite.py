@@ -25,7 +25,6 @@ from rematbench.plugins.discover import discover
 from rematbench.plugins.registry import Composition, Registry, Value
 from rematbench.problem import Problem
 from rematbench.worlds.records.digests import code_digest, method_digest
-from rematbench.worlds.records.matrix_spec import MatrixSpec
 from rematbench.worlds.records.record import (
     Record,
     content_hash,
@@ -81,11 +80,12 @@ class Variant(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 class Suite(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Problems and variants.  Every discovered method and every variant runs on every problem.
-    `matrix`: the table of models x lengths x clusters, if the suite declares it."""
+    `matrix`: the paper's table of models x lengths x clusters, if the suite declares it
+    (paper/matrix/spec.py reads it)."""
 
     problems: tuple[NamedProblem, ...]
     variants: tuple[Variant, ...] = ()
-    matrix: MatrixSpec | None = None
+    matrix: dict[str, Any] | None = None
 
 
 def check_names(names: Sequence[str], variants: Sequence[Variant], label: str) -> None:
@@ -103,21 +103,11 @@ def load_suite(path: Path) -> Suite:
     return read_suite(path, Suite)
 
 
-def load_matrix(path: Path) -> MatrixSpec:
-    """The matrix of a suite file; ConfigError if the suite declares none."""
-    spec = load_suite(path).matrix
-    if spec is None:
-        raise ConfigError(str(path), "matrix", "this suite does not declare it")
-    return spec
-
-
 def read_suite(path: Path, kind: type[AnySuite]) -> AnySuite:
     """Like `load_suite`, for a kind of suite with additional keys."""
     label = str(path)
     suite = convert(read_mapping(path, label), kind, label)
     check_names([problem.name for problem in suite.problems], suite.variants, label)
-    for problem in suite.matrix.problems() if suite.matrix else ():
-        raise ConfigError(label, "matrix", problem)
     return suite
 
 
@@ -137,8 +127,7 @@ def run_bundle(
     """Run one bundle on every problem and write each record under `folder`; ConfigError for an
     unknown bundle.
 
-    With a `store`, a run that the same code has finished is read from the store, and two processes
-    never run the same cell at the same time.
+    With a `store`, a run that the same code has finished is read from the store.
     """
     known = bundles(suite, registry)
     if method not in known:
@@ -167,9 +156,8 @@ def _from_store(
     origins = [registry.methods[part.name].origin for part in method.methods]
     code = [code_digest("simulated"), method_digest(origins)]
     key = f"{name}.{variant.method}.{content_hash([run_spec(problem, method), code])}"
-    lease = store.claim(key)
-    if lease is not None:
-        store.commit(lease, encode_record(run_variant(problem, variant, registry)))
+    if store.read(key) is None:
+        store.write(key, encode_record(run_variant(problem, variant, registry)))
     return read_record(store.path(key))
 
 

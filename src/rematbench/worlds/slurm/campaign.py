@@ -1,19 +1,20 @@
-"""A campaign suite: its cells, the engine and key of each cell, and the bundles that share an
-allocation.
+"""A campaign suite: its cells, the engine and key of each cell, the bundles that share an
+allocation, and refusals before the first submission: too many nodes or predicted GPU-hours.
 
 Our executor runs methods; a baseline runs in the package of the same name.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import cached_property
+from math import fsum
 from pathlib import Path
-from typing import Literal
 
 from msgspec import Struct
 from msgspec.structs import replace
 
 from rematbench.evaluate.evaluation import PlanEvaluation
-from rematbench.inputs.configfile import ConfigError, closest, convert, read_mapping
+from rematbench.host.console import CommandError
+from rematbench.inputs.configfile import ConfigError, closest
 from rematbench.inputs.paths import data_dir
 from rematbench.plan import PlanError, Unsupported
 from rematbench.plugins.registry import IDENTITY, Composition, MethodError, Registry, Value
@@ -24,16 +25,18 @@ from rematbench.worlds.packages.stack import package_problem
 from rematbench.worlds.records.digests import code_digest, digest, method_digest
 from rematbench.worlds.records.measured import TIMED_STEPS
 from rematbench.worlds.records.record import content_hash, run_spec
-from rematbench.worlds.records.suite import NamedProblem, Suite, Variant, check_names
+from rematbench.worlds.records.store import Store
+from rematbench.worlds.records.suite import NamedProblem, Suite, Variant, read_suite
 from rematbench.worlds.slurm.settings import Center, load_center
-
-CellStatus = Literal["ok", "oom", "nan", "failed", "timeout", "unsupported", "preempted"]
 
 OURS = "rematbench"
 """The engine's name of our executor."""
 
 OVERHEAD_MINUTES = 5
 """Minutes of an allocation's time limit for first imports from a cold file system."""
+
+STARTUP_S = 60.0
+"""Seconds of a cell's start-up (imports, communicators, allocating the model): our estimate."""
 
 
 class CampaignSuite(Suite, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -272,13 +275,49 @@ def baseline_digest(name: str) -> str:
 def load_campaign_suite(path: Path) -> CampaignSuite:
     """A campaign suite from YAML; ConfigError, with the path, for an unknown key, a wrong type, or
     a missing or invalid name of a problem."""
-    label = str(path)
-    suite = convert(read_mapping(path, label), CampaignSuite, label)
-    names = [problem.name for problem in suite.problems]
-    if not names:
-        raise ConfigError(label, "problems", "none given")
-    check_names(names, suite.variants, label)
-    for name in names:
+    suite = read_suite(path, CampaignSuite)
+    if not suite.problems:
+        raise ConfigError(str(path), "problems", "none given")
+    for name in (problem.name for problem in suite.problems):
         if "." in name or "/" in name:
-            raise ConfigError(label, "problems", f"name {name!r} must not contain a dot or a slash")
+            text = f"name {name!r} must not contain a dot or a slash"
+            raise ConfigError(str(path), "problems", text)
     return suite
+
+
+def refuse(campaign: Campaign, store: Store, *, max_gpu_hours: float = 0.0) -> None:
+    """CommandError if a bundle with an unfinished cell needs more nodes than the center allows, or
+    all such bundles together exceed `max_gpu_hours` predicted GPU-hours (0: no limit)."""
+    center, hours = campaign.center, {}
+    for name, bundle in campaign.bundles.items():
+        cells = [cell for cell in bundle.cells if store.read(campaign.key(cell)) is None]
+        if not cells:
+            continue
+        if bundle.nodes > center.slurm.nodes:
+            raise CommandError(
+                f"{name} needs {bundle.nodes} nodes, but {center.name} allows "
+                f"{center.slurm.nodes} (key slurm: nodes)"
+            )
+        hours[name] = gpu_hours(campaign, bundle, cells) if max_gpu_hours else 0.0
+    total = fsum(hours.values())
+    if total > max_gpu_hours:
+        worst = max(hours, key=lambda name: hours[name])
+        raise CommandError(
+            f"{total:.3f} predicted GPU-hours exceed max_gpu_hours {max_gpu_hours:g} "
+            f"({len(hours)} submissions, the largest {worst} with {hours[worst]:.3f})"
+        )
+
+
+def gpu_hours(campaign: Campaign, bundle: Bundle, cells: Collection[CampaignCell]) -> float:
+    """Predicted GPU-hours of a bundle's cells; 0 on a cluster whose `slurm:` section has no `gres`.
+    A job with whole nodes (`--exclusive`) counts all GPUs of its nodes."""
+    slurm, cluster = campaign.center.slurm, campaign.center.cluster
+    if not slurm.gres:
+        return 0.0
+    whole = "--exclusive" in slurm.extra
+    gpus = bundle.nodes * (cluster.gpus_per_node if whole else bundle.gpus_per_node)
+    seconds = STARTUP_S * len(cells)
+    for cell in cells:
+        step = campaign.simulated(cell)
+        seconds += campaign.steps(cell) * step.step_s if step is not None else 0.0
+    return gpus * seconds / 3600

@@ -8,7 +8,6 @@ Equal norms do not prove that a method is lossless, but a wrong gradient rarely 
 """
 
 from collections.abc import Mapping, Sequence
-from itertools import zip_longest
 from typing import Any
 
 import msgspec
@@ -19,10 +18,10 @@ from rematbench.worlds.records.measured import BOUNDS, OF_CUDA, Measured, measur
 from rematbench.worlds.records.record import Record
 from rematbench.worlds.records.store import Store
 from rematbench.worlds.slurm.campaign import OURS, Campaign, CampaignCell
-from rematbench.worlds.slurm.cell_records import CellRecord, decode
+from rematbench.worlds.slurm.runner import CellRecord, decode
 
 Row = dict[str, Any]
-OUTCOME = ("status", "reason", "attempts", "job_id", "written", "record_key")
+OUTCOME = ("status", "reason", "job_id", "written", "record_key")
 SPEED = ("step_s", "step_min_s", "step_max_s", "tokens_per_s_per_gpu", "mfu_causal", "mfu_dense")
 COLUMNS = (
     *("engine", "kernels", "device", "torch", "losses", "gradient_norms"),
@@ -36,7 +35,7 @@ REFERENCE_COLUMNS = ("against", "first_loss_error", "first_norm_error", "alike")
 
 def cell_rows(campaign: Campaign, store: Store) -> list[Row]:
     """A row for each cell with its request and outcome.  The status of a cell without a record is
-    `running` or `waiting`."""
+    `waiting`."""
     return [_row(campaign, store, cell)[0] for cell in campaign.cells]
 
 
@@ -59,7 +58,7 @@ def number_rows(campaign: Campaign, store: Store) -> list[Row]:
 
 
 def _row(campaign: Campaign, store: Store, cell: CampaignCell) -> tuple[Row, CellRecord | None]:
-    """The row of a cell, and its record (None if the cell is running or waiting)."""
+    """The row of a cell, and its record (None if the cell is waiting)."""
     key = campaign.key(cell)
     spec = cell.spec
     row: Row = {
@@ -77,18 +76,11 @@ def _row(campaign: Campaign, store: Store, cell: CampaignCell) -> tuple[Row, Cel
         "precision": spec.precision,
     }
     data = store.read(key)
-    number, lease = store.latest(key)
-    found: CellRecord | None = None
-    outcome: tuple[str | int, ...]
-    if lease is not None and store.is_alive(lease):
-        outcome = ("running", store.describe(lease), 0)
-    elif data is None:
-        outcome = ("waiting", "", number)
-    else:
-        found = decode(data)
-        outcome = (found.status, found.reason, found.attempts)
-        outcome += (found.job_id, found.written, found.key)
-    return row | dict(zip_longest(OUTCOME, outcome, fillvalue="")), found
+    if data is None:
+        return row | dict.fromkeys(OUTCOME, "") | {"status": "waiting"}, None
+    found = decode(data)
+    outcome = (found.status, found.reason, found.job_id, found.written, found.key)
+    return row | dict(zip(OUTCOME, outcome, strict=True)), found
 
 
 def engine_of(label: str, stack: Mapping[str, str]) -> str:

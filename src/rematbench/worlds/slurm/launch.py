@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from msgspec import Struct
@@ -49,26 +49,22 @@ def torchrun(words: Sequence[str], *, nodes: int, gpus_per_node: int, job_id: st
     return [*srun, "--kill-on-bad-exit=1", "--cpu-bind=none", "sh", "-c", line]
 
 
-def run_limited(
-    words: Sequence[str], log: Path, limit_s: float, stopped: Callable[[], bool]
-) -> LaunchResult:
-    """Run a command in a new session until it ends, `limit_s` seconds have passed or `stopped()`
-    is true; then end all its processes.  The output goes to `log`."""
+def run_limited(words: Sequence[str], log: Path, limit_s: float) -> LaunchResult:
+    """Run a command in a new session until it ends or `limit_s` seconds have passed; then, and
+    after an exception such as that of SIGTERM, end all its processes.  The output goes to `log`."""
     start = time.monotonic()
-    with log.open("wb") as out:
+    code: int | None = None
+    with log.open("w+b") as out:
         process = subprocess.Popen(
             words, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True
         )
-        code: int | None = None
         try:
-            while code is None and time.monotonic() - start < limit_s and not stopped():
-                try:
-                    code = process.wait(timeout=0.1)
-                except subprocess.TimeoutExpired:
-                    continue
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                code = process.wait(timeout=limit_s)
         finally:
             _end(process)
-    text = log.read_text(encoding="utf-8", errors="replace")
+        out.seek(0)  # the open file: another job that finishes the same cell removes its folder
+        text = out.read().decode(errors="replace")
     return LaunchResult(code=code, stderr=text[-20_000:], seconds=time.monotonic() - start)
 
 

@@ -1,4 +1,4 @@
-"""The `slurm:` section of a cluster file: how jobs are submitted at a center."""
+"""The `slurm:` section of a cluster file, and the resources that jobs request from Slurm by it."""
 
 import shlex
 from pathlib import Path
@@ -10,6 +10,19 @@ from rematbench.inputs.cluster import Cluster
 from rematbench.inputs.configfile import ConfigError, convert, read_mapping
 from rematbench.inputs.load import load_cluster, located
 from rematbench.workload import NonNegativeInt, PositiveInt
+
+Resources = dict[str, int | str | None]
+
+KEYS = (
+    *("slurm_partition", "slurm_account", "slurm_extra", "qos", "constraint", "gres"),
+    *("runtime", "mem_mb", "cpus_per_task", "nodes", "tasks", "tasks_per_gpu", "mpi"),
+)
+"""Keys that the executor reads.  The executor skips a value of None, but passes an empty qos on."""
+
+SIMULATED_MINUTES = 120
+SIMULATED_MEM_MB = 2000
+"""Minutes and MB that the longest simulated job (one model of the matrix) needs.  A center may
+allow fewer minutes."""
 
 
 class SlurmSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -59,6 +72,38 @@ class Center(Struct, frozen=True, kw_only=True):
             text = f"{gpus} ranks do not fill whole nodes of {per_node} GPUs"
             raise ConfigError(self.name, "gpus_per_node", text)
         return gpus // per_node
+
+    def executed_resources(self, nodes: int, gpus_per_node: int, minutes: int) -> Resources:
+        """The resources of a job of executed cells: one task per node, where torchrun starts the
+        ranks.  `mpi` prevents the executor from wrapping the command in its own srun, so our srun
+        can reach every node."""
+        slurm, several = self.slurm, nodes > 1
+        return self._common() | {
+            "slurm_partition": slurm.partition or None,
+            "constraint": slurm.constraint or None,
+            "slurm_extra": slurm.extra or None,
+            "gres": f"{slurm.gres}:{gpus_per_node}" if slurm.gres else None,
+            "runtime": minutes,
+            "mem_mb": slurm.mem_mb_per_node,  # 0: the center's default; None is not allowed
+            "cpus_per_task": slurm.cpus_per_node or -1,  # negative: the center's default
+            "nodes": nodes,
+            "tasks": nodes if several else None,
+            "tasks_per_gpu": 0 if several and slurm.gres else None,  # else `tasks` counts per GPU
+            "mpi": "srun" if several else None,
+        }
+
+    def simulated_resources(self) -> Resources:
+        """The resources of a CPU job for a simulated bundle that does not run locally."""
+        return self._common() | {
+            "slurm_partition": self.slurm.cpu_partition or self.slurm.partition or None,
+            "runtime": min(SIMULATED_MINUTES, self.slurm.minutes),
+            "mem_mb": SIMULATED_MEM_MB,
+        }
+
+    def _common(self) -> Resources:
+        empty: Resources = dict.fromkeys(KEYS)
+        slurm = self.slurm
+        return empty | {"slurm_account": slurm.account or None, "qos": slurm.qos or None}
 
 
 def load_center(name_or_path: str | Path) -> Center:

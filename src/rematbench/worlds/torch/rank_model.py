@@ -80,7 +80,7 @@ class RankModel:
             ChunkOps(problem, stage, c, layers[c], held=plan.held) for c in range(lay.vpp)
         ]
         self.units = [{u.prefix: u for u in chunk.units} for chunk in self.chunks]
-        order = problem.system.rank_order
+        order = problem.system.parallel.rank_order
         self.sharing = Sharing.of(plan, lay, state_rank(lay, order, place))
         self.unit_states: list[dict[str, UnitStates]] = [{} for _ in self.chunks]
         """The states that are kept by unit, of each chunk by the unit's prefix."""
@@ -156,7 +156,7 @@ class RankModel:
     def _owner(self, spec: ParameterSpec) -> Owner:
         """This rank's part of a parameter. ZeRO shards the states of experts over the ranks that
         hold the same part of the same experts."""
-        lay, order = self.problem.layout, self.problem.system.rank_order
+        lay, order = self.problem.layout, self.problem.system.parallel.rank_order
         rank, parts, peer, peers = self.place.tp, lay.tp, state_rank(lay, order, self.place), 1
         if spec.expert:
             rank, parts, peer = self.folded.etp, lay.expert_tp, self.folded.edp
@@ -169,7 +169,9 @@ class RankModel:
     @cached_property
     def folded(self) -> ExpertPlace:
         """This rank's place among those over which experts are spread."""
-        return expert_place(self.problem.layout, self.problem.system.rank_order, self.place)
+        return expert_place(
+            self.problem.layout, self.problem.system.parallel.rank_order, self.place
+        )
 
     @cached_property
     def held_experts(self) -> range:
@@ -210,7 +212,7 @@ class RankModel:
 
     def dtype_of(self, tensor: Activation) -> torch.dtype:
         """The element type of an activation."""
-        if tensor.name == "loss_saved" and self.problem.system.logits_fp32:
+        if tensor.name == "loss_saved" and self.problem.system.loss.logits_fp32:
             return wide(self.dtype)
         if tensor.name in OF_BYTES:
             return torch.uint8

@@ -55,7 +55,7 @@ def trace_rank(problem: Problem, plan: Plan, stage: int = 0) -> RankResult:
     run."""
     require_executable(problem, plan)
     program = lower(plan, problem).ranks[stage]
-    lay, order = problem.layout, problem.system.rank_order
+    lay, order = problem.layout, problem.system.parallel.rank_order
     rank = stage_rank(lay, order, stage)
     device = torch.device("meta")
     with fake_job(rank, lay.gpus), device, MetaMode():

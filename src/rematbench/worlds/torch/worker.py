@@ -101,7 +101,7 @@ def _end_with(path: Path, error: BaseException) -> NoReturn:
 
 def _groups(case: Case, rank: int, groups: dict[tuple[object, ...], Groups]) -> Groups:
     """The process groups for the case's degrees, made once per process."""
-    lay, order = case.problem.layout, case.problem.system.rank_order
+    lay, order = case.problem.layout, case.problem.system.parallel.rank_order
     experts = case.problem.workload.model.experts is not None
     folded = (lay.ep, lay.expert_tp) if experts else ()
     degrees = (lay.tp, lay.cp, lay.ulysses, lay.dp, lay.pp, folded, order)
@@ -168,7 +168,7 @@ def _start_on_gpu(case: Case, program: Program, device: torch.device) -> None:
 def choose_options(problem: Problem) -> None:
     """Set the options of torch on a GPU that a problem decides: its allocator's segments and its
     flash kernel.  Raises NotExecutable for a kernel that cannot run here."""
-    set_expandable_segments(expandable=problem.system.expandable_segments)
+    set_expandable_segments(expandable=problem.system.states.expandable_segments)
     try:
         choose_flash(problem.kernel)
     except (ImportError, RuntimeError, AttributeError) as error:

@@ -1,17 +1,19 @@
 """The grand matrix as declared in a suite file: models x lengths x clusters x arms."""
 
 from collections.abc import Collection, Iterable
+from pathlib import Path
 from typing import Any
 
 from msgspec import Struct
 from msgspec.structs import replace
 
-from rematbench.inputs.configfile import ConfigError
+from rematbench.inputs.configfile import ConfigError, convert
 from rematbench.inputs.problemspec import ProblemSpec
 from rematbench.inputs.system import AttentionChoice, ZeroStage
 from rematbench.plan import Fraction
 from rematbench.plugins.registry import Composition, Registry, Value
 from rematbench.workload import PositiveInt, Precision
+from rematbench.worlds.records.suite import load_suite
 
 
 class Work(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -113,6 +115,17 @@ class MatrixSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             if self.tokens_per_step % length
         ]
         return found
+
+
+def load_matrix(path: Path) -> MatrixSpec:
+    """The matrix of a suite file; ConfigError if the suite declares none, or a wrong one."""
+    declared = load_suite(path).matrix
+    if declared is None:
+        raise ConfigError(str(path), "matrix", "this suite does not declare it")
+    spec = convert(declared, MatrixSpec, f"{path}: matrix")
+    for problem in spec.problems():
+        raise ConfigError(str(path), "matrix", problem)
+    return spec
 
 
 def _check_declared(key: str, values: Iterable[object], declared: Collection[object]) -> None:

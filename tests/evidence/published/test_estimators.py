@@ -3,13 +3,13 @@
 import pytest
 from msgspec.structs import replace
 
-from rematbench.costs.estimators import (
+from rematbench.evidence.published.closed_forms import closed_form
+from rematbench.evidence.published.estimators import (
     fujii_estimate,
     korthikanti_activation_bytes,
     korthikanti_layer_bytes,
     phaze_estimate,
 )
-from rematbench.evidence.published.closed_forms import closed_form
 from rematbench.inputs.layout import Layout
 from rematbench.inputs.load import load_model
 from rematbench.plan import Unsupported

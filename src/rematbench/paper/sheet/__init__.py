@@ -1,0 +1,1 @@
+"""Tables as DataFrames under a sheet of columns."""
