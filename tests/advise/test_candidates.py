@@ -5,7 +5,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from rematbench.advise.candidates.candidate import load_compare
+from rematbench.advise.candidates.candidate import Variant, load_compare
 from rematbench.advise.compare.compositions import Contender, composed, compositions
 from rematbench.inputs.layout import Layout
 from rematbench.plan import (
@@ -36,7 +36,7 @@ def demo(system: str = "megatron-kwai") -> Problem:
 
 def alone(name: str, *kinds: str, tuned: bool = False) -> tuple[Contender, Plan]:
     """A candidate, with a plan that changes these kinds."""
-    candidate = Contender(name=name, origin="method", methods=(name,), method=name)
+    candidate = Contender((Variant(name, name),), origin="method")
     plan = demo().base_plan
     for kind in kinds:
         plan = CHANGES[kind](plan)
@@ -95,7 +95,7 @@ def test_a_composition_plans_on_the_plan_before_it() -> None:
     group = (alone("a")[0], alone("b")[0])
     base = demo().base_plan.noting(mark=1.0)
     candidate = composed(group, base)
-    assert (candidate.method, candidate.base, candidate.family) == ("b", base, "a+b")
+    assert (candidate.name, candidate.base, candidate.family) == ("a+b", base, "a+b")
 
 
 def test_operators_that_a_model_has_not_are_left_out() -> None:

@@ -13,9 +13,9 @@ from typer import Option
 from rematbench.advise.candidates.layouts import Fixed
 from rematbench.advise.search.request import Progress, SearchRequest
 from rematbench.advise.search.rounds import SearchJob, rounds
-from rematbench.cli.compare import as_cells
 from rematbench.cli.inverse import Inverse, ask
 from rematbench.cli.options import DEFAULT_SYSTEM, OPTIONS, Within, percents
+from rematbench.cli.plan_table import as_cells
 from rematbench.cli.search_answer import SearchAnswer
 from rematbench.cli.search_output import show_assumed, show_difference, show_space
 from rematbench.cli.targets import Json, Methods, need_file

@@ -12,19 +12,26 @@ from rematbench.advise.search.job import search_row
 from rematbench.advise.search.limits import not_searched, space_words
 from rematbench.advise.search.request import Progress
 from rematbench.advise.search.rounds import SearchJob
-from rematbench.cli.compare import LONGEST, WIDE, Head, folded_name, kept, over_peaks
+from rematbench.cli.plan_table import (
+    LONGEST,
+    WIDE,
+    Head,
+    PlanTable,
+    folded_name,
+    initials,
+    outside_line,
+    over_peaks,
+)
 from rematbench.evaluate.breakdown import PARTS
 from rematbench.evaluate.result import ALIKE, Result, assumed
 from rematbench.evidence.bands import ratio_band
 from rematbench.evidence.peaks import about
 from rematbench.host.console import (
     CommandError,
-    align_left,
     gib,
     grid,
     percent,
     plain,
-    print_uncut,
     rounded,
 )
 from rematbench.host.table import GIB
@@ -81,18 +88,9 @@ def show_plans(out: Console, job: SearchJob, found: list[Result]) -> None:
         if len(row["name"]) > longest:
             row["name"] = folded_name(row["name"], job.registry.methods)
         rows.append(list(_cells(row, one)))
-    columns = zip([head.text for head in HEADS], *rows, strict=True)
-    widths = [max(map(len, "\n".join(column).split("\n"))) for column in columns]
-    shown = kept(HEADS, widths, out.width, gap=1)
-    table = grid(*(HEADS[index].text for index in shown))
-    for cells in rows:
-        table.add_row(*(plain(cells[index]) for index in shown))
-    print_uncut(
-        out, align_left(table, *(at for at, index in enumerate(shown) if HEADS[index].words))
-    )
-    dropped = [head.text.replace("\n", " ") for i, head in enumerate(HEADS) if i not in shown]
-    if dropped:
-        out.print(plain(f"columns not shown: {', '.join(dropped)} (use -o FILE.csv)"))
+    table = PlanTable(out, HEADS, framed=True)
+    table.rows(rows)
+    table.say_missing("-o FILE.csv")
 
 
 def where(result: Result) -> str:
@@ -141,7 +139,7 @@ def _cells(row: dict[str, Any], found: Result) -> Iterator[str]:
     yield f"{rounded(row['low_tokens_per_s_per_gpu'])}-{rounded(row['high_tokens_per_s_per_gpu'])}"
     yield from (f"{100 * row[key]:.1f}" for key in ("mfu_causal", "mfu_dense"))
     yield from (gib(row["headroom_bytes"]), f"{row['host_node_bytes'] / GIB:.0f}")
-    yield from (found.fit, " ".join(name[0].upper() for name in found.runs_on) or "-", found.losses)
+    yield from (found.fit, initials(found), found.losses)
 
 
 def notes(
@@ -190,9 +188,7 @@ def notes(
         yield (
             f"not covered by the proved gap: {names} (planners{SOLVED if found and solved else ''})"
         )
-    outside = dict.fromkeys(word for one in found for word in one.outside)
-    if outside:
-        yield f"outside of the published range: {'; '.join(outside)}"
+    yield from outside_line(found)
     date = found[0].problem.calibration.date if found else ""
     yield f"world: simulated (rematbench {__version__}{f', constants of {date}' if date else ''})"
 

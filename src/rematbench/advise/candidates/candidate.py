@@ -7,7 +7,7 @@ from msgspec import Meta, Struct
 from rematbench.inputs.configfile import convert, read_mapping
 from rematbench.inputs.paths import data_dir
 from rematbench.plugins.policies import LABEL, Policy
-from rematbench.plugins.registry import IDENTITY
+from rematbench.plugins.registry import IDENTITY, MethodEntry, method_text
 from rematbench.workload import PositiveInt
 
 Scale = Literal["share", "layers", "pieces"]
@@ -48,6 +48,19 @@ class Variant(Struct, frozen=True):
             case "pieces":
                 return self.scalar.values[min(step, len(self.scalar.values)) - 1]
         return self.text.format(step)
+
+
+def of_policy(policy: Policy) -> Variant:
+    """A policy, with the number that it tunes as its scalar."""
+    if policy.smallest:
+        return Variant(policy.method, f"{policy.name} {{}}", Scalar("layers"), composes=False)
+    return Variant(policy.method, policy.name, composes=False)
+
+
+def of_pieces(entry: MethodEntry) -> Variant:
+    """A method that computes in pieces, with its grid as its scalar."""
+    values = tuple(method_text(entry, each) for each in entry.grid)
+    return Variant(entry.name, entry.name, Scalar("pieces", values=values), cuts=True)
 
 
 class Candidate(Struct, frozen=True):

@@ -3,7 +3,14 @@
 from collections.abc import Iterable, Sequence
 from itertools import product
 
-from rematbench.advise.candidates.candidate import Candidate, CompareConfig, Scalar, Variant
+from rematbench.advise.candidates.candidate import (
+    Candidate,
+    CompareConfig,
+    Scalar,
+    Variant,
+    of_pieces,
+    of_policy,
+)
 from rematbench.plan import Unsupported
 from rematbench.plugins.kinds import changed_kinds
 from rematbench.plugins.registry import (
@@ -71,7 +78,7 @@ def placements(registry: Registry, names: Iterable[str]) -> tuple[str, ...]:
 
 def chooses(method: Method, registry: Registry) -> bool:
     """Whether a method chooses grid parameters by itself, from facts that differ between the
-    layouts of a shard (pieces follow from the shapes of tensors)."""
+    layouts of a group (pieces follow from the shapes of tensors)."""
     entry = registry.entry(method.name)
     if _cuts(entry):
         return False
@@ -92,11 +99,9 @@ def variants(registry: Registry, config: CompareConfig, only: Sequence[str] = ()
     for policy in config.policies:
         if only and policy.method not in only:
             continue
-        scalar = Scalar("layers") if policy.smallest == "num_layers" else None
         if policy.smallest and policy.settings.get("method") != "block":
             continue  # a group policy: costs are not linear in the layers of a group
-        text = f"{policy.name} {{}}" if scalar else policy.name
-        found.append(Variant(policy.method, text, scalar, composes=False))
+        found.append(of_policy(policy))
     tuned = [text for text in only if text not in registry.methods]
     return found + [_tuned(registry, text) for text in tuned]
 
@@ -117,8 +122,7 @@ def _of_method(entry: MethodEntry) -> Iterable[Variant]:
         return [Variant(entry.name, f"{entry.name}:{parameter}={{}}", Scalar("share", steps))]
     settings = entry.grid or ({},)
     if len(settings) > 1 and _cuts(entry):
-        values = tuple(method_text(entry, each) for each in settings)
-        return [Variant(entry.name, entry.name, Scalar("pieces", values=values), cuts=True)]
+        return [of_pieces(entry)]
     return [Variant(entry.name, method_text(entry, each), cuts=_cuts(entry)) for each in settings]
 
 

@@ -333,15 +333,13 @@ def _rank(result: Result) -> tuple[int, bool, float, bool]:
 
 def table(results: Sequence[Result], order: Order) -> list[dict[str, Any]]:
     """Return the rows of a comparison under COLUMNS. Every row repeats the facts of the job."""
-    rows = []
-    for result in results:
-        values = {
-            **result.row(),
-            "origin": result.origin,
-            "host_bytes": result.problem.cluster.host_bytes,
-            "days": order.days(result),
-            "cost": order.cost(result),
-        }
-        columns = (*COLUMNS, *result.job.facts(), "run_with")
-        rows.append({column: values[column] for column in columns})
-    return rows
+    return [
+        result.line(
+            COLUMNS,
+            origin=result.origin,
+            host_bytes=result.problem.cluster.host_bytes,
+            days=order.days(result),
+            cost=order.cost(result),
+        )
+        for result in results
+    ]

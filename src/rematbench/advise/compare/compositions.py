@@ -11,14 +11,12 @@ from collections.abc import Iterable, Sequence
 from itertools import combinations
 from typing import Literal
 
-from msgspec import Struct
 from msgspec.structs import replace
 
-from rematbench.advise.candidates.candidate import CompareConfig
+from rematbench.advise.candidates.candidate import Candidate, CompareConfig, Variant, of_policy
 from rematbench.evaluate.result import Result
-from rematbench.plan import Plan, Settings
+from rematbench.plan import Plan
 from rematbench.plugins.kinds import TUNED, changed_kinds, place
-from rematbench.plugins.policies import Setting
 from rematbench.plugins.registry import Registry
 from rematbench.problem import Problem
 
@@ -28,43 +26,44 @@ the best of the grid, which tables show; `asked`: named by a person, and no comp
 it."""
 
 
-class Contender(Struct, frozen=True, kw_only=True):
-    """A plan to be made: `method` with `settings`, applied to `base`. For a composition, `base` is
-    the plan of all methods before the last. `methods`: the names of all methods of the plan.
-    `first_that_fits`: settings to choose from, the fastest first and the setting with the fewest
-    bytes last."""
+class Contender(Candidate, frozen=True, kw_only=True):
+    """A candidate of a comparison.  `base`: the plan to which its last part is applied, of all
+    parts before it (None: the job's).  A part in pieces takes the first of its values that fits,
+    and a policy the smallest number that fits."""
 
-    name: str
     origin: Origin
-    methods: tuple[str, ...]
-    method: str
-    settings: dict[str, Setting] = {}
-    smallest: str = ""
-    first_that_fits: tuple[Settings, ...] = ()
     base: Plan | None = None
+
+    @property
+    def name(self) -> str:
+        """The candidate's text, without a number that is not chosen yet."""
+        return "+".join(part.text.removesuffix(" {}") for part in self.parts)
 
     @property
     def family(self) -> str:
         """The names of the composed methods without parameters, joined by `+`."""
-        return "+".join(self.methods)
+        return "+".join(part.method for part in self.parts)
+
+    @property
+    def methods(self) -> tuple[str, ...]:
+        """The names of all methods."""
+        return tuple(self.family.split("+"))
+
+    def tuned(self, step: int) -> "Contender":
+        """The candidate with a value of its last part's scalar."""
+        *before, last = self.parts
+        return replace(self, parts=(*before, Variant(last.method, last.at(step))))
+
+    def named(self, text: str) -> "Contender":
+        """The candidate with the text of its plan."""
+        return replace(self, parts=(Variant(self.family, text),))
 
 
 def first_candidates(registry: Registry, config: CompareConfig) -> list[Contender]:
     """Every method at its defaults, then the declared policies."""
-    methods = [
-        Contender(name=name, origin="method", methods=(name,), method=name)
-        for name in registry.methods
-    ]
+    methods = [Contender((Variant(name, name),), origin="method") for name in registry.methods]
     return methods + [
-        Contender(
-            name=policy.name,
-            origin="policy",
-            methods=(policy.method,),
-            method=policy.method,
-            settings=policy.settings,
-            smallest=policy.smallest,
-        )
-        for policy in config.policies
+        Contender((of_policy(policy),), origin="policy") for policy in config.policies
     ]
 
 
@@ -76,8 +75,9 @@ def named_candidates(
     candidates = {candidate.name: candidate for candidate in first_candidates(registry, config)}
     for name in names:
         if name not in candidates:
-            methods = tuple(one.name for one in registry.resolve(name, None, problem).methods)
-            candidates[name] = Contender(name=name, origin="asked", methods=methods, method=name)
+            methods = registry.resolve(name, None, problem).methods
+            family = "+".join(method.name for method in methods)
+            candidates[name] = Contender((Variant(family, name),), origin="asked")
     return [replace(candidates[name], origin="asked") for name in dict.fromkeys(names)]
 
 
@@ -105,15 +105,8 @@ def compositions(
 def composed(group: Sequence[Contender], before: Plan) -> Contender:
     """Return the candidate that applies a group's last method to the plan `before` of the
     others."""
-    names = tuple(candidate.method for candidate in group)
-    return Contender(
-        name="+".join(candidate.name for candidate in group),
-        origin="composition",
-        methods=names,
-        method=names[-1],
-        settings=group[-1].settings,
-        base=before,
-    )
+    parts = tuple(part for candidate in group for part in candidate.parts)
+    return Contender(parts, origin="composition", base=before)
 
 
 Pair = tuple[Contender, Result]

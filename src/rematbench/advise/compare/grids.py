@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from msgspec.structs import replace
 
+from rematbench.advise.candidates.candidate import Variant, of_pieces
 from rematbench.advise.compare.compositions import (
     UNPLANNED_BYTES,
     Contender,
@@ -19,7 +20,6 @@ from rematbench.advise.compare.compositions import (
 )
 from rematbench.evaluate.evaluator import same_plan
 from rematbench.evaluate.result import Job, Result
-from rematbench.plan import Settings
 from rematbench.plugins.kinds import KINDS, changed_kinds, place
 from rematbench.plugins.registry import MethodEntry, Registry, method_text
 from rematbench.problem import Problem
@@ -113,7 +113,7 @@ class _Grids:
     def evaluate_whole(self, most: int) -> None:
         """Evaluate the methods' grids, alone and composed, without pieces."""
         values = (
-            _variant(self.registry.methods[name], settings)
+            _single(Variant(name, method_text(self.registry.methods[name], settings)))
             for name in self.whole
             for settings in self.registry.methods[name].grid
         )
@@ -143,7 +143,7 @@ class _Grids:
             if not method.grid:
                 continue
             if not (self.limit_s < float("inf") and self._base_keeps_too_much()):
-                self._evaluate([(_variant(method, {}, method.grid), self.shortest_s)])
+                self._evaluate([(_single(of_pieces(method)), self.shortest_s)])
             self._evaluate((_in_pieces(pair, method), _step_s(pair[1])) for pair in pairs)
 
     def _base_keeps_too_much(self) -> bool:
@@ -174,7 +174,7 @@ class _Grids:
             batch = [one for one, bound_s in waiting[:BATCH] if bound_s < self.limit_s]
             waiting = waiting[BATCH:]
             pairs = [
-                (replace(candidate, name=result.method), result)
+                (candidate.named(result.method), result)
                 for candidate, result in self.evaluate(batch)
                 if result.plan is not None
             ]
@@ -201,26 +201,12 @@ def keeps_too_much(problem: Problem, result: Result) -> bool:
     return any(a + b > problem.usable_bytes for a, b in zip(kept, states, strict=True))
 
 
-def _variant(
-    method: MethodEntry, settings: Settings, choices: tuple[Settings, ...] = ()
-) -> Contender:
-    """A method with settings of its grid, or with the first of `choices` that fits."""
-    return Contender(
-        name=method_text(method, settings),
-        origin="grid",
-        methods=(method.name,),
-        method=method.name,
-        settings=dict(settings),
-        first_that_fits=choices,
-    )
+def _single(variant: Variant) -> Contender:
+    return Contender((variant,), origin="grid")
 
 
 def _in_pieces(pair: Pair, method: MethodEntry) -> Contender:
     """The candidate of a result's plan, computed in the fewest pieces that fit."""
     candidate, result = pair
-    return replace(
-        _variant(method, {}, method.grid),
-        name=f"{result.method}+{method.name}",
-        methods=(*candidate.methods, method.name),
-        base=result.plan,
-    )
+    parts = (Variant(candidate.family, result.method), of_pieces(method))
+    return Contender(parts, origin="grid", base=result.plan)

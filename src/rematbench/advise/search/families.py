@@ -84,13 +84,13 @@ class PlanFamily:
                 yield Candidate((*candidate.parts[:at], spare, *candidate.parts[at + 1 :]))
 
     def ends(self, candidate: Candidate) -> bool:
-        """Whether the tree adds no method to a candidate."""
+        """Whether the family adds no method to a candidate."""
         if candidate not in self._ends:
             self._ends[candidate] = not self.more(candidate)
         return self._ends[candidate]
 
     def ends_next(self, candidate: Candidate) -> bool:
-        """Whether the tree adds no further method after adding one to a candidate."""
+        """Whether the family adds no further method after adding one to a candidate."""
         if candidate not in self._ends_next:
             self._ends_next[candidate] = self.ends(candidate) or all(
                 map(self.ends, self.more(candidate))
@@ -128,7 +128,7 @@ class PlanFamily:
 
 
 class FixedFamily(PlanFamily):
-    """The tree of a search for the best layout of fixed candidates.  It adds no methods.  A
+    """The family of a search for the best layout of fixed candidates.  It adds no methods.  A
     candidate with a share has a second root at the share 0, which lies before the share's first
     step."""
 

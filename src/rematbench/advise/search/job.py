@@ -329,9 +329,7 @@ COLUMNS = (
 def search_row(place: int, result: Result) -> dict[str, Any]:
     """A table line with every number of a plan, in base SI units and fractions.  `binds` has the
     losses of the step, because memory does not limit a plan that fits."""
-    row = result.row()
-    row |= {"place": place, "binds": row["losses"]}
-    return {key: row[key] for key in ("place", *COLUMNS, *result.job.facts(), "run_with")}
+    return result.line(("place", *COLUMNS), place=place, binds=result.losses)
 
 
 def with_engines(result: Result) -> Result:

@@ -1,6 +1,6 @@
 """A search in worker processes: rounds of its work, and the planners at its end.
 
-Each process has a share of the shards, and all processes know the best step.  A round is a fixed
+Each process has a share of the layout groups, and all processes know the best step.  A round is a fixed
 amount of work, counted and not timed, so that plans do not depend on the speed of the machine.
 Planners are methods whose plan is unknown until it is solved.  Bounds do not cover such plans, so
 planners start after the other plans are proved.  Each planner is solved at the layouts of the
@@ -175,7 +175,7 @@ class State(Struct, frozen=True, kw_only=True):
 
 
 class Part:
-    """The search of a share of the shards, in a worker process."""
+    """The search of a share of the layout groups, in a worker process."""
 
     def __init__(self, request: SearchRequest, part: int, parts: int, *, lists: bool) -> None:
         collect_rarely()
