@@ -5,6 +5,9 @@ tests marked full draws a quarter of them.  Golden files are rewritten by
 import gc
 import os
 from collections.abc import Iterator
+from importlib.util import find_spec
+from itertools import chain
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
@@ -16,6 +19,14 @@ tests run in theirs; oneDNN reads it once, at its first product."""
 os.environ["OMP_NUM_THREADS"] = "1"
 """As in the runtime's own processes: threads that wait for each other cost these tiny tensors three
 to five times the CPU seconds, and torch reads it as it is loaded."""
+
+collect_ignore_glob = [] if find_spec("torch") else ["worlds/torch/test_*.py"]
+
+
+def pytest_report_header() -> list[str]:
+    """What is left out, and why."""
+    return [f"{files}: left out, torch is not installed" for files in collect_ignore_glob]
+
 
 for name, examples in (("short", 25), ("all", 100)):
     settings.register_profile(name, max_examples=examples, deadline=None, derandomize=True)
@@ -37,19 +48,26 @@ def short(request: pytest.FixtureRequest) -> bool:
     return is_short(request.config)
 
 
-SLOW_FIRST = ("workflow", "slurm", "baselines", "torch", "property", "published")
-"""Folders of tests/ whose modules take long: with two workers the short ones fill the gaps."""
+SHARING = ("workflow", "slurm", "baselines", "torch", "worlds", "measure", "paper")
+"""Folders of tests/ whose modules share a process or a long set-up, the longest first."""
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Long modules first: the last one to start decides when the run ends."""
+    """Modules that share a set-up come first in each half of the tests.  Two workers begin with a
+    half each, and a worker without a test takes single ones from the end of the other's list."""
+    modules: dict[Path, list[pytest.Item]] = {}
+    for item in items:
+        modules.setdefault(item.path, []).append(item)
 
-    def place(item: pytest.Item) -> int:
-        folder = item.path.parent.name
-        return SLOW_FIRST.index(folder) if folder in SLOW_FIRST else len(SLOW_FIRST)
+    def place(path: Path) -> int:
+        folder = path.parent.name
+        return SHARING.index(folder) if folder in SHARING else len(SHARING)
 
-    items.sort(key=place)
+    halves: tuple[list[pytest.Item], list[pytest.Item]] = ([], [])
+    for path in sorted(modules, key=place):
+        min(halves, key=len).extend(modules[path])
+    items[:] = chain(*sorted(halves, key=len, reverse=True))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

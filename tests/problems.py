@@ -1,19 +1,22 @@
 """Tiny problems and named plans that the engine's tests share: kilobytes per tensor, 1-4 layers."""
 
 import dataclasses
+from collections.abc import Callable, Iterable
 from functools import cache
 from typing import Any
 
+import pytest
 from msgspec.structs import replace
 
 from rematbench.engine.program.action import Action, Kind
 from rematbench.evaluate import method_contract, problems
 from rematbench.evaluate.evaluation import evaluate
+from rematbench.inputs import stackfacts
 from rematbench.inputs.constants import Calibration, load_calibration
+from rematbench.inputs.job import Job
 from rematbench.inputs.layout import Layout
-from rematbench.inputs.load import load_cluster, load_system
+from rematbench.inputs.load import load_cluster, load_system, names
 from rematbench.inputs.paths import data_dir
-from rematbench.inputs.problemspec import ProblemSpec
 from rematbench.inputs.system import with_facts
 from rematbench.plan import (
     ByteBudget,
@@ -102,6 +105,26 @@ def problem(
     )
 
 
+def once(cases: Iterable[tuple[Any, ...]], facts: Callable[..., object]) -> list[Any]:
+    """Cases as parameters; of those with equal facts all but the first are marked full."""
+    found, seen = [], set()
+    for case in cases:
+        known = repr(facts(*case))
+        found.append(pytest.param(*case, marks=[pytest.mark.full] if known in seen else []))
+        seen.add(known)
+    return found
+
+
+def stacks(*facts: str) -> list[Any]:
+    """The shipped stacks, once for each set of values of the facts that a test reads."""
+
+    def values(name: str) -> list[Any]:
+        known = stackfacts.defaults(name) | stackfacts.facts(name)
+        return [known[fact].value for fact in facts]
+
+    return once(((name,) for name in names("system")), values)
+
+
 def remade(given: Problem, **parts: Any) -> Problem:
     """The problem with other parts, and nothing remembered of what it was."""
     return dataclasses.replace(given, **parts, _memo={}, _weights={})
@@ -122,7 +145,7 @@ def tight(given: Problem, share: float) -> Problem:
 
 def make_problem(*, layout: Layout, **others: Any) -> Problem:
     """A problem with its evaluator, at a whole layout."""
-    return problems.make_problem(ProblemSpec.at(layout, **others))
+    return problems.make_problem(Job.at(layout, **others))
 
 
 def layers(num_layers: int, model: Model = LLAMA) -> Model:

@@ -83,34 +83,12 @@ NUMBERS = st.one_of(
     st.integers(),
 )
 TEXTS = st.one_of(
-    st.sampled_from(
-        [
-            "",
-            " ",
-            "nan",
-            "inf",
-            "1e999",
-            "-1",
-            "0x10",
-            "1_0",
-            "yes",
-            "\u00e9\u4e16",
-            "a\nb",
-            "{x}",
-            "../..",
-            "/",
-            "/dev/null",
-            "no.yaml",
-            "~",
-            "[1, 2",
-            "x" * 5000,
-            "\u0660",
-            "1,2,3",
-            "%s",
-        ]
-    ),
+    st.sampled_from([
+        "", " ", "nan", "inf", "1e999", "-1", "0x10", "1_0", "yes", "\u00e9\u4e16", "a\nb", "{x}",
+        "../..", "/", "/dev/null", "no.yaml", "~", "[1, 2", "x" * 5000, "\u0660", "1,2,3", "%s",
+    ]),
     st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=8),
-)
+)  # fmt: skip
 VALUES = st.one_of(
     NUMBERS, TEXTS, st.none(), st.booleans(),
     st.sampled_from([[], {}, [1], [[]], {"value": 1}, {"value": None, "source": "x"}, [None] * 3]),
@@ -219,7 +197,7 @@ FILES: dict[str, tuple[tuple[str, ...], dict[str, Any], Callable[[Any], bytes]]]
     "cluster.yaml": (simulated("cluster"), shipped("clusters", "a800-80gb"), as_yaml),
     "system.yaml": (simulated("system"), shipped("systems", "megatron-core"), as_yaml),
     "suite.yaml": (
-        ("run", "{in}", "--method", "keep_all", "-o", "{out}.d"), shipped(".", "smoke"), as_yaml,
+        ("cells", "{in}", "--store", "{out}.d"), shipped(".", "measure"), as_yaml,
     ),
     "config.json": (simulated("model"), LLAMA, as_json),
     "gemma.json": (simulated("model"), GEMMA, as_json),

@@ -4,13 +4,13 @@ from collections import Counter
 from typing import Any
 
 import pytest
+from rematbench.inputs.job import Job
 
 from rematbench.advise.candidates.layouts import Fixed
 from rematbench.advise.candidates.trials import LayoutTrials
 from rematbench.advise.search.queue import Queue
 from rematbench.advise.search.request import SearchRequest
 from rematbench.advise.search.rounds import SearchJob
-from rematbench.inputs.problemspec import ProblemSpec
 
 GIB = 2**30
 
@@ -35,7 +35,7 @@ def test_no_plan_of_a_layout_is_tried_twice(monkeypatch: pytest.MonkeyPatch) -> 
         return trial(there, method, *others, **more)
 
     monkeypatch.setattr(LayoutTrials, "trial", counted)
-    spec = ProblemSpec(
+    spec = Job(
         model="gpt-1.3b", cluster="a800-80gb", system="megatron-core",
         gpus=4, seq_len=8192, global_batch=16, hbm_bytes=16 * GIB,
     )  # fmt: skip

@@ -12,8 +12,8 @@ from rematbench.advise.candidates.trials import Trial
 from rematbench.advise.search.job import with_engines
 from rematbench.advise.search.request import SearchRequest
 from rematbench.advise.search.rounds import SearchJob, in_one_process
+from rematbench.inputs.job import Job
 from rematbench.inputs.load import load_model
-from rematbench.inputs.problemspec import ProblemSpec
 from rematbench.plan import Plan
 from rematbench.plugins.registry import Composition, MethodError
 from rematbench.worlds.packages.flags import flags_of
@@ -25,7 +25,7 @@ EDGES = SHARES[1:4]
 def asked(engine: str, system: str, seq_len: int = 8192, **fixed: int) -> SearchRequest:
     """Eight layers of llama2-7b on two GPUs without an end."""
     model = replace(load_model("llama2-7b"), name="short", num_layers=8)
-    spec = ProblemSpec(
+    spec = Job(
         model=model, cluster="a800-80gb", system=system, gpus=2, seq_len=seq_len,
         global_batch=8, hbm_bytes=ENDLESS,
     )  # fmt: skip

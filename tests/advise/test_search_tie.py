@@ -11,12 +11,12 @@ from rematbench.advise.search.request import SearchRequest
 from rematbench.advise.search.rounds import SearchJob, in_one_process
 from rematbench.cli.search_output import beside_line
 from rematbench.evaluate.result import Result
-from rematbench.inputs.problemspec import ProblemSpec
+from rematbench.inputs.job import Job
 from tests.everything import ALONE, everything
 
 GIB = 2**30
 TIGHT = SearchRequest(
-    spec=ProblemSpec(
+    spec=Job(
         model="gpt-1.3b", cluster="a800-80gb", system="megatron-core", gpus=4, seq_len=8192,
         global_batch=8, hbm_bytes=16 * GIB,
     ),

@@ -8,13 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 from baselines.deepspeed import zero_gradients, zero_peaks
-from baselines.deepspeed.zero_sizes import (
-    Sizes,
-    Weight,
-    by_operator,
-    head_weight,
-    parameters,
-)
+from baselines.deepspeed.zero_sizes import Sizes, Weight, by_operator, head_weight, parameters
 from baselines.deepspeed.zero_weights import Whole, modules
 from rematbench.engine.lowering.lower import lower
 from rematbench.engine.program.program import RankProgram

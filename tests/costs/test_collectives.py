@@ -47,10 +47,7 @@ def test_ulysses_ranks_are_neighbours_taken_from_dp() -> None:
 
 @pytest.mark.parametrize(
     ("layout", "expected"),
-    [
-        (Layout(tp=8), c.GroupShape(8, 8, 1)),
-        (Layout(tp=16), c.GroupShape(16, 8, 2)),
-    ],
+    [(Layout(tp=8), c.GroupShape(8, 8, 1)), (Layout(tp=16), c.GroupShape(16, 8, 2))],
 )
 def test_tensor_groups(layout: Layout, expected: c.GroupShape) -> None:
     assert shape(layout, "tp") == expected
@@ -87,8 +84,7 @@ def model(**layout: Any) -> CostModel:
 
 
 @pytest.mark.parametrize(
-    ("layout", "nics"),
-    [({"tp": 8, "dp": 4}, 1), ({"tp": 4, "dp": 4}, 2), ({"tp": 2, "dp": 8}, 4)],
+    ("layout", "nics"), [({"tp": 8, "dp": 4}, 1), ({"tp": 4, "dp": 4}, 2), ({"tp": 2, "dp": 8}, 4)]
 )
 def test_a_dp_ring_has_the_nics_of_its_fewest_ranks_on_a_node(
     layout: dict[str, int], nics: int

@@ -107,10 +107,7 @@ def test_a_graph_holds_a_share_of_what_its_layer_keeps() -> None:
 
 @pytest.mark.parametrize(
     ("rules", "said"),
-    [
-        (FULL, "whole layers recomputed"),
-        ((BALANCED, half()), "activations on the host"),
-    ],
+    [(FULL, "whole layers recomputed"), ((BALANCED, half()), "activations on the host")],
 )
 def test_plans_that_no_graph_contains_are_refused(rules: tuple[Any, ...], said: str) -> None:
     given = graphed(global_batch=2)

@@ -153,11 +153,7 @@ def test_experts_are_sharded_inside_a_replica(ep: int, tp: int, shards: int, sta
 def test_degrees_that_cannot_be(layout: dict[str, int], facts: dict[str, Any], said: str) -> None:
     made = hybrid(8)
     with pytest.raises(Exception, match=said.replace("(", r"\(").replace(")", r"\)")):
-        remade(
-            made,
-            layout=replace(made.layout, **layout),
-            system=with_facts(made.system, **facts),
-        )
+        remade(made, layout=replace(made.layout, **layout), system=with_facts(made.system, **facts))
 
 
 def test_experts_are_not_spread_over_replicas() -> None:

@@ -8,11 +8,7 @@ from msgspec.structs import replace
 
 from rematbench.costs.copies import pinned_block_bytes
 from rematbench.engine.lowering.lower import lower
-from rematbench.engine.program.ledger import (
-    issue_order,
-    live_at_peak,
-    live_bytes,
-)
+from rematbench.engine.program.ledger import issue_order, live_at_peak, live_bytes
 from rematbench.engine.program.profile import program_profiles
 from rematbench.engine.program.program import Step
 from rematbench.evidence.published.estimators import Recomputation, korthikanti_layer_bytes

@@ -20,16 +20,7 @@ from rematbench.plan import (
     Split,
     StateFate,
 )
-from tests.problems import (
-    BALANCED,
-    SKELETAL,
-    by_layer,
-    half,
-    layers,
-    problem,
-    rule,
-    transfers,
-)
+from tests.problems import BALANCED, SKELETAL, by_layer, half, layers, problem, rule, transfers
 from tests.strategies import grouped
 
 
@@ -113,11 +104,7 @@ ORPHAN = r"L\d\.layer_input: recomputation needs it, but it is dropped and has n
 ILLEGAL: list[tuple[str, tuple[Rule, ...], str]] = [
     ("chunk input, by consumer", (rule(Recompute(), "layer_input"),), ORPHAN),
     ("chunk input, whole layer", (rule(Recompute(scope="layer", whole=True)),), ORPHAN),
-    (
-        "chunk input, as a group",
-        (rule(Recompute(scope=Group(first=0, last=3))),),
-        ORPHAN,
-    ),
+    ("chunk input, as a group", (rule(Recompute(scope=Group(first=0, last=3))),), ORPHAN),
     (
         "part of attention",
         (rule(Split(recompute=0.5), "attn_out"),),

@@ -14,11 +14,12 @@ from rematbench.evaluate.result import Result, evaluate_method, told_fragmented
 from rematbench.evidence.bands import with_band
 from rematbench.evidence.predict import predict_rows
 from rematbench.inputs.configfile import ConfigError
+from rematbench.inputs.job import Job
 from rematbench.inputs.kernel_rates import RateError
-from rematbench.inputs.load import calibration, load_cluster, load_model, load_system, names
-from rematbench.inputs.problemspec import ProblemSpec
+from rematbench.inputs.load import calibration, load_cluster, load_model, load_system
 from rematbench.inputs.system import with_facts
 from rematbench.plugins.discover import discover
+from tests.problems import stacks
 from tests.typed import typed
 
 GIB = 2**30
@@ -73,7 +74,7 @@ def simulated(method: str = "keep_all", **given: Any) -> Result:
         "seq_len": 2048,
         "global_batch": 8,
     }
-    problem = make_problem(ProblemSpec(**{**sizes, **given}))
+    problem = make_problem(Job(**{**sizes, **given}))
     found = evaluate_method(problem, discover().resolve(method, None, problem))
     return with_band(told_fragmented(found))
 
@@ -117,7 +118,9 @@ def without_workspaces(found: Result) -> list[RankBytes]:
     return [replace(rank, pools=rank.pools - held) for rank in found.evaluation.ranks]
 
 
-@pytest.mark.parametrize("name", names("system"))
+@pytest.mark.parametrize(
+    "name", stacks("attention", "model_parallel", "workspaces", "cublas_bytes")
+)
 def test_every_generation_and_stack_has_a_verdict(name: str) -> None:
     """The bytes are those of the same GPU with rates, but for the workspaces of its generation; a
     kernel that a GPU cannot run is refused by name."""

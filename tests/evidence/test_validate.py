@@ -122,12 +122,7 @@ def test_gains_are_between_neighbours_in_published_order() -> None:
 def test_verdicts_count_both_ways_and_always_fits() -> None:
     held = {"pred_device_total_bytes": str(100 * 2**30), "pred_headroom_bytes": str(-(2**30))}
     full = {**held, "pred_status": "oom"}
-    rows = [
-        row(1, 1),
-        row(1, 1, **full),
-        row(0, 0, status="oom", **full),
-        row(0, 0, status="oom"),
-    ]
+    rows = [row(1, 1), row(1, 1, **full), row(0, 0, status="oom", **full), row(0, 0, status="oom")]
     verdicts = validate(rows, FIT, Accuracy(groups=())).verdicts
     assert verdicts.counts == {
         ("ok", "ok"): 1,

@@ -11,10 +11,10 @@ from rematbench.foreign.job import FileJob, file_job
 from rematbench.foreign.megatron import RECOMPUTE_MODULES
 from rematbench.foreign.packages import read_files
 from rematbench.foreign.reading import Reading
+from rematbench.host.declared import flat
 from rematbench.inputs.configfile import ConfigError
 from rematbench.inputs.foreign import SIGNS, package_of
 from rematbench.inputs.load import load_cluster, load_model, load_system
-from rematbench.inputs.system import flat
 from rematbench.solve.recompute_modules import MODULES
 from rematbench.workload import Experts
 

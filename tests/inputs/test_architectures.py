@@ -4,7 +4,7 @@ that a layer keeps."""
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -22,6 +22,7 @@ import torch
 from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
 
 from baselines.transformers.traced_step import Setup, run
+from tests.problems import once
 
 KNOWN = {
     name: known
@@ -92,18 +93,24 @@ def test_the_parameters_are_those_of_the_class(tmp_path: Path, name: str) -> Non
     assert read(tmp_path, config).parameters == meta_parameters(config)
 
 
+def facts(name: str, keys: Iterable[tuple[str, Any]] = ()) -> object:
+    """What decides the operators and parameters of an architecture, and the switches."""
+    return sorted(KNOWN[name].facts.items()), KNOWN[name].when, keys
+
+
 def switched() -> list[Any]:
     cases = [(name, keys) for name, known in KNOWN.items() for keys in switches(known) if keys]
-    return [
-        pytest.param(name, keys, id=f"{name}-{'-'.join(keys)}")
+    found = [
+        (name, keys)
         for name, keys in cases
         if all(isinstance(getattr(config_of(name), key, None), bool) for key in keys)
         and name != "mpt"  # the class has no biases at all
         and not ("tie_word_embeddings" in keys and KNOWN[name].facts.get("head_bias"))
     ]
+    return once(found, facts)
 
 
-@pytest.mark.parametrize(("name", "keys"), switched())
+@pytest.mark.parametrize(("name", "keys"), switched(), ids=str)
 def test_each_switch_changes_the_parameters_as_in_the_class(
     tmp_path: Path, name: str, keys: dict[str, Any]
 ) -> None:
@@ -158,7 +165,7 @@ STEPS = 4e-3
 """Statistics of LayerNorm, scalars, and weights in fp32."""
 
 
-@pytest.mark.parametrize("name", TRACED)
+@pytest.mark.parametrize("name", once(((name,) for name in TRACED), facts))
 def test_a_layer_keeps_what_the_class_keeps(tmp_path: Path, name: str) -> None:
     """On the stack `huggingface-flash`, in bf16, by a trace of the class on fake tensors."""
     keys = {KEYS.get(name, {}).get(key, key): value for key, value in TINY.items()}

@@ -30,10 +30,7 @@ CASES = [
     for name, entry in REGISTRY.methods.items()
     for settings in ({}, *entry.grid, *MORE.get(name, ()))
 ]
-LAYOUTS: tuple[dict[str, int], ...] = (
-    {},
-    {"pp": 4, "tp": 2, "global_batch": 6},
-)
+LAYOUTS: tuple[dict[str, int], ...] = ({}, {"pp": 4, "tp": 2, "global_batch": 6})
 
 
 @pytest.mark.parametrize("system", ["huggingface", pytest.param("mst-hf", marks=pytest.mark.full)])

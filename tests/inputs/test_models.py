@@ -133,8 +133,7 @@ def test_vocabulary_is_padded_by_the_system() -> None:
 
 
 @pytest.mark.parametrize(
-    ("system", "forward"),
-    [("megatron-lm", 6), ("megatron-core", 10), ("megatron-kwai", 10)],
+    ("system", "forward"), [("megatron-lm", 6), ("megatron-core", 10), ("megatron-kwai", 10)]
 )
 def test_bytes_of_a_logit_while_a_megatron_loss_is_made(system: str, forward: int) -> None:
     """Logits in 16 bits, the saved softmax in fp32, and an fp32 copy where the version has one."""

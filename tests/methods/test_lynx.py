@@ -178,8 +178,7 @@ def test_without_jobs_there_is_nothing_to_choose() -> None:
 
 
 @pytest.mark.parametrize(
-    ("stall", "offset", "hides"),
-    [(0.2, 0, True), (0.2, 1, True), (0.9, 1, False), (1.1, 0, False)],
+    ("stall", "offset", "hides"), [(0.2, 0, True), (0.2, 1, True), (0.9, 1, False), (1.1, 0, False)]
 )
 def test_a_hidden_job_costs_the_stall_of_its_window(stall: float, offset: int, hides: bool) -> None:
     """A job that is longer by more beside the collective than by itself does not hide; the

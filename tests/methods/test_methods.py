@@ -43,8 +43,7 @@ def forward_flop(p: Problem, only: str = "") -> float:
 
 
 @pytest.mark.parametrize(
-    ("spec", "constant", "ffn_factor"),
-    [("keep_all", 12, 8), ("balanced_checkpointing", 8, 4)],
+    ("spec", "constant", "ffn_factor"), [("keep_all", 12, 8), ("balanced_checkpointing", 8, 4)]
 )
 @pytest.mark.parametrize("layout", [{}, {"tp": 2}, {"cp": 2}, {"tp": 2, "cp": 2}])
 def test_layer_bytes_are_the_papers(

@@ -65,11 +65,7 @@ def test_offload_budgets_what_the_base_keeps(base: str) -> None:
 def test_ledger_fit_is_the_smallest_that_fits() -> None:
     layout = Layout(tp=2, cp=2, pp=8, vpp=5, dp=8, global_batch=256)
     p = make_problem(
-        model="llama-65b",
-        cluster="h800-80gb",
-        system="megatron-kwai",
-        layout=layout,
-        seq_len=8192,
+        model="llama-65b", cluster="h800-80gb", system="megatron-kwai", layout=layout, seq_len=8192
     )
     plan = plan_of(p, "pp_offload")
     alpha = plan.fit["alpha"]

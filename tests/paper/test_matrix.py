@@ -233,9 +233,7 @@ def test_what_does_not_fit_says_by_how_much(ran: list[Line]) -> None:
             assert f"{short / 2**30:,.1f} GiB" in shortage(line) or " and " in shortage(line)
 
 
-def test_ties_lie_within_the_error_of_ratios_and_the_rest_outside(
-    ran: list[Line],
-) -> None:
+def test_ties_lie_within_the_error_of_ratios_and_the_rest_outside(ran: list[Line]) -> None:
     rows = judged(ran, small())
     for table in (SAME, BEST):
         own = [row for row in rows if row["table"] == table and speed(row)]
@@ -250,9 +248,7 @@ def test_ties_lie_within_the_error_of_ratios_and_the_rest_outside(
                 assert (speed(row) >= least) == (row.get("rank") == "tie")
 
 
-def test_every_speed_has_a_band_and_tuned_methods_leave_the_reserve(
-    ran: list[Line],
-) -> None:
+def test_every_speed_has_a_band_and_tuned_methods_leave_the_reserve(ran: list[Line]) -> None:
     rows = [row for row in judged(ran, small()) if row["status"] == "ok"]
     for row in rows:
         room = room_bytes(load_cluster(row["cluster"]), calibration())
@@ -282,9 +278,7 @@ def test_a_share_that_a_method_chooses_is_tried_among_the_plans_of_its_layout() 
     assert found.step_s == min(steps)
 
 
-def test_the_outcome_is_counted_from_the_best_layouts(
-    ran: list[Line],
-) -> None:
+def test_the_outcome_is_counted_from_the_best_layouts(ran: list[Line]) -> None:
     spec = small()
     rows = judged(ran, spec)
     assert len(by_cell(rows)) == 1

@@ -55,10 +55,7 @@ def test_first_steps_are_held_to_what_keeps_all_in_our_executor() -> None:
 def test_the_bound_is_that_of_the_precision() -> None:
     base, package = (
         CellRan("one", name, "fp32", name == "keep_all", engine, found)
-        for name, engine, found in (
-            ("keep_all", OURS, RAN),
-            ("megatron_core", MEGATRON, PACKAGE),
-        )
+        for name, engine, found in (("keep_all", OURS, RAN), ("megatron_core", MEGATRON, PACKAGE))
     )
     assert alike([base, package])[1]["alike"] == "NO"
 

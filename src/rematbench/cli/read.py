@@ -2,12 +2,13 @@
 
 import shlex
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from msgspec.structs import replace
 from typer import Argument, Option
 
+from rematbench.cli.options import takes_replacements
 from rematbench.cli.targets import need_folder
 from rematbench.evidence.published.row_cases import recompute_method
 from rematbench.foreign.job import FileJob, file_job
@@ -17,25 +18,12 @@ from rematbench.host.console import CommandError
 from rematbench.plugins.discover import discover
 
 
-def read(  # noqa: PLR0913, PLR0917  # an option of the command line each
+@takes_replacements
+def read(  # an option of the command line each
+    facts: dict[str, Any],
     files: Annotated[
         list[Path], Argument(metavar="FILE...", help="Launch script, JSON, YAML or TOML.")
     ],
-    model: Annotated[
-        str | None, Option(metavar="M", help="Name or file, if no FILE has it.")
-    ] = None,
-    cluster: Annotated[str | None, Option(metavar="C", help="Name or file of the cluster.")] = None,
-    system: Annotated[
-        str | None, Option(metavar="Y", help="Stack, instead of the package's.")
-    ] = None,
-    gpus: Annotated[int | None, Option(min=1, metavar="N", help="Number of GPUs.")] = None,
-    seq_len: Annotated[int | None, Option(min=1, metavar="S", help="Tokens.")] = None,
-    document_len: Annotated[
-        int | None, Option(min=1, metavar="D", help="Mean length of packed documents.")
-    ] = None,
-    global_batch: Annotated[
-        int | None, Option(min=1, metavar="B", help="Sequences per step.")
-    ] = None,
     vocab: Annotated[
         int | None, Option(min=1, metavar="V", help="Tokens of the vocabulary.")
     ] = None,
@@ -60,9 +48,7 @@ def read(  # noqa: PLR0913, PLR0917  # an option of the command line each
       rematbench read train.yaml ds_z3.json config.json --cluster h100-80gb --gpus 8 --run
     """
     reading = read_files(files)
-    given = {"model": model, "cluster": cluster, "system": system, "gpus": gpus}
-    given |= {"seq_len": seq_len, "document_len": document_len, "global_batch": global_batch}
-    given |= {"vocab": vocab}
+    given = {**facts, "vocab": vocab}
     job = _named(file_job(reading, given, method, files[0].stem))
     _write(job, output)
     _print(job, reading, output)

@@ -8,11 +8,12 @@ import yaml
 from msgspec import Struct, convert
 
 from rematbench.foreign.reading import Reading
+from rematbench.host.declared import facts, flat
 from rematbench.inputs.configfile import ConfigError
+from rematbench.inputs.job import flag
 from rematbench.inputs.load import load_model, load_system, names
-from rematbench.inputs.problemspec import flag
-from rematbench.inputs.system import flat
-from rematbench.workload import Experts
+from rematbench.inputs.system import StackChoice
+from rematbench.workload import Experts, Work
 
 LEADING = ("model", "cluster", "system", "gpus", "seq_len", "global_batch")
 """Options that every command needs, in the order of the printed command."""
@@ -235,8 +236,8 @@ def _rest(values: dict[str, Any]) -> dict[str, str]:
     for name, default in defaults.items():
         if values.get(name, default) != default:
             options[name] = str(values[name])
-    for name in ("capacity_factor", "expert_padding", "ep_overlap", "document_len", "partition"):
-        if values.get(name):
+    for name in (*facts(Work), *facts(StackChoice), "partition"):
+        if values.get(name) and name not in (*LEADING, *defaults):
             options[name] = str(values[name])
     return options
 

@@ -13,7 +13,7 @@ from rematbench.inputs.configfile import ConfigError
 class Reading(Struct, kw_only=True):
     """The content of one file.
 
-    `values`: values of the job, by the fields of ProblemSpec and by terms from which job.py derives
+    `values`: values of the job, by the fields of Job and by terms from which job.py derives
     them (nodes, accumulation, shards, ...); `keys`: the file's key of each value;
     `model`: fields of Model; `facts`: facts of the stack; `system`: the shipped stack of the
     package; `method`: the method and its settings (None: the file does not say);

@@ -1,9 +1,9 @@
 """The layout: parallel degrees, micro-batch and batch, and the rules that a layout must obey."""
 
 from math import lcm
+from typing import Annotated
 
-from msgspec import Struct
-
+from rematbench.host.declared import Fact, Part
 from rematbench.host.errors import UserError
 from rematbench.inputs.configfile import wrong_field
 from rematbench.inputs.load import load_system
@@ -28,32 +28,46 @@ class LayoutError(UserError):
     """A layout breaks a rule; the message names the rule and the numbers."""
 
 
-class Layout(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Parallel degrees and batch sizes.  `dp` excludes `cp`; `ulysses` is the degree of all-to-all
-    sequence parallelism, which takes ranks from dp (with `cp` each of its ranks is such a group of
-    neighbours, which share a slice's heads); `shard_degree` is the number of ranks that
-    share sharded states, whose replicas all-reduce their gradients (0: all data- and
-    context-parallel peers share them); `sp` is Megatron's sequence parallelism (no
-    effect at tp = 1); `micro_batch` and `global_batch` count sequences.
+class Degrees(Part, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Parallel degrees and batch sizes, as a person chooses them for a number of GPUs."""
 
-    `ep` is the degree of expert parallelism, `etp` the tensor parallelism inside an expert (None:
-    tp, as in Megatron-LM).  Experts fold onto the ranks of a pipeline stage: tp x cp x dp ranks are
-    etp x ep x `expert_dp`.
+    tp: Annotated[PositiveInt, Fact(column="always")] = 1
+    """So many ranks share each matrix (tensor parallelism)."""
+    cp: Annotated[PositiveInt, Fact(column="always")] = 1
+    """So many ranks share each sequence (context parallelism)."""
+    pp: Annotated[PositiveInt, Fact(column="always")] = 1
+    """So many ranks share the layers (pipeline parallelism)."""
+    vpp: Annotated[PositiveInt, Fact(column="always")] = 1
+    """A rank of the pipeline holds so many model chunks."""
+    ulysses: Annotated[PositiveInt, Fact(column="always")] = 1
+    """So many ranks of dp share each sequence by exchanges of heads (Ulysses)."""
+    shard_degree: NonNegativeInt = 0
+    """So many ranks share sharded states, with replicas between (HSDP; 0: all peers share)."""
+    micro_batch: Annotated[PositiveInt, Fact(metavar="b", column="always")] = 1
+    """A micro-batch has so many sequences."""
+    zero_stage: Annotated[ZeroStage, Fact(option="--zero", column="always")] = 1
+    """ZeRO shards the states of this stage (3: as FSDP full shard)."""
+    sp: Annotated[bool | None, Fact(option="--no-sp", column="own")] = None
+    """This turns off sequence parallelism, which tp uses by default."""
+    ep: Annotated[PositiveInt, Fact(column="always")] = 1
+    """So many of tp x cp x dp ranks share the experts."""
+    etp: Annotated[PositiveInt | None, Fact(column="always")] = None
+    """So many ranks share each matrix of an expert (none: tp)."""
+    global_batch: Annotated[PositiveInt, Fact(metavar="B", column="always")]
+    """An optimizer step has so many sequences, over all GPUs."""
+
+
+class Layout(Degrees, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The degrees of all ranks.  `dp` excludes `cp`; `ulysses` is the degree of all-to-all sequence
+    parallelism, which takes ranks from dp (with `cp` each of its ranks is such a group of
+    neighbours, which share a slice's heads); the replicas of shards (`shard_degree`) all-reduce
+    their gradients; `sp` is Megatron's sequence parallelism (no effect at tp = 1).  Experts fold
+    onto the ranks of a pipeline stage: tp x cp x dp ranks are etp x ep x `expert_dp`.
     """
 
-    tp: PositiveInt = 1
-    sp: bool = True
-    cp: PositiveInt = 1
-    pp: PositiveInt = 1
-    vpp: PositiveInt = 1
-    dp: PositiveInt = 1
-    zero_stage: ZeroStage = 1
-    ulysses: PositiveInt = 1
-    shard_degree: NonNegativeInt = 0
-    ep: PositiveInt = 1
-    etp: PositiveInt | None = None
-    micro_batch: PositiveInt = 1
-    global_batch: PositiveInt = 1
+    dp: Annotated[PositiveInt, Fact(column="always")] = 1
+    sp: Annotated[bool, Fact(column="own")] = True
+    global_batch: Annotated[PositiveInt, Fact(column="always")] = 1
 
     def __post_init__(self) -> None:
         """Raise LayoutError for a field of a wrong type, such as a degree below 1."""

@@ -70,7 +70,9 @@ def keeping(made: Problem, plan: Plan) -> Program:
     return lower(kept, made)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout", ["tp", pytest.param("1f1b", marks=pytest.mark.full), "interleaved"]
+)
 @pytest.mark.parametrize("name", REGISTRY.methods)
 def test_memory_equals_the_ledger_after_every_action(name: str, layout: str) -> None:
     made, plan = of(name, layout)

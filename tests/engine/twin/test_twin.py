@@ -221,10 +221,7 @@ def test_a_saved_output_of_pieces_is_rebuilt_once(granularity: str) -> None:
 def test_rebuilt_rows_cover_what_their_reader_needs() -> None:
     """A reader that rebuilds more rows than its input dropped gets the whole input."""
     given = problem(tp=2)
-    rules = (
-        rule(Split(recompute=0.25), "attn_norm_out"),
-        rule(Split(recompute=0.625), "q"),
-    )
+    rules = (rule(Split(recompute=0.25), "attn_norm_out"), rule(Split(recompute=0.625), "q"))
     held(given, given.base_plan.with_rules(*rules), given.base_plan)
 
 

@@ -9,12 +9,7 @@ from functools import cache
 from statistics import median
 
 from rematbench.evidence.expert_rows import expert_rows
-from rematbench.evidence.published.sheets import (
-    Cell,
-    read_peak_kind,
-    read_peak_rank,
-    read_sheet,
-)
+from rematbench.evidence.published.sheets import Cell, read_peak_kind, read_peak_rank, read_sheet
 from rematbench.inputs.load import load_cluster, load_system
 from rematbench.inputs.paths import data_dir
 

@@ -1,27 +1,16 @@
 """Published peaks and verdicts of memory: ATC'24 Figure 7, Korthikanti Figure 1, torchtitan."""
 
 from collections.abc import Callable
-from functools import cache
 
 import pytest
 
-from rematbench.evidence.predict import predict_case
-from rematbench.evidence.published.row_cases import read_case
-from rematbench.evidence.published.sheets import read_sheet
-from rematbench.inputs.paths import data_dir
-from tests.problems import all_methods
+from tests.predicted import predicted, published
 
 Row = dict[str, str]
-REGISTRY = all_methods()
-ROWS = read_sheet(data_dir("published") / "runs.csv")
+ROWS = published("runs.csv")
 
 TOLERANCE: dict[str, float] = {"Figure 7": 0.03, "Figure 1": 0.02, "torchtitan": 0.08}
 """Relative error of each cell, from the project's targets; Figure 1 holds formulas of its paper."""
-
-
-@cache
-def predicted(index: int) -> dict[str, object]:
-    return predict_case(read_case(ROWS[index], REGISTRY), REGISTRY)
 
 
 def cells(wanted: Callable[[Row], bool]) -> list[int]:
@@ -45,16 +34,18 @@ def test_the_cells_are_all_there() -> None:
 def test_peaks(index: int) -> None:
     row = ROWS[index]
     (allowed,) = (value for key, value in TOLERANCE.items() if row["table"].startswith(key))
-    peak = predicted(index)["pred_peak_device_bytes"]
-    assert peak == pytest.approx(float(row["peak_device_bytes"]), rel=allowed)
+    (found,) = predicted([row])
+    assert found["pred_peak_device_bytes"] == pytest.approx(
+        float(row["peak_device_bytes"]), rel=allowed
+    )
 
 
 @pytest.mark.parametrize("index", OOMS, ids=label)
 def test_out_of_memory(index: int) -> None:
-    assert predicted(index)["pred_status"] == "oom"
+    assert predicted([ROWS[index]])[0]["pred_status"] == "oom"
 
 
 @pytest.mark.parametrize("index", [i for i in PEAKS if "Figure 1" not in ROWS[i]["table"]])
 def test_what_ran_is_predicted_to_fit(index: int) -> None:
     """Figure 1 did not run: four of its bars exceed an A100's 80 GB, and its paper says so."""
-    assert predicted(index)["pred_status"] == "ok"
+    assert predicted([ROWS[index]])[0]["pred_status"] == "ok"

@@ -5,7 +5,6 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Sequence
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from rematbench.host.table import write_sheet
 from rematbench.inputs.constants import instant_hosts, is_fit
 from rematbench.inputs.load import calibration
 from rematbench.inputs.paths import data_dir
+from tests.predicted import predicted, published
 
 GROUPS = [
     group
@@ -31,10 +31,9 @@ MOST = 0.10
 
 def small() -> list[dict[str, Any]]:
     """Two depths on the fewest GPUs, one global batch."""
-    rows = read_sheet(data_dir("published") / "runs_more.csv")
     return [
         row
-        for row in rows
+        for row in published(MORE)
         if "vTrain" in row["source"]
         and row["layers"] in ("12", "24")
         and row["global_batch"] == "16"
@@ -46,25 +45,19 @@ def mean_error(rows: Sequence[Row]) -> float:
     return statistics.fmean(abs(float(row[f"pred_{key}"]) / float(row[key]) - 1) for row in rows)
 
 
-@cache
-def predicted() -> list[dict[str, Any]]:
-    """Every row of the sheet, predicted once for the tests of this file."""
-    rows = read_sheet(data_dir("published") / MORE)
-    return [dict(row) for row in predict_rows(rows, processes=1)]
-
-
 @pytest.mark.full  # as the promises of test_validate.py
 @pytest.mark.parametrize("group", GROUPS, ids=lambda group: group.name)
 def test_all_rows_keep_the_promise(group: Group) -> None:
     """No row is left out but those that a constant was fitted to."""
     shipped = calibration()
-    rows = members(group, predicted())
+    every = predicted(published(MORE))
+    rows = members(group, every)
     assert {row["hidden"] for row in rows} == {"2048"}
     assert len(rows) == {True: 40, False: 720}[bool(group.rule.tp)]
     assert group.promises["mean"].accepted <= MOST
     error = mean_error([row for row in rows if not is_fit(row, shipped.fit)])
     assert error <= MOST
-    (report,) = validate([], shipped, Accuracy(groups=(group,)), more=predicted()).groups
+    (report,) = validate([], shipped, Accuracy(groups=(group,)), more=every).groups
     assert report.mean == pytest.approx(error)
     assert report.status == "met"
 
@@ -75,7 +68,7 @@ def test_without_a_host_errors_are_larger(widest: bool) -> None:
     rows = [row for row in small() if (row["tp"] == "8") is widest and not is_fit(row, shipped.fit)]
     assert len(rows) >= 6
     instant = predict_rows(rows, processes=1, constants=instant_hosts(shipped))
-    assert mean_error(predict_rows(rows, processes=1)) < 0.7 * mean_error(instant)
+    assert mean_error(predicted(rows)) < 0.7 * mean_error(instant)
 
 
 def test_the_figure_shows_how_long_devices_wait(tmp_path: Path) -> None:

@@ -1,23 +1,14 @@
 """Rows that no whole-step constant was fitted to: their stacks are facts alone."""
 
-from functools import cache
 from statistics import fmean
 
-from rematbench.evidence.predict import predict_rows
-from rematbench.evidence.published.sheets import Cell, read_sheet
+from rematbench.evidence.accuracy import MORE
+from rematbench.evidence.published.sheets import Cell
 from rematbench.inputs.load import calibration
-from rematbench.inputs.paths import data_dir
+from tests.predicted import predicted_of
 
 NEMO = "dgxc-benchmarking"
 LONG = ("128K", "1M")
-
-
-@cache
-def predicted() -> list[Cell]:
-    rows = read_sheet(data_dir("published") / "runs_more.csv")
-    return predict_rows(
-        [row for row in rows if NEMO in row["source"] or row["table"] in LONG], processes=1
-    )
 
 
 def error(row: Cell) -> float:
@@ -25,7 +16,7 @@ def error(row: Cell) -> float:
 
 
 def test_nemo_rows_are_within_five_percent_on_average_and_all_fit() -> None:
-    rows = [row for row in predicted() if NEMO in row["source"]]
+    rows = predicted_of(MORE, lambda row: NEMO in row["source"])
     assert len(rows) == 14
     assert {row["pred_status"] for row in rows} == {"ok"}
     assert {row["pred_attention"] for row in rows} == {"cudnn"}
@@ -39,7 +30,7 @@ def test_no_row_of_theirs_is_fitted() -> None:
 
 
 def test_long_rows_are_predicted_by_their_kernels() -> None:
-    rows = {row["table"]: row for row in predicted() if row["table"] in LONG}
+    rows = {row["table"]: row for row in predicted_of(MORE, lambda row: row["table"] in LONG)}
     assert {name: row["pred_attention"] for name, row in rows.items()} == {
         "128K": "fa3",
         "1M": "cudnn",

@@ -6,11 +6,11 @@ import pytest
 
 from rematbench.evidence.accuracy import MORE, Report, load_accuracy, validate
 from rematbench.evidence.expert_rows import expert_rows
-from rematbench.evidence.predict import predict_rows
 from rematbench.evidence.published.phase_rows import hosted_rows
 from rematbench.evidence.published.sheets import read_sheet
 from rematbench.inputs.load import calibration
 from rematbench.inputs.paths import data_dir
+from tests.predicted import predicted, published
 
 ACCURACY = load_accuracy()
 PROMISES = [(group.name, name) for group in ACCURACY.groups for name in group.promises]
@@ -19,11 +19,8 @@ pytestmark = pytest.mark.full  # a minute of CPU; test_peaks.py predicts 31 of t
 
 @cache
 def report() -> Report:
-    """All 455 cells, and the 720 single-node rows, predicted once for the tests of this file."""
-    cells, more = (
-        predict_rows(read_sheet(data_dir("published") / name), processes=1)
-        for name in ("runs.csv", MORE)
-    )
+    """All 455 cells, and the 720 single-node rows."""
+    cells, more = (predicted(published(name)) for name in ("runs.csv", MORE))
     hosted, routed = hosted_rows(), expert_rows()
     return validate(cells, calibration(), ACCURACY, more=more, hosted=hosted, routed=routed)
 

@@ -3,9 +3,10 @@
 import json
 import shutil
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
+from rematbench.evidence.published.sheets import read_sheet
 from tests.campaigns import suite_text, tiny
 from tests.workflow.checkout import ROOT
 
@@ -79,13 +80,19 @@ def calls(checkout: Path) -> Counter[str]:
     return Counter((checkout / "calls").read_text().split())
 
 
-def leftovers(checkout: Path) -> list[str]:
-    """Temporary files of a store."""
-    store = checkout / "results/smoke/cells"
-    return sorted(path.name for path in store.iterdir() if path.suffix != ".json")
-
-
-def rows(checkout: Path) -> list[dict[str, Any]]:
-    """Records of the declared outputs."""
-    folder = checkout / "results/smoke/records/simulated"
-    return [json.loads(path.read_text()) for path in folder.rglob("*.json")]
+def check_whole(
+    checkout: Path, cells: int, kept: Mapping[str, tuple[int, int]] | None = None
+) -> None:
+    """Every cell is in the rows once and was run twice at most, what was finished before (`kept`)
+    was not written again, and no temporary file is left."""
+    methods = [path.stem for path in (checkout / "methods").glob("*.py")]
+    found = read_sheet(checkout / TARGET)
+    assert {row["status"] for row in found} == {"ok"}
+    assert Counter((row["method"], row["problem"]) for row in found) == {
+        (name, f"cell{number}"): 1 for name in methods for number in range(cells)
+    }
+    now = finished(checkout)
+    assert {name: now[name] for name in kept or {}} == (kept or {})
+    assert {path.suffix for path in (checkout / "results/smoke/cells").iterdir()} == {".json"}
+    assert len(calls(checkout)) == cells
+    assert max(calls(checkout).values()) <= 2

@@ -5,38 +5,22 @@ import json
 import random
 import sys
 import time
-from collections import Counter
 
 import pytest
 
-from rematbench.evidence.published.sheets import read_sheet
 from tests.campaigns import suite_text, tiny
 from tests.worlds.slurm.conftest import Cluster, kill_session
-from tests.worlds.slurm.slow import HERE, TARGET, calls, finished, leftovers, make_slow, rows
+from tests.worlds.slurm.slow import HERE, TARGET, calls, check_whole, finished, make_slow
 
 pytestmark = pytest.mark.slurm
 
 CELLS = 6
 
 
-def check_whole(cluster: Cluster, kept: dict[str, tuple[int, int]]) -> None:
-    """Every cell is in the rows once and was run twice at most, and what was finished before was
-    not written again."""
-    methods = [path.stem for path in (cluster.path / "methods").glob("*.py")]
-    cells = Counter((row["method"], row["problem"]) for row in read_sheet(cluster.path / TARGET))
-    assert cells == {(name, f"cell{number}"): 1 for name in methods for number in range(CELLS)}
-    assert {record["status"] for record in rows(cluster.path)} == {"ok"}
-    now = finished(cluster.path)
-    assert {name: now[name] for name in kept} == kept
-    assert not leftovers(cluster.path)
-    assert len(calls(cluster.path)) == CELLS
-    assert max(calls(cluster.path).values()) <= 2
-
-
 @pytest.mark.full
 def test_a_job_that_outlives_snakemake_may_run_beside_the_next(cluster: Cluster) -> None:
     """Killed while its job runs, and started again at once without waiting for that job."""
-    make_slow(cluster.path, CELLS, beside=())
+    make_slow(cluster.path, CELLS, seconds=6.0, beside=())
     run = cluster.begin(TARGET, *HERE)
     cluster.until(lambda: calls(cluster.path), "a first finished cell")
     kill_session(run)
@@ -44,14 +28,13 @@ def test_a_job_that_outlives_snakemake_may_run_beside_the_next(cluster: Cluster)
     kept, before = finished(cluster.path), calls(cluster.path)
     again = cluster.resume(TARGET, *HERE)
     assert again.returncode == 0, again.stdout
-    check_whole(cluster, kept)
+    check_whole(cluster.path, CELLS, kept)
     done = [cell for cell in before if any(f"cell{int(cell) // 32 - 1}." in name for name in kept)]
     assert {calls(cluster.path)[cell] for cell in done} <= {1}, "a finished cell was run again"
 
 
 @pytest.mark.parametrize(
-    "kills",
-    [pytest.param(3, marks=pytest.mark.full), pytest.param(20, marks=pytest.mark.soak)],
+    "kills", [pytest.param(3, marks=pytest.mark.full), pytest.param(20, marks=pytest.mark.soak)]
 )
 def test_kills_each_followed_by_one_command(cluster: Cluster, kills: int) -> None:
     """At moments spread over the time that the first, undisturbed run took."""
@@ -76,7 +59,7 @@ def test_kills_each_followed_by_one_command(cluster: Cluster, kills: int) -> Non
             f"{sum(calls(cluster.path).values()) - CELLS} cells run twice\n"
         )
         assert done.returncode == 0, done.stdout
-        check_whole(cluster, kept)
+        check_whole(cluster.path, CELLS, kept)
         assert len(finished(cluster.path)) == before + CELLS
 
 

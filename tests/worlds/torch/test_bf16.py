@@ -9,9 +9,6 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-
-pytest.importorskip("torch", reason="the executed world needs torch")
-
 from msgspec.structs import replace
 
 from rematbench.plan import Plan

@@ -1,13 +1,9 @@
 """Messages between stages, as NCCL does them: no deadlock, and no need for tags."""
 
 import random
-
-import pytest
-
-pytest.importorskip("torch", reason="the executed world needs torch")
-
 from collections.abc import Hashable
 
+import pytest
 from msgspec.structs import replace
 
 from rematbench.engine.lowering.lower import lower

@@ -4,9 +4,6 @@ import os
 import threading
 
 import pytest
-
-pytest.importorskip("torch", reason="the executed world needs torch")
-
 import torch
 
 from rematbench.worlds.torch import parameters, rank_model, worker

@@ -8,8 +8,6 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("torch", reason="the executed world needs torch")
-
 from tests.worlds.torch.test_execute_cli import METHOD
 
 ROOT = Path(__file__).resolve().parents[3]

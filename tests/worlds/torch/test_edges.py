@@ -7,8 +7,6 @@ forgotten.  A reason is held to its word too: what is said to change nothing mus
 
 import pytest
 
-pytest.importorskip("torch", reason="the executed world needs torch")
-
 from rematbench.evaluate.proof import CheckError, check
 from rematbench.worlds.records.refusals import refusals
 from tests.worlds.torch import edges
@@ -171,7 +169,7 @@ NOT_EXECUTED = {
 OUTSIDE_CHECK = {
     "step_blocks.optimizer_block: w.wait on compute": (
         "updated weights are on the host before the next step, which `check` does not see"
-    ),
+    )
 }
 """Edges that are not executed and that `check` does not find missing."""
 

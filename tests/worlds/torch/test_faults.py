@@ -7,9 +7,6 @@ import signal
 from collections.abc import Callable
 
 import pytest
-
-pytest.importorskip("torch", reason="the executed world needs torch")
-
 import torch
 import torch.distributed as dist
 from msgspec.structs import replace

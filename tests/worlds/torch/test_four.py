@@ -2,8 +2,6 @@
 
 import pytest
 
-pytest.importorskip("torch", reason="the executed world needs torch")
-
 from tests.worlds.torch import grid
 
 METHODS = ("keep_all", "full_recompute", "pp_offload", "memo")

@@ -4,8 +4,6 @@ from functools import cache
 
 import pytest
 
-pytest.importorskip("torch", reason="the executed world needs torch")
-
 from rematbench.worlds.torch.case import Case, Result
 from tests.worlds.torch import cases, grid, laws
 

@@ -4,9 +4,6 @@ import threading
 from collections.abc import Iterator
 
 import pytest
-
-pytest.importorskip("torch", reason="the executed world needs torch")
-
 import torch
 from msgspec.structs import replace
 

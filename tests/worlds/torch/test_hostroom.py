@@ -6,9 +6,6 @@ from typing import Any
 
 import msgspec
 import pytest
-
-pytest.importorskip("torch", reason="the executed world needs torch")
-
 import torch
 
 from rematbench.engine.lowering.lower import lower

@@ -3,9 +3,6 @@
 import dataclasses
 
 import pytest
-
-pytest.importorskip("torch", reason="the executed world needs torch")
-
 from msgspec.structs import replace
 
 from rematbench.engine.lowering.lower import lower

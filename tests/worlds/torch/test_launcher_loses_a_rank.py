@@ -8,8 +8,6 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("torch", reason="the executed world needs torch")
-
 from rematbench.cli.app import main
 from rematbench.host import ranks as host_ranks
 from rematbench.host.ranks import RankError
@@ -104,10 +102,7 @@ def test_rank_0_tells_the_other_ranks_cause(when: str, tmp_path: Path) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("address", ["localhost", "nowhere.invalid"])
 def test_who_meets_nobody_says_so_in_one_line_and_a_record(
-    address: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
+    address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     place = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}
     for key, value in {**place, "MASTER_ADDR": address, "MASTER_PORT": str(free_port())}.items():

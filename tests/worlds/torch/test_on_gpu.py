@@ -1,9 +1,6 @@
 """The laws on real GPUs, where there are any: bytes, gradients, bits, in float64 and bf16."""
 
 import pytest
-
-pytest.importorskip("torch", reason="the executed world needs torch")
-
 import torch
 
 from rematbench.worlds.torch.rank_processes import execute_cases

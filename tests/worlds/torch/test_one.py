@@ -1,9 +1,5 @@
 """Twin law and gradients, one process: one torchrun for the whole module."""
 
-import pytest
-
-pytest.importorskip("torch", reason="the executed world needs torch")
-
 from tests.worlds.torch import grid
 
 CASES = [

@@ -10,8 +10,6 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("torch", reason="the executed world needs torch")
-
 from tests.worlds.torch.test_execute_cli import TINY
 
 PATIENCE_S = 60.0

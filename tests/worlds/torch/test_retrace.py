@@ -7,9 +7,6 @@ import time
 from pathlib import Path
 
 import pytest
-
-pytest.importorskip("torch", reason="the traced world needs torch")
-
 from msgspec.structs import replace
 
 from rematbench.worlds import traced

@@ -14,9 +14,6 @@ error of the kernels would show in all five.
 from functools import cache
 
 import pytest
-
-pytest.importorskip("torch", reason="the executed world needs torch")
-
 import torch
 
 from rematbench.inputs.layout import Layout

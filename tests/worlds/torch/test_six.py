@@ -8,8 +8,6 @@ from functools import cache
 
 import pytest
 
-pytest.importorskip("torch", reason="the executed world needs torch")
-
 from rematbench.engine.lowering.lower import lower
 from rematbench.engine.program.ledger import live_bytes
 from rematbench.worlds.torch.case import Case, Result

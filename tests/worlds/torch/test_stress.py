@@ -10,8 +10,6 @@ from functools import cache, partial
 
 import pytest
 
-pytest.importorskip("torch", reason="the executed world needs torch")
-
 from rematbench.engine.lowering.lower import lower
 from rematbench.engine.program.action import Action, Kind
 from rematbench.worlds.torch.case import Case, NotFinite, Result
@@ -120,8 +118,7 @@ def test_a_removed_wait_is_found(name: str) -> None:
 
 @pytest.mark.soak
 @pytest.mark.parametrize(
-    "layout",
-    ["one", "tp2", "pp2", "cp2", "ulysses2", "dp2", "dp2-zero3", "tp2-pp2", "pp4-vpp2"],
+    "layout", ["one", "tp2", "pp2", "cp2", "ulysses2", "dp2", "dp2-zero3", "tp2-pp2", "pp4-vpp2"]
 )
 def test_a_hundred_repetitions_find_no_race(layout: str) -> None:
     every = [delayed(cases.case(layout, PLANS[seed % 4]), seed) for seed in range(100)]

@@ -5,8 +5,6 @@ from itertools import product
 
 import pytest
 
-pytest.importorskip("torch", reason="the executed world needs torch")
-
 from rematbench.inputs.layout import Layout
 from rematbench.worlds.run_records import measured_ranks
 from rematbench.worlds.torch.case import Case, Result

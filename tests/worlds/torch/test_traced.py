@@ -1,9 +1,6 @@
 """The traced world: fake tensors hold the bytes that real ones hold."""
 
 import pytest
-
-pytest.importorskip("torch", reason="the traced world needs torch")
-
 import torch
 
 from rematbench.engine.lowering.lower import lower
@@ -31,8 +28,7 @@ def fake(case: Case, stage: int = 0) -> tuple[list[tuple[int, int]], int, int]:
 
 @pytest.fixture
 def _as_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The arithmetic of a CPU, where a trace has a GPU's fused kernels (those are held against
-    torch's CUDA build in tests/stand_in)."""
+    """The arithmetic of a CPU, where a trace has a GPU's fused kernels."""
     monkeypatch.setattr(arithmetic, "fused", lambda x: False)
 
 

@@ -1,9 +1,6 @@
 """The tracker of live storages: device and host apart, also where both are a CPU's memory."""
 
 import pytest
-
-pytest.importorskip("torch", reason="the executed world needs torch")
-
 import torch
 
 from rematbench.worlds.torch import movers

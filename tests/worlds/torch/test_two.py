@@ -2,10 +2,6 @@
 
 from dataclasses import replace
 
-import pytest
-
-pytest.importorskip("torch", reason="the executed world needs torch")
-
 from tests.worlds.torch import cases, grid
 from tests.worlds.torch.cases import TINY_GPT
 

@@ -1,9 +1,6 @@
 """Ulysses: the two orders of a tensor, what each backward reads, and what it takes to go wrong."""
 
 import pytest
-
-pytest.importorskip("torch", reason="the executed world needs torch")
-
 import torch
 from torch import Tensor
 

@@ -6,9 +6,6 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-
-pytest.importorskip("torch", reason="the executed world needs torch")
-
 import torch
 
 from rematbench.inputs.layout import Layout

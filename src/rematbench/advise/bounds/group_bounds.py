@@ -50,7 +50,7 @@ from rematbench.advise.candidates.layouts import LayoutChoice
 from rematbench.advise.candidates.trials import LayoutTrials
 from rematbench.costs.copies import NO_TRAFFIC
 from rematbench.evaluate.evaluator import Evaluator
-from rematbench.evaluate.result import Job
+from rematbench.evaluate.result import PlannedJob
 from rematbench.plan import Plan
 from rematbench.plugins.registry import Composition, MethodError, Registry
 from rematbench.problem import Problem
@@ -117,7 +117,7 @@ class GroupBounds(LayoutGroup):
         if index not in self._trials:
             choice = self.choices[index]
             problem = self.reserving(self.at(choice.layout))
-            job = Job(problem=problem, base=choice.base(problem.base_plan))
+            job = PlannedJob(problem=problem, base=choice.base(problem.base_plan))
             self._trials[index] = LayoutTrials(job, choice.states, self._evaluator)
         return self._trials[index]
 

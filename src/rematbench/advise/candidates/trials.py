@@ -8,7 +8,7 @@ from msgspec.structs import replace
 
 from rematbench.evaluate.evaluation import host_node_bytes
 from rematbench.evaluate.evaluator import Evaluator, Lowered, same_plan, timed, weighed
-from rematbench.evaluate.result import Job, Result
+from rematbench.evaluate.result import PlannedJob, Result
 from rematbench.evaluate.verdict import judge, judged
 from rematbench.inputs.layout import LayoutError
 from rematbench.plan import Plan, PlanError, Unsupported
@@ -53,7 +53,9 @@ class LayoutTrials:
     `evaluator`: keeps lowered plans for other clusters (None: there are none).  `trials`: by the
     content of their plans.  `ended`: plans whose replay of the allocator ended early."""
 
-    def __init__(self, job: Job, states: str = "", evaluator: Evaluator | None = None) -> None:
+    def __init__(
+        self, job: PlannedJob, states: str = "", evaluator: Evaluator | None = None
+    ) -> None:
         self.job, self.problem, self._states = job, job.problem, states
         self._evaluator = evaluator
         self.trials: dict[bytes, Trial] = {}
@@ -115,7 +117,7 @@ def _room(problem: Problem) -> int:
     return problem.usable_bytes - problem.reserve_bytes
 
 
-def planned_at(job: Job, method: str, registry: Registry) -> Plan | str:
+def planned_at(job: PlannedJob, method: str, registry: Registry) -> Plan | str:
     """A candidate's plan, or the reason why it has no plan."""
     try:
         plan = registry.resolve(method, None, job.problem).plan(job.problem, job.base)

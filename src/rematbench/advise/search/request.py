@@ -8,7 +8,7 @@ from msgspec import Struct
 
 from rematbench.advise.candidates.layouts import Fixed
 from rematbench.evaluate.result import Result
-from rematbench.inputs.problemspec import ProblemSpec
+from rematbench.inputs.job import Job
 
 MINUTE = 20
 """Most rounds of one search where many run in a row: one or two minutes of a core."""
@@ -27,7 +27,7 @@ class SearchRequest(Struct, frozen=True, kw_only=True):
     fits, and bounds no step.  `most_methods`: the most methods of a plan (None: as in
     config/compare.yaml).  `hosts`: whether plans may use host memory beyond what the job says."""
 
-    spec: ProblemSpec
+    spec: Job
     fixed: Fixed = Fixed()
     only: tuple[str, ...] = ()
     folders: tuple[Path, ...] = ()

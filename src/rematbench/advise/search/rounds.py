@@ -1,7 +1,7 @@
 """A search in worker processes: rounds of its work, and the planners at its end.
 
-Each process has a share of the layout groups, and all processes know the best step.  A round is a fixed
-amount of work, counted and not timed, so that plans do not depend on the speed of the machine.
+Each process has a share of the layout groups, and all processes know the best step.  A round is a
+fixed amount of work, counted and not timed, so that plans do not depend on the machine's speed.
 Planners are methods whose plan is unknown until it is solved.  Bounds do not cover such plans, so
 planners start after the other plans are proved.  Each planner is solved at the layouts of the
 fastest plans, in that order, until one of its plans fits."""

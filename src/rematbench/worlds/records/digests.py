@@ -15,7 +15,6 @@ from rematbench.inputs.paths import data_dir
 
 PACKAGE = Path(__file__).resolve().parents[2]
 BASELINES = data_dir("baselines")
-COMMANDS = "rematbench.cli"
 SIMULATED = ("rematbench.evaluate.result", "rematbench.worlds.records.record")
 """The root modules of a simulated record."""
 
@@ -37,10 +36,12 @@ def closure(roots: tuple[str, ...]) -> tuple[Path, ...]:
     waiting, seen = list(roots), set()
     while waiting:
         name = waiting.pop()
-        path = _file(name)
-        if name in seen or path is None:
+        if name in seen:
             continue
         seen.add(name)
+        path = _file(name)
+        if path is None:
+            continue
         found.add(path)
         waiting += _imports(path)
         if name == LOADS_BY_NAME:
@@ -49,7 +50,9 @@ def closure(roots: tuple[str, ...]) -> tuple[Path, ...]:
     return tuple(sorted(found))
 
 
+@cache
 def _file(name: str) -> Path | None:
+    """The file of a module of rematbench or of baselines; cached, as in `_imports`."""
     parts = name.split(".")
     roots = {PACKAGE.name: PACKAGE, "baselines": BASELINES}
     if parts[0] not in roots:
@@ -66,22 +69,25 @@ def _imports(path: Path) -> tuple[str, ...]:
     """The names that a file imports, also inside functions; cached, because files do not change
     while a process runs."""
     found: list[str] = []
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    waiting: list[ast.AST] = [ast.parse(path.read_text(encoding="utf-8"))]
+    while waiting:
+        node = waiting.pop()
         if isinstance(node, ast.Import):
             found += (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:
             found += (node.module, *(f"{node.module}.{alias.name}" for alias in node.names))
+        elif not isinstance(node, ast.expr):  # no expression imports
+            waiting += ast.iter_child_nodes(node)
     return tuple(found)
 
 
-def command_digest(module: str, methods: Iterable[Path] = (), loaded: Iterable[str] = ()) -> str:
-    """The digest of a command module's code, of the modules `loaded` that it loads by name, and of
-    the modules that the files of `methods` import.  The method files themselves are not covered:
-    they are inputs of the caller.  ValueError for an unknown module."""
-    root = f"{COMMANDS}.{module}"
-    if _file(root) is None:
-        raise ValueError(f"no module of commands {module!r}")
-    roots = {root, *loaded, *(name for path in methods for name in _imports(path))}
+def module_digest(module: str, methods: Iterable[Path] = ()) -> str:
+    """The digest of a module's code and of the modules that the files of `methods` import.  The
+    method files themselves are not covered: they are inputs of the caller.  ValueError for an
+    unknown module."""
+    if _file(module) is None:
+        raise ValueError(f"no module {module!r}")
+    roots = {module, *(name for path in methods for name in _imports(path))}
     return digest(closure(tuple(sorted(roots))))
 
 
