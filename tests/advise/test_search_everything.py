@@ -104,8 +104,7 @@ def drawn_experts(seed: int, dense: int = 0) -> SearchRequest:
 def overlapped(seed: int) -> SearchRequest:
     """A job of `drawn_experts` whose exchanges run beside another micro-batch."""
     one, draw = drawn_experts(seed), Random(f"overlap {seed}")
-    spec = replace(
-        one.spec,
+    spec = one.spec.changed(
         system="megatron-core-2026",
         attention="fa2",
         ep_overlap=draw.choice(("on", "delayed_wgrad")),

@@ -4,13 +4,13 @@ from collections import Counter
 from typing import Any
 
 import pytest
-from rematbench.inputs.job import Job
 
 from rematbench.advise.candidates.layouts import Fixed
 from rematbench.advise.candidates.trials import LayoutTrials
 from rematbench.advise.search.queue import Queue
 from rematbench.advise.search.request import SearchRequest
 from rematbench.advise.search.rounds import SearchJob
+from rematbench.inputs.job import Job
 
 GIB = 2**30
 

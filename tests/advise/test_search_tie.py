@@ -52,7 +52,7 @@ def test_the_simplest_plan_of_the_tie_is_that_of_all_plans(
         monkeypatch.setattr(module, "ratio_band", lambda *, one_layout: width)
     keeps = "keep_all" in only
     fixed = TIGHT.fixed if keeps else replace(TIGHT.fixed, pp=4)
-    room = replace(TIGHT.spec, hbm_bytes=(16 if keeps else 26) * GIB)
+    room = TIGHT.spec.changed(hbm_bytes=(16 if keeps else 26) * GIB)
     made = SearchJob(replace(TIGHT, only=only, fixed=fixed, spec=room))
     best = best_of(made)
     tied = [
