@@ -134,7 +134,7 @@ def compare(  # noqa: PLR0913, PLR0917  # an option of the command line each
         printed.table(comparison.results())
     for late in comparison.late():
         if not json:
-            printed.rows([one for one in comparison.results() if one.method == late.method])
+            printed.rows([item for item in comparison.results() if item.method == late.method])
     results = comparison.results()
     fits = any(result.fits for result in results)
     changes = [] if fits else would_fit(asked.problem, results, comparison.registry)
@@ -390,7 +390,9 @@ def untimed_lines(results: Sequence[Result]) -> list[str]:
 
 def retry_lines(fitting: Sequence[Result]) -> list[str]:
     """Lines that name the rows with allocator retries, and the rows whose retries fail."""
-    tried = [(one.method, one.retries) for one in fitting if one.retries and one.retries.per_step]
+    tried = [
+        (item.method, item.retries) for item in fitting if item.retries and item.retries.per_step
+    ]
     counts = [f"{name} {retries.per_step:,}" for name, retries in tried if not retries.fails]
     failing = [name for name, retries in tried if retries.fails]
     lines = [f"allocator retries a step ({UNTIMED}): {'; '.join(counts)}"] if counts else []

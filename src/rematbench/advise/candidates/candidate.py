@@ -73,18 +73,18 @@ class Candidate(Struct, frozen=True):
     @property
     def share(self) -> Variant | None:
         """The part whose scalar is a share or a number of layers; None without such a part."""
-        found = (p for p in self.parts if p.scalar is not None and p.scalar.scale != "pieces")
-        return next(found, None)
+        result = (p for p in self.parts if p.scalar is not None and p.scalar.scale != "pieces")
+        return next(result, None)
 
     @property
     def pieces(self) -> Variant | None:
         """The part that computes in pieces; None without such a part."""
-        found = (p for p in self.parts if p.scalar is not None and p.scalar.scale == "pieces")
-        return next(found, None)
+        result = (p for p in self.parts if p.scalar is not None and p.scalar.scale == "pieces")
+        return next(result, None)
 
     def without(self, part: Variant) -> "Candidate":
         """The candidate without `part`."""
-        return Candidate(tuple(one for one in self.parts if one != part))
+        return Candidate(tuple(item for item in self.parts if item != part))
 
     @property
     def in_one_piece(self) -> "Candidate":

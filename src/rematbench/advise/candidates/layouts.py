@@ -105,17 +105,17 @@ def space(spec: Job, fixed: Fixed, work: Workload, cluster: Cluster, system: Sys
             rule, _, _ = str(error).partition(", but ")
             refused[re.sub(r"\b[1-9]\d*\b(?! x )", "N", rule)] += 1  # 2 x cp is the rule's own
             continue
-        found = [
+        results = [
             choice
             for choice in partitions(layout, work.model.num_layers)
             if choice.sizes[0] > work.model.first_dense
         ]
-        if not found:
+        if not results:
             refused["the first chunk has none of the layers with experts (not searched)"] += 1
-        choices += found
+        choices += results
         hosts = spec.stack.optimizer is None and may_host(cluster, system)
         if hosts and work.model.experts is None:
-            choices += [replace(choice, hosted=True) for choice in found]
+            choices += [replace(choice, hosted=True) for choice in results]
     return Space(tuple(choices), dict(refused))
 
 
@@ -262,6 +262,6 @@ def partitions(layout: Layout, layers: int) -> Iterator[LayoutChoice]:
         middle = layers - moved[0] - moved[-1]
         each, extra = divmod(middle, layout.pp - 2)
         inner = [each + (i < extra) for i in range(layout.pp - 2)]
-        found = (moved[0], *inner, moved[-1])
-        if min(found) > 0 and found != tuple(sizes):
-            yield LayoutChoice(layout, found, even=False)
+        result = (moved[0], *inner, moved[-1])
+        if min(result) > 0 and result != tuple(sizes):
+            yield LayoutChoice(layout, result, even=False)

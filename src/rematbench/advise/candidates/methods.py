@@ -89,21 +89,21 @@ def variants(registry: Registry, config: CompareConfig, only: Sequence[str] = ()
     """Return every method that is not a planner and moves no states, at its defaults or at each
     setting of its grid, and the policies.  `only`: the names of the methods and policies to take;
     empty for all."""
-    found: list[Variant] = []
+    results: list[Variant] = []
     for entry in registry.methods.values():
         if entry.planner or entry.moves_states or entry.name == IDENTITY:
             continue
         if only and entry.name not in only:
             continue
-        found += _of_method(entry)
+        results += _of_method(entry)
     for policy in config.policies:
         if only and policy.method not in only:
             continue
         if policy.smallest and policy.settings.get("method") != "block":
             continue  # a group policy: costs are not linear in the layers of a group
-        found.append(of_policy(policy))
+        results.append(of_policy(policy))
     tuned = [text for text in only if text not in registry.methods]
-    return found + [_tuned(registry, text) for text in tuned]
+    return results + [_tuned(registry, text) for text in tuned]
 
 
 def _tuned(registry: Registry, text: str) -> Variant:
@@ -133,7 +133,7 @@ def package_variants(
     the fewest settings that make its plan.  Of the policies that differ in a number of layers in
     which costs are linear (`by_layer`), one variant varies that number.  `only`: texts of the
     policies to take; empty, or the package's name, for all."""
-    found = dict.fromkeys(text for text in only if text not in (entry.name, IDENTITY))
+    result = dict.fromkeys(text for text in only if text not in (entry.name, IDENTITY))
     seen: dict[str, str] = {}
     for problem in problems if not only or entry.name in only else ():
         for policy in entry.cls.candidates(problem):
@@ -144,7 +144,7 @@ def package_variants(
                     seen[text] = _varied(entry, needed)
     return [
         Variant(text, text, Scalar("layers") if "{}" in text else None, composes=False)
-        for text in dict.fromkeys((*found, *seen.values()))
+        for text in dict.fromkeys((*result, *seen.values()))
     ]
 
 

@@ -126,12 +126,14 @@ class Comparison:
         """The fastest of the first `results` on the device without its reserve, if it is faster
         than they are: methods that tune themselves to the device rebuild and copy less there, and
         what they leave may be less than the error of predicted peaks.  None without a reserve."""
-        fitting = [one for one in results if one.timed and one.fits and not one.same_as][:NEAREST]
+        fitting = [item for item in results if item.timed and item.fits and not item.same_as][
+            :NEAREST
+        ]
         problem = self.job.problem
         if not fitting or not problem.reserve_bytes:
             return None
-        near = {one.method for one in fitting}
-        names = [c.name for c, one in self.pairs.values() if one.method in near]
+        near = {item.method for item in fitting}
+        names = [c.name for c, item in self.pairs.values() if item.method in near]
         names = [
             name for name in names if not self.registry.has_planner(self.pairs[name][0].methods)
         ]
@@ -140,7 +142,7 @@ class Comparison:
         pool.add(named_candidates(self.registry, self.config, job.problem, names))
         answers = [answer for _, answer in pool.run() if isinstance(answer, Result)]
         pool.close()
-        best = min(answers, key=lambda one: one.fitting_s, default=None)
+        best = min(answers, key=lambda item: item.fitting_s, default=None)
         if best is None or best.fitting_s >= (1.0 - ALIKE) * fitting[0].fitting_s:
             return None
         return ranked([replace(best, job=job)])[0]
@@ -155,7 +157,7 @@ class Comparison:
     def late(self) -> Iterator[Result]:
         """Yield the results of planners and of their compositions, each as soon as it is ready."""
         for candidate, result in self._grow([c for c in self.first if self._has_planner(c)]):
-            if candidate.name in {one.name for one, _ in self._without_parts()}:
+            if candidate.name in {item.name for item, _ in self._without_parts()}:
                 self.pool.waiting.insert(0, (candidate, result))  # again, with its step's parts
             else:
                 yield result
@@ -256,7 +258,7 @@ class Comparison:
             self.alone.append((candidate, result.plan))
         candidates = []
         for group in compositions(self.job.base, self.alone, self.config.most_methods):
-            names = [one.name for one in group]
+            names = [item.name for item in group]
             before = self._before(names)
             if before is not None and before.plan and "+".join(names) not in self.composed:
                 self.composed.add("+".join(names))
@@ -304,8 +306,8 @@ def without_repeats(pairs: Sequence[Pair], named: Container[str]) -> tuple[list[
 
 def _repeats(result: Result, before: Sequence[Pair]) -> bool:
     """Whether a policy has the bytes and seconds of an earlier result of its method."""
-    alike = (one for _, one in before if one.family == result.family)
-    return result.origin == "policy" and any(one.evaluation == result.evaluation for one in alike)
+    alike = (item for _, item in before if item.family == result.family)
+    return result.origin == "policy" and any(item.evaluation == result.evaluation for item in alike)
 
 
 def ranked(results: Sequence[Result]) -> list[Result]:

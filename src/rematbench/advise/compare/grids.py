@@ -63,7 +63,7 @@ def best_variants(
     fastest: dict[str, Pair] = {}
     fitting = [pair for pair in (*defaults, *variants) if pair[1].fits]
     for pair in sorted(
-        fitting, key=lambda one: (not grids.leaves_reserve(one[1]), _step_s(one[1]))
+        fitting, key=lambda item: (not grids.leaves_reserve(item[1]), _step_s(item[1]))
     ):
         fastest.setdefault(pair[1].family, pair)
     best = [pair for pair in fastest.values() if pair[0].origin == "grid"]
@@ -117,14 +117,14 @@ class _Grids:
             for name in self.whole
             for settings in self.registry.methods[name].grid
         )
-        self._evaluate((one, self.shortest_s) for one in values if one.name not in self.defaults)
+        self._evaluate((item, self.shortest_s) for item in values if item.name not in self.defaults)
         alone = [self.defaults[name] for name in self.whole]
-        singles = [(one, result.plan) for one, result in (*alone, *self.pairs) if result.plan]
+        singles = [(item, result.plan) for item, result in (*alone, *self.pairs) if result.plan]
         self.pairs += alone
         for count in range(2, most + 1):
             groups = compositions(self.job.base, singles, count)
             bounded = [self._on_base(group) for group in groups if len(group) == count]
-            self._evaluate(one for one in bounded if one is not None)
+            self._evaluate(item for item in bounded if item is not None)
 
     def evaluate_in_pieces(self) -> None:
         """Evaluate each short plan in pieces: the first value of each grid of pieces that fits. A
@@ -161,7 +161,7 @@ class _Grids:
         """The candidate of a group's last method on the plan of the others, with a lower bound;
         None where it is a default or the others have no plan."""
         pairs = {pair[1].method: pair for pair in self.pairs} | self.defaults
-        before = pairs.get("+".join(one.name for one in group[:-1]))
+        before = pairs.get("+".join(item.name for item in group[:-1]))
         if before is None or before[1].plan is None:
             return None
         candidate = replace(composed(group, before[1].plan), origin="grid")
@@ -171,7 +171,7 @@ class _Grids:
         """Evaluate, batch by batch, the candidates that may be fast enough."""
         waiting = list(bounded)
         while waiting:
-            batch = [one for one, bound_s in waiting[:BATCH] if bound_s < self.limit_s]
+            batch = [item for item, bound_s in waiting[:BATCH] if bound_s < self.limit_s]
             waiting = waiting[BATCH:]
             pairs = [
                 (candidate.named(result.method), result)
@@ -188,7 +188,7 @@ class _Grids:
 
     def _lower_limit(self, pairs: Iterable[Pair]) -> None:
         fitting = [result for _, result in pairs if result.fits and self.leaves_reserve(result)]
-        self.limit_s = min([self.limit_s, *(MOST_SHARE * _step_s(one) for one in fitting)])
+        self.limit_s = min([self.limit_s, *(MOST_SHARE * _step_s(item) for item in fitting)])
 
 
 def keeps_too_much(problem: Problem, result: Result) -> bool:

@@ -37,7 +37,9 @@ def would_fit(problem: Problem, results: Sequence[Result], registry: Registry) -
     """Return the changes with which some method would fit, one line of words each; empty if none
     helps. It tries more bytes where they are short, optimizer states on the host, and twice the
     GPUs."""
-    near = sorted((one for one in results if one.status in SHORT and one.plan), key=_missing_bytes)
+    near = sorted(
+        (item for item in results if item.status in SHORT and item.plan), key=_missing_bytes
+    )
     lines: list[str] = []
     for change in (_more_bytes, _states_on_host):
         lines += next(((line,) for result in near if (line := change(problem, result))), ())

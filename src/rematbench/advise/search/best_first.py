@@ -66,28 +66,28 @@ class MemoryRules:
             return
         if self.queue.lean and self._refused_in_any_pieces(layout, candidate, pieces):
             return
-        found = self.queue_step(layout, candidate, pieces, bound_s)
+        result = self.queue_step(layout, candidate, pieces, bound_s)
         if candidate.pieces is None:
-            grows = (candidate.share or not found) and not self.family.ends(candidate)
+            grows = (candidate.share or not result) and not self.family.ends(candidate)
             known = layout.group.of(candidate) if grows else None
             if isinstance(known, Bounds):
                 bound = max(bound_s, float(known.step_s[0, layout.index]))
                 stage: Stage = "grow" if candidate.share else "expand"
                 self.queue.push(bound, layout.entry(stage, candidate))
             return
-        if pieces < candidate.most_pieces and (not found or found > 1):
-            self._ask_pieces(layout, candidate, pieces, bound_s, found or inf)
+        if pieces < candidate.most_pieces and (not result or result > 1):
+            self._ask_pieces(layout, candidate, pieces, bound_s, result or inf)
 
     def _refused_in_any_pieces(self, layout: OpenLayout, candidate: Candidate, pieces: int) -> bool:
         """Whether a search for any fit leaves a candidate without a plan out at once."""
         assert self.queue.lean is not None
-        found = layout.group.probe(candidate, pieces)
-        if not isinstance(found, Refused):
+        result = layout.group.probe(candidate, pieces)
+        if not isinstance(result, Refused):
             return False
         self.queue.lean.doubts[layout.choice].append(candidate)
-        if found != layout.group.probe(candidate, candidate.most_pieces):
+        if result != layout.group.probe(candidate, candidate.most_pieces):
             return False
-        self._no_plan(found)  # at both ends for the same reason
+        self._no_plan(result)  # at both ends for the same reason
         return True
 
     def _no_plan(self, refused: Refused) -> None:
@@ -129,7 +129,7 @@ class MemoryRules:
             self.queue.push(bound_s, layout.entry("pieces", candidate, 1, pieces + 1))
             return
         fewer = max(
-            (had for one, had in layout.judged if one == candidate and had < pieces), default=0
+            (had for item, had in layout.judged if item == candidate and had < pieces), default=0
         )
         over = known.host_bytes[:, at] > group.problem.cost.host_room_bytes
         for more in range(pieces + 1, candidate.most_pieces + 1):
@@ -150,14 +150,14 @@ class MemoryRules:
         """(bound in seconds, step) of the lowest step of a candidate's share after `after` whose
         bytes may fit; None without such a step."""
         group, at = layout.group, layout.index
-        found = group.of(candidate, pieces)
-        if isinstance(found, Refused):
-            self._no_plan(found)
+        result = group.of(candidate, pieces)
+        if isinstance(result, Refused):
+            self._no_plan(result)
             return None
-        over = found.peak_bytes[:, at] - group.usable_bytes[at]
+        over = result.peak_bytes[:, at] - group.usable_bytes[at]
         last = min(len(over), layout.ends.get(candidate.in_one_piece, len(over) + 1) - 1)
         for step in range(after + 1, last + 1):
-            host_over = found.host_bytes[step - 1, at] - group.problem.cost.host_room_bytes
+            host_over = result.host_bytes[step - 1, at] - group.problem.cost.host_room_bytes
             if host_over > 0:
                 self.excluded.lacks_host(float(host_over))
                 self.excluded.counts["host memory too small by a lower bound"] += 1
@@ -168,7 +168,7 @@ class MemoryRules:
             elif (candidate, step) in layout.flat:
                 self.excluded.counts["memory, in any number of pieces"] += 1
             else:
-                return max(bound_s, float(found.step_s[step - 1, at])), step
+                return max(bound_s, float(result.step_s[step - 1, at])), step
         return None
 
     def may_fit(self, layout: OpenLayout) -> bool:
@@ -234,9 +234,9 @@ class MemoryRules:
         expansion.  `live`: the plan's live bytes fit, as they do in more pieces, so that without a
         share these need no probe: their step is no shorter."""
         candidate = entry.candidate
-        pieces, step, found = entry.pieces, entry.step, None
+        pieces, step, result = entry.pieces, entry.step, None
         if candidate.share:
-            found = self.queue_step(layout, candidate, pieces, bound_s, step)
+            result = self.queue_step(layout, candidate, pieces, bound_s, step)
         frees = candidate.share or (candidate, 1) not in layout.flat
         if pieces < candidate.most_pieces and frees:
             stage: Stage = "pieces"
@@ -245,7 +245,7 @@ class MemoryRules:
                 stage = "simulate"
                 layout.judged.add(more)
             self.queue.push(bound_s, layout.entry(stage, candidate, 1, pieces + 1))
-        elif not found:
+        elif not result:
             self._expand_later(bound_s, layout, candidate)
 
     def queue_step(
@@ -254,11 +254,11 @@ class MemoryRules:
         """Queue the lowest step of a share after `after` whose bytes may fit, with its own bound,
         and return it; also if the step before fits.  A larger share may be faster, with different
         host-link traffic or different operators in pieces."""
-        found = self._first_step(layout, candidate, pieces, bound_s, after)
-        if found is None:
+        result = self._first_step(layout, candidate, pieces, bound_s, after)
+        if result is None:
             return None
-        self.queue.push(found[0], layout.entry("tighten", candidate, found[1], pieces))
-        return found[1]
+        self.queue.push(result[0], layout.entry("tighten", candidate, result[1], pieces))
+        return result[1]
 
     def _expand_later(self, bound_s: float, layout: OpenLayout, candidate: Candidate) -> None:
         """Queue the expansion of a candidate that does not fit; that of a candidate with a share
@@ -315,7 +315,7 @@ class Search:
     def plans(self) -> int:
         """The number of joint plans: every plan of the family at every layout, including layouts
         whose states do not fit."""
-        longest = Counter(max(one.sizes) for group in self.groups for one in group.choices)
+        longest = Counter(max(item.sizes) for group in self.groups for item in group.choices)
         return sum(self.family.plans(layers) * n for layers, n in longest.items())
 
     @property
@@ -450,11 +450,11 @@ class Search:
             for leanest in self.family.leanest:
                 self.queue.push(0.0, layout.entry("compose", leanest))
         for more in self.family.more(candidate):
-            found = layout.entry("compose", more)
+            result = layout.entry("compose", more)
             if self._dominated(layout, more):
-                self.queue.postpone(bound_s, found)
+                self.queue.postpone(bound_s, result)
             else:
-                self.queue.push(bound_s, found)
+                self.queue.push(bound_s, result)
 
     def _tighten(self, bound_s: float, layout: OpenLayout, entry: QueueEntry) -> None:
         """Queue a candidate with its bound by the schedule.  The bound of a candidate to expand

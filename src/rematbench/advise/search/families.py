@@ -39,8 +39,8 @@ class PlanFamily:
         keeping: bool = True,
         exact: bool = False,
     ) -> None:
-        found = {variant: probe for variant, probe in samples[0].items() if probe.kinds}
-        self.places = {variant: place(probe.kinds) for variant, probe in found.items()}
+        results = {variant: probe for variant, probe in samples[0].items() if probe.kinds}
+        self.places = {variant: place(probe.kinds) for variant, probe in results.items()}
         self.spares = {} if exact else _spares(samples)
         idle = {spare for spares in self.spares.values() for spare in spares}
         self.added = [variant for variant in self.places if variant not in idle]
@@ -49,7 +49,9 @@ class PlanFamily:
         self._ends_next: dict[Candidate, bool] = {}
         self.roots = (KEEP,) if keeping else tuple(Candidate((variant,)) for variant in self.added)
         rebuild = [s for s in self._of("rebuild") if s.scalar is None and s in self.added]
-        leanest = min(rebuild, key=lambda s: found[s].nbytes.middle.slope.kept_bytes, default=None)
+        leanest = min(
+            rebuild, key=lambda s: results[s].nbytes.middle.slope.kept_bytes, default=None
+        )
         offload = {variant.method: variant for variant in self._of("offload")}
         self.stands_for = {
             variant: leanest
@@ -108,23 +110,23 @@ class PlanFamily:
     @property
     def candidates(self) -> list[Candidate]:
         """The roots, and all candidates that add methods to them."""
-        found = list(self.roots)
-        for candidate in found:
-            found += self.more(candidate)
-        return found
+        result = list(self.roots)
+        for candidate in result:
+            result += self.more(candidate)
+        return result
 
     @cached_property
     def leanest(self) -> list[Candidate]:
         """The lean candidate of each family."""
-        found: dict[Candidate, None] = {}
+        results: dict[Candidate, None] = {}
         waiting = [KEEP]
         while waiting:
             for more in self.more(waiting.pop()):
                 lean = Candidate(tuple(self.stands_for[part] or part for part in more.parts))
-                if lean not in found:
-                    found[lean] = None
+                if lean not in results:
+                    results[lean] = None
                     waiting.append(lean)
-        return list(found)
+        return list(results)
 
 
 class FixedFamily(PlanFamily):
@@ -162,12 +164,12 @@ def _spares(samples: Sequence[dict[Variant, Probe]]) -> dict[Variant, list[Varia
         ]
         for variant in samples[0]
     }
-    found: dict[Variant, list[Variant]] = {}
+    results: dict[Variant, list[Variant]] = {}
     for variant, others in better.items():
         first = next((other for other in others if not better[other]), None)
         if first is not None:
-            found.setdefault(first, []).append(variant)
-    return found
+            results.setdefault(first, []).append(variant)
+    return results
 
 
 def rebuilds(variant: Variant, probe: Probe) -> bool:
@@ -176,7 +178,7 @@ def rebuilds(variant: Variant, probe: Probe) -> bool:
 
 
 def _no_better(variant: Variant, other: Variant, sample: dict[Variant, Probe]) -> bool:
-    if not all(one in sample and rebuilds(one, sample[one]) for one in (variant, other)):
+    if not all(item in sample and rebuilds(item, sample[item]) for item in (variant, other)):
         return False
     mine, its = _numbers(sample[variant]), _numbers(sample[other])
     earlier = list(sample).index(other) < list(sample).index(variant)

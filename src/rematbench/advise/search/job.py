@@ -75,10 +75,10 @@ class SearchSpace:
         if spec.stack.optimizer is None and not hosts:
             spec = spec.changed(optimizer="device")
         work = spec.workload(self.model)
-        found = space(spec, self.request.fixed, work, self.cluster, self.system)
-        if not found.choices:
+        result = space(spec, self.request.fixed, work, self.cluster, self.system)
+        if not result.choices:
             reasons = [
-                f"{count} layouts break the rule: {rule}" for rule, count in found.refused.items()
+                f"{count} layouts break the rule: {rule}" for rule, count in result.refused.items()
             ]
             raise LayoutError(
                 f"no layout is possible on {self.request.spec.gpus} GPUs: {'; '.join(reasons)}"
@@ -86,16 +86,16 @@ class SearchSpace:
         placed = (
             replace(choice, states=text)
             for text in (self.states if self.request.hosts else ())
-            for choice in found.choices
+            for choice in result.choices
             if not choice.hosted
         )
-        return replace(found, choices=(*found.choices, *placed))
+        return replace(result, choices=(*result.choices, *placed))
 
     def ready(self) -> Self:
         """Return the space after checks, so that its errors are raised here and not in a worker
         process."""
         self.problem(self.space.choices[0])
-        for choice in {one.states: one for one in self.space.choices if one.states}.values():
+        for choice in {item.states: item for item in self.space.choices if item.states}.values():
             self._refuse_states(choice)
         _ = self.variants
         return self
@@ -143,14 +143,14 @@ class SearchSpace:
         policies on any layout that it runs."""
         if self.package:
             return self._policies(self.package)
-        found = variants(self.registry, load_compare(), self._only)
+        result = variants(self.registry, load_compare(), self._only)
         if not self.request.engine:
-            return found
+            return result
         choices = self.space.choices
         alone = [choice for choice in choices if choice.layout.pp == 1]
         some = (*alone[:1], choices[len(choices) // 2], choices[-1])
-        engines = [Engines(self.problem(one), self.request.engine) for one in some]
-        return [one for one in found if self._runs(one.at(1), engines)]
+        engines = [Engines(self.problem(item), self.request.engine) for item in some]
+        return [item for item in result if self._runs(item.at(1), engines)]
 
     @cached_property
     def package(self) -> MethodEntry | None:
@@ -163,7 +163,7 @@ class SearchSpace:
         even = (choice for choice in self.space.choices if choice.even)
         kinds = {(_kind(choice), choice.sizes[:1]): choice for choice in even}
         problems = map(self.problem, kinds.values())
-        runs = [one for one in problems if not package.cls.inexpressible(one)]
+        runs = [item for item in problems if not package.cls.inexpressible(item)]
         if not runs:
             raise MethodError(
                 f"engine {package.name} cannot run stack {self.system.name} on any of these layouts"
@@ -183,12 +183,12 @@ class SearchSpace:
         return tuple(name for name in self._asked if not _planned(self.registry, name))
 
     def _runs(self, method: str, engines: Sequence[Engines]) -> bool:
-        for one in engines:
+        for item in engines:
             try:
-                plan = self.registry.resolve(method, None, one.problem).plan(one.problem)
+                plan = self.registry.resolve(method, None, item.problem).plan(item.problem)
             except (PlanError, LayoutError):
                 continue
-            if isinstance(plan, Plan) and one.of(plan):
+            if isinstance(plan, Plan) and item.of(plan):
                 return True
         return False
 
@@ -219,26 +219,26 @@ class SearchSpace:
         """Return the results of plans that fit, fastest first, with all columns of a table except
         the engines (`with_engines`).  `tied`: results that differ from the first by no more than
         our error in comparing two methods."""
-        found = []
-        for one in results:
-            problem, choice, first = one.problem, self.choice(one), results[0]
-            assert one.plan is not None
-            assert one.verdict is not None
+        answers = []
+        for item in results:
+            problem, choice, first = item.problem, self.choice(item), results[0]
+            assert item.plan is not None
+            assert item.verdict is not None
             one_layout = _parallel(choice) == _parallel(self.choice(first))
             limit_s = math.exp(ratio_band(one_layout=one_layout)) * first.fitting_s
-            family = self.registry.resolve(one.method, None, problem).family
-            found.append(
+            family = self.registry.resolve(item.method, None, problem).family
+            answers.append(
                 replace(
-                    one,
-                    job=replace(one.job, words=self._words(choice)),
+                    item,
+                    job=replace(item.job, words=self._words(choice)),
                     family=family,
                     error_band=band_of(problem, family),
-                    fit=fits_word(one.verdict.headroom_bytes, problem.room_bytes),
-                    tied=one is not first and one.fitting_s <= limit_s,
-                    parts_s=parts_of(problem, lower(one.plan, problem), one.fitting_s),
+                    fit=fits_word(item.verdict.headroom_bytes, problem.room_bytes),
+                    tied=item is not first and item.fitting_s <= limit_s,
+                    parts_s=parts_of(problem, lower(item.plan, problem), item.fitting_s),
                 )
             )
-        return found
+        return answers
 
     def best_row(self, result: Result) -> dict[str, Any]:
         """The table line of one simulated plan, at place 1."""
@@ -342,5 +342,7 @@ def simulated(row: Mapping[str, str], reserve_gib: float | None = None) -> Resul
     spec = convert(nested(told, Job), Job, strict=False)
     search, layout = SearchSpace(SearchRequest(spec=spec, reserve_gib=reserve_gib)), spec.layout
     sizes = tuple(int(layers) for layers in row["partition"].split(","))
-    choice = next(one for one in partitions(layout, search.model.num_layers) if one.sizes == sizes)
+    choice = next(
+        item for item in partitions(layout, search.model.num_layers) if item.sizes == sizes
+    )
     return LayoutTrials(search.job(choice)).trial(row["name"], search.registry).result

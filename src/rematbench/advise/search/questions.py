@@ -70,8 +70,8 @@ def reached(
     if not _has_layout(request):  # else the error would be in a worker
         return None
     going = run(request, shown=1, most_rounds=most_rounds)
-    with closing(going) as found:
-        for at in found:
+    with closing(going) as result:
+        for at in result:
             if at.results and at.best_s <= step_s:
                 return at.results[0]
             if at.bound_s > step_s:
@@ -234,19 +234,19 @@ def would_fit(request: SearchRequest, at: Progress, run: Rounds) -> Iterator[tup
     hbm = spec.stack.hbm_bytes or cluster.hbm_bytes
     if at.short_bytes < inf:  # else no plan lacked device memory
         tight = replace(request, reserve_gib=0.0)
-        if request != tight and (found := reached(tight, inf, run, MOST_ROUNDS)):
-            yield "tightly, within our memory error (--reserve-gib 0)", found
+        if request != tight and (result := reached(tight, inf, run, MOST_ROUNDS)):
+            yield "tightly, within our memory error (--reserve-gib 0)", result
         more = _enough(lambda nbytes: fits(hbm_bytes=hbm + nbytes), at.short_bytes, 4 * hbm)
         if more[1]:
             least_gib = ceil(100 * more[0] / GIB) / 100
             yield f"with at most {least_gib:.2f} GiB more memory on each device", more[1]
     if any(reason.startswith("host") and count for reason, count in at.excluded.items()):
         larger = replace(cluster, host_bytes=2 * cluster.host_bytes)
-        if found := fits(cluster=larger):
-            yield f"with twice the {cluster.host_bytes / GIB:.0f} GiB of host memory", found
+        if result := fits(cluster=larger):
+            yield f"with twice the {cluster.host_bytes / GIB:.0f} GiB of host memory", result
     for times in (2, 4):
-        if found := fits(gpus=times * spec.gpus):
-            yield f"on at most {times * spec.gpus} GPUs", found
+        if result := fits(gpus=times * spec.gpus):
+            yield f"on at most {times * spec.gpus} GPUs", result
             return
 
 
@@ -275,8 +275,8 @@ def prices(request: SearchRequest, run: Rounds) -> Iterator[tuple[str, float]]:
 
 
 def _step_s(request: SearchRequest, run: Rounds) -> float:
-    found = fastest(request, run)
-    return found.fitting_s if found else inf
+    result = fastest(request, run)
+    return result.fitting_s if result else inf
 
 
 def _changes(request: SearchRequest) -> Iterator[tuple[str, Cluster]]:

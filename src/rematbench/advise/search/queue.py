@@ -142,7 +142,7 @@ class OpenLayout(Struct):
         bytes is a maximum of lines in 1 / pieces: once constant, it stays so.  What the allocator
         reserves is no such maximum."""
         fewer = (candidate, candidate.in_one_piece)
-        return short_bytes in [self.short.get((one, step)) for one in fewer]
+        return short_bytes in [self.short.get((item, step)) for item in fewer]
 
 
 class QueueEntry(Struct, frozen=True):
@@ -326,11 +326,11 @@ class SearchQueue:
     def slower(self) -> Counter[str]:
         """Counts of the layouts and plans whose bounds are no faster than the best step, by
         cause."""
-        found = self._dropped.copy()
+        result = self._dropped.copy()
         for bound_s, entry in self.entries.waiting():
             if bound_s >= self.best_s:
-                _count(found, entry)
-        return found
+                _count(result, entry)
+        return result
 
 
 def _count(slower: Counter[str], entry: QueueEntry) -> None:

@@ -89,8 +89,8 @@ class SearchJob(SearchSpace):
         if not self.request.any_fit:
             return list(range(part, len(self._layouts), parts))
         alike = [group_key(cut[0])._replace(micro_batch=1) for cut in self._layouts]
-        numbers = {one: number for number, one in enumerate(dict.fromkeys(alike))}
-        return [index for index, one in enumerate(alike) if numbers[one] % parts == part]
+        numbers = {item: number for number, item in enumerate(dict.fromkeys(alike))}
+        return [index for index, item in enumerate(alike) if numbers[item] % parts == part]
 
     def search_of(self, candidates: Sequence[Candidate], min_pp: int = 1) -> Search:
         """Return the search for the best layout of given candidates, over layouts with at least
@@ -126,14 +126,16 @@ class SearchJob(SearchSpace):
             next((index for index in indices if self._group(index).has_room), indices[0])
             for indices in nearest
         ]
-        found: list[dict[Variant, Probe]] = []
+        results: list[dict[Variant, Probe]] = []
         for bounds in map(self._group, dict.fromkeys(chosen)):
-            again = [s for s, p in found[0].items() if rebuilds(s, p)] if found else self.variants
+            again = (
+                [s for s, p in results[0].items() if rebuilds(s, p)] if results else self.variants
+            )
             probes = {variant: bounds.probe(Candidate((variant,))) for variant in again}
-            found.append({s: p for s, p in probes.items() if isinstance(p, Probe)})
+            results.append({s: p for s, p in probes.items() if isinstance(p, Probe)})
         if not self.request.hosts:
-            return [{s: p for s, p in one.items() if "offload" not in p.kinds} for one in found]
-        return found
+            return [{s: p for s, p in item.items() if "offload" not in p.kinds} for item in results]
+        return results
 
     def _group(self, index: int) -> GroupBounds:
         if index not in self._groups:
@@ -231,7 +233,7 @@ def rounds(
                 pool.add([Round(min(at.best_s, limit_s), listing)])
                 pool.begin()
             states = _living([answer for pool in pools for _, answer in pool.run()])
-            fitting = distinct([*fitting, *(one for state in states for one in state.trials)])
+            fitting = distinct([*fitting, *(item for state in states for item in state.trials)])
             at = _after(at, states, fitting, listing=listing)
             yield at
             later += at.gap <= request.within
@@ -295,11 +297,11 @@ def distinct(trials: Sequence[Trial]) -> list[Trial]:
 
     kept: list[Trial] = []
     taken: set[tuple[Hashable, object]] = set()
-    for one in sorted((trial for trial in trials if trial.result.fits), key=order):
-        at = place_of(one.result)
-        keys = {(at, order(one)[0]), (at, one.candidate or one.result.method)}
+    for item in sorted((trial for trial in trials if trial.result.fits), key=order):
+        at = place_of(item.result)
+        keys = {(at, order(item)[0]), (at, item.candidate or item.result.method)}
         if not keys & taken:
-            kept.append(one)
+            kept.append(item)
             taken |= keys
     return kept
 

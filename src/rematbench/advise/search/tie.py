@@ -35,17 +35,17 @@ def simplest(job: SearchSpace, best: Result, run: Rounds) -> Result | None:
             return None
         if level == (0, True) and not any(choice.hosted for choice in job.space.choices):
             continue
-        if (found := _tied(job, best, level, run)) is not None:
-            return found
+        if (result := _tied(job, best, level, run)) is not None:
+            return result
     return None
 
 
 def _tied(job: SearchSpace, best: Result, level: Simple, run: Rounds) -> Result | None:
     """The fastest plan at a level that ties with `best`, as a row of its table."""
     request = replace(job.request, most_methods=level[0], hosts=level[1])
-    limit_s = best.fitting_s * math.exp(max(ratio_band(one_layout=one) for one in (True, False)))
+    limit_s = best.fitting_s * math.exp(max(ratio_band(one_layout=item) for item in (True, False)))
     near = job.completed([best, *_fastest(request, run, limit_s)])
-    return next((one for one in near[1:] if one.tied and _methods(one) <= level[0]), None)
+    return next((item for item in near[1:] if item.tied and _methods(item) <= level[0]), None)
 
 
 def _methods(result: Result) -> int:
@@ -70,8 +70,8 @@ def of_packages(job: SearchSpace, best: Result, run: Rounds) -> Iterator[tuple[s
             SearchSpace(request).ready()
         except MethodError:  # no options on any of these layouts
             continue
-        found = _fastest(request, run)
-        yield name, job.completed([best, found[0]])[1] if found else None
+        result = _fastest(request, run)
+        yield name, job.completed([best, result[0]])[1] if result else None
 
 
 def _runs(stacks: Sequence[str], system: System) -> bool:
