@@ -11,16 +11,12 @@ configfile: "config/workflow.yaml"
 include: "workflows/common.smk"
 include: "workflows/records.smk"
 include: "workflows/campaigns.smk"
-include: "workflows/runs.smk"
+include: "workflows/targets.smk"
 include: "workflows/published.smk"
-include: "workflows/studies.smk"
 include: "workflows/figures.smk"
 include: "workflows/executed.smk"
 include: "workflows/measured.smk"
-include: "workflows/matrix.smk"
-include: "workflows/tables.smk"
 include: "workflows/drawn.smk"
-include: "workflows/page.smk"
 
 
 report: "workflows/report.rst"
@@ -30,6 +26,7 @@ rule all:
     default_target: True
     input:
         "results/index.html",
+        "results/paper/documents.txt",
         f"results/paper/retraced/baselines/{RETRACED_POINT}.txt",
 
 

@@ -35,7 +35,7 @@ from rematbench.advise.search.shard_bounds import ShardBounds
 from rematbench.advise.search.shards import Shard, key
 from rematbench.advise.search.space import Choice
 from rematbench.cli.doctor import cpu_name
-from rematbench.inputs.problemspec import ProblemSpec
+from rematbench.inputs.job import Job
 from rematbench.paper.matrix.best import Line, Task, Worker
 from rematbench.paper.matrix.spec import MatrixSpec, load_matrix
 
@@ -63,12 +63,12 @@ def quiet() -> None:
 def job(small: bool) -> SearchRequest:
     """The published problem, or with `small` a problem of a few hundred layouts."""
     if small:
-        spec = ProblemSpec(
+        spec = Job(
             model="gpt-1.3b", cluster="a800-80gb", system="megatron-core",
             gpus=4, seq_len=2048, global_batch=8,
         )  # fmt: skip
         return SearchRequest(spec=spec, only=("balanced_checkpointing",))
-    spec = ProblemSpec(
+    spec = Job(
         model="llama-175b", cluster="h800-80gb", system="megatron-kwai",
         gpus=256, seq_len=8192, global_batch=256,
     )  # fmt: skip

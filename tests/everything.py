@@ -92,7 +92,7 @@ def at_the_edge(one: SearchRequest, found: Sequence[Trial], share: float) -> Sea
     context = first.room_bytes - first.usable_bytes
     while (left := usable - reserve_bytes(usable + context)) < need:
         usable += need - left
-    return replace(one, spec=replace(one.spec, hbm_bytes=usable + first.non_torch_bytes))
+    return replace(one, spec=one.spec.changed(hbm_bytes=usable + first.non_torch_bytes))
 
 
 def fastest_that_fits(one: SearchRequest, found: Sequence[Trial]) -> Result | None:

@@ -13,10 +13,10 @@ from rematbench.evaluate import method_contract, problems
 from rematbench.evaluate.evaluation import evaluate
 from rematbench.inputs import stackfacts
 from rematbench.inputs.constants import Calibration, load_calibration
+from rematbench.inputs.job import Job
 from rematbench.inputs.layout import Layout
 from rematbench.inputs.load import load_cluster, load_system, names
 from rematbench.inputs.paths import data_dir
-from rematbench.inputs.problemspec import ProblemSpec
 from rematbench.inputs.system import with_facts
 from rematbench.plan import (
     ByteBudget,
@@ -145,7 +145,7 @@ def tight(given: Problem, share: float) -> Problem:
 
 def make_problem(*, layout: Layout, **others: Any) -> Problem:
     """A problem with its evaluator, at a whole layout."""
-    return problems.make_problem(ProblemSpec.at(layout, **others))
+    return problems.make_problem(Job.at(layout, **others))
 
 
 def layers(num_layers: int, model: Model = LLAMA) -> Model:

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator
 from rematbench.advise.compare.comparison import Comparison
 from rematbench.advise.compare.compositions import CompareConfig, load_compare
 from rematbench.advise.compare.tuning import Task, Tuning
-from rematbench.evaluate.result import Job, Result
+from rematbench.evaluate.result import PlannedJob, Result
 from rematbench.problem import Problem
 
 
@@ -29,7 +29,7 @@ def compared(
     problem: Problem, config: CompareConfig | None = None
 ) -> tuple[Comparison, list[Task]]:
     """The comparison, and its tasks in their order."""
-    job = Job(problem=problem, base=problem.base_plan)
+    job = PlannedJob(problem=problem, base=problem.base_plan)
     comparison = Comparison(job, config or load_compare())
     pool = Serial(Tuning(job, ()))
     comparison.pool = pool  # type: ignore[assignment]

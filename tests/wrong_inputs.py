@@ -197,7 +197,7 @@ FILES: dict[str, tuple[tuple[str, ...], dict[str, Any], Callable[[Any], bytes]]]
     "cluster.yaml": (simulated("cluster"), shipped("clusters", "a800-80gb"), as_yaml),
     "system.yaml": (simulated("system"), shipped("systems", "megatron-core"), as_yaml),
     "suite.yaml": (
-        ("run", "{in}", "--method", "keep_all", "-o", "{out}.d"), shipped(".", "smoke"), as_yaml,
+        ("cells", "{in}", "--store", "{out}.d"), shipped(".", "measure"), as_yaml,
     ),
     "config.json": (simulated("model"), LLAMA, as_json),
     "gemma.json": (simulated("model"), GEMMA, as_json),

@@ -1,18 +1,14 @@
-"""Shared by all files: bundles by method, and inputs that Snakemake cannot detect."""
+"""Shared by all files: what Snakemake cannot detect, and figures."""
 
 from pathlib import Path
 
-from rematbench.worlds.records.record import content_hash
-from rematbench.worlds.records.digests import command_digest, digest
+from rematbench.worlds.records.digests import module_digest
 from rematbench.plugins.discover import discover
 from rematbench.paper import catalog
-from rematbench.paper.studies.study import load_study
+from rematbench.paper.targets import facts
+from rematbench.paper.targets import figures as paper_figures
 
-PUBLISHED = "results/published/runs.csv"
-METHODS = sorted(str(path) for path in Path("methods").glob("*.py"))
-FACTS = digest([*Path("config").glob("*s/*.yaml"), Path("config/calibration.yaml")])
 REGISTRY = discover()
-FIGURES = catalog.figures(Path("figures"))
 STYLE = ["figures/style.py", "src/rematbench/host/chart_style.py"]
 
 for path, reason in REGISTRY.broken.items():
@@ -24,49 +20,27 @@ wildcard_constraints:
     measured="|".join(catalog.suites()),
     method="[a-z0-9_+]+",
     study="|".join(catalog.studies()),
+    part="|".join(catalog.matrix_parts()),
     bundle=r"[a-z0-9_+]+\.\d+x\d+\.\d+",
 
 
-def code(command, methods=(), loaded=()):
+def code(command, methods=()):
     """A parameter that reruns a rule: digests of the code behind the rule's command (a module of
-    `cli/`), of modules that it loads by name, of the imports of its method files, and of models,
-    clusters, systems and constants.
+    `cli/`), of the imports of its method files, and of models, clusters, systems and constants.
     Snakemake keeps no parameter that is made from a rule's input, so a change of such a one reruns
     nothing: give the files themselves.
     """
-    return f"{command_digest(command, map(Path, methods), loaded)} {FACTS}"
+    return f"{module_digest(f'rematbench.cli.{command}', map(Path, methods))} {facts()}"
 
 
-def method_files(wildcards):
-    """The files of a composed method's parts: an edit of a file reruns the bundles of the part."""
-    origins = [
-        Path(REGISTRY.methods[name].origin) for name in wildcards.method.split("+")
-    ]
-    here = Path.cwd()
-    return [
-        str(path.relative_to(here)) for path in origins if path.is_relative_to(here)
-    ]
+def inputs_of(target):
+    """A function that gives the files behind the inputs of a target, by name."""
+    return lambda wildcards: target.files(dict(wildcards.items()))
 
 
-def study_methods(wildcards):
-    """The files of the methods in a study's questions: an edit of a file reruns the study."""
-    questions = load_study(Path(f"config/study/{wildcards.study}.yaml")).questions
-    names = {m.method for question in questions for m in question.methods}
-    origins = {
-        Path(REGISTRY.methods[part].origin)
-        for name in names
-        for part in name.split("+")
-    }
-    here = Path.cwd()
-    return sorted(
-        str(path.relative_to(here)) for path in origins if path.is_relative_to(here)
-    )
-
-
-def looked_into(wildcards):
-    """The folder of the records behind a suite's stage and timeline figures."""
-    method = config["looked_into"][wildcards.suite]["method"]
-    return f"results/{wildcards.suite}/records/simulated/{method}"
+def digest_of(target):
+    """A parameter that reruns a rule where the code or the facts behind its target change."""
+    return lambda wildcards: target.digest(dict(wildcards.items()))
 
 
 def traces(wildcards):
@@ -77,7 +51,8 @@ def traces(wildcards):
 
 def figures(suite):
     """The figures of a suite: those of single runs, and for the paper all others."""
-    names = ["stage_memory", "timeline"]
     if suite == catalog.PAPER:
-        names += [*FIGURES, "small_models", "methods_timeline"]
-    return [f"results/{suite}/figures/{name}.pdf" for name in names]
+        return paper_figures()
+    return [
+        f"results/{suite}/figures/{name}.pdf" for name in ("stage_memory", "timeline")
+    ]

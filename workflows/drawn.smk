@@ -1,6 +1,6 @@
 """Figures that are drawn from tables alone, and the figure of small models on one node."""
 
-for FIGURE, FROM in FIGURES.items():
+for FIGURE, FROM in catalog.figures(Path("figures")).items():
 
     rule:
         name:
@@ -21,33 +21,13 @@ for FIGURE, FROM in FIGURES.items():
             "python {input.script} {input.tables} {output.pdf} > {log} 2>&1"
 
 
-rule predict_more:
-    input:
-        sheet="results/published/runs_more.csv",
-        bands="config/left_out.csv",
-    output:
-        "results/paper/predictions_more.csv",
-    log:
-        "results/paper/logs/predict_more.log",
-    localrule: SIMULATE_HERE
-    conda:
-        "../environment.yml"
-    resources:
-        **SIMULATED,
-    params:
-        engine=code("sheet"),
-    shell:
-        "rematbench predict {input.sheet} -o {output} --processes 1 > {log} 2>&1"
-
-
 rule small_models:
     input:
         script="figures/small_models.py",
         style=STYLE,
-        sheet="results/published/runs_more.csv",
         cells="results/paper/predictions_more.csv",
-    output:
         instant="results/paper/predictions_instant_hosts.csv",
+    output:
         pdf="results/paper/figures/small_models.pdf",
         png=report("results/paper/figures/small_models.png", category="figures"),
     log:
@@ -55,10 +35,5 @@ rule small_models:
     localrule: True
     conda:
         "../environment.yml"
-    params:
-        engine=code("sheet"),
-        only="--only system=megatron-deepspeed --only layers=24 --only pp=1",
     shell:
-        "(rematbench predict {input.sheet} -o {output.instant} --processes 1 {params.only}"
-        " --instant-hosts && python {input.script} {input.cells} {output.instant} {output.pdf})"
-        " > {log} 2>&1"
+        "python {input.script} {input.cells} {input.instant} {output.pdf} > {log} 2>&1"

@@ -1,39 +1,6 @@
 """Figures (PDF and PNG) from the records and timelines of single runs."""
 
 
-rule stages:
-    input:
-        records=looked_into,
-    output:
-        "results/{suite}/stages.csv",
-    log:
-        "results/{suite}/logs/stages.log",
-    localrule: True
-    conda:
-        "../environment.yml"
-    params:
-        engine=code("stages"),
-        record=lambda wildcards: config["looked_into"][wildcards.suite]["stages"],
-    shell:
-        "rematbench stages {input.records}/{params.record}.json -o {output} > {log} 2>&1"
-
-
-rule trace:
-    input:
-        records=looked_into,
-    output:
-        "results/{suite}/traces/{record}.json",
-    log:
-        "results/{suite}/logs/trace_{record}.log",
-    localrule: True
-    conda:
-        "../environment.yml"
-    params:
-        engine=code("plan"),
-    shell:
-        "rematbench timeline {input.records}/{wildcards.record}.json -o {output} > {log} 2>&1"
-
-
 rule stage_figure:
     input:
         script="figures/stage_memory.py",
@@ -66,3 +33,34 @@ rule timeline_figure:
         "../environment.yml"
     shell:
         "python {input.script} {input.traces} {output.pdf} > {log} 2>&1"
+
+
+rule methods_timeline:
+    input:
+        script="figures/timeline.py",
+        style=STYLE,
+        traces=method_traces,
+    output:
+        pdf="results/paper/figures/methods_timeline.pdf",
+        png=report("results/paper/figures/methods_timeline.png", category="timelines"),
+    log:
+        "results/paper/logs/methods_timeline.log",
+    localrule: True
+    conda:
+        "../environment.yml"
+    shell:
+        "python {input.script} {input.traces} {output.pdf} > {log} 2>&1"
+
+
+rule picture:
+    input:
+        "results/paper/figures/timeline.png",
+    output:
+        "docs/timeline.png",  # committed for the README, not a target of `all`
+    log:
+        "results/paper/logs/picture.log",
+    localrule: True
+    conda:
+        "../environment.yml"
+    shell:
+        "cp {input} {output} > {log} 2>&1"

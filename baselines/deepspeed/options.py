@@ -1,15 +1,12 @@
 """The keys of DeepSpeed's configuration for the facts of a stack.
 
-Source: deepspeed 0.19.8, runtime/zero/config.py.  A fact without a key is in NO_OPTION, and `flags`
-lists its value as assumed; tests hold every fact to one of the tables.
+Source: deepspeed 0.19.8, runtime/zero/config.py.  `flags` lists the facts that act in a job
+and have no key here as assumed.
 """
 
-from collections.abc import Iterator
 from typing import Any
 
-from rematbench.inputs.effects import ACTS
 from rematbench.problem import Problem
-from rematbench.worlds.packages.limits import ABILITIES, assumed_facts, use_of
 
 KEYS = {
     "bucket_bytes": "reduce_bucket_size",
@@ -21,30 +18,26 @@ KEYS = {
 """Keys of zero_optimization by fact."""
 POLICY = ("reduce_overlap", "optimizer_on_host", "parameters_on_host", "param_bytes")
 """Facts that the configuration of a policy and a job has."""
-NO_OPTION = frozenset(ACTS) - {*KEYS, *POLICY, *ABILITIES}
-"""Facts that no key gives: the model's code, its package's or the environment's."""
 
 
-def stack_values(problem: Problem, zero: dict[str, Any]) -> dict[str, Any]:
-    """The values of zero_optimization for the facts that act in a job.  A bucket is no larger than
-    the one that is in `zero`: buckets are allocated whole."""
-    system, use = problem.system, use_of(problem)
-    values: dict[str, Any] = {
-        "bucket_bytes": min(
-            system.zero.bucket_bytes // max(1, system.states.grad_bytes)
-            or zero["reduce_bucket_size"],
-            zero["reduce_bucket_size"],
-        ),
-        "prefetch_elements": system.zero.prefetch_elements,
-        "live_elements": system.zero.live_elements,
-        "sub_group_parameters": system.zero.sub_group_parameters or None,
-        "whole_buckets": system.zero.whole_buckets,
+def stack_values(problem: Problem, made: dict[str, Any]) -> dict[str, Any]:
+    """The values of zero_optimization for facts that a job has a use for.  A bucket is no larger
+    than the one that is in `made`: buckets are allocated whole."""
+    lay, zero, host = problem.layout, problem.system.zero, problem.system.host
+    stage, third = lay.zero_stage if lay.state_shards > 1 else 0, lay.zero_stage == 3
+    overlapped = zero.reduce_overlap and lay.dp * lay.cp > 1 and stage < 2
+    ahead = third and (stage > 0 or host.parameters_on_host) and zero.data_parallel == "zero"
+    grouped = third and (host.host_gradients if host.optimizer_on_host else stage > 0)
+    useful = {
+        "bucket_bytes": overlapped or (zero.whole_buckets and stage > 0),
+        "prefetch_elements": ahead,
+        "live_elements": ahead and zero.prefetch_elements > 0 and zero.gather_overlap,
+        "sub_group_parameters": grouped and zero.sub_group_parameters > 0,
+        "whole_buckets": stage > 0 and zero.bucket_bytes > 0,
     }
-    return {
-        KEYS[fact]: value for fact, value in values.items() if value is not None and ACTS[fact](use)
-    }
-
-
-def assumed(problem: Problem, *, offloads: bool) -> Iterator[str]:
-    """The facts that act in a job and that no key gives, with their values."""
-    return assumed_facts(problem, {*KEYS, *POLICY}, offloads=offloads)
+    values = {KEYS[fact]: getattr(zero, fact) for fact, is_so in useful.items() if is_so}
+    bucket, key = made["reduce_bucket_size"], KEYS["bucket_bytes"]
+    if key in values:
+        own = zero.bucket_bytes // max(1, problem.system.states.grad_bytes)
+        values[key] = min(own or bucket, bucket)
+    return values

@@ -119,9 +119,9 @@ class DeepSpeed(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return problem.layout.pp == 1
 
     @classmethod
-    def assumed(cls, problem: Problem, *, offloads: bool) -> tuple[str, ...]:
-        """The facts of the stack that a prediction assumes and no option gives."""
-        return tuple(options.assumed(problem, offloads=offloads))
+    def facts_with_options(cls, problem: Problem) -> set[str]:
+        """The facts of the problem's stack that options give."""
+        return {*options.KEYS, *options.POLICY}
 
     def flags(self, problem: Problem, _: Plan | None = None, *, whole: bool = False) -> str:
         """DeepSpeed's configuration as JSON, which has no arguments of a model (`whole`)."""
@@ -204,14 +204,14 @@ def _job(setup: Setup) -> list[Reason]:
         (model.qk_norm, "norms over heads (this baseline's model has none)"),
         *((True, f"{words} (this baseline's model has none)") for words in model.special_features),
         (any(model.attention_window), "sliding-window attention (this baseline's model has none)"),
-        (setup.document_len > 0, "packed documents (this baseline's model has none)"),
+        (setup.work.document_len > 0, "packed documents (this baseline's model has none)"),
         (
             model.attention_soft_cap != 0 or model.logit_soft_cap != 0,
             "soft caps (this baseline's model has none)",
         ),
         (
-            setup.precision not in ("fp32", "bf16"),
-            f"precision {setup.precision} (fp32 and bf16 run)",
+            setup.work.precision not in ("fp32", "bf16"),
+            f"precision {setup.work.precision} (fp32 and bf16 run)",
         ),
         (
             setup.attention == "unfused",
@@ -255,7 +255,7 @@ def _uneven(name: str, tiles: int, setup: Setup) -> Reason:
     tile asked for; if there is no such tile, 0.19.8 silently trains on a part of the gradient.
     """
     lay = setup.layout
-    rows = lay.micro_batch * (setup.seq_len // lay.ulysses)
+    rows = lay.micro_batch * (setup.work.seq_len // lay.ulysses)
     made = pieces(rows, tiles)
     above = next((n for n in range(tiles, rows + 1) if pieces(rows, n) == n), made)
     near = " or ".join(str(n) for n in sorted({made, above}))

@@ -132,7 +132,7 @@ def _fixed(run: RunSpec) -> dict[str, Fixed]:
     lay = run.layout
     chunk = str(run.model.num_layers // lay.num_chunks) if lay.vpp > 1 else None
     backend = Fixed("unfused", "auto", "unfused attention")
-    if run.attention == "flash":
+    if run.stack.attention == "flash":
         backend = Fixed("auto", "auto", "flash attention", ("flash", "fused"))
     return {
         "tensor_model_parallel_size": Fixed(str(lay.tp), "1"),

@@ -95,7 +95,7 @@ def _model(model: Model) -> dict[str, Any]:
 
 def _attention(run: RunSpec) -> dict[str, Any]:
     """The backend where the job wants materialised scores; else TransformerEngine chooses."""
-    return {"attention_backend": AttnBackend.unfused} if run.attention == "unfused" else {}
+    return {"attention_backend": AttnBackend.unfused} if run.stack.attention == "unfused" else {}
 
 
 def _recomputation(policy: MegatronCore) -> dict[str, Any]:

@@ -147,7 +147,7 @@ def _local_spec(run: RunSpec, policy: MegatronCore, *, dense: bool) -> tuple[Any
     if run.layout.cp > 1:
         attention.core_attention = GatheredAttention
         return spec, "gathered keys and values, torch's flash operator"
-    if run.attention == "unfused":
+    if run.stack.attention == "unfused":
         return spec, "megatron-core DotProductAttention (materialised scores)"
     attention.core_attention = SdpaAttention
     return spec, "torch scaled_dot_product_attention"

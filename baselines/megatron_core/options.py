@@ -1,17 +1,15 @@
 """The options of Megatron-LM's pretraining script for the facts of a stack, a layout and a model.
 
-Source: Megatron-LM, megatron/training/arguments.py of core 0.16.  A fact without an option is in
-NO_OPTION, and `flags` lists its value as assumed; tests hold every fact to one of the two tables.
+Source: Megatron-LM, megatron/training/arguments.py of core 0.16.  `flags` lists
+the facts that act in a job and have no option here as assumed.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
-from rematbench.inputs.effects import ACTS
 from rematbench.inputs.layout import Layout
 from rematbench.inputs.system import System
 from rematbench.problem import Problem
 from rematbench.workload import Model, Workload
-from rematbench.worlds.packages.limits import ABILITIES, assumed_facts, use_of
 
 BUCKET_PARAMETERS = 40_000_000
 """The smallest default of --ddp-bucket-size (megatron/core/distributed)."""
@@ -104,8 +102,6 @@ OPTIONS: dict[str, Callable[[System], str | None]] = {
 no option gives."""
 POLICY = ("fused_swiglu", "param_bytes")
 """Facts that the options of a policy and the precision give."""
-NO_OPTION = frozenset(ACTS) - {*OPTIONS, *POLICY, *ABILITIES}
-"""Facts that no option gives: a version's, its package's or the environment's."""
 NAMES = frozenset({
     *("attention_backend", "cross_entropy_loss_fusion", "no_rope_fusion", "transformer_impl"),
     *("use_precision_aware_optimizer", "exp_avg_dtype", "exp_avg_sq_dtype", "tp_comm_overlap"),
@@ -125,16 +121,40 @@ run has no GPU to overlap on, and takes the model from the job."""
 
 
 def stack_words(problem: Problem) -> list[str]:
-    """The options of the facts that act in a job."""
-    use = use_of(problem)
-    given = (OPTIONS[fact](problem.system) for fact in OPTIONS if ACTS[fact](use))
+    """The options of the stack's facts, of those that a job has a use for."""
+    useful = _useful(problem)
+    given = (words(problem.system) for fact, words in OPTIONS.items() if useful.get(fact, True))
     return list(dict.fromkeys(words for words in given if words))
 
 
-def assumed(problem: Problem, *, offloads: bool) -> Iterator[str]:
-    """The facts that act in a job and that no option gives, with their values."""
-    said = {fact for fact, words in OPTIONS.items() if words(problem.system) is not None}
-    return assumed_facts(problem, {*POLICY, *said}, offloads=offloads)
+def _useful(problem: Problem) -> dict[str, bool]:
+    """Whether a job has a use for the option of a fact; each job has one for those not here."""
+    lay, model, system = problem.layout, problem.workload.model, problem.system
+    peers, stage = lay.dp * lay.cp > 1, lay.zero_stage if lay.state_shards > 1 else 0
+    exchanges = lay.ep > 1 and lay.num_micro_batches > 1
+    nodes = lay.gpus > problem.cluster.gpus_per_node
+    return {
+        "attention": problem.attention == "flash",
+        "rope": model.position == "rope" and not system.kernels.compiled,
+        "norm": model.norm == "rmsnorm" or model.norm_in_fp32,
+        "reduce_bytes": peers,
+        "tp_overlap": lay.tp > 1,
+        "p2p_overlap": lay.pp > 1,
+        "reduce_overlap": peers and (lay.pp == 1 or stage < 2),
+        "gather_overlap": stage > 0,
+        "bucket_bytes": system.zero.reduce_overlap and peers and stage < 2,
+        "cp_kind": lay.cp > 1,
+        "dispatcher": lay.ep > 1,
+        "ep_overlap": exchanges,
+        "delayed_wgrad": exchanges,
+        "rank_order": nodes and sum(d > 1 for d in (lay.tp, lay.cp, lay.dp, lay.pp)) > 1,
+    }
+
+
+def facts_with_options(problem: Problem) -> set[str]:
+    """The facts that options give, or that need none."""
+    given = {fact for fact, words in OPTIONS.items() if words(problem.system) is not None}
+    return {*POLICY, *given}
 
 
 def expert_words(layout: Layout, work: Workload) -> list[str]:

@@ -197,9 +197,9 @@ class MegatronCore(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         return options.partition_words(_sizes(plan), problem.layout) is not None
 
     @classmethod
-    def assumed(cls, problem: Problem, *, offloads: bool) -> tuple[str, ...]:
-        """The facts of the stack that a prediction assumes and no option gives."""
-        return tuple(options.assumed(problem, offloads=offloads))
+    def facts_with_options(cls, problem: Problem) -> set[str]:
+        """The facts of the problem's stack that options give."""
+        return options.facts_with_options(problem)
 
     def flags(self, problem: Problem, plan: Plan | None = None, *, whole: bool = False) -> str:
         """The arguments of Megatron-LM's pretraining script for layout, stack, policy and the
@@ -334,15 +334,15 @@ def _model(setup: Setup) -> list[Reason]:
         *((words != "experts", f"{words} {_said(words)}") for words in model.special_features),
         *_experts(setup),
         (any(model.attention_window), "sliding-window attention needs TransformerEngine"),
-        (setup.document_len > 0, "packed documents need TransformerEngine"),
+        (setup.work.document_len > 0, "packed documents need TransformerEngine"),
         (
             model.attention_soft_cap != 0 or model.logit_soft_cap != 0,
             "soft caps are not in megatron-core",
         ),
         (model.mlp == "geglu", "geglu: its fused function is the tanh approximation"),
         (
-            setup.precision not in ("fp32", "bf16"),
-            f"precision {setup.precision} (fp32 and bf16 run)",
+            setup.work.precision not in ("fp32", "bf16"),
+            f"precision {setup.work.precision} (fp32 and bf16 run)",
         ),
     ]
 
@@ -367,7 +367,7 @@ def _experts(setup: Setup) -> list[Reason]:
         (experts.router_bias, "a bias of the router (not run here)"),
         (experts.shared_gate, "a gate of the shared expert (not run here)"),
         (experts.groups > 1, "groups of experts (not run here)"),
-        (setup.drops_tokens, "a capacity of experts without padding (not run here)"),
+        (setup.work.drops_tokens, "a capacity of experts without padding (not run here)"),
         (
             experts.aux_loss > 0 and lay.tp > 1,
             "an auxiliary loss under tp, per token as here: 0.16.1 scales its gradient by a rank's "

@@ -151,7 +151,7 @@ def trace(job: PackageJob) -> RankAnswer:
 
     answer: RankAnswer = fake_schedules.trace(job, _policy(job))
     run = job.run
-    dropped = run.model.dropout > 0 and run.attention == "flash" and run.layout.cp == 1
+    dropped = run.model.dropout > 0 and run.stack.attention == "flash" and run.layout.cp == 1
     answer.label = f"{_label(parts, 'cpu')} (fake tensors)"
     answer.shim = (*parts, "flash") if dropped else parts
     return answer

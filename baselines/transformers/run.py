@@ -61,7 +61,7 @@ def trace(job: PackageJob) -> RankAnswer:
         seq_len=asked.seq_len,
         batch=asked.layout.micro_batch,
         precision=cast(Literal["bf16", "fp16", "fp32"], asked.precision),
-        attention=_kernel(config, asked.attention),
+        attention=_kernel(config, asked.stack.attention),
         checkpointing=policy.checkpointing,
         holds_output=policy.holds_output,
     )

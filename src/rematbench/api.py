@@ -14,18 +14,18 @@ from rematbench.advise.search.processes import rounds
 from rematbench.advise.search.search_job import SearchJob, SearchRequest, search_row
 from rematbench.advise.search.space import Fixed
 from rematbench.evaluate.problems import make_problem
-from rematbench.evaluate.result import Job, Result, evaluate_method, told_fragmented
+from rematbench.evaluate.result import PlannedJob, Result, evaluate_method, told_fragmented
 from rematbench.evidence.bands import with_band
 from rematbench.evidence.peaks import leaving_reserve
 from rematbench.inputs.configfile import ConfigError, convert
-from rematbench.inputs.problemspec import ProblemSpec
+from rematbench.inputs.job import Job
 from rematbench.plugins.discover import discover, entry_of
 from rematbench.plugins.registry import Composition, Method, MethodError, Value, build
 
 if TYPE_CHECKING:
     import pandas as pd
 
-Problem = ProblemSpec
+Problem = Job
 """A planning problem, in the words of the command line: `Problem(model="llama-7b", gpus=8, ...)`.
 `model`, `cluster` and `system` are names or paths of files; parallel degrees and batches are whole
 numbers."""
@@ -35,7 +35,7 @@ def load_method(
     text: str | Path,
     folder: str | Path | None = None,
     *,
-    problem: ProblemSpec | None = None,
+    problem: Job | None = None,
     **settings: Value,
 ) -> Composition:
     """The method that a text names, with its parameters.  The text has the form that `simulate`
@@ -52,9 +52,7 @@ def load_method(
     return registry.resolve(str(text), settings, _job(problem).problem if problem else None)
 
 
-def simulate(
-    problem: ProblemSpec, method: str | Composition | Method, *, checked: bool = False
-) -> Result:
+def simulate(problem: Job, method: str | Composition | Method, *, checked: bool = False) -> Result:
     """Simulate a method (a name, a result of `load_method`, or an object with `plan`) on a problem.
     `checked` also proves the lowered plan safe (evaluate/proof.py).
 
@@ -75,7 +73,7 @@ def simulate(
 
 
 def compare(
-    problem: ProblemSpec,
+    problem: Job,
     *,
     also: Sequence[str] = (),
     only: Sequence[str] = (),
@@ -109,7 +107,7 @@ def compare(
 
 
 def search(
-    problem: ProblemSpec,
+    problem: Job,
     *,
     fixed: Mapping[str, int] | None = None,
     methods: Sequence[str] = (),
@@ -126,7 +124,7 @@ def search(
     vpp, micro_batch, zero_stage) are held, all others are searched.  `methods` restricts the search
     to the named methods and their compositions.
     """
-    if not isinstance(problem, ProblemSpec):
+    if not isinstance(problem, Job):
         raise ConfigError("", "problem", f"expected a rematbench.Problem, not {problem!r}")
     _check_lists(methods=methods, folders=folders)
     _check_counts(top=top, processes=processes)
@@ -172,16 +170,16 @@ def _check_counts(**given: object) -> None:
             raise ConfigError("", name, f"expected a whole number above 0, not {value!r}")
 
 
-def _job(problem: ProblemSpec) -> Job:
+def _job(problem: Job) -> PlannedJob:
     """The job of a problem; ConfigError for an argument that is no Problem."""
-    if not isinstance(problem, ProblemSpec):
+    if not isinstance(problem, Job):
         raise ConfigError("", "problem", f"expected a rematbench.Problem, not {problem!r}")
     made = leaving_reserve(make_problem(problem))
     try:
         words = tuple(problem.to_arguments())
     except ConfigError:  # a model, cluster or system given as an object has no name to type
         words = ()
-    return Job(problem=made, base=made.base_plan, words=words)
+    return PlannedJob(problem=made, base=made.base_plan, words=words)
 
 
 __all__ = ["MethodError", "Problem", "Result", "compare", "load_method", "search", "simulate"]

@@ -13,6 +13,7 @@ from rematbench.workload import NonNegativeInt, PositiveInt
 Fraction = Annotated[float, Meta(ge=0.0, le=1.0)]
 Phase = Literal["warmup", "steady", "cooldown"]
 Scope = Literal["consumer", "layer"]
+Schedule = Literal["gpipe", "1f1b", "interleaved_1f1b"]
 StateKind = Literal["parameter", "gradient", "optimizer"]
 
 Settings = Mapping[str, str | int | float | bool]
@@ -254,7 +255,7 @@ class Plan(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """
 
     partition: tuple[tuple[tuple[int, ...], ...], ...]
-    schedule: Literal["gpipe", "1f1b", "interleaved_1f1b"] = "1f1b"
+    schedule: Schedule = "1f1b"
     orders: tuple[tuple[Pass, ...], ...] = ()
     rules: tuple[Rule, ...] = ()
     transfers: Transfers = Transfers()

@@ -12,19 +12,15 @@ from rematbench.costs.bind import CostModel
 from rematbench.costs.offload_estimate import PipelineOffloadEstimator, pipeline_offload_estimator
 from rematbench.costs.operators.block import embedding_table, head_table, layer_table
 from rematbench.costs.operators.ops import Op, OpTable, rebuild_ops
-from rematbench.costs.states import (
-    StateBytes,
-    non_torch_bytes,
-    room_bytes,
-    state_bytes,
-)
+from rematbench.costs.states import StateBytes, non_torch_bytes, room_bytes, state_bytes
 from rematbench.inputs.cluster import Cluster
 from rematbench.inputs.constants import Calibration
 from rematbench.inputs.facts import CPU
 from rematbench.inputs.kernel_rates import RateError
-from rematbench.inputs.layout import Layout, LayoutError, check_layout, even_partition
+from rematbench.inputs.layout import Layout, LayoutError, even_partition
+from rematbench.inputs.layout_rules import check_layout
 from rematbench.inputs.precision import attention_problem, peak_flop_per_s
-from rematbench.inputs.system import AttentionBackend, AttentionChoice, System, TpOverlap
+from rematbench.inputs.system import AttentionBackend, StackChoice, System, TpOverlap
 from rematbench.plan import Plan, StateFate
 from rematbench.workload import Workload
 
@@ -63,7 +59,8 @@ class Problem:
 
     `attention`: whether attention scores are in memory; `backend`: a fused kernel other than the
     stack's ("": the stack's).  A method that tunes its plan to the device leaves `reserve_bytes` of
-    each device free.  `evaluator` is the chunk-level evaluator; `weigher` computes the bytes of a
+    each device free.  `stack_choice`: what the run chooses of its stack (`system` and `cluster`
+    have it already).  `evaluator` is the chunk-level evaluator; `weigher` computes the bytes of a
     plan without simulating time (the results of both are memoised).
     Raises LayoutError, and RateError for a kernel that the GPUs cannot run.
     """
@@ -78,6 +75,7 @@ class Problem:
     weigher: Weigher | None = None
     backend: AttentionBackend | Literal[""] = ""
     reserve_bytes: int = 0
+    stack_choice: StackChoice = field(default_factory=StackChoice)
     _memo: dict[bytes, Evaluation] = field(default_factory=dict, repr=False)
     _weights: dict[bytes, Weight] = field(default_factory=dict, repr=False)
 
@@ -131,9 +129,19 @@ class Problem:
         return "unfused" if self.attention == "unfused" else fused
 
     @property
-    def asked_attention(self) -> AttentionChoice:
-        """The value of `--attention` that requests this problem's kernel."""
-        return self.backend or self.attention
+    def chosen(self) -> StackChoice:
+        """The choices that request this problem's kernels, homes and overlap of its stack."""
+        system, overlap = (
+            self.system,
+            "delayed_wgrad" if self.system.experts.delayed_wgrad else "on",
+        )
+        return msgspec.structs.replace(
+            self.stack_choice,
+            attention=self.backend or self.attention,
+            optimizer="host" if system.host.optimizer_on_host else None,
+            parameters="host" if system.host.parameters_on_host else None,
+            ep_overlap=overlap if self.ep_overlaps else None,
+        )
 
     @property
     def constants(self) -> tuple[str, str, str]:
@@ -227,16 +235,9 @@ class Problem:
 
     @cached_property
     def _layers(self) -> dict[tuple[int, bool], OpTable]:
-        fused = self.attention == "flash"
+        fused, of = self.attention == "flash", (self.workload, self.layout, self.system)
         return {
-            (window, dense): layer_table(
-                self.workload,
-                self.layout,
-                self.system,
-                fused_attention=fused,
-                window=window,
-                dense=dense,
-            )
+            (window, dense): layer_table(*of, fused_attention=fused, window=window, dense=dense)
             for window, dense in sorted(set(self._kinds))
         }
 

@@ -8,5 +8,5 @@ __path__: list[str] = []
 
 for _name in ("cluster", "configfile", "constants", "layout", "load", "paths", "precision"):
     sys.modules[f"{__name__}.{_name}"] = import_module(f"rematbench.inputs.{_name}")
-for _name in ("problemspec", "shapes", "system"):
+for _name in ("job", "shapes", "system"):
     sys.modules[f"{__name__}.{_name}"] = import_module(f"rematbench.inputs.{_name}")

@@ -5,6 +5,8 @@ from typing import Annotated, Literal
 from msgspec import Meta, Struct
 from msgspec.structs import force_setattr, replace
 
+from rematbench.host.declared import Fact, Part
+
 PositiveInt = Annotated[int, Meta(gt=0)]
 NonNegativeInt = Annotated[int, Meta(ge=0)]
 Width = Annotated[int, Meta(gt=0, le=1 << 24)]
@@ -302,25 +304,54 @@ class Model(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return layers + self.embedding_parameters + head + self.norm_parameters
 
 
-class Workload(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A model at a sequence length (tokens) in a compute precision.
+class Work(Part, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a step computes, beside its model: a sequence length, a compute precision, documents
+    and the tokens of experts."""
 
-    A model with `max_positions` 0 has `seq_len` learned positions.  `document_len`: mean length in
-    tokens of the documents that are packed into a sequence (0: each sequence is one document).
-    Attention stays inside a document; all other operators work on tokens.  `imbalance`: tokens that
-    the experts of the worst rank receive, over those that every rank receives if experts are
-    balanced (1: balanced).  `capacity_factor`: the most tokens that an expert takes of each rank,
-    over the balanced number (0: no token is dropped); with `expert_padding` it is sent exactly so
-    many, whatever the balance, and no counts.
-    """
-
-    model: Model
-    seq_len: PositiveInt
-    precision: Precision = "bf16"
-    document_len: NonNegativeInt = 0
-    imbalance: Imbalance = 1.0
-    capacity_factor: Capacity = 0.0
+    seq_len: Annotated[PositiveInt, Fact(metavar="S", column="always")]
+    """A sequence has so many tokens."""
+    precision: Annotated[Precision, Fact(column="own")] = "bf16"
+    """Kernels compute in this precision."""
+    document_len: Annotated[NonNegativeInt, Fact(metavar="D")] = 0
+    """Packed documents have so many tokens in the mean; attention stays inside each (0: none)."""
+    imbalance: Annotated[Imbalance, Fact(metavar="F")] = 1.0
+    """The experts of the worst rank receive so many times the balanced tokens."""
+    capacity_factor: Annotated[Capacity, Fact(metavar="F")] = 0.0
+    """An expert takes at most so many times the balanced tokens of each rank, and drops the others
+    (0: no limit)."""
     expert_padding: ExpertPadding = "none"
+    """With `capacity`, each expert is filled up to its capacity, and no counts are sent."""
+
+    @property
+    def packed(self) -> bool:
+        """Whether a sequence holds more than one document."""
+        return 0 < self.document_len < self.seq_len
+
+    @property
+    def packing(self) -> str:
+        """Words on the documents of a sequence; empty where none are packed."""
+        return f" in documents of {self.document_len:,}" if self.packed else ""
+
+    @property
+    def documents(self) -> int:
+        """Documents of a sequence, including a shorter last document."""
+        return -(-self.seq_len // self.document_len) if self.packed else 1
+
+    @property
+    def drops_tokens(self) -> bool:
+        """Whether experts leave out tokens above their capacity, and are not filled up to it."""
+        return self.capacity_factor > 0 and self.expert_padding == "none"
+
+    @property
+    def element_bytes(self) -> int:
+        """Bytes of one activation element."""
+        return BYTES_PER_ELEMENT[self.precision]
+
+
+class Workload(Work, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The work of a model.  A model with `max_positions` 0 has `seq_len` learned positions."""
+
+    model: Annotated[Model, Fact(column="own")]
 
     def __post_init__(self) -> None:
         """Set a `max_positions` of 0 to `seq_len` if the model has learned positions."""
@@ -339,18 +370,3 @@ class Workload(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             return f"experts balanced{most}"
         factor = f"{self.imbalance:g} times the balanced tokens"
         return f"experts of the worst rank receive {factor}{most}"
-
-    @property
-    def packed(self) -> bool:
-        """Whether a sequence holds more than one document."""
-        return 0 < self.document_len < self.seq_len
-
-    @property
-    def documents(self) -> int:
-        """Documents of a sequence, including a shorter last document."""
-        return -(-self.seq_len // self.document_len) if self.packed else 1
-
-    @property
-    def element_bytes(self) -> int:
-        """Bytes of one activation element."""
-        return BYTES_PER_ELEMENT[self.precision]

@@ -19,7 +19,7 @@ from rematbench.engine.simulate.op_level import simulate
 from rematbench.engine.simulate.seconds import action_seconds
 from rematbench.evaluate.breakdown import PARTS, WithoutTraffic, parts_of
 from rematbench.evaluate.evaluator import same_plan
-from rematbench.evaluate.result import Job, Result, evaluate_method
+from rematbench.evaluate.result import PlannedJob, Result, evaluate_method
 from rematbench.evidence.bands import with_ties
 from rematbench.evidence.peaks import leaving_reserve
 from rematbench.inputs.layout import Layout
@@ -35,8 +35,8 @@ def demo(**changes: Any) -> Problem:
     return make_problem(**{**given, "layout": DEMO, "seq_len": 12288, **changes})
 
 
-def job(problem: Problem) -> Job:
-    return Job(problem=problem, base=problem.base_plan)
+def job(problem: Problem) -> PlannedJob:
+    return PlannedJob(problem=problem, base=problem.base_plan)
 
 
 @pytest.fixture(scope="module")
@@ -297,7 +297,7 @@ def test_groups_of_layers_are_tuned_where_the_largest_does_not_fit() -> None:
     p = make_problem(model="llama-65b", cluster="a800-80gb", system="megatron-kwai", seq_len=8192,
                      layout=Layout(tp=8, sp=True, global_batch=1))  # fmt: skip
     smaller = replace_usable(p)
-    tuning = Tuning(Job(problem=smaller, base=p.base_plan), ())
+    tuning = Tuning(PlannedJob(problem=smaller, base=p.base_plan), ())
     candidate = Candidate(name="x", origin="policy", methods=("full_recompute",),
                           method="full_recompute", smallest="num_layers")  # fmt: skip
     value = int(tuning(candidate).method.removeprefix("x "))

@@ -21,8 +21,8 @@ from rematbench.cli.app import command_line
 from rematbench.engine.lowering.schedule import passes
 from rematbench.evaluate.evaluation import evaluate
 from rematbench.evaluate.result import Result
+from rematbench.inputs.job import Job
 from rematbench.inputs.layout import Layout, LayoutError
-from rematbench.inputs.problemspec import ProblemSpec
 from rematbench.plan import Plan
 from rematbench.plugins.registry import MethodError
 from rematbench.worlds.packages.flags import Engines
@@ -46,7 +46,7 @@ def asked(**changes: Any) -> SearchRequest:
         "hbm_bytes": 18 * GIB,
         **changes,
     }
-    return SearchRequest(spec=ProblemSpec(**spec), only=BOTH)
+    return SearchRequest(spec=Job(**spec), only=BOTH)
 
 
 def last(one: SearchRequest, *, processes: int = 1, shown: int = 1) -> Progress:
@@ -81,7 +81,7 @@ def test_the_ten_best_are_those_of_everything(hbm_gib: int, only: str) -> None:
 
 def both_shares_and_pieces(hbm_gib: int) -> SearchRequest:
     """A job at one layout, where copies take longer than the passes beside them."""
-    spec = ProblemSpec(
+    spec = Job(
         model="llama-3.1-8b", cluster="a800-80gb", system="rematbench", gpus=8, seq_len=16384,
         global_batch=16, hbm_bytes=hbm_gib * GIB,
     )  # fmt: skip
@@ -207,8 +207,8 @@ def test_the_fewest_gpus_need_be_no_power_of_two() -> None:
     one = asked(gpus=8, global_batch=24, hbm_bytes=40 * GIB)
     one = replace(one, only=("keep_all",), fixed=Fixed(micro_batch=1, zero_stage=1))
     spec = one.spec
-    six = last(replace(one, spec=replace(spec, gpus=6)))
-    speed = 0.98 * spec.global_batch * spec.seq_len / six.best_s
+    six = last(replace(one, spec=spec.changed(gpus=6)))
+    speed = 0.98 * spec.degrees.global_batch * spec.work.seq_len / six.best_s
     found = list(questions.fewest_gpus(one, speed, 1))
     assert [gpus for gpus, plan in found if plan] == [8, 6]
 
@@ -238,7 +238,7 @@ def test_pieces_free_what_a_family_seems_to_keep(tmp_path: Path) -> None:
     stack.write_text(
         "name: sharded\nbase: megatron-core\nzero_stages: {value: [3], source: mine}\n"
     )
-    spec = ProblemSpec(
+    spec = Job(
         model="llama-3.1-8b", cluster="h100-80gb", system=str(stack), gpus=8, cp=8,
         seq_len=1 << 20, global_batch=1,
     )  # fmt: skip
@@ -249,7 +249,7 @@ def test_pieces_free_what_a_family_seems_to_keep(tmp_path: Path) -> None:
 
 def test_pieces_whose_number_is_typed_make_room_too() -> None:
     """NOTHING FITS was said: bytes of a family with such a method were those of no pieces."""
-    spec = ProblemSpec(
+    spec = Job(
         model="llama-3.1-8b", cluster="a800-80gb", system="megatron-core", gpus=8,
         seq_len=131072, global_batch=8, hbm_bytes=32 * GIB,
     )  # fmt: skip

@@ -14,9 +14,9 @@ from rematbench.advise.search.shard_bounds import ShardBounds
 from rematbench.advise.search.space import Choice, Fixed
 from rematbench.engine.lowering.lower import lower
 from rematbench.evaluate.evaluation import evaluate_program
+from rematbench.inputs.job import Job
 from rematbench.inputs.layout import LayoutError
 from rematbench.inputs.load import load_system
-from rematbench.inputs.problemspec import ProblemSpec
 from rematbench.inputs.system import with_facts
 from rematbench.plan import PlanError, Unsupported
 from tests.everything import bounds_at
@@ -68,7 +68,7 @@ def drawn(
 ) -> list[Checked]:
     """Candidates of a job: a layout, a candidate of at most three methods, steps of its scalars."""
     model, cluster, system, gpus, seq_len, global_batch = job
-    spec = ProblemSpec(
+    spec = Job(
         model=model,
         cluster=cluster,
         system=system,
@@ -188,7 +188,7 @@ def test_two_thousand_plans_do_not_beat_their_bounds(
 def test_layers_on_the_device_and_a_head_on_the_host_are_not_added_up() -> None:
     """The last rank's pass of a layer waits for the host, that of twelve layers for the device."""
     model, cluster, system, gpus, seq_len, global_batch = JOBS[5]
-    spec = ProblemSpec(
+    spec = Job(
         model=model, cluster=cluster, system=system, gpus=gpus, seq_len=seq_len,
         global_batch=global_batch,
     )  # fmt: skip
@@ -212,7 +212,7 @@ def test_layers_with_wider_attention_are_counted(degrees: dict[str, int]) -> Non
     """Gemma 2, at 131,072 tokens: every second layer has a window of 4,096, as probes have, and the
     others take most of a step."""
     stack = with_facts(load_system("megatron-core"), cp_kind="allgather")  # a ring has no windows
-    spec = ProblemSpec(
+    spec = Job(
         model="gemma-2-9b", cluster="h100-80gb", system=stack, gpus=16, seq_len=131072,
         global_batch=32,
     )  # fmt: skip

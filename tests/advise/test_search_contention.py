@@ -38,13 +38,13 @@ from rematbench.costs.copies import NO_TRAFFIC, CopyTraffic
 from rematbench.engine.lowering.lower import lower
 from rematbench.engine.simulate.seconds import ActionCosts
 from rematbench.evaluate.evaluator import Evaluator, without_cluster
-from rematbench.inputs.problemspec import ProblemSpec
+from rematbench.inputs.job import Job
 from rematbench.plan import Offload, Plan, Recompute, Rule, Select
 
 
 def job(model: str = "llama-65b", gpus: int = 16, **changes: int) -> SearchJob:
     """Nodes with a link between them, which pipeline messages cross."""
-    spec = ProblemSpec(
+    spec = Job(
         model=model, cluster="a800-80gb", system="megatron-kwai", gpus=gpus, seq_len=4096,
         global_batch=64,
     )  # fmt: skip

@@ -15,8 +15,8 @@ from rematbench.advise.search.trials import planned_at
 from rematbench.engine.lowering.lower import lower
 from rematbench.evaluate import evaluator as programs
 from rematbench.evaluate.evaluator import Evaluator, Lowered, without_cluster
+from rematbench.inputs.job import Job
 from rematbench.inputs.load import load_cluster, load_model
-from rematbench.inputs.problemspec import ProblemSpec
 from rematbench.plan import Plan
 from rematbench.plugins.discover import discover
 from tests.everything import bounds_at
@@ -25,7 +25,7 @@ NAMES = {FETCH: "H2D", FREE: "free_d2h"}
 
 
 def job(**changes: int) -> SearchJob:
-    spec = ProblemSpec(
+    spec = Job(
         model="llama-7b", cluster="h800-80gb", system="megatron-kwai", gpus=8, seq_len=8192,
         global_batch=16,
     )  # fmt: skip
@@ -91,7 +91,7 @@ ENDS = (
 def test_bytes_where_all_passes_of_the_last_chunk_wait(text: str, pp: int, vpp: int) -> None:
     """With as many micro-batches as ranks every pass is in flight before the first backward, also
     those of the head; in the probe the head's backward follows its forward at once."""
-    spec = ProblemSpec(
+    spec = Job(
         model="llama-7b", cluster="h800-80gb", system="megatron-kwai", gpus=2 * pp, seq_len=32768,
         global_batch=pp,
     )  # fmt: skip
@@ -155,7 +155,7 @@ def test_an_equal_plan_is_tried_once_in_all_searches_of_a_job(
 def test_what_is_slower_is_counted_by_reason() -> None:
     """What was never begun, and what has a bound that is too slow."""
     cluster = replace(load_cluster("a800-80gb"), pcie_bytes_per_s=2e9)
-    spec = ProblemSpec(
+    spec = Job(
         model="gpt-1.3b", cluster=cluster, system="megatron-core", gpus=8, seq_len=4096,
         global_batch=16, hbm_bytes=14 << 30,
     )  # fmt: skip

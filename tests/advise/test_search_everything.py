@@ -12,9 +12,9 @@ from rematbench.advise.search.candidates import FixedCandidates, candidates_of
 from rematbench.advise.search.processes import in_one_process
 from rematbench.advise.search.search_job import SearchJob, SearchRequest
 from rematbench.advise.search.space import Fixed
+from rematbench.inputs.job import Job
 from rematbench.inputs.layout import LayoutError
 from rematbench.inputs.load import load_cluster, load_model, load_system
-from rematbench.inputs.problemspec import ProblemSpec
 from rematbench.workload import Experts, Model
 from tests.everything import (
     ENDLESS,
@@ -54,7 +54,7 @@ def drawn(seed: int) -> SearchRequest:
     cp = draw.choice((1, 1, 2)) if load_system(system).parallel.cp_kind != "none" else 1
     layers = draw.choice((3, 4, 6)) if pp == 1 else pp * draw.choice((1, 2, 3, 4))
     windows = model.attention_window[:layers]
-    spec = ProblemSpec(
+    spec = Job(
         model=replace(model, name="drawn", num_layers=layers, attention_window=windows),
         cluster=replace(load_cluster(draw.choice(CLUSTERS)), hbm_bytes=ENDLESS),
         system=system,
@@ -84,7 +84,7 @@ def drawn_experts(seed: int, dense: int = 0) -> SearchRequest:
     )
     each = draw.choice((1, 2, 3)) + dense
     model = replace(load_model("qwen3-8b"), name="drawn", num_layers=pp * each)
-    spec = ProblemSpec(
+    spec = Job(
         model=replace(model, experts=experts),
         cluster=replace(load_cluster(draw.choice(CLUSTERS)), hbm_bytes=ENDLESS),
         system=draw.choice(("megatron-core", "megatron-kwai", "rematbench", "megatron-lm")),
@@ -103,12 +103,11 @@ def drawn_experts(seed: int, dense: int = 0) -> SearchRequest:
 def overlapped(seed: int) -> SearchRequest:
     """A job of `drawn_experts` whose exchanges run beside another micro-batch."""
     one, draw = drawn_experts(seed), Random(f"overlap {seed}")
-    spec = replace(
-        one.spec,
+    spec = one.spec.changed(
         system="megatron-core-2026",
         attention="fa2",
         ep_overlap=draw.choice(("on", "delayed_wgrad")),
-        global_batch=2 * one.spec.global_batch,
+        global_batch=2 * one.spec.degrees.global_batch,
     )
     return replace(one, spec=spec, fixed=replace(one.fixed, vpp=None))
 
@@ -117,10 +116,12 @@ def near(model: str, layers: int, methods: Sequence[str], **others: Any) -> Sear
     """A job of a few layers with micro-batch 1."""
     known = load_model(model)
     windows = known.attention_window[:layers]
-    spec = ProblemSpec(
+    spec = Job(
         model=replace(known, name="near", num_layers=layers, attention_window=windows), **others
     )
-    fixed = Fixed(tp=spec.tp, sp=True, cp=1, pp=spec.pp, vpp=1, micro_batch=1, zero_stage=1)
+    fixed = Fixed(
+        tp=spec.degrees.tp, sp=True, cp=1, pp=spec.degrees.pp, vpp=1, micro_batch=1, zero_stage=1
+    )
     return SearchRequest(spec=spec, only=tuple(methods), fixed=fixed)
 
 
@@ -161,7 +162,7 @@ def test_nothing_faster_is_missed(seed: int, short: bool, held: Held) -> None:
 
 def test_what_a_pipeline_holds_is_searched_too(held: Held) -> None:
     """ZeRO 3 of FSDP2, which gathers once in a step, wins where the states of ZeRO 1 do not fit."""
-    spec = ProblemSpec(
+    spec = Job(
         model=replace(load_model("gpt-1.3b"), name="near", num_layers=4),
         cluster=replace(load_cluster("h100-80gb-dos"), hbm_bytes=ENDLESS),
         **{"system": "torchtitan", "seq_len": 2048, "gpus": 16, "global_batch": 32},
@@ -180,7 +181,7 @@ def test_what_a_pipeline_holds_is_searched_too(held: Held) -> None:
 def test_ulysses_inside_context_parallelism_is_searched_too(held: Held) -> None:
     """More ranks share a sequence than it has KV heads: the exchange stays inside a node."""
     model = replace(load_model("llama-3.1-8b"), name="near", num_layers=2)
-    spec = ProblemSpec(
+    spec = Job(
         model=model,
         cluster=replace(load_cluster("h100-80gb-dos"), hbm_bytes=ENDLESS),
         **{"system": "megatron-bridge", "seq_len": 65536, "gpus": 32, "global_batch": 1},
@@ -204,7 +205,7 @@ def whole(seed: int, most: int, sizes: Sequence[int] = (2, 4, 4, 8)) -> SearchRe
         model, system = load_model(draw.choice(MODELS)), draw.choice(SYSTEMS)
         layers, gpus = draw.choice((2, 3, 4, 6)), draw.choice(sizes)
         windows = model.attention_window[:layers]
-        spec = ProblemSpec(
+        spec = Job(
             model=replace(model, name="drawn", num_layers=layers, attention_window=windows),
             cluster=replace(load_cluster(draw.choice(CLUSTERS)), hbm_bytes=ENDLESS),
             system=system,
@@ -322,7 +323,7 @@ def uneven(seed: int) -> SearchRequest:
     layers = pp * vpp * draw.choice((2, 2, 3)) - draw.choice((1, 2))
     dp = draw.choice((1, 1, 2))
     windows = model.attention_window[:layers]
-    spec = ProblemSpec(
+    spec = Job(
         model=replace(model, name="drawn", num_layers=layers, attention_window=windows),
         cluster=replace(load_cluster(draw.choice(CLUSTERS)), hbm_bytes=ENDLESS),
         system=draw.choice(INTERLEAVED),
@@ -356,7 +357,7 @@ def test_chunks_that_differ_by_a_layer_are_searched_like_all_others(
 @pytest.mark.soak
 def test_the_405b_on_512_gpus_is_interleaved_though_126_layers_divide_nothing() -> None:
     """simulate, with a partition by hand, has 202.8 tokens/s/GPU for this job."""
-    spec = ProblemSpec(
+    spec = Job(
         model="llama-3.1-405b", cluster="h100-80gb", system="nemo-24.12", gpus=512,
         seq_len=8192, global_batch=256,
     )  # fmt: skip

@@ -17,7 +17,7 @@ from rematbench.advise.search.space import Fixed
 from rematbench.advise.search.trials import Site, planned_at
 from rematbench.evaluate.evaluation import evaluate
 from rematbench.evaluate.evaluator import Reserved, weighed
-from rematbench.inputs.problemspec import ProblemSpec
+from rematbench.inputs.job import Job
 
 GIB = 2**30
 
@@ -26,7 +26,7 @@ def asked(**changes: Any) -> SearchRequest:
     """A job on four devices."""
     spec = {"model": "gpt-1.3b", "cluster": "a800-80gb", "system": "megatron-core", "gpus": 4}
     return SearchRequest(
-        spec=ProblemSpec(**{**spec, "seq_len": 32768, "global_batch": 8, **changes}),
+        spec=Job(**{**spec, "seq_len": 32768, "global_batch": 8, **changes}),
         only=("balanced_checkpointing", "memo", "mst"),
         fixed=Fixed(tp=1, zero_stage=1),
     )
@@ -150,7 +150,7 @@ def test_the_longest_context_is_proved_where_a_short_look_was_wrong(
     def reached(
         one: SearchRequest, step_s: float, processes: int, rounds: int | None = None
     ) -> Any:
-        seq_len = one.spec.seq_len
+        seq_len = one.spec.work.seq_len
         if rounds is None:
             proofs.append(seq_len)
         return seq_len if seq_len <= longest and (rounds is None or seq_len not in missed) else None

@@ -9,7 +9,7 @@ from rematbench.advise.search.queue import Queue
 from rematbench.advise.search.search_job import SearchJob, SearchRequest
 from rematbench.advise.search.space import Choice, Fixed
 from rematbench.advise.search.trials import Site
-from rematbench.inputs.problemspec import ProblemSpec
+from rematbench.inputs.job import Job
 
 GIB = 2**30
 
@@ -34,7 +34,7 @@ def test_no_plan_of_a_layout_is_tried_twice(monkeypatch: pytest.MonkeyPatch) -> 
         return trial(site, method, *others, **more)
 
     monkeypatch.setattr(Site, "trial", counted)
-    spec = ProblemSpec(
+    spec = Job(
         model="gpt-1.3b", cluster="a800-80gb", system="megatron-core",
         gpus=4, seq_len=8192, global_batch=16, hbm_bytes=16 * GIB,
     )  # fmt: skip

@@ -11,8 +11,8 @@ from rematbench.advise.search.processes import in_one_process
 from rematbench.advise.search.search_job import SearchJob, SearchRequest, with_engines
 from rematbench.advise.search.space import Fixed
 from rematbench.advise.search.trials import Site, Trial
+from rematbench.inputs.job import Job
 from rematbench.inputs.load import load_model
-from rematbench.inputs.problemspec import ProblemSpec
 from rematbench.plan import Plan
 from rematbench.plugins.registry import Composition, MethodError
 from rematbench.worlds.packages.flags import flags_of
@@ -24,7 +24,7 @@ EDGES = SHARES[1:4]
 def asked(engine: str, system: str, seq_len: int = 8192, **fixed: int) -> SearchRequest:
     """Eight layers of llama2-7b on two GPUs without an end."""
     model = replace(load_model("llama2-7b"), name="short", num_layers=8)
-    spec = ProblemSpec(
+    spec = Job(
         model=model, cluster="a800-80gb", system=system, gpus=2, seq_len=seq_len,
         global_batch=8, hbm_bytes=ENDLESS,
     )  # fmt: skip

@@ -15,7 +15,7 @@ from rematbench.advise.search.space import Fixed
 from rematbench.cli.app import command_line
 from rematbench.evaluate.result import Result
 from rematbench.host.console import CommandError
-from rematbench.inputs.problemspec import ProblemSpec
+from rematbench.inputs.job import Job
 from rematbench.plugins.registry import MethodError
 
 RUN = CliRunner()
@@ -53,7 +53,7 @@ BODIES = {
 
 
 def asked(*more: str, folder: Path | None = None, tp: int | None = None) -> SearchRequest:
-    spec = ProblemSpec(
+    spec = Job(
         model="gpt-1.3b", cluster="a800-80gb", system="rematbench", gpus=4, seq_len=2048,
         global_batch=8,
     )  # fmt: skip

@@ -10,8 +10,8 @@ from rematbench.advise.search.limits import not_searched, space_words
 from rematbench.advise.search.search_job import SearchJob, SearchRequest
 from rematbench.advise.search.space import Fixed
 from rematbench.advise.search.trials import Site
+from rematbench.inputs.job import Job
 from rematbench.inputs.load import load_cluster, load_model
-from rematbench.inputs.problemspec import ProblemSpec
 from rematbench.plugins.registry import MethodError
 from tests.advise.test_search_everything import LENGTHS
 from tests.everything import ENDLESS, SHARES, Held, at_the_edge, bounds_at, every_plan, some
@@ -29,7 +29,7 @@ def drawn(seed: int) -> SearchRequest:
     model = load_model(draw.choice(("llama-7b", "gpt-1.3b", "qwen2-7b")))
     pp, dp = draw.choice((1, 2, 4)), draw.choice((1, 2))
     layers = pp * draw.choice((1, 2, 3))
-    spec = ProblemSpec(
+    spec = Job(
         model=replace(model, name="drawn", num_layers=layers, attention_window=()),
         cluster=replace(load_cluster(draw.choice(CLUSTERS)), hbm_bytes=ENDLESS),
         system=draw.choice(SYSTEMS),
@@ -81,11 +81,11 @@ def test_bounds_are_below_every_plan(seed: int) -> None:
 
 
 def job(*only: str, cluster: str = "h100-80gb-dos", **others: object) -> SearchJob:
-    spec = ProblemSpec(
+    spec = Job(
         model="gpt-1.3b", cluster=cluster, system="rematbench", seq_len=2048, gpus=2,
         global_batch=4,
     )  # fmt: skip
-    return SearchJob(SearchRequest(spec=replace(spec, **others), only=only))
+    return SearchJob(SearchRequest(spec=spec.changed(**others), only=only))
 
 
 def test_states_are_searched_only_where_they_are_asked_for() -> None:

@@ -11,12 +11,12 @@ from rematbench.advise.search.search_job import SearchJob, SearchRequest
 from rematbench.advise.search.space import Fixed
 from rematbench.cli.search_output import beside_line
 from rematbench.evaluate.result import Result
-from rematbench.inputs.problemspec import ProblemSpec
+from rematbench.inputs.job import Job
 from tests.everything import everything
 
 GIB = 2**30
 TIGHT = SearchRequest(
-    spec=ProblemSpec(
+    spec=Job(
         model="gpt-1.3b", cluster="a800-80gb", system="megatron-core", gpus=4, seq_len=8192,
         global_batch=8, hbm_bytes=16 * GIB,
     ),
@@ -52,7 +52,7 @@ def test_the_simplest_plan_of_the_tie_is_that_of_all_plans(
         monkeypatch.setattr(module, "ratio_band", lambda *, one_layout: width)
     keeps = "keep_all" in only
     fixed = TIGHT.fixed if keeps else replace(TIGHT.fixed, pp=4)
-    room = replace(TIGHT.spec, hbm_bytes=(16 if keeps else 26) * GIB)
+    room = TIGHT.spec.changed(hbm_bytes=(16 if keeps else 26) * GIB)
     made = SearchJob(replace(TIGHT, only=only, fixed=fixed, spec=room))
     best = best_of(made)
     tied = [

@@ -19,9 +19,9 @@ from rematbench.evidence.published.row_cases import read_case
 from rematbench.evidence.published.sheets import read_sheet
 from rematbench.inputs.cluster import Cluster
 from rematbench.inputs.configfile import ConfigError
+from rematbench.inputs.job import Job
 from rematbench.inputs.load import load_cluster
 from rematbench.inputs.paths import data_dir
-from rematbench.inputs.problemspec import ProblemSpec
 from rematbench.paper.studies.package_spaces import SpaceJob, Spaces, load_spaces, searched_spaces
 from rematbench.paper.studies.published_layouts import search_question
 from rematbench.paper.studies.published_sweeps import searched_sweeps
@@ -45,7 +45,7 @@ RUN, app = CliRunner(), command_line()
 def asked(*only: str, **changes: Any) -> SearchRequest:
     """A job on four small devices."""
     spec = {**JOB, "gpus": 4, "global_batch": 8, "hbm_bytes": 18 * GIB, **changes}
-    return SearchRequest(spec=ProblemSpec(**spec), only=only)
+    return SearchRequest(spec=Job(**spec), only=only)
 
 
 MAKERS = {
@@ -168,7 +168,7 @@ def test_device_memory_is_not_asked_for_where_none_is_short(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Where all plans fell to host memory only that and more GPUs are tried."""
-    tried: list[ProblemSpec] = []
+    tried: list[Job] = []
 
     def none(one: SearchRequest, *_: object) -> None:
         tried.append(one.spec)
@@ -196,7 +196,7 @@ def test_states_go_to_the_host_where_that_is_costed(tmp_path: Path) -> None:
     assert f'"step_s": {float(row["step_s"])}' in again.output
     kept = RUN.invoke(app, ["search", *small, "--optimizer", "device"])
     assert "NOTHING FITS" in kept.output
-    spec = ProblemSpec(**{**JOB, "gpus": 1, "global_batch": 4})
+    spec = Job(**{**JOB, "gpus": 1, "global_batch": 4})
     assert not any(
         c.hosted for c in SearchJob(SearchRequest(spec=spec)).space.choices
     )  # no rate there
@@ -211,7 +211,7 @@ def test_a_host_without_a_rate_is_refused_at_once() -> None:
 
 def test_no_search_moves_parameters_to_the_host() -> None:
     homes = {"optimizer": "host", "parameters": "host", "system": "deepspeed"}
-    spec = ProblemSpec(**{**JOB, **homes, "cluster": "h100-80gb-dos", "gpus": 1, "global_batch": 4})
+    spec = Job(**{**JOB, **homes, "cluster": "h100-80gb-dos", "gpus": 1, "global_batch": 4})
     with pytest.raises(ConfigError, match="parameters: 'host': search does not support parameters"):
         SearchJob(SearchRequest(spec=spec))
 
@@ -244,22 +244,25 @@ SEARCHED_TABLES = (
 @pytest.mark.parametrize(
     ("words", "lacks"),
     [
-        (("matrix", "config/paper.yaml", "--cells", "some.csv", "-o", "x.csv"), "seq_len"),
-        (("searches", "sweeps", "some.csv", "-o", "x.csv"), "pred_headroom_bytes"),
-        (("searches", "layouts", "some.csv", "-o", "x.csv"), "tp"),
+        (("make", "results/paper/matrix/llama3-8b.short.csv"), "seq_len"),
+        (("make", "build/searched/sweeps.csv"), "pred_headroom_bytes"),
+        (("make", "build/searched/layouts.csv"), "tp"),
         (SEARCHED_TABLES, "partition"),
     ],
 )
 def test_a_sheet_without_its_columns_is_one_line(
     words: tuple[str, ...], lacks: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("some.csv", "layouts.csv"):
+    results = ("searched/cells", "published/runs", "paper/tables/predictions")
+    places = [f"results/{name}.csv" for name in (*results, "paper/predictions_more")]
+    for name in ("layouts.csv", *places):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(
             "candidate,status,layout,pred_status,gap,run_with,step_s\n,ok,,ok,0,x,1\n"
         )
     monkeypatch.chdir(tmp_path)
-    suite = str(data_dir("config") / "paper.yaml")
-    told = RUN.invoke(app, [suite if word == "config/paper.yaml" else word for word in words])
+    (tmp_path / "config").symlink_to(data_dir("config"))
+    told = RUN.invoke(app, list(words))
     assert told.exit_code != 0
     assert "lacks the columns" in str(told.exception)
     assert lacks in str(told.exception)

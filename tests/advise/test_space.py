@@ -9,11 +9,11 @@ from rematbench.advise.search.limits import not_searched
 from rematbench.advise.search.questions import reached
 from rematbench.advise.search.search_job import SearchJob, SearchRequest
 from rematbench.advise.search.space import MOST_MICRO_BATCH, Fixed
-from rematbench.inputs.problemspec import ProblemSpec
+from rematbench.inputs.job import Job
 from rematbench.plugins.discover import discover
 from rematbench.plugins.registry import method_text
 
-LONG = ProblemSpec(
+LONG = Job(
     model="llama-3.1-8b", cluster="h100-80gb", system="megatron-core", gpus=8,
     seq_len=1_556_480, global_batch=1,
 )  # fmt: skip
@@ -27,7 +27,7 @@ def job(fixed: Fixed = Fixed(), only: tuple[str, ...] = (), **others: Any) -> Se
         "global_batch": 8,
         **others,
     }
-    spec = ProblemSpec(model="gpt-1.3b", cluster="a800-80gb", gpus=8, **given)
+    spec = Job(model="gpt-1.3b", cluster="a800-80gb", gpus=8, **given)
     return SearchJob(SearchRequest(spec=spec, fixed=fixed, only=only))
 
 
@@ -67,7 +67,7 @@ def test_the_longest_context_is_not_that_of_a_short_grid() -> None:
     """At this length a plan by hand fits tightly, with many pieces and no layer exempt from
     swapping; with the margin of published peaks the next shorter length does."""
     request = SearchRequest(spec=LONG, fixed=Fixed(cp=8), reserve_gib=0.0)
-    shorter = replace(request, spec=replace(LONG, seq_len=1_507_328), reserve_gib=None)
+    shorter = replace(request, spec=LONG.changed(seq_len=1_507_328), reserve_gib=None)
     for one in (request, shorter):
         found = reached(one, float("inf"), 1)
         assert found is not None

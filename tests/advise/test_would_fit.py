@@ -8,7 +8,7 @@ from msgspec.structs import replace
 from rematbench.advise.compare.compositions import Candidate
 from rematbench.advise.compare.tuning import Tuning
 from rematbench.advise.compare.would_fit import GIB, MIB, STEP_BYTES, would_fit
-from rematbench.evaluate.result import Job, Result, evaluate_plan
+from rematbench.evaluate.result import PlannedJob, Result, evaluate_plan
 from rematbench.inputs.layout import Layout
 from rematbench.problem import Problem
 from tests.problems import all_methods, make_problem
@@ -22,7 +22,7 @@ def short(**cluster: int) -> Problem:
 
 
 def results(problem: Problem, *names: str) -> list[Result]:
-    tuning = Tuning(Job(problem=problem, base=problem.base_plan), ())
+    tuning = Tuning(PlannedJob(problem=problem, base=problem.base_plan), ())
     return [
         tuning(Candidate(name=name, origin="method", methods=(name,), method=name))
         for name in names

@@ -67,9 +67,9 @@ class Toy(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return False
 
     @classmethod
-    def assumed(cls, problem: Problem, *, offloads: bool) -> tuple[str, ...]:
-        """No fact is assumed."""
-        return ()
+    def facts_with_options(cls, problem: Problem) -> set[str]:
+        """No fact of a stack has an option."""
+        return set()
 
     def flags(self, problem: Problem, plan: Plan | None = None, *, whole: bool = False) -> str:
         """Its options."""

@@ -15,14 +15,14 @@ from baselines.megatron_core.options import partition_words
 from baselines.megatron_core.plan import MIN_OFFLOADED, MegatronCore
 from rematbench.evaluate.evaluation import RankBytes
 from rematbench.evaluate.problems import make_problem
-from rematbench.inputs.effects import ACTS
+from rematbench.inputs.job import Job
 from rematbench.inputs.layout import Layout
 from rematbench.inputs.load import load_system
-from rematbench.inputs.problemspec import ProblemSpec
-from rematbench.inputs.system import with_facts
+from rematbench.inputs.stackfacts import NO_FACTS
+from rematbench.inputs.system import FACTS as STACK_FACTS
+from rematbench.inputs.system import Accepts, with_facts
 from rematbench.plan import Plan, Unsupported
 from rematbench.worlds.packages.flags import FlagsAnswer, flags_of
-from rematbench.worlds.packages.limits import ABILITIES
 from rematbench.worlds.packages.process import PackageJob, baselines, policy, run_jobs
 from rematbench.worlds.packages.process import job as make_job
 from rematbench.worlds.records.record import Record, World
@@ -247,10 +247,9 @@ def test_attention_and_fusion_are_printed() -> None:
 
 
 @pytest.mark.parametrize("options", [megatron_options, deepspeed_options])
-def test_every_fact_has_an_option_or_is_assumed(options: Any) -> None:
+def test_options_are_of_facts_that_change_numbers(options: Any) -> None:
     given = {*getattr(options, "OPTIONS", ()), *getattr(options, "KEYS", ()), *options.POLICY}
-    assert given | options.NO_OPTION | set(ABILITIES) == set(ACTS)
-    assert not given & (options.NO_OPTION | set(ABILITIES))
+    assert given <= {*STACK_FACTS} - {*NO_FACTS, *Accepts.__struct_fields__}
 
 
 FACTS: list[tuple[dict[str, Any], str]] = [
@@ -289,7 +288,7 @@ def test_a_fact_of_the_stack_is_printed_as_its_option(facts: dict[str, Any], wor
 def printed(baseline: str = "megatron_core", whole: bool = False, **spec: Any) -> FlagsAnswer:
     layout = Layout(**{"global_batch": 4, "dp": 2, "tp": 2, "pp": 2, **spec.pop("layout", {})})
     made = make_problem(
-        ProblemSpec.at(
+        Job.at(
             layout,
             **{
                 "model": "tiny-llama",
@@ -342,7 +341,7 @@ def test_an_overlap_of_exchanges_is_printed_and_refused_beside_recomputed_expert
     assert any("overlap-moe" in line for line in answer.not_run)
     assert "overlap-moe" not in printed(layout={**layout}, **asked).flags
     made = make_problem(
-        ProblemSpec(
+        Job(
             model="tiny-experts", cluster="h800-80gb", system="megatron-core-0.16", gpus=4,
             seq_len=64, global_batch=8, ep=4, ep_overlap="on",
         )

@@ -14,6 +14,7 @@ from baselines.deepspeed.plan import DeepSpeed, pieces
 from baselines.megatron_core import guards as megatron
 from baselines.megatron_core.arguments import policy_of
 from baselines.megatron_core.plan import MegatronCore, OffloadModule
+from rematbench.inputs.system import StackChoice
 from rematbench.workload import Experts
 from rematbench.worlds.packages.limits import setup_of
 from rematbench.worlds.packages.process import PackageJob
@@ -25,6 +26,7 @@ BIASED: Changes = {"qkv_bias": True, "proj_bias": True, "mlp_bias": True}
 
 
 EXPERTS = Experts(count=4, active=2, ffn=32)
+UNFUSED = {"stack": StackChoice(attention="unfused")}
 LATENT = {"options": "--multi-latent-attention"}
 
 
@@ -68,7 +70,11 @@ MEGATRON = [
     Broken("Ulysses", layout={"ulysses": 2}),
     Broken("KV heads replicated", model={"num_kv_heads": 1}, layout={"tp": 2}),
     Broken("only even ones", layout={"pp": 3}),
-    Broken("unfused attention under context", layout={"cp": 2}, run={"attention": "unfused"}),
+    Broken(
+        "unfused attention under context",
+        layout={"cp": 2},
+        run=UNFUSED,
+    ),
     Broken("micro-batches % pp", layout={"pp": 2, "vpp": 2, "global_batch": 6}),
     Broken("wrong gradients", policy={"batch_p2p": True}, layout={"pp": 2, "vpp": 2}),
     Broken("coalesced collectives", policy={"overlap_grad_reduce": True}, run=TRACED),
@@ -137,7 +143,7 @@ DEEPSPEED = [
     Broken("soft caps", model={"logit_soft_cap": 30.0}),
     Broken("norms over heads", model={"qk_norm": True}),
     Broken("precision fp16", run={"precision": "fp16"}),
-    Broken("unfused attention", run={"attention": "unfused"}),
+    Broken("unfused attention", run=UNFUSED),
     Broken("ZeRO 0 with Ulysses", layout={"dp": 4, "ulysses": 2, "zero_stage": 0}),
     Broken("share out evenly", model={"num_kv_heads": 1}, layout={"dp": 2, "ulysses": 2}),
     Broken("needs zero_stage 3", policy={"offload_param": True}, layout={"zero_stage": 2}),

@@ -12,7 +12,7 @@ import torch
 
 from rematbench.inputs.layout import Layout
 from rematbench.worlds.packages.process import PackageJob
-from rematbench.worlds.records.record import Record, RunSpec
+from rematbench.worlds.records.record import RunSpec, decode_record
 from tests.problems import LLAMA
 
 pytest.importorskip("transformers")
@@ -266,7 +266,6 @@ def job(**changes: Any) -> PackageJob:
         "layout": Layout(),
         "seq_len": 64,
         "precision": "bf16",
-        "attention": "flash",
         "world": "traced",
     }
     return PackageJob(run=RunSpec(**{**spec, **changes}))
@@ -280,9 +279,7 @@ def test_a_job_ends_in_a_record(tmp_path: Path) -> None:
     entry = ROOT / "baselines" / "run.py"
     command = [sys.executable, str(entry), "transformers", str(jobs), str(tmp_path)]
     subprocess.run(command, check=True, capture_output=True, timeout=300)
-    first, second = (
-        msgspec.json.decode((tmp_path / f"{n}.json").read_bytes(), type=Record) for n in (0, 1)
-    )
+    first, second = (decode_record((tmp_path / f"{n}.json").read_bytes()) for n in (0, 1))
     assert (first.status, second.status) == ("ok", "unsupported")
     assert first.engine.stack == stack()
     assert first.engine.shim == ("flash", "unpacked")

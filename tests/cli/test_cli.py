@@ -48,8 +48,8 @@ def listed(text: str) -> list[str]:
 
 
 NAMES = """
-methods plan simulate compare timeline stages predict validate calibrate doctor flags run study
-matrix table searches report expect run-cells cells execute trace measure measure-gpu
+methods plan simulate compare timeline stages predict validate calibrate doctor flags make
+table expect run-cells cells execute trace measure measure-gpu
 baseline
 """
 """Names that are a contract."""
@@ -83,7 +83,7 @@ def test_a_command_loads_no_library_that_draws_or_fits_and_no_other_command() ->
     loaded = set(done.stdout.splitlines()[-1].split())
     assert {"numpy", "rematbench.cli.compare"} <= loaded
     assert loaded.isdisjoint({"matplotlib", "pandas", "scipy", "seaborn", "jinja2", "torch"})
-    assert loaded.isdisjoint({"rematbench.cli.table", "rematbench.cli.matrix"})
+    assert loaded.isdisjoint({"rematbench.cli.table", "rematbench.cli.make"})
 
 
 @pytest.mark.parametrize(
@@ -115,7 +115,6 @@ def test_a_command_loads_no_library_that_draws_or_fits_and_no_other_command() ->
             ["validate", "--rows", "a.csv", "--predictions", "b.csv"],
             "give only one of these options",
         ),
-        (["run", "no.yaml", "--method", "keep_all", "-o", "d"], "no.yaml: cannot be read"),
         (["table", "clams"], "unknown table 'clams'"),
         (["table", "pareto", "--input", "suit=x"], "pareto.py has suite"),
         (["simulate", "keep_all", *PIPE, "--gpipe"], "--gpipe needs --vpp 1, but --vpp is 2"),

@@ -19,6 +19,7 @@ from rematbench.cli.app import command_line
 from rematbench.cli.options import percents
 from rematbench.evaluate.breakdown import PARTS
 from rematbench.inputs.paths import data_dir
+from rematbench.paper.builders import searched
 
 RUN = CliRunner()
 app = command_line()
@@ -279,13 +280,14 @@ def test_a_search_interrupted_at_once_counts_no_plans(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.soak
-def test_a_published_layout_stands_beside_the_best(tmp_path: Path) -> None:
+def test_a_published_layout_stands_beside_the_best(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A line for a row: both steps are simulated, the loss is theirs, and a part decides."""
     target = tmp_path / "layouts.csv"
     sheet = data_dir("published") / "runs.csv"
-    words = ["searches", "layouts", str(sheet), "-o", str(target), "--within", "2", "--table"]
-    told = RUN.invoke(app, [*words, "AE minimum demo"])
-    assert told.exit_code == 0, (told.output, told.exception)
+    monkeypatch.setattr(searched, "FIGURE", "AE minimum demo")
+    searched.build(target, {"kind": "layouts", "within": "2"}, sheet=sheet)
     rows = list(csv.DictReader(target.open()))
     assert rows
     for row in (row for row in rows if row.get("loss")):
@@ -293,8 +295,6 @@ def test_a_published_layout_stands_beside_the_best(tmp_path: Path) -> None:
         assert float(row["loss"]) == pytest.approx(loss)
         assert float(row["gap"]) <= 0.02
         assert row["decides"] in PARTS
-    wrong = RUN.invoke(app, [*words, "Figure 99"])
-    assert "has no row for table 'Figure 99'" in str(wrong.exception)
 
 
 def test_the_default_stack_of_an_engine_is_its_own() -> None:

@@ -1,11 +1,11 @@
 """What a command cannot write, and what it cannot be a rank of, is said in one line beforehand."""
 
+import shutil
 from pathlib import Path
 
 import pytest
 
 from rematbench.cli import measure
-from rematbench.cli import study as study_command
 from rematbench.cli.real import is_launched
 from rematbench.cli.targets import need_file, need_folder
 from rematbench.engine.program.profile import LedgerError
@@ -14,7 +14,8 @@ from rematbench.evaluate import result as suite
 from rematbench.evaluate.proof import CheckError
 from rematbench.host.console import CommandError
 from rematbench.inputs.paths import data_dir
-from rematbench.worlds import executed, traced, trained
+from rematbench.paper.builders import answers
+from rematbench.worlds import executed, traced
 from tests.typed import typed
 
 CONFIG = data_dir("config")
@@ -55,9 +56,7 @@ def taken(tmp_path: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize(
-    "words", [("measure", "executed"), ("measure", "traced"), ("measure", "convergence")]
-)
+@pytest.mark.parametrize("words", [("measure", "executed"), ("measure", "traced")])
 def test_nothing_is_run_for_what_cannot_be_kept(
     words: tuple[str, ...], taken: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -66,7 +65,7 @@ def test_nothing_is_run_for_what_cannot_be_kept(
 
     monkeypatch.setattr(measure, "need_torch", lambda: None)
     monkeypatch.setattr(measure, "cells", lambda *_: [_Planned()])
-    for world, run in ((executed, "run_cells"), (traced, "run"), (trained, "run")):
+    for world, run in ((executed, "run_cells"), (traced, "run")):
         monkeypatch.setattr(world, run, never)
     code, line = said(*words, "-o", str(taken))
     assert code == 2
@@ -78,12 +77,8 @@ class _Planned:
 
 
 TO_O = """
-run no.yaml --method no
 table claims
-searches layouts no.csv
 predict no.csv
-study no.yaml
-matrix no.yaml
 stages no.json
 compare --model no --cluster no --gpus 1 --seq-len 1 --global-batch 1
 timeline no.json
@@ -110,14 +105,52 @@ def test_the_target_is_tried_before_all_else(line: str, taken: Path) -> None:
     assert f"{flag} {taken / 'target'}: cannot be written" in told
 
 
-def test_an_error_of_the_system_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_of_the_system_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(study_command, "ask_study", full)
-    code, line = said("study", str(CONFIG / "study" / "mst.yaml"))
+    monkeypatch.setattr(answers, "ask_study", full)
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(CONFIG / "study", tmp_path / "config" / "study")
+    code, line = said("make", "results/paper/studies/mst.json")
     assert code == 2
-    assert line == "rematbench study: [Errno 28] No space left on device"
+    assert line == "rematbench make: [Errno 28] No space left on device"
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ((), "give a TARGET, or use --list"),
+        (("results/paper/nothing.csv",), "results/paper/nothing.csv: no such target (see --list)"),
+        (
+            ("results/paper/studies/nosuch.json",),
+            "missing input config/study/nosuch.yaml: create it with "
+            "`snakemake --cores 1 results/paper/studies/nosuch.json`",
+        ),
+        (("results/paper/tables/pareto.csv",), "missing input config/paper.yaml"),
+    ],
+)
+def test_a_target_that_cannot_be_made_is_one_line(
+    words: tuple[str, ...], told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    code, line = said("make", *words)
+    assert (code, told in line) == (2, True), line
+
+
+def test_a_target_is_made_once_from_what_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "config").symlink_to(CONFIG)
+    paths = [f"results/paper/tables/pareto.{suffix}" for suffix in ("csv", "md")]
+    ran = typed("make", *paths)
+    assert (ran.code, ran.out.count("pareto.csv: ")) == (0, 1), ran.err
+    assert all(Path(path).stat().st_size > 0 for path in paths)
+    listed = typed("make", "--list").out
+    assert "results/paper/studies/{study}.json" in listed
 
 
 @pytest.mark.parametrize("seconds", ["0", "-5", "inf", "1e30", "nan"])

@@ -6,9 +6,9 @@ import pytest
 
 from rematbench.costs.states import communicators
 from rematbench.evaluate.problems import make_problem
+from rematbench.inputs.job import Job
 from rematbench.inputs.layout import Layout
 from rematbench.inputs.load import load_cluster, names
-from rematbench.inputs.problemspec import ProblemSpec
 from rematbench.problem import Problem
 
 ORDER = ("tp", "cp", "dp", "pp")
@@ -37,7 +37,7 @@ def test_communicators_of_a_layout(degrees: dict[str, int], expected: tuple[int,
 def job(cluster: str = "h800-80gb", **degrees: int) -> Problem:
     shape = {"tp": 2, "cp": 2, "pp": 8, "seq_len": 8192, "global_batch": 256} | degrees
     return make_problem(
-        ProblemSpec(model="llama-65b", cluster=cluster, system="megatron-kwai", gpus=256, **shape)
+        Job(model="llama-65b", cluster=cluster, system="megatron-kwai", gpus=256, **shape)
     )
 
 

@@ -21,10 +21,11 @@ from rematbench.costs.states import state_bytes
 from rematbench.evaluate.evaluation import evaluate
 from rematbench.evaluate.problems import make_problem
 from rematbench.evidence.published.sheets import read_sheet
-from rematbench.inputs.layout import Layout, LayoutError, check_layout
+from rematbench.inputs.job import Job
+from rematbench.inputs.layout import Layout, LayoutError
+from rematbench.inputs.layout_rules import check_layout
 from rematbench.inputs.load import load_system
 from rematbench.inputs.paths import data_dir
-from rematbench.inputs.problemspec import ProblemSpec
 from rematbench.inputs.system import with_facts
 from rematbench.problem import rank_states
 from rematbench.workload import Experts, Model, Workload
@@ -231,7 +232,7 @@ def test_a_step_is_refused_with_parameters_states_and_saved_bytes(
 ) -> None:
     asked = {**STEP, **changes}
     with pytest.raises(LayoutError) as error:
-        make_problem(ProblemSpec(**asked))
+        make_problem(Job(**asked))
     line = str(error.value)
     assert f"with {what}: qwen3-30b-a3b has 30.53 B parameters (3.35 B active)" in line
     assert re.search(r"states of a rank [1-9][\d.]* GiB; a layer .* keeps [1-9][\d.]* MiB", line)
@@ -252,7 +253,7 @@ STEP: dict[str, Any] = {
 
 def test_a_step_holds_the_states_of_its_rank() -> None:
     """Experts at EP = DP: 18 bytes; all else: 6 bytes and 12 over DP."""
-    found = make_problem(ProblemSpec(**STEP))
+    found = make_problem(Job(**STEP))
     experts = 24 * 128 * 3 * 2048 * 768 // 8
     rest = 24 * (2048 * 9216 + 2 * 2048 + 256 + 128 * 2048) + 151_936 * 2048 + 2048
     held = [rank_states(found, found.base_plan, rank).total for rank in range(2)]
@@ -336,7 +337,7 @@ def test_a_dispatcher_of_one_copy_sends_tokens_and_not_their_copies() -> None:
 
 
 def test_the_host_paces_the_gemms_of_a_group() -> None:
-    cost = make_problem(ProblemSpec(**STEP)).cost
+    cost = make_problem(Job(**STEP)).cost
     pace_s = 8.8e-6
     narrow = cost.kernel_s(Gemm(1, 64, 64, 128), "forward")
     assert 128 * pace_s <= narrow < 130 * pace_s
@@ -345,9 +346,9 @@ def test_the_host_paces_the_gemms_of_a_group() -> None:
     assert wide == pytest.approx(8 * cost.kernel_s(Gemm(4096, 8192, 8192), "forward"), rel=0.1)
     weight = cost.kernel_s(Gemm(4096, 8192, 16, 8), "backward_weight")
     assert weight > 8 * 2 * 4 * 4096 * 8192 / cost.cluster.hbm_bytes_per_s  # fp32, read and written
-    op = make_problem(ProblemSpec(**STEP)).layer(0).op("expert_fc1")
+    op = make_problem(Job(**STEP)).layer(0).op("expert_fc1")
     assert cost.loops_s(op, "forward") == pytest.approx((128 // 8 - 1) * pace_s)
-    assert cost.loops_s(make_problem(ProblemSpec(**STEP)).layer(0).op("router"), "forward") == 0.0
+    assert cost.loops_s(make_problem(Job(**STEP)).layer(0).op("router"), "forward") == 0.0
 
 
 def test_half_of_the_published_rates_of_grouped_gemms_are_near() -> None:
@@ -356,7 +357,7 @@ def test_half_of_the_published_rates_of_grouped_gemms_are_near() -> None:
     sheet = read_sheet(data_dir("published") / "kernels_moe.csv")
     rows = [row for row in sheet if "SimuMax" in row["source"] and row["unit"] == "TFLOP/s"]
     asked = {**STEP, "cluster": "b200-180gb", "gpus": 16}
-    cost = make_problem(ProblemSpec(**asked)).cost
+    cost = make_problem(Job(**asked)).cost
     errors: dict[str, list[float]] = {}
     for row in rows:
         if "GroupedLinear" not in row["implementation"]:

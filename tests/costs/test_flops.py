@@ -5,7 +5,7 @@ from msgspec.structs import replace
 
 from rematbench.costs.flops import attention_flop_per_token, hfu, mfu, model_flop_per_token
 from rematbench.inputs.load import load_model
-from rematbench.workload import Model
+from rematbench.workload import Model, Workload
 
 H800, A800 = 989.5e12, 312e12
 
@@ -25,12 +25,13 @@ PUBLISHED = [
 
 @pytest.mark.parametrize(("model", "seq_len", "peak", "speed", "percent"), PUBLISHED)
 def test_published_mfu(model: str, seq_len: int, peak: float, speed: int, percent: float) -> None:
-    reached = 100 * mfu(speed, load_model(model), seq_len, peak)
+    reached = 100 * mfu(speed, Workload(model=load_model(model), seq_len=seq_len), peak)
     # speeds are printed to a whole token (0.5 of 278 is 0.2 %), MFU to a tenth
     assert reached == pytest.approx(percent, abs=0.05 + percent * 0.5 / speed)
 
 
-def small(**changes: object) -> Model:
+def small(document_len: int = 0, **changes: object) -> Workload:
+    """16 tokens of a small model."""
     model = Model(
         name="small",
         num_layers=2,
@@ -45,44 +46,44 @@ def small(**changes: object) -> Model:
         position="rope",
         tied_embeddings=False,
     )
-    return replace(model, **changes)
+    return Workload(model=replace(model, **changes), seq_len=16, document_len=document_len)
 
 
 def test_closed_form() -> None:
     # layer: q 4x6, k and v 4x3 each, proj 6x4, three 4x8 -> 24 + 24 + 24 + 96 = 168; head 40
-    assert model_flop_per_token(small(), 16) == 6 * (2 * 168 + 40) + 6 * 2 * 6 * 16
-    assert model_flop_per_token(small(), 16, causal=False) == 6 * (2 * 168 + 40) + 12 * 2 * 6 * 16
+    assert model_flop_per_token(small()) == 6 * (2 * 168 + 40) + 6 * 2 * 6 * 16
+    assert model_flop_per_token(small(), causal=False) == 6 * (2 * 168 + 40) + 12 * 2 * 6 * 16
 
 
 def test_packed_documents_count_only_pairs_inside() -> None:
     # 16 tokens in documents of 6: 6, 6 and 4, so (36 + 36 + 16) / 16 mean keys, half of it causal
-    inside = attention_flop_per_token(small(), 16, causal=False, document_len=6)
+    inside = attention_flop_per_token(small(6), causal=False)
     assert inside == 12 * 2 * 6 * 88 / 16
-    assert attention_flop_per_token(small(), 16, causal=True, document_len=6) == inside / 2
-    windowed = small(attention_window=(4, 8))  # the window 8 is longer than a document
-    assert attention_flop_per_token(windowed, 16, causal=True, document_len=6) == pytest.approx(
+    assert attention_flop_per_token(small(6), causal=True) == inside / 2
+    windowed = small(6, attention_window=(4, 8))  # the window 8 is longer than a document
+    assert attention_flop_per_token(windowed, causal=True) == pytest.approx(
         12 * 6 * ((18 + 18 + 10) / 16 + 88 / 32)
     )
 
 
 def test_hidden_width_is_not_heads_times_head_dim() -> None:
-    assert attention_flop_per_token(small(head_dim=5), 16, causal=False) == 12 * 2 * 10 * 16
+    assert attention_flop_per_token(small(head_dim=5), causal=False) == 12 * 2 * 10 * 16
 
 
 def test_windows_count_their_own_keys() -> None:
     # window 4 of 16: (1 + 2 + 3 + 4 x 13) / 16 keys; the other layer is full causal: 8
     model = small(attention_window=(4, 0))
-    assert attention_flop_per_token(model, 16, causal=True) == 12 * 6 * (58 / 16 + 8)
+    assert attention_flop_per_token(model, causal=True) == 12 * 6 * (58 / 16 + 8)
 
 
 def test_a_window_of_the_whole_sequence_is_no_window() -> None:
     model = small(attention_window=(16, 0))
-    assert attention_flop_per_token(model, 16, causal=True) == attention_flop_per_token(
-        small(), 16, causal=True
+    assert attention_flop_per_token(model, causal=True) == attention_flop_per_token(
+        small(), causal=True
     )
 
 
 def test_hfu_adds_recompute_only() -> None:
     model = small()
-    again = model_flop_per_token(model, 16)
-    assert hfu(7.0, model, 16, 1e6, again) == pytest.approx(2 * mfu(7.0, model, 16, 1e6))
+    again = model_flop_per_token(model)
+    assert hfu(7.0, model, 1e6, again) == pytest.approx(2 * mfu(7.0, model, 1e6))

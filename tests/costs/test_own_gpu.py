@@ -17,8 +17,8 @@ from rematbench.evidence.bands import bands_of, device_errors, shipped, speed_er
 from rematbench.evidence.job_evidence import job_of, left_out_cells, unlike_devices
 from rematbench.evidence.quantiles import quantile
 from rematbench.inputs.cluster import Cluster
+from rematbench.inputs.job import Job
 from rematbench.inputs.load import load_cluster, load_model, load_system, names, shipped_balances
-from rematbench.inputs.problemspec import ProblemSpec
 from rematbench.inputs.system import with_facts
 from rematbench.plugins.discover import discover
 from rematbench.problem import Problem
@@ -154,7 +154,7 @@ def test_a_published_step_on_h20_lies_in_its_band(attention: Any, published_s: f
     """Qwen2.5-7B, 16,384 tokens, Transformers with ZeRO-3 and Liger on four H20 (0.15 of an H100's
     FLOP/s, 1.2 of its bandwidth)."""
     facts = {"fused_loss": True, "reduce_overlap": True, "gather_overlap": True}
-    spec = ProblemSpec(
+    spec = Job(
         model=load_model("qwen2-7b"), cluster=h20(), gpus=4, seq_len=16384, global_batch=16,
         system=with_facts(load_system("huggingface-fused"), **facts), zero_stage=3,
         attention=attention,

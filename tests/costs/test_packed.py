@@ -9,11 +9,12 @@ from msgspec.structs import replace
 
 from rematbench.costs.operators.kernels import Attention
 from rematbench.evaluate.problems import make_problem
-from rematbench.evaluate.result import Job, evaluate_method
+from rematbench.evaluate.result import PlannedJob, evaluate_method
 from rematbench.evidence.bands import band_of, with_band
-from rematbench.inputs.layout import LayoutError, check_layout
+from rematbench.inputs.job import Job
+from rematbench.inputs.layout import LayoutError
+from rematbench.inputs.layout_rules import check_layout
 from rematbench.inputs.load import load_model, load_system
-from rematbench.inputs.problemspec import ProblemSpec
 from rematbench.inputs.shapes import causal_pairs, packed_pairs
 from rematbench.inputs.system import with_facts
 from rematbench.plugins.discover import discover
@@ -106,11 +107,11 @@ def test_documents_that_no_kernel_takes_are_refused(
         check_layout(given.layout, work, given.system)
 
 
-def qwen(**changes: Any) -> ProblemSpec:
+def qwen(**changes: Any) -> Job:
     """Qwen2.5-7B with 32,768 tokens of documents of some 10,000 on four A100 (megatron-core
     0.12 with fused loss and expandable segments)."""
     facts = {"fused_loss": True, "loss_keeps_logits": False, "expandable_segments": True}
-    return ProblemSpec(
+    return Job(
         model=load_model("qwen2-7b"),
         cluster="a100-80gb-roce1600",
         system=with_facts(load_system("megatron-core"), **facts),
@@ -120,7 +121,7 @@ def qwen(**changes: Any) -> ProblemSpec:
 
 def test_a_published_step_of_packed_documents_lies_in_its_band() -> None:
     """23 s, published with Megatron-SWIFT (megatron-core 0.12); as whole sequences 29 s."""
-    job = Job(problem=(made := make_problem(qwen(document_len=10240))), base=made.base_plan)
+    job = PlannedJob(problem=(made := make_problem(qwen(document_len=10240))), base=made.base_plan)
     found = with_band(evaluate_method(made, discover().resolve("full_recompute"), job.base))
     step_s, band = found.step_s, found.error_band
     assert step_s is not None

@@ -14,8 +14,8 @@ from rematbench.costs.tiles import HEAD_DIM_MULTIPLE, rounded, tiled
 from rematbench.evaluate.problems import make_problem
 from rematbench.evaluate.result import evaluate_method
 from rematbench.evidence.bands import band_of, ratio_band
+from rematbench.inputs.job import Job
 from rematbench.inputs.load import load_cluster, load_model, names
-from rematbench.inputs.problemspec import ProblemSpec
 from rematbench.inputs.shapes import shapes
 from rematbench.plugins.discover import discover
 from rematbench.problem import Problem
@@ -140,7 +140,7 @@ def wide(hidden: int, heads: int, layers: int = 80) -> Model:
 
 
 def of_bigscience(model: Model, **layout: Any) -> Problem:
-    return make_problem(ProblemSpec(
+    return make_problem(Job(
         model=model, cluster="a100-80gb-selene", system="megatron-deepspeed", seq_len=2048,
         global_batch=2048, tp=8, micro_batch=4, sp=False, attention="unfused",
         precision="fp16", **layout,
@@ -188,7 +188,7 @@ def test_a_line_names_each_width_that_does_not_tile() -> None:
         "0.045 of the peak, without tensor cores",
     ]
     assert "head_dim 150" in band_of(given, "full_recompute").outside["shape"]
-    fused = make_problem(ProblemSpec(
+    fused = make_problem(Job(
         model=wide(14400, 96), cluster="a100-80gb-selene", system="megatron-core", gpus=8, tp=8,
         seq_len=2048, global_batch=8,
     ))  # fmt: skip

@@ -13,7 +13,7 @@ from rematbench.engine.program.replay import _Run, replay
 from rematbench.evaluate.evaluation import evaluate_program
 from rematbench.evaluate.evaluator import SINGLE_EVALUATOR, Lowered, unpressed, weighed
 from rematbench.evaluate.problems import make_problem
-from rematbench.inputs.problemspec import ProblemSpec
+from rematbench.inputs.job import Job
 from rematbench.plan import Plan
 from rematbench.plugins.discover import discover
 from tests.problems import BALANCED, LLAMA, half, layers, problem, transfers
@@ -184,7 +184,7 @@ def test_what_comes_after_the_peak_and_in_a_second_step_is_replayed(
 ) -> None:
     """As seen on an H200: 66.0 and 92.9 GiB, 61.9 and 83.8 as far as twice the way to the peak."""
     given = make_problem(
-        ProblemSpec(
+        Job(
             model="llama-3.1-8b-8-layers",
             cluster="h200-141gb-single",
             system="rematbench",

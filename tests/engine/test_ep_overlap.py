@@ -16,13 +16,19 @@ from rematbench.engine.simulate.seconds import ActionCosts
 from rematbench.evaluate.evaluation import evaluate
 from rematbench.evaluate.problems import make_problem, overlapping
 from rematbench.evaluate.proof import check
+from rematbench.inputs.job import Job
 from rematbench.inputs.layout import LayoutError
 from rematbench.inputs.load import load_system
-from rematbench.inputs.problemspec import ProblemSpec
 from rematbench.plan import Plan, PlanError
 from rematbench.problem import Problem
 from rematbench.workload import Experts
-from rematbench.worlds.records.record import Record, provenance, run_spec
+from rematbench.worlds.records.record import (
+    Record,
+    decode_record,
+    encode_record,
+    provenance,
+    run_spec,
+)
 from rematbench.worlds.records.refusals import refusals
 from rematbench.worlds.records.suite_cells import recorded_cell
 from tests.problems import LLAMA, all_methods, layers, plan_of, problem, remade
@@ -213,15 +219,16 @@ def test_a_run_asks_for_the_overlap_of_a_stack_that_has_it() -> None:
 
 def test_a_record_asks_for_the_overlap_again() -> None:
     made = make_problem(
-        ProblemSpec(
+        Job(
             model="tiny-experts", cluster="h800-80gb", system="megatron-core-0.16", gpus=4,
             seq_len=64, global_batch=8, ep=4, ep_overlap="delayed_wgrad",
         )
     )  # fmt: skip
     method = all_methods().resolve("keep_all", {}, made)
     spec = run_spec(made, method)
-    assert spec.parameters["base"] == {"ep_overlap": "delayed_wgrad"}
+    assert spec.stack.ep_overlap == "delayed_wgrad"
     made_of = Record(run_id="", spec=spec, status="ok", provenance=provenance())
+    assert decode_record(encode_record(made_of)) == made_of
     again = recorded_cell("one", made_of, all_methods()).problem
     assert again.system == made.system
 

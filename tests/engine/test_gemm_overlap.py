@@ -5,14 +5,14 @@ from dataclasses import replace as remade
 from msgspec.structs import replace
 
 from rematbench.evaluate.problems import make_problem
+from rematbench.inputs.job import Job
 from rematbench.inputs.load import load_system
-from rematbench.inputs.problemspec import ProblemSpec
 from rematbench.inputs.system import with_facts
 from rematbench.problem import Problem
 
 
 def given(tp: int, system: str = "nemo-24.12") -> Problem:
-    spec = ProblemSpec(
+    spec = Job(
         model="llama-3.1-70b",
         cluster="h100-80gb",
         system=system,

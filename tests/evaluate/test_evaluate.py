@@ -86,10 +86,10 @@ def test_rates_follow_from_the_step(layout: dict[str, Any]) -> None:
     assert evaluation.tokens_per_s_per_gpu == rate
     peak = given.cluster.peak_flop_per_s
     for measured, causal in ((evaluation.mfu_causal, True), (evaluation.mfu_dense, False)):
-        flop = model_flop_per_token(LLAMA, 32, causal=causal)
+        flop = model_flop_per_token(given.workload, causal=causal)
         assert measured == pytest.approx(rate * flop / peak, rel=1e-12)
     again = evaluation.recompute_flop / tokens
-    flop = model_flop_per_token(LLAMA, 32) + again
+    flop = model_flop_per_token(given.workload) + again
     assert evaluation.hfu == pytest.approx(rate * flop / peak, rel=1e-12)
 
 

@@ -14,9 +14,9 @@ from rematbench.evaluate.evaluation import evaluate
 from rematbench.evaluate.problems import make_problem
 from rematbench.evaluate.result import evaluate_method
 from rematbench.evaluate.verdict import judge
+from rematbench.inputs.job import Job
 from rematbench.inputs.layout import LayoutError
 from rematbench.inputs.load import load_cluster, load_model, load_system, names
-from rematbench.inputs.problemspec import ProblemSpec
 from rematbench.inputs.system import System, with_facts
 from rematbench.plugins.discover import discover
 from rematbench.problem import Problem, rank_parameters
@@ -171,7 +171,7 @@ def test_processes_and_system_take_what_was_measured(gib: int, other: float) -> 
     cluster = replace(load_cluster("h100-80gb"), host_bytes=gib * GIB)
     spec = SPEC_33B | {"cluster": cluster, "zero_stage": 3}
     on_host, on_device = (
-        make_problem(ProblemSpec(**spec, optimizer=home)).cost.host_room_bytes / GIB
+        make_problem(Job(**spec, optimizer=home)).cost.host_room_bytes / GIB
         for home in ("host", "device")
     )
     assert on_host == pytest.approx(gib - min(other, max(gib * 0.03, 4.47e10 / GIB)), rel=1e-6)
@@ -180,7 +180,7 @@ def test_processes_and_system_take_what_was_measured(gib: int, other: float) -> 
 
 def test_a_measured_node_has_its_own_number() -> None:
     cluster = load_cluster("polaris-a100-40gb-bound")
-    found = make_problem(ProblemSpec(**SPEC_33B | {"cluster": cluster, "gpus": 4}))
+    found = make_problem(Job(**SPEC_33B | {"cluster": cluster, "gpus": 4}))
     assert found.cost.host_room_bytes == cluster.host_bytes - (cluster.host_other_bytes or 0)
 
 
@@ -215,7 +215,7 @@ def verdict(host_gib: int, **spec: Any) -> dict[str, int]:
     cluster = replace(
         load_cluster(spec["cluster"]), host_bytes=host_gib * GIB, host_update_parameters_per_s=2e9
     )
-    found = make_problem(ProblemSpec(**spec | {"cluster": cluster, "optimizer": "host"}))
+    found = make_problem(Job(**spec | {"cluster": cluster, "optimizer": "host"}))
     result = evaluate_method(found, discover().resolve("full_recompute"))
     assert result.evaluation is not None
     assert result.verdict == judge(found, result.evaluation)
@@ -260,7 +260,7 @@ def test_parameters_stay_where_the_stack_cannot_move_them(
 ) -> None:
     spec = SPEC_33B | {"zero_stage": 3, "optimizer": "host", "parameters": "host"} | changes
     with pytest.raises(LayoutError, match=words):
-        make_problem(ProblemSpec(**spec))
+        make_problem(Job(**spec))
 
 
 def test_a_stack_may_have_its_parameters_there_by_default() -> None:
@@ -269,7 +269,7 @@ def test_a_stack_may_have_its_parameters_there_by_default() -> None:
     )
     spec = SPEC_33B | {"system": system, "zero_stage": 3}
     homes = [
-        make_problem(ProblemSpec(**spec, parameters=home)).base_plan.state("parameter").home
+        make_problem(Job(**spec, parameters=home)).base_plan.state("parameter").home
         for home in (None, "device")
     ]
     assert homes == ["host", "device"]

@@ -8,10 +8,10 @@ from msgspec.structs import replace
 from rematbench.evaluate.problems import make_problem
 from rematbench.evaluate.result import Result, evaluate_method
 from rematbench.evidence.bands import with_band
+from rematbench.inputs.job import Job
 from rematbench.inputs.kernel_rates import RateError
 from rematbench.inputs.load import load_cluster, load_model, load_system, names
 from rematbench.inputs.precision import in_precision
-from rematbench.inputs.problemspec import ProblemSpec
 from rematbench.inputs.system import with_facts
 from rematbench.plugins.discover import discover
 from rematbench.workload import Precision
@@ -33,7 +33,7 @@ def simulated(method: str = "full_recompute", **given: Any) -> Result:
     """The result of a method on a job of eight GPUs."""
     sizes = {"model": "llama-7b", "system": "megatron-core", "gpus": 8, "tp": 4}
     sizes |= {"seq_len": 4096, "global_batch": 64, "cluster": "a800-80gb"}
-    problem = make_problem(ProblemSpec(**{**sizes, **given}))
+    problem = make_problem(Job(**{**sizes, **given}))
     return with_band(evaluate_method(problem, discover().resolve(method, None, problem)))
 
 
@@ -174,7 +174,7 @@ def test_a_generation_without_a_peak_has_no_time() -> None:
     made = simulated(precision="fp32", attention="unfused").problem
     gpu = replace(made.calibration.gpus["ampere"], fp32_peak_share=0.0)
     constants = replace(made.calibration, gpus={**made.calibration.gpus, "ampere": gpu})
-    spec = ProblemSpec(
+    spec = Job(
         model="llama-7b", cluster="a800-80gb", system="megatron-core", gpus=8, tp=4, seq_len=4096,
         global_batch=64, precision="fp32", attention="unfused",
     )  # fmt: skip

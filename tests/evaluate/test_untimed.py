@@ -14,9 +14,9 @@ from rematbench.evaluate.result import Result, evaluate_method, told_fragmented
 from rematbench.evidence.bands import with_band
 from rematbench.evidence.predict import predict_rows
 from rematbench.inputs.configfile import ConfigError
+from rematbench.inputs.job import Job
 from rematbench.inputs.kernel_rates import RateError
 from rematbench.inputs.load import calibration, load_cluster, load_model, load_system
-from rematbench.inputs.problemspec import ProblemSpec
 from rematbench.inputs.system import with_facts
 from rematbench.plugins.discover import discover
 from tests.problems import stacks
@@ -74,7 +74,7 @@ def simulated(method: str = "keep_all", **given: Any) -> Result:
         "seq_len": 2048,
         "global_batch": 8,
     }
-    problem = make_problem(ProblemSpec(**{**sizes, **given}))
+    problem = make_problem(Job(**{**sizes, **given}))
     found = evaluate_method(problem, discover().resolve(method, None, problem))
     return with_band(told_fragmented(found))
 

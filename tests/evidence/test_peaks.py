@@ -19,9 +19,9 @@ from rematbench.evidence.peaks import (
     underestimates,
 )
 from rematbench.evidence.published.sheets import PeakKind, Quantity, read_sheet
+from rematbench.inputs.job import Job
 from rematbench.inputs.load import names
 from rematbench.inputs.paths import data_dir
-from rematbench.inputs.problemspec import ProblemSpec
 from rematbench.problem import Problem
 
 CHECKED = "huggingface-flash-4.4x"
@@ -29,9 +29,7 @@ CHECKED = "huggingface-flash-4.4x"
 
 def job(stack: str = CHECKED, cluster: str = "a100-80gb-single") -> Problem:
     return make_problem(
-        ProblemSpec(
-            model="mistral-7b", cluster=cluster, system=stack, gpus=1, seq_len=4096, global_batch=1
-        )
+        Job(model="mistral-7b", cluster=cluster, system=stack, gpus=1, seq_len=4096, global_batch=1)
     )
 
 

@@ -65,8 +65,8 @@ def test_a_row_says_where_the_states_live() -> None:
     here, there = predict(row()), predict(row(optimizer="host"))
     assert there["pred_peak_host_bytes"] > here["pred_peak_host_bytes"] == 0
     assert there["pred_peak_device_bytes"] < here["pred_peak_device_bytes"]
-    assert case(parameters="host").parameters == "host"
-    assert (case().optimizer, case(optimizer="").parameters) == (None, None)
+    assert case(parameters="host").stack.parameters == "host"
+    assert (case().stack.optimizer, case(optimizer="").stack.parameters) == (None, None)
 
 
 def test_a_peak_is_the_quantity_that_the_row_prints() -> None:

@@ -15,7 +15,7 @@ from rematbench.cli.compare import UNBOUNDED, Head, Ranking, kept
 from rematbench.cli.comparison_plot import write_plot
 from rematbench.cli.options import Request, RunOptions, request
 from rematbench.evaluate.breakdown import PARTS
-from rematbench.evaluate.result import Job
+from rematbench.evaluate.result import PlannedJob
 from rematbench.evidence.published.sheets import read_sheet
 from rematbench.host import chart_style
 from rematbench.host.console import gib, grid, print_uncut
@@ -282,4 +282,4 @@ def test_ulysses_is_in_the_heading() -> None:
 
 def test_a_job_that_has_no_words_has_no_command() -> None:
     one = asked()
-    assert Job(problem=one.problem, base=one.base).run_with("keep_all") == ""
+    assert PlannedJob(problem=one.problem, base=one.base).run_with("keep_all") == ""

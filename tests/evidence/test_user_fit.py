@@ -102,14 +102,6 @@ def test_the_band_follows_the_rows_where_they_disagree() -> None:
         assert wide > 2.0 * band_after(len(errors))
 
 
-def test_the_guide_says_the_bands_after_few_rows() -> None:
-    said = " ".join(
-        (data_dir("config").parent / "docs/calibrate.md").read_text(encoding="utf-8").split()
-    )
-    one, three, five = (f"{100 * band_after(count):.1f}" for count in COUNTS)
-    assert f"{one} % after one, {three} after three, {five} after five" in said
-
-
 def test_a_mistyped_row_is_named() -> None:
     before = ScalePrior(spreads=SPREADS, noise=0.05)
     rows = linear(np.eye(len(SCALES)), np.array([0.02, 0.0, 6.9, 0.01]))

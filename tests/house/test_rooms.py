@@ -31,7 +31,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "evidence": ("published", "kernels", "."),
     "advise": ("compare", "search"),
     "measure": (".", "torch", "parts"),
-    "paper": ("sheet", "matrix", "studies", "tables", "."),
+    "paper": ("sheet", "matrix", "studies", "tables", ".", "builders"),
     "api": (),
     "cli": (),
 }

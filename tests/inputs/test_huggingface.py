@@ -13,7 +13,7 @@ from rematbench.inputs.architectures import architectures
 from rematbench.inputs.configfile import ConfigError
 from rematbench.inputs.huggingface import OWN_FILE
 from rematbench.inputs.load import load_model
-from rematbench.workload import Model
+from rematbench.workload import Model, Workload
 from tests.inputs.public_configs import EXPERTS, PUBLIC
 from tests.problems import problem
 
@@ -255,7 +255,7 @@ def test_attention_in_chunks_counts_pairs_inside_them(tmp_path: Path) -> None:
     scout = load_model(written(tmp_path, EXPERTS["Llama-4-Scout"][0]))
     length, chunk = 32768, 8192
     keys = 36 * chunk / 2 + 12 * length / 2
-    found = attention_flop_per_token(scout, length, causal=True)
+    found = attention_flop_per_token(Workload(model=scout, seq_len=length), causal=True)
     assert found == pytest.approx(12 * scout.q_width * keys)
 
 

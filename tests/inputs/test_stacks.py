@@ -15,15 +15,14 @@ from rematbench.cli.options import DEFAULT_SYSTEM
 from rematbench.evaluate.evaluation import evaluate
 from rematbench.evaluate.problems import system_variant
 from rematbench.evaluate.result import assumed, evaluate_plan
-from rematbench.evaluate.unread import unread, unread_facts, use_of
+from rematbench.evaluate.unread import unread, unread_facts
 from rematbench.evidence.bands import band_of, with_band
 from rematbench.evidence.job_evidence import published_stack, unlike_shipped
+from rematbench.host.declared import flat
 from rematbench.inputs.configfile import ConfigError
-from rematbench.inputs.effects import ACTS
 from rematbench.inputs.kernel_rates import RateError
 from rematbench.inputs.layout import Layout
 from rematbench.inputs.load import (
-    OPEN_FACTS,
     calibration,
     claim_of_row,
     load_cluster,
@@ -39,10 +38,10 @@ from rematbench.inputs.stackfacts import (
     facts,
     other_versions,
 )
-from rematbench.inputs.system import FACTS, System, flat, with_facts
+from rematbench.inputs.system import FACTS, System, with_facts
 from rematbench.plan import Plan
 from rematbench.problem import Problem, rank_parameters
-from tests.problems import all_methods, make_problem, remade
+from tests.problems import all_methods, make_problem
 
 APP = command_line()
 
@@ -136,7 +135,7 @@ def test_a_kernel_by_name_has_its_own_speed() -> None:
     times = {name: made(attention=name).cost.op_s(op, "forward") for name in ("fa1", "fa2", "fa3")}
     assert times["fa1"] > times["fa2"] > times["fa3"]
     assert made().cost.op_s(op, "forward") == times["fa2"]
-    assert made(attention="fa3").asked_attention == "fa3"
+    assert made(attention="fa3").chosen.attention == "fa3"
     assert made(attention="unfused").kernel == "unfused"
     assert made(system="huggingface", layout=Layout()).attention == "unfused"
     assert made(system="huggingface", layout=Layout(), attention="fa2").attention == "flash"
@@ -418,24 +417,3 @@ def test_a_fact_of_a_stack_that_none_of_its_models_has_is_said() -> None:
     eager = made(system="megatron-deepspeed", **alone)
     assert (eager.system.norm_kernel, eager.system.rope_kernel) == ("eager", "eager")
     assert "norm eager, RoPE eager" in assumed(eager)
-
-
-def test_every_open_fact_changes_a_prediction_where_it_is_said_to_act() -> None:
-    """A fact that acts on the problem changes its bytes or its seconds."""
-    other: dict[str, Any] = {"norm": "eager", "rope": "eager", "step_scratch_bytes": 4}
-    base = {"norm": "eager", "fused_loss": False, "logits_fp32": True, "loss_in_place": True}
-    for key in ("fused_swiglu", *OPEN_FACTS):
-        unfused = {"attention": "unfused"} if key == "eager_operators" else {}
-        given = made(model="llama3-8b", layout=Layout(dp=8, global_batch=8), **unfused)
-        start = with_facts(given.system, **base)
-        value = other.get(key, not flat(start)[key])
-        if key == "norm":
-            start = with_facts(start, norm="fused")
-        assert ACTS[key](use_of(dataclass_replace(given, system=start)))
-        seen = {
-            (found.step_s, found.peak_device_bytes)
-            for system in (start, with_facts(start, **{key: value}))
-            for problem in [remade(given, system=system)]
-            for found in [evaluate(problem, problem.base_plan)]
-        }
-        assert len(seen) == 2, key

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from rematbench.host.declared import flat, made
 from rematbench.inputs.load import load_system, names
-from rematbench.inputs.system import FACTS, flat, grouped, with_facts
+from rematbench.inputs.system import FACTS, System, with_facts
 from rematbench.worlds.records.record import content_hash
 
 PACKAGE = Path(__file__).resolve().parents[2] / "src/rematbench"
@@ -19,6 +20,7 @@ DUMMY = '    dummy_bytes: Bytes = 0\n    """A bucket of this test has so many by
 STACK = "name: mine\nbase: deepspeed\ndummy_bytes: {value: 5, source: mine}\n"
 SCRIPT = """
 import runpy, sys
+from rematbench.host.declared import flat, made
 from rematbench.inputs.load import load_system
 from rematbench.inputs.stackfacts import differences
 from rematbench.inputs.system import with_facts
@@ -69,7 +71,7 @@ def test_every_field_has_a_sentence_and_no_group_has_many() -> None:
 def test_groups_hold_the_facts_of_a_file(name: str) -> None:
     system = load_system(name)
     assert tuple(flat(system)) == FACTS
-    assert grouped(flat(system)) == system
+    assert made(System, flat(system)) == system
     changed = with_facts(system, name="mine", reduce_bytes=1)
     assert (changed.name, changed.states.reduce_bytes) == ("mine", 1)
     assert flat(changed) == {**flat(system), "name": "mine", "reduce_bytes": 1}

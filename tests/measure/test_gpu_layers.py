@@ -20,10 +20,9 @@ from rematbench.measure.parts import layers
 from rematbench.measure.parts.checks import Finding, Summary
 from rematbench.measure.parts.layers import TurnLog
 from rematbench.measure.predicted_steps import PREDICTED
-from rematbench.measure.records import Prediction, Rate, Turn, append_line, by_cell, read_lines
+from rematbench.measure.records import Prediction, Turn, append_line, by_cell, read_lines
 from rematbench.paper.tables.gpu_checks import checks_table
 from rematbench.paper.tables.gpu_layers import build, layer_rows, layers_table, ratios_table
-from rematbench.paper.tables.gpu_rates import rates_table
 from rematbench.plan import Plan
 from rematbench.worlds.records.record import Provenance, RecordError
 from rematbench.worlds.records.suite_cells import Cell
@@ -332,38 +331,6 @@ def test_the_last_of_several_folders_counts_for_what_it_has(tmp_path: Path, suit
         ("a", "yes", "one"),
         ("b", "yes", "two"),
     ]
-
-
-def rate(**fields: Any) -> Rate:
-    known: dict[str, Any] = {"implementation": "torch", "dtype": "bf16", "status": "ok", "n": 9}
-    return Rate(**known | {"provenance": made(H100), "unit": "flop"} | fields)
-
-
-def test_rates_stand_beside_published_rows_of_the_same_gpu() -> None:
-    gemm = rate(
-        what="gemm",
-        shape={"m": "4096", "n": "10240", "k": "8192"},
-        median_s=1e-3,
-        predicted_s=2e-3,
-        work=2.0 * 4096 * 10240 * 8192,
-    )
-    heads = {"b": "1", "h": "64", "kv": "8", "s": "8192", "d": "128", "causal": "1"}
-    work = 4.0 * 64 * 128 * 8192**2 / 2
-    attention = rate(
-        what="attention_forward", implementation="flash", shape=heads, median_s=1e-3, work=work
-    )
-    other = replace(gemm, provenance=made("NVIDIA H200"))
-    skipped = rate(what="gemm", shape={}, status="skipped", reason="no time was left", n=0)
-    table = rates_table([gemm, attention, other, skipped])
-    rows = {(row["what"], row["status"], row["published_n"]): row for row in table.rows}
-    row = rows["gemm", "ok", 1]
-    assert row["published_s"] == pytest.approx(0.9825e-3)  # Vidur's row of H100
-    assert row["error"] == pytest.approx(-0.5)
-    assert {key[2] for key in rows if key[0] == "gemm" and key[1] == "ok"} == {1, None}
-    flash = next(row for row in table.rows if row["what"] == "attention_forward")
-    assert 300e12 < work / flash["published_s"] < 420e12  # FlashAttention-2 of 64 heads
-    assert "gemm 50.00 % of 2" in table.note
-    assert "no time was left" in table.markdown()
 
 
 def test_a_file_of_lines_survives_a_kill_and_names_a_wrong_line(tmp_path: Path) -> None:

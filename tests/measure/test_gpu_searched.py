@@ -45,7 +45,7 @@ def test_the_first_plans_of_different_methods_are_predicted(lines: list[Searched
     *_, end = rounds(SearchRequest(spec=JOB.spec(3.0), within=0.0), processes=1)
     assert [line.place for line in lines] == [1, 2, 0]
     assert lines[0].step_s == pytest.approx(end.results[0].step_s)
-    assert len({(line.method, line.spec.micro_batch) for line in lines}) == len(lines)
+    assert len({(line.method, line.spec.degrees.micro_batch) for line in lines}) == len(lines)
     assert [line.beside for line in lines] == [False, False, True]
     assert lines[0].step_s is not None
     assert lines[2].step_s is not None

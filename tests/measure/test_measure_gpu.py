@@ -178,14 +178,14 @@ def test_old_files_are_not_taken_for_this_runs(
         write_record(
             read_record(whole[0] / "records" / f"{CELLS[-1]}.0.json"), records / f"{name}.json"
         )
-    (out / "rates.jsonl").write_text("{}")
+    (out / "actions.jsonl").write_text("{}")
     path, parts = suite(tmp_path, "lossless-fp32"), ("--part", "large", "--part", "baselines")
     words = ("-o", str(out), "--suite", str(path), "--device", "cpu")
     done = rematbench("measure-gpu", *words, *parts)
     assert done.returncode == 1
     found = msgspec.json.decode((out / "summary.json").read_bytes(), type=Summary)
     assert [ran.status for ran in found.parts] == ["failed", "failed"]
-    assert (out / "rates.jsonl").exists()
+    assert (out / "actions.jsonl").exists()
     assert [path.stem for path in records.iterdir()] == ["lossless-x.keep_all.0"]  # another part's
     held = {finding.claim: finding.holds for finding in found.findings}
     assert held["the allocator's peak is the simulated one's"] is None

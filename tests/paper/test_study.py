@@ -12,10 +12,11 @@ from rematbench.evidence.published.sheets import CONFIGURATION, SCORED, TABLED
 from rematbench.host.table import write_sheet
 from rematbench.inputs.configfile import ConfigError
 from rematbench.inputs.paths import data_dir
+from rematbench.paper.builders.answers import build
 from rematbench.paper.studies import answers
 from rematbench.paper.studies.answers import StudyAnswer, ask_study, dump, read_answers
 from rematbench.paper.studies.measures import part_peak_bytes, saved_layer_bytes
-from rematbench.paper.studies.study import load_study, narrowed
+from rematbench.paper.studies.study import load_study
 from tests.problems import all_methods, layers, problem
 from tests.typed import typed
 
@@ -130,7 +131,7 @@ def test_commands_are_runnable_words(tmp_path: Path) -> None:
     assert words[:3] == ["rematbench", "simulate", "full_recompute"]
     for pair in (["--zero", "0"], ["--micro-batch", "8"], ["--set", "method=block"]):
         assert any(words[i : i + 2] == pair for i in range(len(words))), pair
-    assert shlex.split(searched.command)[:3] == ["rematbench", "study", "small.yaml"]
+    assert searched.command == "rematbench make small.yaml"
 
 
 def test_mistakes_are_one_line(tmp_path: Path) -> None:
@@ -138,18 +139,12 @@ def test_mistakes_are_one_line(tmp_path: Path) -> None:
         load_study(study(tmp_path, question("run", "tow")))
     with pytest.raises(ConfigError, match=r"unknown key|contains unknown field"):
         load_study(study(tmp_path, {"ask": "run", "workload": ["two"], "methods": [KEEP]}))
-    good = load_study(study(tmp_path, {"ask": "run", "methods": [KEEP]}))
-    with pytest.raises(ConfigError, match=r"--workload: study small has no 'three'"):
-        narrowed(good, "three", "")
-    assert [q.workloads for q in narrowed(good, "two", "").questions] == [("two",)]
 
 
 def test_the_command_line(tmp_path: Path) -> None:
-    """study writes answers, the table of claims reads them; a mistake is one line and code 2."""
-    path = study(tmp_path, question("saved"))
+    """Answers are written, the table of claims reads them; a mistake is one line and code 2."""
     answers = tmp_path / "answers.json"
-    assert typed("study", str(path), "-o", str(answers)).code == 0
-    assert "kept_bytes" in typed("study", str(path)).out
+    assert "answers in" in build(answers, {}, study(tmp_path, question("saved")))
     predictions = tmp_path / "predictions.csv"
     write_sheet(predictions, [], [*CONFIGURATION, *SCORED, *TABLED, "pred_status"])
     given = ["table", "claims", "-o", str(tmp_path), "--input", f"predictions={predictions}"]
@@ -158,8 +153,6 @@ def test_the_command_line(tmp_path: Path) -> None:
     assert (tmp_path / "claims.md").stat().st_size > 1000
     (tmp_path / "bad.json").write_text("{")
     for words in (
-        ["study", str(path), "--workload", "on"],
-        ["study", str(tmp_path / "none.yaml")],
         [*given, f"answers={tmp_path / 'bad.json'}"],
         [*given, f"answers={tmp_path / 'none.json'}"],
     ):

@@ -1,4 +1,4 @@
-"""The table of systems: what runs says so, what does not says why, and the page shows the table."""
+"""The table of systems: what runs says so, and what does not says why."""
 
 import re
 from pathlib import Path
@@ -8,14 +8,12 @@ import pytest
 
 from rematbench.inputs.configfile import ConfigError, read_mapping
 from rematbench.paper.sheet.table import Table
-from rematbench.paper.tables import layer_grain, systems
+from rematbench.paper.tables import systems
 from tests.problems import all_methods
 from tests.workflow.checkout import ROOT
 
 FILE = ROOT / "config" / "related.yaml"
 EXPECTED, MEASURED = ROOT / "results" / "expected", ROOT / "results" / "measured"
-PAGE = ROOT / "docs" / "systems.md"
-BLOCK = re.compile(r"(?<=-->\n\n).*?(?=<!-- end -->)", re.DOTALL)
 
 
 def made(related: Path = FILE) -> Table:
@@ -72,20 +70,3 @@ def test_a_system_that_neither_runs_nor_says_why_is_refused(tmp_path: Path) -> N
     path.write_text("systems: [{name: new, source: here, methods: [no_such_method]}]\n")
     with pytest.raises(ConfigError, match=r"new.*say why"):
         made(path)
-
-
-def test_the_page_opens_with_the_table(update_golden: bool) -> None:
-    text = PAGE.read_text(encoding="utf-8")
-    table = made().markdown().partition("\n\n")[2].rstrip() + "\n\n"
-    if update_golden:
-        PAGE.write_text(BLOCK.sub(lambda _: table, text), encoding="utf-8")
-    assert BLOCK.findall(PAGE.read_text(encoding="utf-8")) == [table]
-
-
-def test_layer_grain_sets_karma_beside_memo() -> None:
-    """At memo's peak or above it, with what whole layers leave."""
-    rows = [row for row in layer_grain.build(ROOT / "config" / "traced.yaml").rows]
-    assert [row["method"] for row in rows] == ["memo", "karma"] * 7
-    for memo, karma in zip(rows[::2], rows[1::2], strict=True):
-        assert karma["more"] == karma["peak_device_bytes"] / memo["peak_device_bytes"] - 1
-        assert int(karma["swapped"].split()[0]) > 0 or karma["host_bytes"] == 0

@@ -17,9 +17,6 @@ FILES = sorted((SOURCES / "cli").glob("*.py"))
 ELSEWHERE = {
     "calibrate": "refits for minutes to an hour",
     "measure-gpu": "needs a GPU",
-    "report": "of what `./bench reproduce` made",
-    "matrix": "a minute and more; `./bench reproduce`",
-    "searches": "searches for minutes to half an hour; `./bench reproduce --full`",
 }
 """Examples that other places run, or that nothing here can."""
 MADE = ("results/paper", "results/smoke/records", "my-")

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from rematbench.evidence.published.sheets import read_sheet
+from rematbench.paper.targets import targets
 from tests.workflow.checkout import ROOT, Checkout
 from tests.worlds.slurm.local_slurm import TOOLS
 
@@ -150,7 +151,7 @@ def test_too_many_gpu_hours_are_refused_planned_or_run(measured: Checkout) -> No
 
 def test_only_what_is_executed_or_told_to_leaves_the_machine() -> None:
     """Rules without an accelerator are local; simulate_on: slurm moves those that compute."""
-    where = {}
+    where = {target.name: "SIMULATE_HERE" if target.simulates else "True" for target in targets()}
     for path in (ROOT / "workflows").glob("*.smk"):
         for rule in re.split(r"^rule ", path.read_text(), flags=re.MULTILINE)[1:]:
             if "    shell:" in rule:  # a target has no job
@@ -158,7 +159,9 @@ def test_only_what_is_executed_or_told_to_leaves_the_machine() -> None:
                 where[rule.partition(":")[0]] = local[1] if local else "job"
     assert [name for name, place in where.items() if place == "job"] == ["executed"]
     following = {name for name, place in where.items() if place == "SIMULATE_HERE"}
-    assert following == {"bundle", "matrix", "predict", "predict_more", "study"}
+    assert following == {
+        *("bundle", "matrix", "predict", "predict_more", "predict_instant", "study"),
+    }
 
 
 def test_nothing_overrides_the_profile_and_no_rule_retries() -> None:

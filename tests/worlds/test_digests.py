@@ -10,22 +10,25 @@ import pytest
 from rematbench.cli import baseline
 from rematbench.cli.app import PLACES
 from rematbench.paper.catalog import table_files
+from rematbench.paper.targets import targets
 from rematbench.worlds.records import digests
-from rematbench.worlds.records.digests import command_digest
+from rematbench.worlds.records.digests import module_digest
 
 ROOT = Path(__file__).resolve().parents[2]
 METHODS = sorted((ROOT / "methods").glob("*.py"))
-PREDICTIONS = ("sheet", "run")
+COMPUTED = {"bundle": {"suite": "smoke", "method": "keep_all"}, "predict": {"method": "keep_all"}}
+"""Two targets that run methods, and what stands in their paths."""
 CHANGED = {
-    "costs/formulas.py": True,
-    "engine/lowering/passes/emit_recompute.py": True,
-    "solve/swap.py": True,  # only methods import it
-    "cli/run.py": None,  # one of the two commands
-    "worlds/slurm/launch.py": False,
-    "paper/tables/scores.py": False,
-    "paper/tables/matrix.py": False,
-    "paper/html.py": False,
-    "cli/app.py": False,
+    "costs/formulas.py": {"bundle", "predict"},
+    "engine/lowering/passes/emit_recompute.py": {"bundle", "predict"},
+    "solve/swap.py": set(),  # only other methods import it
+    "paper/builders/records.py": {"bundle"},
+    "paper/builders/predictions.py": {"predict"},
+    "worlds/slurm/launch.py": set(),
+    "paper/tables/scores.py": set(),
+    "paper/targets.py": set(),
+    "paper/html.py": set(),
+    "cli/make.py": set(),
 }
 
 
@@ -49,49 +52,68 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     forget()
 
 
-def test_only_what_can_change_a_prediction_changes_its_digest(package: Path) -> None:
-    def told() -> list[str]:
-        return [command_digest(command, METHODS) for command in PREDICTIONS]
+def due(before: dict[str, str], after: dict[str, str]) -> set[str]:
+    return {name for name in before if before[name] != after[name]}
 
-    for name, all_change in CHANGED.items():
+
+def edit(path: Path) -> None:
+    with path.open("a") as opened:
+        opened.write("# edited\n")
+
+
+def test_an_edit_makes_the_targets_due_that_it_touches(
+    package: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    known = {target.name: target for target in targets()}
+
+    def told() -> dict[str, str]:
+        return {name: known[name].digest(values) for name, values in COMPUTED.items()}
+
+    for name, wanted in CHANGED.items():
         before = told()
-        with (package / name).open("a") as file:
-            file.write("# edited\n")
-        changed = [one != other for one, other in zip(before, told(), strict=True)]
-        assert changed == ([False, True] if all_change is None else [all_change] * 2), name
+        edit(package / name)
+        assert due(before, told()) == wanted, name
 
 
 @pytest.mark.parametrize(
-    ("command", "file"),
+    ("module", "file"),
     [
-        ("table", "evidence/published/sheets.py"),
-        ("report", "paper/html.py"),
-        ("cells", "worlds/slurm/campaign_rows.py"),
-        ("verify", "worlds/torch/arithmetic.py"),  # imported inside a function
-        ("verify", "worlds/packages/process.py"),
-        ("verify", "baselines/megatron_core/stack.py"),  # loaded by name
-        ("study", "paper/studies/answers.py"),
+        ("paper.tables.scores", "evidence/published/sheets.py"),
+        ("paper.builders.page", "paper/html.py"),
+        ("cli.cells", "worlds/slurm/campaign_rows.py"),
+        ("cli.verify", "worlds/torch/arithmetic.py"),  # imported inside a function
+        ("cli.verify", "worlds/packages/process.py"),
+        ("cli.verify", "baselines/megatron_core/stack.py"),  # loaded by name
+        ("paper.builders.answers", "paper/studies/answers.py"),
     ],
 )
-def test_results_are_made_again_when_the_code_of_their_command_changes(
-    package: Path, command: str, file: str
+def test_results_are_made_again_when_the_code_behind_them_changes(
+    package: Path, module: str, file: str
 ) -> None:
-    before = command_digest(command)
-    with (package / file).open("a") as opened:
-        opened.write("# edited\n")
-    assert command_digest(command) != before
+    before = module_digest(f"rematbench.{module}")
+    edit(package / file)
+    assert module_digest(f"rematbench.{module}") != before
 
 
 @pytest.mark.parametrize("name", table_files())
 def test_a_change_of_one_tables_file_makes_that_table_due_alone(package: Path, name: str) -> None:
     def told() -> dict[str, str]:
-        modules = {one.name: one.module for one in table_files().values()}
-        return {key: command_digest("table", loaded=[module]) for key, module in modules.items()}
+        return {one.name: module_digest(one.module) for one in table_files().values()}
 
     before = told()
-    with (package / f"paper/tables/{name}.py").open("a") as opened:
-        opened.write("# edited\n")
-    assert {key for key, text in told().items() if text != before[key]} == {name}
+    edit(package / f"paper/tables/{name}.py")
+    assert due(before, told()) == {name}
+
+
+def test_what_a_method_imports_is_part_of_its_targets(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(ROOT)
+    (bundle,) = (target for target in targets() if target.name == "bundle")
+    plain, lynx = ({"suite": "smoke", "method": name} for name in ("keep_all", "lynx_opt"))
+    assert bundle.digest(plain) != bundle.digest(lynx)
+    assert bundle.files(lynx)["reads"] == ["methods/lynx_opt.py"]
 
 
 @pytest.mark.parametrize("world", ["simulated", "traced", "executed"])
@@ -112,9 +134,9 @@ def test_a_methods_digest_covers_its_file_and_its_solver(tmp_path: Path) -> None
     assert digests.method_digest([str(copy)]) != before
 
 
-def test_no_command_is_an_error() -> None:
-    with pytest.raises(ValueError, match="no module of commands 'nothing'"):
-        command_digest("nothing")
+def test_no_module_is_an_error() -> None:
+    with pytest.raises(ValueError, match=r"no module 'rematbench\.cli\.nothing'"):
+        module_digest("rematbench.cli.nothing")
 
 
 def modules() -> dict[str, str]:
@@ -137,9 +159,9 @@ def test_every_rule_depends_on_the_code_of_its_own_command() -> None:
         for rule in re.split(r"^rule ", path.read_text(), flags=re.MULTILINE)[1:]:
             name = rule.partition(":")[0]
             called = re.search(r"rematbench ((?:baseline )?[\w-]+)", rule.partition("shell:")[2])
-            if called is None or name in UNHASHED:
+            if called is None or name in UNHASHED or called[1] == "make":
                 continue
             found = re.findall(r"engine=.*code\(\s*\"([\w.]+)\"", rule)
             assert found == [known[called[1]]], f"{path.name}: rule {name}"
             checked.add(name)
-    assert {"predict", "bundle", "study", "matrix", "page"} <= checked
+    assert {"retrace", "executed_table"} <= checked

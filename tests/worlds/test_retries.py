@@ -15,8 +15,8 @@ from rematbench.evaluate.evaluator import SINGLE_EVALUATOR
 from rematbench.evaluate.problems import make_problem
 from rematbench.evaluate.result import Result, evaluate_plan
 from rematbench.evaluate.verdict import Retries, judge, retries
+from rematbench.inputs.job import Job
 from rematbench.inputs.layout import Layout
-from rematbench.inputs.problemspec import ProblemSpec
 from rematbench.plugins.discover import discover
 from rematbench.problem import Problem
 from rematbench.worlds.records.record import make_record
@@ -34,9 +34,9 @@ and where none is needed; the plan allocates 26,022,576,128 bytes and would rese
 
 
 def given(usable_bytes: int) -> Problem:
-    whole = make_problem(ProblemSpec.at(LAYOUT, **JOB))
+    whole = make_problem(Job.at(LAYOUT, **JOB))
     hbm_bytes = whole.cluster.hbm_bytes - whole.usable_bytes + usable_bytes
-    return make_problem(ProblemSpec.at(LAYOUT, **JOB, hbm_bytes=hbm_bytes))
+    return make_problem(Job.at(LAYOUT, **JOB, hbm_bytes=hbm_bytes))
 
 
 def ran(problem: Problem) -> Result:

@@ -36,7 +36,7 @@ TIME = ("timed_steps", "step_s", "step_min_s", "step_max_s", "tokens_per_s_per_g
 def on_h800(tmp_path: Path, **top: Any) -> Campaign:
     """Two methods on two H800, bf16."""
     made = campaign(tmp_path, "h800-80gb", **top)
-    problems = tuple(replace(spec, precision="bf16") for spec in made.suite.problems)
+    problems = tuple(spec.changed(precision="bf16") for spec in made.suite.problems)
     return Campaign(replace(made.suite, problems=problems), all_methods())
 
 
@@ -78,11 +78,9 @@ def test_seconds_of_gpus_are_speed_beside_the_simulated_step(tmp_path: Path) -> 
     ]  # fmt: skip
     rate = 2 * 64 / 0.03 / 2  # global batch x length / median / GPUs
     assert row["tokens_per_s_per_gpu"] == pytest.approx(rate)
-    model, peak = made.problem(made.cells[0].spec).workload.model, 9.895e14
+    work, peak = made.problem(made.cells[0].spec).workload, 9.895e14
     for key, causal in (("mfu_causal", True), ("mfu_dense", False)):
-        assert row[key] == pytest.approx(
-            rate * model_flop_per_token(model, 64, causal=causal) / peak
-        )
+        assert row[key] == pytest.approx(rate * model_flop_per_token(work, causal=causal) / peak)
     simulated = made.simulated(made.cells[0])
     assert row["simulated_step_s"] == simulated.step_s
     assert row["step_error_percent"] == pytest.approx(100 * (0.03 / simulated.step_s - 1), abs=1e-3)

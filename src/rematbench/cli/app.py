@@ -74,8 +74,7 @@ COMMANDS = (
 )
 """The user's commands, except the group of baselines: module of this folder and function."""
 WORKFLOW = (
-    *("shipped.examples", "table.table", "run.run", "study.study", "matrix.matrix"),
-    *("searches.searches", "report.report", "report.expect", "measure.measure"),
+    *("shipped.examples", "table.table", "make.make", "expect.expect", "measure.measure"),
     *("gpu.measure_gpu", "cells.run_cells", "cells.cells"),
 )
 """Commands for Snakemake rules, `./bench` and Slurm jobs, and `examples`, which the last lines of
@@ -223,11 +222,11 @@ def _our_option(message: str) -> str:
     unknown = re.match(r"No such option:? '?--([\w-]+)", message)
     if unknown is None:
         return ""
-    megatron = importlib.import_module("rematbench.foreign.megatron")
-    problemspec = importlib.import_module("rematbench.inputs.problemspec")
-    name = megatron.NUMBERS.get(unknown[1], "")
-    fields = problemspec.ProblemSpec.__struct_fields__
-    return f"; here it is {problemspec.flag(name)}" if name in fields else ""
+    keys = importlib.import_module("rematbench.foreign.keys")
+    job = importlib.import_module("rematbench.inputs.job")
+    name = keys.dialect("megatron")[""].numbers.get(unknown[1].replace("-", "_"), "")
+    known = {field.name for field in job.options()}
+    return f"; here it is {job.flag(name)}" if name in known else ""
 
 
 def _fail(where: str, message: str, code: int = 2) -> None:

@@ -14,17 +14,17 @@ from rematbench.host.console import CommandError
 from rematbench.inputs.configfile import require_among
 from rematbench.inputs.paths import data_dir
 from rematbench.paper.studies.baseline_points import load_points, trace_points
-from rematbench.worlds import executed, traced, trained
+from rematbench.worlds import executed, traced
 from rematbench.worlds.agreement import agreement_records, disagreements
 from rematbench.worlds.packages.process import Device
 from rematbench.worlds.records.record import Record, keep_record
 from rematbench.worlds.records.suite import load_suite
 from rematbench.worlds.records.suite_cells import Cell, cells
 
-What = Literal["executed", "traced", "convergence", "points", "agreement"]
+What = Literal["executed", "traced", "points", "agreement"]
 
 
-def measure(  # noqa: PLR0913, PLR0917  # an option of the command line each
+def measure(  # an option of the command line each
     what: Annotated[What, Argument(help="Which records.")],
     output: Output,
     suite: Annotated[
@@ -34,7 +34,6 @@ def measure(  # noqa: PLR0913, PLR0917  # an option of the command line each
     only: Only = None,
     methods: Methods = None,
     compare: Compare = None,
-    steps: Annotated[int, Option(min=2, help="Number of optimizer steps for `convergence`.")] = 240,
     device: Annotated[
         Device,
         Option(help="For `agreement`: device to run on; cuda runs the cells that fit on its GPUs."),
@@ -44,11 +43,9 @@ def measure(  # noqa: PLR0913, PLR0917  # an option of the command line each
     """Make committed records again; a record each.
 
     executed: the cells of a suite in processes here.  traced: one rank of each, on fake tensors.
-    convergence: loss curves on the Python standard library's sources; keep_all on every problem,
-    every other method on the first one on which it does something.  points: baselines traced at the
-    points of config/baseline_points.yaml.  agreement: our executor, Megatron-core and DeepSpeed on
-    the same weights and batches, whose losses and gradient norms must agree within 1e-5 (bf16:
-    1e-2).
+    points: baselines traced at the points of config/baseline_points.yaml.  agreement: our executor,
+    Megatron-core and DeepSpeed on the same weights and batches; their losses and gradient norms
+    must agree within 1e-5 (bf16: 1e-2).
 
     A record that says the same as before keeps its date, so that a second run changes no file.
 
@@ -67,14 +64,9 @@ def measure(  # noqa: PLR0913, PLR0917  # an option of the command line each
     else:
         path = suite or data_dir("config") / f"{what}.yaml"
         found = cells(load_suite(path), methods or [], only or [])
-        if what == "convergence":
-            found, left_out = trained.select_cells(found)
-            for line in left_out:
-                typer.echo(line)
         if not found:
-            plan = " has a plan of its own" if what == "convergence" else ""
-            raise CommandError(f"--only {', '.join(only or [])}: no such cell in {path}{plan}")
-        names, wrong = _cells(what, found, output, steps=steps, timeout=timeout), {}
+            raise CommandError(f"--only {', '.join(only or [])}: no such cell in {path}")
+        names, wrong = _cells(what, found, output, timeout), {}
     typer.echo(f"{output}: {len(names)} records")
     for name, why in wrong.items():
         typer.echo(f"{name}: {why}", err=True)
@@ -88,18 +80,14 @@ def _keep(records: Mapping[str, Record], output: Path) -> list[str]:
     return list(records)
 
 
-def _cells(what: What, found: list[Cell], output: Path, *, steps: int, timeout: float) -> list[str]:
+def _cells(what: What, found: list[Cell], output: Path, timeout: float) -> list[str]:
     """Write the records of cells, each as soon as its cell has run; their names."""
     if what == "executed":
         for cell, record in executed.run_cells(found, timeout):
             keep_record(record, output, cell.name)
         return [cell.name for cell in found]
     for cell in found:
-        record = traced.run(cell) if what == "traced" else trained.run(cell, steps)
-        keep_record(record, output, cell.name)
-        if what == "convergence":
-            last = record.measured.losses[-1:] if record.measured else ()
-            typer.echo(f"{cell.name}: {record.status} {' '.join(map(str, last))}".rstrip())
+        keep_record(traced.run(cell), output, cell.name)
     return [cell.name for cell in found]
 
 

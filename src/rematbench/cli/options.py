@@ -1,11 +1,10 @@
 """The options that describe one run, shared by many commands."""
 
-import copy
 import dataclasses
 import inspect
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial, wraps
 from itertools import pairwise
@@ -16,12 +15,14 @@ from msgspec import Struct
 from msgspec.structs import fields, replace
 from typer import Argument, BadParameter, Option
 
+from rematbench.advise.search.space import Fixed
 from rematbench.evaluate.problems import make_problem
-from rematbench.evaluate.result import Job
+from rematbench.evaluate.result import PlannedJob
 from rematbench.evidence.peaks import leaving_reserve
 from rematbench.host.console import CommandError
+from rematbench.host.declared import fact, limits, plain_type, sentences
 from rematbench.host.table import GIB
-from rematbench.inputs.problemspec import ProblemSpec, flag
+from rematbench.inputs.job import Job, flag, is_switched_off, options
 from rematbench.plan import Plan
 from rematbench.plugins.discover import discover
 from rematbench.plugins.registry import Composition
@@ -61,70 +62,10 @@ Within = Annotated[
     ),
 ]
 
-OPTIONS = {
-    "model": Option(
-        metavar="M",
-        show_default=False,
-        help="Model name, YAML file or Hugging Face config.json.",
-    ),
-    "cluster": Option(metavar="C", show_default=False, help="Cluster name or YAML file."),
-    "system": Option(metavar="Y", help="Software stack: name or YAML file."),
-    "gpus": Option(min=1, metavar="N", show_default=False, help="Number of GPUs."),
-    "seq_len": Option(min=1, metavar="S", show_default=False, help="Tokens."),
-    "document_len": Option(
-        min=0, metavar="D", help="Mean tokens of packed documents; attention inside each (0: none)."
-    ),
-    "global_batch": Option(
-        min=1,
-        metavar="B",
-        show_default=False,
-        help="Sequences per optimizer step, over all GPUs.",
-    ),
-    "micro_batch": Option(min=1, metavar="b", help="Sequences per micro-batch."),
-    "tp": Option(min=1, help="Tensor parallel ranks."),
-    "cp": Option(min=1, help="Context parallel ranks."),
-    "pp": Option(min=1, help="Pipeline parallel ranks."),
-    "vpp": Option(min=1, help="Model chunks per pipeline rank."),
-    "ulysses": Option(min=1, help="Ulysses sequence-parallel ranks, taken from dp."),
-    "shard_degree": Option(
-        min=0, help="Ranks that share sharded states (0: all peers); replicas between (HSDP)."
-    ),
-    "ep": Option(min=1, help="Expert parallel ranks, of those of tp x cp x dp."),
-    "etp": Option(min=1, help="Tensor parallel ranks inside an expert (none: tp)."),
-    "imbalance": Option(
-        min=1.0,
-        metavar="F",
-        help="Tokens of the experts of the worst rank, over balanced ones.",
-    ),
-    "capacity_factor": Option(
-        min=0.0,
-        metavar="F",
-        help="Most tokens that an expert takes, over balanced ones; the others are dropped "
-        "(0: no limit).",
-    ),
-    "expert_padding": Option(help="Fill each expert up to its capacity."),
-    "ep_overlap": Option(
-        help="Experts' exchanges beside another micro-batch; replaces the stack's value."
-    ),
-    "zero_stage": Option("--zero", min=0, max=3, help="ZeRO stage (3: as FSDP full shard)."),
-    "sp": Option("--no-sp", help="Turn off sequence parallelism, which tp uses by default."),
-    "attention": Option(help="Attention kernel."),
-    "precision": Option(help="Compute precision."),
-    "hbm_bytes": Option(
-        min=1,
-        max=1 << 60,
-        metavar="H",
-        help="Device memory in bytes; replaces the cluster's value.",
-    ),
-    "optimizer": Option(help="Where optimizer states live; replaces the stack's value."),
-    "parameters": Option(help="Home of the parameters, instead of the stack's (ZeRO 3)."),
-}
-"""The command-line option of each field of a ProblemSpec."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:
-    """The options of one run as typed.  `problem` has the fields of the ProblemSpec; every other
+    """The options of one run as typed.  `problem` has the facts of the Job; every other
     field is an option of the same name."""
 
     problem: dict[str, Any]
@@ -159,7 +100,7 @@ class Request(Struct, frozen=True, kw_only=True):
     """One run, ready to plan: a method on a job.  `text`: the method as typed; `settings`: the
     options for its settings, as typed."""
 
-    job: Job
+    job: PlannedJob
     method: Composition
     text: str = ""
     settings: tuple[str, ...] = ()
@@ -190,36 +131,65 @@ def takes_problem(command: Callable[..., None]) -> Callable[..., None]:
     return _takes(command, {"method": "keep_all", "settings": None})
 
 
+def takes_search(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command the facts of a Job as options; it receives them as its first argument.  The
+    degrees that a search tries are open (None) where they are not given."""
+    tried = [field.name for field in fields(Fixed) if field.default is None]
+    return _with_options(command, _fact_options(tried, "The search keeps it."), lambda given: given)
+
+
+def takes_replacements(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command the facts of a Job as options that replace the values of files; it receives
+    those that are given as its first argument."""
+    every = [field.name for field in options()]
+    return _with_options(
+        command,
+        _fact_options(every, "It replaces the files' value."),
+        lambda given: {name: value for name, value in given.items() if value is not None},
+    )
+
+
 def _takes(command: Callable[..., None], fixed: dict[str, Any]) -> Callable[..., None]:
-    own = list(inspect.signature(command).parameters.values())[1:]
     hints = get_type_hints(RunOptions, include_extras=True)
     kept = [f for f in dataclasses.fields(RunOptions) if f.name not in {"problem", *fixed}]
+    own = [_parameter(f.name, hints[f.name], f.default) for f in kept]
+
+    def gathered(given: dict[str, Any]) -> RunOptions:
+        typed = {f.name: given.pop(f.name) for f in kept}
+        for field in filter(is_switched_off, options()):
+            given[field.name] = False if given[field.name] else field.default
+        return RunOptions(problem=given, **typed, **fixed)
+
+    return _with_options(command, [*_fact_options(), *own], gathered)
+
+
+def _with_options(
+    command: Callable[..., None],
+    further: Iterable[inspect.Parameter],
+    gathered: Callable[[dict[str, Any]], Any],
+) -> Callable[..., None]:
+    """The command with further options, which it receives `gathered` as its first argument."""
+    options = list(further)
 
     @wraps(command)
     def run(**given: Any) -> None:
-        problem = {name: given.pop(name) for name in OPTIONS}
-        problem["sp"] = False if problem["sp"] else None
-        typed = {f.name: given.pop(f.name) for f in kept}
-        command(RunOptions(problem=problem, **typed, **fixed), **given)
+        typed = {one.name: given.pop(one.name) for one in options}
+        command(gathered(typed), **given)
 
-    keyword = inspect.Parameter.KEYWORD_ONLY
-    empty = inspect.Parameter.empty
-    options = [
-        inspect.Parameter(
-            f.name,
-            keyword,
-            annotation=hints[f.name],
-            default=empty if f.default is dataclasses.MISSING else f.default,
-        )
-        for f in kept
-    ]
-    own_hints = get_type_hints(command, include_extras=True)
-    extra = [p.replace(kind=keyword, annotation=own_hints[p.name]) for p in own]
-    signature = inspect.Signature([*_problem_options(keyword), *options, *extra])
+    hints = get_type_hints(command, include_extras=True)
+    later = list(inspect.signature(command).parameters.values())[1:]
+    extra = [_parameter(p.name, hints[p.name], p.default) for p in later]
+    signature = inspect.Signature([*options, *extra])
     run.__signature__ = signature  # type: ignore[attr-defined]  # typer reads it
     run.__annotations__ = {p.name: p.annotation for p in signature.parameters.values()}
     del run.__wrapped__  # else inspect shows the command's own signature
     return run
+
+
+def _parameter(name: str, hint: Any, default: Any) -> inspect.Parameter:
+    """An option; `default` is empty (of dataclasses or of inspect) where there is none."""
+    default = inspect.Parameter.empty if default is dataclasses.MISSING else default
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=hint, default=default)
 
 
 def _name_broken(folders: list[Path]) -> None:
@@ -228,51 +198,57 @@ def _name_broken(folders: list[Path]) -> None:
         sys.stderr.write(f"unavailable: {path}: {reason}\n")
 
 
-def _problem_options(keyword: Any) -> Iterator[inspect.Parameter]:
-    """The fields of a ProblemSpec as options.  A command may fill in a required field, so None
-    stands for a required field that is not given."""
-    named = {"model": str, "cluster": str, "system": str, "zero_stage": int, "sp": bool}
-    hints = get_type_hints(ProblemSpec) | named
-    for field in fields(ProblemSpec):
-        default = None if field.required else field.default
-        default = DEFAULT_SYSTEM if field.name == "system" else default
-        kind = hints[field.name] if default is not None else hints[field.name] | None
-        described = copy.copy(OPTIONS[field.name])
-        if (
-            field.required and default is None
-        ):  # typer says so itself only of an option without a default
-            described.help = f"{(described.help or '').removesuffix('.')} (required)."
-        option = Annotated[kind, described]  # type: ignore[valid-type]  # typer reads it
-        yield inspect.Parameter(field.name, keyword, annotation=option, default=default)
+def _fact_options(opened: Collection[str] = (), note: str = "") -> Iterator[inspect.Parameter]:
+    """The facts of a Job as options.  A command may fill in a required fact, so None stands for a
+    required fact that is not given, and for one of `opened`, whose help ends with `note`."""
+    for field in options():
+        described, kind, name = fact(field), plain_type(field), field.name
+        least, most = limits(field)
+        words, text = [described.option] if described.option else [], sentences(Job)[name]
+        default = {"system": DEFAULT_SYSTEM}.get(name, None if field.required else field.default)
+        if name in opened:
+            default, text = None, f"{text} {note}"
+            if kind is bool:
+                words, text = [f"--{name}/--no-{name}"], note
+        elif kind is bool:  # a switch
+            words, default = words or [flag(name)], False
+        elif field.required and default is None:  # typer says so itself only without a default
+            text = f"{text.removesuffix('.')} (required)."
+        option = Option(*words, min=least, max=most, metavar=described.metavar or None, help=text)
+        hint = kind | None if default is None else kind
+        yield _parameter(name, Annotated[hint, option], default)
 
 
-def request(options: RunOptions, *, name_broken: bool = True) -> Request:
+def require(given: Mapping[str, Any]) -> None:
+    """CommandError for facts of a Job that are required and not given."""
+    if missing := [flag(f.name) for f in options() if f.required and not given.get(f.name)]:
+        raise CommandError(f"missing option: {', '.join(missing)}")
+
+
+def request(run: RunOptions, *, name_broken: bool = True) -> Request:
     """Load names and files and derive dp; CommandError and the loaders' errors are one line each.
     With `name_broken`, stderr names the files of the user's folders that define no method."""
-    given = options.problem
-    missing = [flag(f.name) for f in fields(ProblemSpec) if f.required and not given.get(f.name)]
-    if missing:
-        raise CommandError(f"missing option: {', '.join(missing)}")
-    spec = ProblemSpec(**given)
-    problem = _with_reserve(make_problem(spec), options.reserve_gib)
-    method = _method(options, problem)
+    require(run.problem)
+    spec = Job(**run.problem)
+    problem = _with_reserve(make_problem(spec), run.reserve_gib)
+    method = _method(run, problem)
     base = problem.base_plan
-    if options.partition:
-        base = replace(base, partition=_partition(options.partition, problem))
-    if options.gpipe:
+    if run.partition:
+        base = replace(base, partition=_partition(run.partition, problem))
+    if run.gpipe:
         if problem.layout.vpp > 1:
             raise CommandError(f"--gpipe needs --vpp 1, but --vpp is {problem.layout.vpp}")
         base = replace(base, schedule="gpipe")
-    words = (*spec.to_arguments(), *_words(options))
-    if options.methods and name_broken:
-        _name_broken(options.methods)
-    settings = tuple(word for text in options.settings or () for word in ("--set", text))
-    job = Job(problem=problem, base=base, words=words)
-    return Request(job=job, method=method, text=options.method, settings=settings)
+    words = (*spec.to_arguments(), *_words(run))
+    if run.methods and name_broken:
+        _name_broken(run.methods)
+    settings = tuple(word for text in run.settings or () for word in ("--set", text))
+    job = PlannedJob(problem=problem, base=base, words=words)
+    return Request(job=job, method=method, text=run.method, settings=settings)
 
 
 def _words(options: RunOptions) -> Iterator[str]:
-    """The given options that are no fields of a ProblemSpec, as typed."""
+    """The given options that are no fields of a Job, as typed."""
     if options.partition:
         yield from ("--partition", options.partition)
     if options.gpipe:

@@ -17,7 +17,13 @@ from rematbench.cli.show import heading, method_line, over_peak
 from rematbench.host.console import CommandError, align_left, console, gib, grid, plain
 from rematbench.host.ranks import NO_RENDEZVOUS
 from rematbench.worlds.records.measured import Comparison, Measured, MeasuredSpeed, measured_speed
-from rematbench.worlds.records.record import Record, RecordError, read_record, write_record
+from rematbench.worlds.records.record import (
+    Record,
+    RecordError,
+    read_record,
+    record_json,
+    write_record,
+)
 from rematbench.worlds.records.suite_cells import Cell
 from rematbench.worlds.reruns import verify
 from rematbench.worlds.run_records import RUNTIME
@@ -83,7 +89,7 @@ def finish(record: Record, asked: Request, out: Path | None, json: bool) -> None
     if out is not None:
         write_record(record, out)
     if json:
-        typer.echo(msgspec.json.format(msgspec.json.encode(record, order="sorted")).decode())
+        typer.echo(msgspec.json.format(record_json(record)).decode())
         return
     for line in (*heading(asked.problem), method_line(asked), _banner(record)):
         console().print(plain(line))

@@ -4,7 +4,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from typer import Option
@@ -14,52 +14,22 @@ from rematbench.advise.search.search_job import SearchJob, SearchRequest
 from rematbench.advise.search.space import Fixed
 from rematbench.cli.compare import as_cells
 from rematbench.cli.inverse import Inverse, ask
-from rematbench.cli.options import DEFAULT_SYSTEM, OPTIONS, Within, percents
+from rematbench.cli.options import DEFAULT_SYSTEM, Within, percents, require, takes_search
 from rematbench.cli.search_answer import SearchAnswer
 from rematbench.cli.search_output import show_assumed, show_difference, show_space
 from rematbench.cli.targets import Json, Methods, need_file
 from rematbench.host.console import CommandError, console
 from rematbench.host.table import write_sheet
-from rematbench.inputs.problemspec import ProblemSpec
-from rematbench.inputs.system import AttentionChoice, EpOverlapChoice, Home
-from rematbench.workload import ExpertPadding, Precision
+from rematbench.inputs.job import Job
 from rematbench.worlds.packages.process import package_system
 
-Degree = Annotated[int | None, Option(min=1, metavar="N", help="This and no other.")]
 STEP_S = 1.0
 """Seconds between two lines of progress on a terminal."""
 
 
+@takes_search
 def search(  # noqa: PLR0913, PLR0917  # an option of the command line each
-    model: Annotated[str, OPTIONS["model"]],
-    cluster: Annotated[str, OPTIONS["cluster"]],
-    gpus: Annotated[int, OPTIONS["gpus"]],
-    seq_len: Annotated[int, OPTIONS["seq_len"]],
-    global_batch: Annotated[int, OPTIONS["global_batch"]],
-    document_len: Annotated[int, OPTIONS["document_len"]] = 0,
-    system: Annotated[str, OPTIONS["system"]] = DEFAULT_SYSTEM,
-    tp: Degree = None,
-    sp: Annotated[
-        bool | None,
-        Option("--sp/--no-sp", help="Only with sequence parallelism, or only without it."),
-    ] = None,
-    cp: Degree = None,
-    ulysses: Degree = None,
-    shard_degree: Annotated[int, OPTIONS["shard_degree"]] = 0,
-    ep: Annotated[int | None, OPTIONS["ep"]] = None,
-    etp: Annotated[int | None, OPTIONS["etp"]] = None,
-    imbalance: Annotated[float, OPTIONS["imbalance"]] = 1.0,
-    capacity_factor: Annotated[float, OPTIONS["capacity_factor"]] = 0.0,
-    expert_padding: Annotated[ExpertPadding, OPTIONS["expert_padding"]] = "none",
-    ep_overlap: Annotated[EpOverlapChoice | None, OPTIONS["ep_overlap"]] = None,
-    pp: Degree = None,
-    vpp: Degree = None,
-    micro_batch: Degree = None,
-    zero: Annotated[int | None, Option(min=0, max=3, help="This ZeRO stage and no other.")] = None,
-    attention: Annotated[AttentionChoice, OPTIONS["attention"]] = "flash",
-    precision: Annotated[Precision, OPTIONS["precision"]] = "bf16",
-    hbm_bytes: Annotated[int | None, OPTIONS["hbm_bytes"]] = None,
-    optimizer: Annotated[Home | None, OPTIONS["optimizer"]] = None,
+    facts: dict[str, Any],
     method: Annotated[
         list[str] | None,
         Option(
@@ -155,17 +125,11 @@ def search(  # noqa: PLR0913, PLR0917  # an option of the command line each
     _refuse(find, prices=price_tags, speed=speed, step=step, out=(output, json, explain))
     if explain is not None and not all(1 <= place <= top for place in explain):
         raise CommandError(f"--explain: places of 1 to {top} (--top shows more), not {explain}")
-    stack = package_system(engine, system) if system == DEFAULT_SYSTEM else system
-    spec = ProblemSpec(
-        model=model, cluster=cluster, system=stack, gpus=gpus, seq_len=seq_len,
-        global_batch=global_batch, attention=attention, precision=precision, hbm_bytes=hbm_bytes,
-        optimizer=optimizer, document_len=document_len, imbalance=imbalance, ep_overlap=ep_overlap,
-        capacity_factor=capacity_factor, expert_padding=expert_padding,
-    )  # fmt: skip
-    fixed = Fixed(
-        tp=tp, sp=sp, cp=cp, ulysses=ulysses, shard_degree=shard_degree, pp=pp, vpp=vpp, ep=ep,
-        etp=etp, micro_batch=micro_batch, zero_stage=zero,  # type: ignore[arg-type]  # as checked
-    )  # fmt: skip
+    require(facts)
+    if facts["system"] == DEFAULT_SYSTEM:
+        facts["system"] = package_system(engine, DEFAULT_SYSTEM)
+    fixed = Fixed(**{name: facts.pop(name) for name in Fixed.__struct_fields__})
+    spec = Job(**facts)
     request = SearchRequest(
         spec=spec, fixed=fixed, only=tuple(method or ()), folders=tuple(methods or ()),
         engine=engine, reserve_gib=reserve_gib, within=within / 100,

@@ -43,12 +43,12 @@ SOLVED = ", which run last, at the layouts of the first rows"
 def show_space(out: Console, job: SearchJob) -> None:
     """Print the job and the size of the search space: layouts and methods."""
     spec = job.request.spec
-    packed = f" in documents of {spec.document_len:,}" if spec.document_len else ""
+    work = spec.work
     out.print(
         plain(
-            f"{job.model.name}, {spec.seq_len:,} tokens{packed}, {spec.precision}, global batch "
-            f"{spec.global_batch}, on {spec.gpus} x {job.cluster.gpu} ({job.cluster.name}), "
-            f"stack {job.system.name}"
+            f"{job.model.name}, {work.seq_len:,} tokens{work.packing}, {work.precision}, global "
+            f"batch {spec.degrees.global_batch}, on {spec.gpus} x {job.cluster.gpu} "
+            f"({job.cluster.name}), stack {job.system.name}"
         )
     )
     show_assumed(out, job)

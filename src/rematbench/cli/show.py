@@ -151,11 +151,9 @@ def untiled_of(problem: Problem) -> tuple[str, ...]:
 
 def _packed(problem: Problem) -> str:
     """Words on the documents of a sequence; empty where none are packed."""
-    work = problem.workload
-    if not work.packed:
-        return ""
     whole = "" if problem.attention == "flash" else " (the kernel computes the whole square)"
-    return f" in documents of {work.document_len:,}, attention inside each{whole}"
+    packing = problem.workload.packing
+    return f"{packing}, attention inside each{whole}" if packing else ""
 
 
 def _versions(stack: str) -> list[str]:
@@ -204,7 +202,7 @@ def speeds(result: Result, evaluation: PlanEvaluation) -> RenderableType:
     problem = result.problem
     tokens = problem.layout.global_batch * problem.workload.seq_len
     work = problem.workload
-    flop = tokens * model_flop_per_token(work.model, work.seq_len, document_len=work.document_len)
+    flop = tokens * model_flop_per_token(work)
     again = evaluation.recompute_flop
     inside = " (inside documents)" if work.packed else ""
     table = Table.grid(padding=(0, 2))

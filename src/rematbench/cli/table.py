@@ -1,6 +1,5 @@
 """The command `table`: single tables of the paper."""
 
-import importlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
@@ -70,24 +69,13 @@ def table(
 
 
 def _built(file: TableFile, suite: str, given: Sequence[str]) -> dict[str, Table]:
-    """The tables of a file by name; CommandError for a missing input."""
+    """The tables of a file by name; CommandError for an unknown or missing input."""
     named: dict[str, list[str]] = {}
     for name, _, path in (word.partition("=") for word in given):
         if name not in file.inputs:
             raise CommandError(f"--input {name}: {file.name}.py has {', '.join(file.inputs)}")
         named.setdefault(name, []).append(path)
-    arguments = file.arguments(suite, named)
-    for name, value in arguments.items():
-        paths = value if isinstance(value, list) else [value]
-        missing = [path for path in paths if not path.exists()]
-        if missing or not paths:
-            lost = str(missing[0]) if missing else file.inputs[name]
-            target = f"results/{suite}/tables/{file.names[0]}.csv"
-            raise CommandError(
-                f"missing input {lost}: create it with `snakemake --cores 1 {target}`"
-            )
-    made = importlib.import_module(file.module).build(**arguments)
-    return {one.name: one for one in (made if isinstance(made, list) else [made])}
+    return file.build(suite, named)
 
 
 def _list() -> None:

@@ -3,7 +3,7 @@
 from math import fsum
 
 from rematbench.inputs.shapes import packed_pairs
-from rematbench.workload import Model
+from rematbench.workload import Model, Workload
 
 FORWARD_AND_BACKWARD = 3
 """A weight matrix has one GEMM in the forward and two in the backward."""
@@ -19,20 +19,19 @@ def matrix_flop_per_token(model: Model) -> int:
     return 2 * FORWARD_AND_BACKWARD * weights
 
 
-def attention_flop_per_token(
-    model: Model, seq_len: int, *, causal: bool, document_len: int = 0
-) -> float:
+def attention_flop_per_token(work: Workload, *, causal: bool) -> float:
     """FLOPs per token of attention scores and weighted sums, forward and backward: 12 s h L dense,
     half of it causal.
 
     Generalised to heads x head_dim and to windows, per layer 12 x heads x head_dim x (mean keys
     per query).  The causal mean is s / 2, as the sources count it, not (s + 1) / 2.  With packed
-    documents (`document_len` above 0) only pairs inside a document count.
+    documents only pairs inside a document count.
     """
+    model = work.model
     windows = model.attention_window or (0,) * model.num_layers
-    length = document_len or seq_len
+    length = work.document_len or work.seq_len
     chunked = model.attention_chunked
-    keys = fsum(_mean_keys(seq_len, length, window, causal, chunked) for window in windows)
+    keys = fsum(_mean_keys(work.seq_len, length, window, causal, chunked) for window in windows)
     return 4 * FORWARD_AND_BACKWARD * model.q_width * keys
 
 
@@ -49,12 +48,9 @@ def _mean_keys(
     return keys / 2 if causal else keys
 
 
-def model_flop_per_token(
-    model: Model, seq_len: int, *, causal: bool = True, document_len: int = 0
-) -> float:
+def model_flop_per_token(work: Workload, *, causal: bool = True) -> float:
     """Model FLOPs of one token's forward and backward (no recomputation, no padding)."""
-    attention = attention_flop_per_token(model, seq_len, causal=causal, document_len=document_len)
-    return matrix_flop_per_token(model) + attention
+    return matrix_flop_per_token(work.model) + attention_flop_per_token(work, causal=causal)
 
 
 def megatron_flop_per_token(
@@ -72,28 +68,18 @@ def megatron_flop_per_token(
 
 
 def mfu(
-    tokens_per_s_per_gpu: float,
-    model: Model,
-    seq_len: int,
-    peak_flop_per_s: float,
-    *,
-    causal: bool = True,
-    document_len: int = 0,
+    tokens_per_s_per_gpu: float, work: Workload, peak_flop_per_s: float, *, causal: bool = True
 ) -> float:
     """Model FLOPs utilisation, a fraction of the dense peak."""
-    flop = model_flop_per_token(model, seq_len, causal=causal, document_len=document_len)
-    return tokens_per_s_per_gpu * flop / peak_flop_per_s
+    return tokens_per_s_per_gpu * model_flop_per_token(work, causal=causal) / peak_flop_per_s
 
 
 def hfu(
     tokens_per_s_per_gpu: float,
-    model: Model,
-    seq_len: int,
+    work: Workload,
     peak_flop_per_s: float,
     recompute_flop_per_token: float,
-    *,
-    document_len: int = 0,
 ) -> float:
     """Hardware FLOPs utilisation, a fraction of the dense peak: MFU with recomputation counted."""
-    flop = model_flop_per_token(model, seq_len, document_len=document_len)
-    return tokens_per_s_per_gpu * (flop + recompute_flop_per_token) / peak_flop_per_s
+    flop = model_flop_per_token(work) + recompute_flop_per_token
+    return tokens_per_s_per_gpu * flop / peak_flop_per_s

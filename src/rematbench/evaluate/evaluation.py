@@ -130,10 +130,8 @@ def speed(problem: Problem, step_s: float) -> Speed:
     return Speed(
         peak_flop_per_s=peak,
         tokens_per_s_per_gpu=rate,
-        mfu_causal=mfu(rate, work.model, work.seq_len, peak, document_len=work.document_len),
-        mfu_dense=mfu(
-            rate, work.model, work.seq_len, peak, causal=False, document_len=work.document_len
-        ),
+        mfu_causal=mfu(rate, work, peak),
+        mfu_dense=mfu(rate, work, peak, causal=False),
     )
 
 
@@ -162,20 +160,12 @@ def evaluate_program(
     ranks = ranks or program_bytes(problem, plan, program)
     again, moved = _work(problem, program)
     replicas = lay.tp * lay.cp * lay.dp  # ranks per stage, all alike
-    peak = found.peak_flop_per_s
     return PlanEvaluation(
         step_s=simulation.step_s,
         tokens_per_s_per_gpu=rate,
         mfu_causal=found.mfu_causal,
         mfu_dense=found.mfu_dense,
-        hfu=hfu(
-            rate,
-            work.model,
-            work.seq_len,
-            peak,
-            again * replicas / tokens,
-            document_len=work.document_len,
-        ),
+        hfu=hfu(rate, work, found.peak_flop_per_s, again * replicas / tokens),
         ranks=ranks,
         host_node_bytes=host_node_bytes(problem, ranks),
         reserved_bytes=max(rank.device_peak for rank in ranks),

@@ -8,9 +8,9 @@ from rematbench.evaluate.evaluator import evaluate, weigh
 from rematbench.inputs.cluster import Cluster
 from rematbench.inputs.constants import Calibration
 from rematbench.inputs.facts import CPU
+from rematbench.inputs.job import Job
 from rematbench.inputs.load import calibration, load_cluster, load_model, load_system
 from rematbench.inputs.precision import in_precision
-from rematbench.inputs.problemspec import ProblemSpec
 from rematbench.inputs.system import EpOverlap, EpOverlapChoice, Home, System, with_facts
 from rematbench.plan import Unsupported
 from rematbench.problem import Problem
@@ -19,7 +19,7 @@ from rematbench.workload import Model
 Variant = Literal["compile", "async_tp"]
 
 
-def make_problem(spec: ProblemSpec, constants: Calibration | None = None) -> Problem:
+def make_problem(spec: Job, constants: Calibration | None = None) -> Problem:
     """Load names and files, and return a problem with the chunk-level evaluator.  `attention` is
     flash (the stack's kernel), unfused, or a kernel by name.  Raise, each with a clear message of
     one line: ConfigError for names, LayoutError for layouts, RateError for a kernel that the GPUs
@@ -27,27 +27,31 @@ def make_problem(spec: ProblemSpec, constants: Calibration | None = None) -> Pro
     layout = spec.layout
     model = spec.model if isinstance(spec.model, Model) else load_model(spec.model)
     cluster = spec.cluster if isinstance(spec.cluster, Cluster) else load_cluster(spec.cluster)
-    if spec.hbm_bytes is not None:
-        cluster = replace(cluster, hbm_bytes=spec.hbm_bytes)
+    chosen = spec.stack
+    if chosen.hbm_bytes is not None:
+        cluster = replace(cluster, hbm_bytes=chosen.hbm_bytes)
     system = stack_of(spec)
     if cluster.generation != CPU:  # the executor's CPU problems keep the bytes of bf16 training
-        system = in_precision(system, spec.precision, layout.zero_stage)
+        system = in_precision(system, spec.work.precision, layout.zero_stage)
     return Problem(
         workload=spec.workload(model),
         cluster=cluster,
         system=system,
         layout=layout,
         calibration=constants or calibration(),
-        attention="unfused" if spec.attention == "unfused" else "flash",
-        backend="" if spec.attention == "flash" else spec.attention,
+        stack_choice=chosen,
+        attention="unfused" if chosen.attention == "unfused" else "flash",
+        backend="" if chosen.attention == "flash" else chosen.attention,
         evaluator=evaluate,
         weigher=weigh,
     )
 
 
-def stack_of(spec: ProblemSpec) -> System:
+def stack_of(spec: Job) -> System:
     """The stack of a problem, with the states and the overlap that the problem asks for."""
-    return overlapping(hosting(spec.system, spec.optimizer, spec.parameters), spec.ep_overlap)
+    chosen = spec.stack
+    hosted = hosting(spec.system, chosen.optimizer, chosen.parameters)
+    return overlapping(hosted, chosen.ep_overlap)
 
 
 def overlapping(system: System, choice: EpOverlapChoice | None) -> System:

@@ -16,8 +16,9 @@ from rematbench.evaluate.evaluator import SINGLE_EVALUATOR, Evaluator, timed, we
 from rematbench.evaluate.proof import Proof, check
 from rematbench.evaluate.unread import unread
 from rematbench.evaluate.verdict import Retries, Verdict, judge, judged, only_fragmented
+from rematbench.host.declared import columns
 from rematbench.inputs.kernel_rates import RateError
-from rematbench.inputs.layout import Layout, LayoutError
+from rematbench.inputs.layout import LayoutError
 from rematbench.inputs.system import System
 from rematbench.plan import Plan, PlanError, Unsupported
 from rematbench.plugins.registry import Composition, MethodError
@@ -38,8 +39,10 @@ ROOMS = ("headroom_bytes", "host_headroom_bytes", "binds")
 
 ALIKE = 0.0005
 """Steps that differ by a smaller share are shown as equal: the share is printed to 0.1 %."""
-WORDS = tuple(name for name in Layout.__struct_fields__ if name not in ("sp", "shard_degree"))
-"""The numbers of a layout in every table; a sharding degree only where one is given."""
+LEADING = ("tp", "cp", "pp", "vpp", "dp", "zero_stage", "ulysses", "ep", "etp")
+"""The facts of a layout with which its columns begin, in this order."""
+WORDS: tuple[str, ...] = (*LEADING, "micro_batch", "global_batch")
+"""The facts of a layout in every table."""
 
 
 class Band(Struct, frozen=True, kw_only=True):
@@ -73,7 +76,7 @@ class Band(Struct, frozen=True, kw_only=True):
         return f"outside of the published range: {', '.join(self.outside.values())}"
 
 
-class Job(Struct, frozen=True, kw_only=True):
+class PlannedJob(Struct, frozen=True, kw_only=True):
     """A problem with the plan from which methods start.  `words` are the command-line options of
     this problem (empty: no options can express it)."""
 
@@ -105,13 +108,10 @@ class Job(Struct, frozen=True, kw_only=True):
             "gpu": problem.cluster.gpu,
             "system": problem.system.name,
             "gpus": lay.gpus,
-            "seq_len": work.seq_len,
-            **({"document_len": work.document_len} if work.packed else {}),
-            **({"imbalance": work.imbalance} if work.imbalance > 1.0 else {}),
-            **({"capacity_factor": work.capacity_factor} if work.capacity_factor else {}),
-            **({"ep_overlap": True} if problem.ep_overlaps else {}),
-            **{name: getattr(lay, name) for name in WORDS},
-            **({"shard_degree": lay.shard_degree} if lay.shard_degree else {}),
+            **columns(work),
+            **columns(problem.chosen),
+            **{name: getattr(lay, name) for name in LEADING},
+            **columns(lay),
             "sp": lay.sequence_parallel,
             "precision": work.precision,
             "attention": problem.attention,
@@ -145,7 +145,7 @@ class Result(Struct, frozen=True, kw_only=True):
     `same_as` an earlier result with an equal plan, `bound_s` a lower bound of the step.
     """
 
-    job: Job
+    job: PlannedJob
     method: str
     family: str
     origin: str = ""
@@ -328,7 +328,7 @@ def evaluate_method(
     evaluation: its step is not simulated."""
     if shared is not None:
         problem = dataclasses.replace(problem, evaluator=shared.evaluate, weigher=shared.weigh)
-    job = Job(problem=problem, base=problem.base_plan if base is None else base, words=words)
+    job = PlannedJob(problem=problem, base=problem.base_plan if base is None else base, words=words)
     blank = Result(job=job, method=text or method.text, family=method.family, status="failed")
     try:
         plan = method.plan(problem, base)
@@ -361,7 +361,7 @@ def _weighed(problem: Problem, plan: Plan, shared: Evaluator) -> Verdict:
 def evaluate_plan(problem: Problem, plan: Plan, *, checked: bool = False) -> Result:
     """Return the result of a plan without a method.  Raise PlanError if the plan cannot be
     lowered."""
-    job = Job(problem=problem, base=problem.base_plan)
+    job = PlannedJob(problem=problem, base=problem.base_plan)
     return of_plan(Result(job=job, method="", family="", status="failed"), plan, checked=checked)
 
 

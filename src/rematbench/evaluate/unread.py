@@ -1,39 +1,54 @@
 """Facts of a stack that nobody has read: the usual value stands in for them, which is said."""
 
+import dataclasses
+
+from msgspec.json import encode
+
+from rematbench.evaluate.effects import acting
+from rematbench.host.declared import flat
 from rematbench.inputs.configfile import ASSUMED
-from rematbench.inputs.effects import ACTS, Use
-from rematbench.inputs.system import flat
+from rematbench.inputs.layout import Layout
+from rematbench.inputs.system import FACTS, Kernels, Loss, with_facts
 from rematbench.problem import Problem
 
-
-def use_of(problem: Problem) -> Use:
-    """The use of the problem's stack by a plan that keeps all activations, on one node."""
-    return Use(
-        system=problem.system,
-        layout=problem.layout,
-        model=problem.workload.model,
-        flash=problem.attention == "flash",
-        precision=problem.workload.precision,
-    )
+OF_A_MODEL = (*Kernels.__struct_fields__, *Loss.__struct_fields__)
+"""Facts that act on a model on one GPU if they act on it at all."""
+_answers: dict[bytes, list[str]] = {}
+"""The answers for jobs on one GPU, because many layouts of a model have the same one."""
 
 
 def unread_facts(problem: Problem) -> dict[str, str]:
-    """The facts of the problem's stack that nobody has read and that change its prediction, each
-    with its reason."""
-    sources, use = problem.system.sources, use_of(problem)
-    return {
-        key: sources[key].removeprefix(ASSUMED)
-        for key, acts in ACTS.items()
-        if sources.get(key, "").startswith(ASSUMED) and acts(use)
-    }
+    """The facts of the problem's stack that nobody has read and that change its prediction (of a
+    plan that keeps all activations), each with its reason."""
+    sources = problem.system.sources
+    assumed = [key for key in FACTS if sources.get(key, "").startswith(ASSUMED)]
+    if not assumed:
+        return {}
+    others = [key for key in assumed if key not in OF_A_MODEL]
+    found = _on_one_gpu(problem, [key for key in assumed if key in OF_A_MODEL])
+    found = [*found, *acting(problem, problem.base_plan, others)] if others else found
+    return {key: sources[key].removeprefix(ASSUMED) for key in assumed if key in found}
+
+
+def _on_one_gpu(problem: Problem, facts: list[str]) -> list[str]:
+    """Those of the facts that act on the model on one GPU, where no experts exchange tokens."""
+    layout = Layout(zero_stage=problem.layout.zero_stage, global_batch=2)
+    system = with_facts(problem.system, ep_overlap="none", delayed_wgrad=False)
+    one = dataclasses.replace(problem, layout=layout, system=system, _memo={}, _weights={})
+    given = (one.workload, one.cluster, system, layout, one.attention, one.backend)
+    key = encode((*given, one.calibration.date, facts))
+    if key not in _answers:
+        _answers[key] = acting(one, one.base_plan, facts)
+    return _answers[key]
 
 
 def unread(problem: Problem) -> str:
     """The same facts with their values, in one line; empty if there are none."""
     values = flat(problem.system)
-    facts = [f"{key} {_word(values[key])}" for key in unread_facts(problem)]
+    facts = [fact_words(key, values[key]) for key in unread_facts(problem)]
     return f"assumed without a source: {', '.join(facts)}" if facts else ""
 
 
-def _word(value: object) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
+def fact_words(fact: str, value: object) -> str:
+    """A fact with its value, as a stack's file has them."""
+    return f"{fact} {str(value).lower() if isinstance(value, bool) else value}"

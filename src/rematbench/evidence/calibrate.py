@@ -171,7 +171,7 @@ def _shortened(
 ) -> tuple[PublishedCase, Program]:
     lay = case.layout
     batch = rounds * lay.pp * lay.micro_batch * lay.dp
-    shorter = replace(case, global_batch=batch)
+    shorter = case.changed(global_batch=batch)
     return shorter, lower(plan, shorter.problem(calibration))
 
 

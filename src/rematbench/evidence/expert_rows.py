@@ -46,7 +46,7 @@ def flop_per_token(row: Row) -> float:
         vocab = case.problem().system.padded_vocab(case.model.vocab, case.layout.tp)
     except RowError:
         return float("inf")
-    return megatron_flop_per_token(case.model, case.seq_len, vocab)
+    return megatron_flop_per_token(case.model, case.work.seq_len, vocab)
 
 
 def timed_rows() -> list[dict[str, Any]]:

@@ -33,13 +33,14 @@ from rematbench.evidence.published.sheets import (
     number,
     read_sheet,
 )
+from rematbench.host.declared import flat
 from rematbench.inputs.cluster import Cluster
 from rematbench.inputs.configfile import ConfigError
 from rematbench.inputs.constants import Calibration
 from rematbench.inputs.load import calibration, load_cluster, load_system, names
 from rematbench.inputs.paths import data_dir
 from rematbench.inputs.precision import WIDE, in_precision
-from rematbench.inputs.system import System, flat, with_facts
+from rematbench.inputs.system import System, with_facts
 from rematbench.plugins.discover import discover
 from rematbench.plugins.registry import IDENTITY, Registry
 from rematbench.problem import Problem
@@ -130,8 +131,9 @@ class JobProperties(Struct, frozen=True, kw_only=True):
     shipped stack with the same facts ("": none); `cluster` describes the differences from the
     nearest shipped cluster ("": no difference, as for published rows); `device` its GPU, if that is
     like no shipped one ("": it is); `shape` a head dimension whose rows are not aligned ("": they
-    are); `precision` one of more than 16 bits ("": 16 bits, as in published rows); `document_len`:
-    0 where no documents are packed, as in published rows; `experts`: whether the model has them."""
+    are); `precision` one of more than 16 bits ("": 16 bits, as in published rows); `packing` has
+    words on packed documents ("": none are packed, as in published rows); `experts`: whether the
+    model has them."""
 
     stack: str
     generation: str
@@ -139,7 +141,7 @@ class JobProperties(Struct, frozen=True, kw_only=True):
     gpus: int
     seq_len: int
     methods: frozenset[str]
-    document_len: int = 0
+    packing: str = ""
     device: str = ""
     shape: str = ""
     precision: str = ""
@@ -196,8 +198,8 @@ class Range(Struct, frozen=True):
         if not span.shortest_seq <= job.seq_len <= span.longest_seq:
             between = _between(span.shortest_seq, span.longest_seq)
             found["context"] = f"{job.seq_len:,} tokens (published{whose}: {between})"
-        if job.document_len:
-            length = f"documents of {job.document_len:,} tokens in {job.seq_len:,}"
+        if job.packing:
+            length = f"{job.seq_len:,} tokens{job.packing}"
             found["context"] = f"{length} (published: whole sequences)"
         return found | self._unlike(job)
 
@@ -268,7 +270,7 @@ def job_of(problem: Problem, family: str) -> JobProperties:
         gpus=problem.layout.gpus,
         seq_len=problem.workload.seq_len,
         methods=methods_of(family),
-        document_len=problem.workload.document_len if problem.workload.packed else 0,
+        packing=problem.workload.packing,
         device=unlike_devices(problem.cluster),
         shape=unaligned_heads(problem),
         precision=problem.workload.precision if problem.workload.precision in WIDE else "",

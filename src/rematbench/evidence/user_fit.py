@@ -345,7 +345,7 @@ def _log_mfus(rows: Sequence[Row]) -> Array:
     registry, found = discover(), []
     for row in rows:
         case = read_case(row, registry)
-        flop = model_flop_per_token(case.model, case.seq_len, document_len=case.document_len)
+        flop = model_flop_per_token(case.workload(case.model))
         found.append((number(row, SPEED) or 0.0) * flop)
     logs: Array = np.log(np.array(found))
     return logs

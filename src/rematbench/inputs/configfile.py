@@ -12,12 +12,13 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, get_args, get_origin
 
 import msgspec
 import yaml
 from msgspec import Struct
 
+from rematbench.host.declared import facts, nested_inside, without_parts
 from rematbench.host.errors import UserError
 from rematbench.inputs.paths import data_dir
 
@@ -237,7 +238,7 @@ def _has_number(value: object) -> bool:
 def convert(data: Mapping[str, Any], kind: type[T], label: str) -> T:
     """The struct of type `kind` with these plain values; ConfigError for an unknown key or a wrong
     type, with the key and the allowed values."""
-    fields = [field.encode_name for field in msgspec.structs.fields(kind)]
+    fields = [field.encode_name for field in facts(kind).values()]
     for key in data:
         if key not in fields:
             raise ConfigError(
@@ -246,7 +247,7 @@ def convert(data: Mapping[str, Any], kind: type[T], label: str) -> T:
                 f"unknown key{closest(key, fields)} (allowed: {', '.join(sorted(fields))})",
             )
     try:
-        return msgspec.convert(data, kind)
+        return msgspec.convert(nested_inside(data, kind), kind)
     except msgspec.ValidationError as error:
         key, problem = validation_problem(str(error), kind)
         raise ConfigError(label, key, problem) from error
@@ -283,13 +284,13 @@ def _values(hint: object) -> tuple[object, ...]:
 def validation_problem(message: str, kind: type) -> tuple[str, str]:
     """(key path, problem) of a msgspec message; the problem lists the values of a Literal type."""
     text, _, where = message.partition(" - at `$.")
-    key = where.rstrip("`")
+    key = without_parts(where.rstrip("`"), kind)
     text = text[:1].lower() + text[1:].replace("`", "")
     missing = re.match(r"object missing required field (\w+)", text)
     if missing:
         return missing[1], "required key is missing"
-    hint = get_type_hints(kind).get(key.split("[")[0])
-    allowed = _values(hint)
+    field = facts(kind).get(key.split("[")[0])
+    allowed = _values(field and field.type)
     if allowed:
         text = f"{text} (allowed: {', '.join(str(value) for value in allowed)})"
     return key, text

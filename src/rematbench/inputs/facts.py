@@ -8,9 +8,10 @@ import difflib
 import re
 from collections.abc import Iterable
 
+from rematbench.host.declared import flat
 from rematbench.inputs.cluster import Cluster
 from rematbench.inputs.configfile import ConfigError, closest
-from rematbench.inputs.system import System, flat
+from rematbench.inputs.system import System
 from rematbench.workload import Experts, Model
 
 FEATURES = (
@@ -172,7 +173,7 @@ def check_system(system: System, label: str) -> None:
         problem = f"{given}: expected each of {', '.join(DEGREES)} once"
         raise ConfigError(label, "rank_order", problem)
     _check_bytes(system, label)
-    for key, problem in _contradictions(system):
+    for key, problem in contradictions(system):
         raise ConfigError(label, key, problem)
 
 
@@ -192,8 +193,9 @@ def _check_bytes(system: System, label: str) -> None:
         raise ConfigError(label, "late_state_bytes", problem)
 
 
-def _contradictions(system: System) -> Iterable[tuple[str, str]]:
-    """Yield (key, problem) of each pair of facts that contradict each other."""
+def contradictions(system: System) -> Iterable[tuple[str, str]]:
+    """Yield (key, problem) of each pair of facts that contradict each other; `key` is the one that
+    depends on the other."""
     kernels, zero = system.kernels, system.zero
     if kernels.norm_keeps_steps and system.norm_kernel != "eager":
         why = "compiled: true" if kernels.compiled else f"norm: {kernels.norm}"

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from msgspec import Struct, field
-from msgspec.structs import asdict, replace
+from msgspec.structs import replace
 
 from rematbench.inputs.cluster import Cluster
 from rematbench.inputs.configfile import (
@@ -24,7 +24,7 @@ from rematbench.inputs.facts import LOSS, check_cluster, check_model, check_syst
 from rematbench.inputs.foreign import package_of, pointer
 from rematbench.inputs.huggingface import is_huggingface, model_from_huggingface
 from rematbench.inputs.paths import data_dir
-from rematbench.inputs.system import FlatSystem, System, grouped
+from rematbench.inputs.system import System
 from rematbench.workload import Model
 
 Kind = Literal["model", "cluster", "system"]
@@ -114,7 +114,7 @@ def _system(path: Path) -> System:
     values, sources, bases = _inherited("system", path)
     if "loss" in values:
         raise ConfigError(label, "loss", LOSS)
-    system = grouped(asdict(convert({**values, "sources": sources}, FlatSystem, label)))
+    system = convert({**values, "sources": sources}, System, label)
     system = replace(system, constants=_constants(path, system.name, bases, calibration().systems))
     check_system(system, label)
     return system

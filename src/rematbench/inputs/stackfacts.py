@@ -5,9 +5,10 @@ from typing import Any
 
 from msgspec import Struct
 
+from rematbench.host.declared import flat
 from rematbench.inputs.configfile import read_mapping, source_of
 from rematbench.inputs.load import NOT_FACTS, OWN_KEYS, load_system, located, names
-from rematbench.inputs.system import FACTS, flat
+from rematbench.inputs.system import FACTS
 
 DEFAULT = "default"
 UNSET = "not set in any file: the default of every stack"

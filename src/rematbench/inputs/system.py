@@ -6,14 +6,15 @@ printed differences, changes by name and hashes take the facts from the fields.
 
 from typing import Annotated, Any, Literal
 
-from msgspec import NODEFAULT, Meta, Struct, defstruct
-from msgspec import field as struct_field
-from msgspec.structs import FieldInfo, asdict, fields
+from msgspec import Meta, Struct
+
+from rematbench.host.declared import Fact, Part, facts, flat, made
 
 StateBytes = Annotated[int, Meta(ge=0, le=1 << 10)]
 """Bytes of one parameter (or, for `held_logit_bytes`, of one logit)."""
 Multiple = Annotated[int, Meta(gt=0, le=1 << 24)]
 Bytes = Annotated[int, Meta(ge=0, le=1 << 60)]
+DeviceBytes = Annotated[int, Meta(gt=0, le=1 << 60)]
 Workspaces = Annotated[int, Meta(ge=0, le=64)]
 Parameters = Annotated[int, Meta(ge=0, le=1 << 50)]
 """A number of parameters."""
@@ -41,6 +42,21 @@ AttentionChoice = Literal["flash", "unfused", "fa1", "fa2", "fa3", "cudnn", "tri
 in memory), or a fused kernel by its name."""
 
 
+class StackChoice(Part, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a run chooses of its stack and its devices; None: as the stack or the cluster has it."""
+
+    attention: Annotated[AttentionChoice, Fact(column="own")] = "flash"
+    """This attention kernel runs (flash: the stack's)."""
+    hbm_bytes: Annotated[DeviceBytes | None, Fact(metavar="H")] = None
+    """A device has so many bytes of memory; this replaces the cluster's value."""
+    optimizer: Annotated[Home | None, Fact(column="own")] = None
+    """Optimizer states are there; this replaces the stack's value."""
+    parameters: Annotated[Home | None, Fact(column="own")] = None
+    """Parameters are there with ZeRO 3; this replaces the stack's value."""
+    ep_overlap: EpOverlapChoice | None = None
+    """Experts' exchanges run beside another micro-batch; this replaces the stack's value."""
+
+
 Scale = Annotated[float, Meta(gt=0.0, le=100.0)]
 
 
@@ -59,11 +75,7 @@ class Scales(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The prediction band from these rows has this half-width, as a logarithm (0: no rows)."""
 
 
-class Facts(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The base class of the groups: their fields stand in a stack's file without the group."""
-
-
-class States(Facts, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class States(Part, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Parameters, gradients and optimizer states, and the update."""
 
     param_bytes: StateBytes
@@ -98,7 +110,7 @@ class States(Facts, frozen=True, kw_only=True, forbid_unknown_fields=True):
     (PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True)."""
 
 
-class Loss(Facts, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Loss(Part, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The vocabulary's logits and the loss.
 
     An unfused loss has three independent facts: `logits_fp32`, `loss_keeps_logits` and
@@ -123,7 +135,7 @@ class Loss(Facts, frozen=True, kw_only=True, forbid_unknown_fields=True):
     the model's output (0: it holds none).  With logits computed in pieces no output exists."""
 
 
-class Kernels(Facts, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Kernels(Part, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The kernels of a layer, and the workspaces of the libraries that run them."""
 
     attention: AttentionBackend
@@ -168,7 +180,7 @@ class Kernels(Facts, frozen=True, kw_only=True, forbid_unknown_fields=True):
     `workspace_bytes`."""
 
 
-class Parallel(Facts, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Parallel(Part, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Tensor, context and pipeline parallelism."""
 
     rank_order: tuple[str, ...] = ("tp", "cp", "dp", "pp")
@@ -194,7 +206,7 @@ class Parallel(Facts, frozen=True, kw_only=True, forbid_unknown_fields=True):
     until it is sent."""
 
 
-class Zero(Facts, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Zero(Part, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Data parallelism: what ranks share, and when they reduce and gather it."""
 
     data_parallel: DataParallelKind = "zero"
@@ -223,7 +235,7 @@ class Zero(Facts, frozen=True, kw_only=True, forbid_unknown_fields=True):
     all of a rank)."""
 
 
-class Host(Facts, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Host(Part, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """States in host memory, and copies from and to it."""
 
     optimizer_on_host: bool = False
@@ -250,7 +262,7 @@ class Host(Facts, frozen=True, kw_only=True, forbid_unknown_fields=True):
     copy from or to memory that is not pinned, or `Tensor.cpu()`); copies of states do not block."""
 
 
-class ExpertExchange(Facts, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ExpertExchange(Part, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The exchange of tokens between experts."""
 
     dispatcher: Dispatcher = "alltoall"
@@ -271,7 +283,7 @@ class ExpertExchange(Facts, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     GEMM)."""
 
 
-class Accepts(Facts, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Accepts(Part, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What the stack can run: these facts decide which jobs it takes, and change no number."""
 
     model_parallel: tuple[ModelParallel, ...] = ("tp", "pp", "vpp", "ep")
@@ -343,53 +355,8 @@ class System(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return -(-vocab // unit) * unit
 
 
-# -- facts by name, without groups -----------------------------------------------------------------
-
-GROUPS: dict[str, type[Facts]] = {
-    one.name: one.type
-    for one in fields(System)
-    if isinstance(one.type, type) and issubclass(one.type, Facts)
-}
-
-
-def _flat_field(one: FieldInfo) -> tuple[str, Any, Any]:
-    if one.default_factory is not NODEFAULT:
-        return one.name, one.type, struct_field(default_factory=one.default_factory)
-    return one.name, one.type, struct_field(default=one.default)
-
-
-FlatSystem = defstruct(
-    "FlatSystem",
-    [
-        _flat_field(each)
-        for one in fields(System)
-        for each in (fields(GROUPS[one.name]) if one.name in GROUPS else [one])
-    ],
-    frozen=True,
-    kw_only=True,
-    forbid_unknown_fields=True,
-)
-"""A stack as its file gives it: each fact by its name."""
-FACTS = FlatSystem.__struct_fields__
-"""The keys of a stack's file."""
-
-
-def flat(system: System) -> dict[str, Any]:
-    """The values of a stack by the keys of its file."""
-    found: dict[str, Any] = {}
-    for name, value in asdict(system).items():
-        found |= asdict(value) if name in GROUPS else {name: value}
-    return found
-
-
-def grouped(values: dict[str, Any]) -> System:
-    """The stack with these values, which `flat` gives back."""
-    groups: dict[str, Any] = {
-        name: kind(**{key: values[key] for key in kind.__struct_fields__})
-        for name, kind in GROUPS.items()
-    }
-    top = {name: values[name] for name in System.__struct_fields__ if name not in GROUPS}
-    return System(**top, **groups)
+FACTS = tuple(facts(System))
+"""The keys of a stack's file: its facts without groups."""
 
 
 def with_facts(system: System, **facts: Any) -> System:
@@ -398,4 +365,4 @@ def with_facts(system: System, **facts: Any) -> System:
     unknown = facts.keys() - {*FACTS}
     if unknown:
         raise TypeError(f"no facts of a stack: {', '.join(sorted(unknown))}")
-    return grouped({**flat(system), **facts})
+    return made(System, {**flat(system), **facts})

@@ -1,4 +1,4 @@
-"""Records of one GPU as JSON lines: kernel rates, predictions, and steps by turns.
+"""Records of one GPU as JSON lines: predictions, steps by turns, and seconds of actions.
 
 A line is on disk before the next measurement starts, so that a crash loses no line.
 """
@@ -12,38 +12,12 @@ import msgspec
 from msgspec import Struct
 
 from rematbench.evaluate.result import Status
+from rematbench.host.declared import flat_inside, nested_inside
 from rematbench.host.gpu_state import GpuState
-from rematbench.inputs.problemspec import ProblemSpec
+from rematbench.inputs.job import Job
 from rematbench.worlds.records.record import Provenance, RecordError
 
 T = TypeVar("T", bound=Struct)
-
-
-class Rate(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One timed call: its median, smallest and largest seconds over `n` repeats, `spread` (the
-    interquartile range over the median), and the seconds that the shipped cost model predicts.
-
-    `what`, `implementation` and `shape` are as in kernels.csv.  `work`: FLOP or bytes (`unit`) of
-    one call.  `clock`: CUDA events, or the host's clock.  `reason` explains missing numbers.
-    """
-
-    what: str
-    implementation: str
-    dtype: str
-    shape: dict[str, str]
-    status: Literal["ok", "skipped", "failed"]
-    reason: str = ""
-    n: int = 0
-    median_s: float | None = None
-    min_s: float | None = None
-    max_s: float | None = None
-    spread: float | None = None
-    predicted_s: float | None = None
-    work: float = 0.0
-    unit: Literal["flop", "bytes", ""] = ""
-    clock: Literal["events", "host"] = "events"
-    gpu: GpuState = GpuState()
-    provenance: Provenance
 
 
 class Prediction(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -81,7 +55,7 @@ class Searched(Prediction, frozen=True, kw_only=True, forbid_unknown_fields=True
     memory_gib: float
     place: int
     beside: bool
-    spec: ProblemSpec
+    spec: Job
     method: str
 
 
@@ -143,7 +117,7 @@ def append_line(path: Path, line: Struct) -> None:
     with path.open("a+b") as file:
         file.seek(0)
         file.truncate(file.read().rfind(b"\n") + 1)
-        file.write(msgspec.json.encode(line) + b"\n")
+        file.write(msgspec.json.encode(flat_inside(line)) + b"\n")
         file.flush()
         os.fsync(file.fileno())
 
@@ -158,8 +132,8 @@ def read_lines(path: Path, kind: type[T]) -> list[T]:
     found = []
     for number, line in enumerate(lines, 1):
         try:
-            found.append(msgspec.json.decode(line, type=kind))
-        except msgspec.DecodeError as error:
+            found.append(msgspec.convert(nested_inside(msgspec.json.decode(line), kind), kind))
+        except (msgspec.DecodeError, msgspec.ValidationError) as error:
             raise RecordError(f"{path} line {number}: {error}") from error
     return found
 

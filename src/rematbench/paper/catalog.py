@@ -11,22 +11,27 @@ All declarations are literals, so tables are listed without importing a file.
 """
 
 import ast
+import importlib
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct
 
 from rematbench.evidence.published.derived import all_cells
 from rematbench.evidence.published.derived import bundles as sheet_bundles
 from rematbench.evidence.published.sheets import read_sheet
+from rematbench.host.console import CommandError
+from rematbench.host.table import SUFFIXES
 from rematbench.inputs.configfile import ConfigError, convert
 from rematbench.paper.matrix.spec import load_matrix
-from rematbench.paper.sheet.table import SUFFIXES
 from rematbench.plugins.discover import discover
 from rematbench.worlds.records.suite import bundles, load_suite
+
+if TYPE_CHECKING:
+    from rematbench.paper.sheet.table import Table
 
 TABLES = Path(__file__).parent / "tables"
 PAPER = "paper"
@@ -65,30 +70,46 @@ class TableFile(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         printed = [f"{folder}/{name}{suffix}" for name in self.tables for suffix in SUFFIXES]
         return [*printed, *(f"{folder}/{name}.csv" for name in self.sheets)]
 
-    def arguments(
-        self, suite: str, overrides: Mapping[str, Sequence[str]]
-    ) -> dict[str, Path | list[Path]]:
-        """The arguments of `build`, with the paths of `overrides` in place of declared ones."""
-        made: dict[str, Path | list[Path]] = {}
-        for name, pattern in self.inputs.items():
-            paths = [Path(path) for path in overrides.get(name) or expanded(pattern, suite)]
-            made[name] = paths if is_many(pattern) else paths[0]
-        return made
-
-    def files(self, suite: str) -> dict[str, list[str]]:
-        """The files behind all inputs, by name; a committed folder stands for the records below
-        it."""
-        patterns = self.inputs | {f"reads_{i}": path for i, path in enumerate(self.reads)}
-        return {
-            name: [file for path in expanded(pattern, suite) for file in _files(path, pattern)]
-            for name, pattern in patterns.items()
-        }
+    def build(
+        self, suite: str, overrides: Mapping[str, Sequence[str]] | None = None
+    ) -> dict[str, "Table"]:
+        """Make the tables, by name, from the paths of `overrides` in place of declared inputs.
+        CommandError for a missing input."""
+        target = f"results/{suite}/tables/{self.names[0]}.csv"
+        given = arguments(self.inputs, {"suite": suite}, target, overrides)
+        made = importlib.import_module(self.module).build(**given)
+        return {one.name: one for one in (made if isinstance(made, list) else [made])}
 
 
-def _files(path: str, pattern: str) -> list[str]:
-    if PLACEHOLDER.search(pattern) or not Path(path).is_dir():
-        return [path]
-    return sorted(str(file) for file in Path(path).rglob("*.json*"))
+def arguments(
+    inputs: Mapping[str, str],
+    values: Mapping[str, str],
+    target: str,
+    overrides: Mapping[str, Sequence[str]] | None = None,
+) -> dict[str, Path | list[Path]]:
+    """The paths of inputs by name, those of `overrides` in place of the patterns'.  CommandError
+    for a missing path, which names the target."""
+    made: dict[str, Path | list[Path]] = {}
+    for name, pattern in inputs.items():
+        paths = [Path(path) for path in (overrides or {}).get(name) or expanded(pattern, values)]
+        missing = [path for path in paths if not path.exists()]
+        if missing or not paths:
+            lost = missing[0] if missing else pattern
+            text = f"missing input {lost}: create it with `snakemake --cores 1 {target}`"
+            raise CommandError(text)
+        made[name] = paths if is_many(pattern, values) else paths[0]
+    return made
+
+
+def files(patterns: Iterable[str], values: Mapping[str, str]) -> list[str]:
+    """The files that patterns stand for; a committed folder stands for the records below it."""
+    found: list[str] = []
+    for pattern in patterns:
+        for path in expanded(pattern, values):
+            folder = not PLACEHOLDER.search(pattern) and Path(path).is_dir()
+            records = (str(file) for file in Path(path).rglob("*.json*")) if folder else [path]
+            found += sorted(records)
+    return found
 
 
 @cache
@@ -157,14 +178,15 @@ def figures(folder: Path) -> dict[str, tuple[str, ...]]:
     return found
 
 
-def is_many(pattern: str) -> bool:
+def is_many(pattern: str, values: Mapping[str, str]) -> bool:
     """Whether a pattern gives `build` a list of paths."""
-    return "*" in pattern or bool(set(PLACEHOLDER.findall(pattern)) - {"suite"})
+    return "*" in pattern or bool(set(PLACEHOLDER.findall(pattern)) - values.keys())
 
 
-def expanded(pattern: str, suite: str) -> list[str]:
-    """The paths that a pattern stands for, in the order of their values or of their names."""
-    text = pattern.replace(SUITE, suite)
+def expanded(pattern: str, values: Mapping[str, str]) -> list[str]:
+    """The paths that a pattern stands for, with the values of its placeholders, in the order of the
+    values of all other placeholders or of their names."""
+    text = PLACEHOLDER.sub(lambda match: values.get(match[1], match[0]), pattern)
     if "*" in text:
         return sorted(str(path) for path in Path().glob(text))
     names = PLACEHOLDER.findall(text)
@@ -172,7 +194,8 @@ def expanded(pattern: str, suite: str) -> list[str]:
         return [text]
     if len(names) > 1 or names[0] not in VALUES:
         raise ConfigError("INPUTS", pattern, f"allowed: one of {', '.join(VALUES)}")
-    return [text.replace(f"{{{names[0]}}}", value) for value in VALUES[names[0]](suite)]
+    every = VALUES[names[0]](values.get("suite", PAPER))
+    return [text.replace(f"{{{names[0]}}}", value) for value in every]
 
 
 def suites() -> list[str]:
@@ -193,14 +216,13 @@ def sheets() -> dict[str, list[dict[str, str]]]:
 
 
 @cache
-def matrix_parts() -> dict[str, list[str]]:
-    """The parts in which the matrix is computed, with the options of `rematbench matrix`. Each part
-    is a model with half of the lengths."""
+def matrix_parts() -> dict[str, tuple[str, tuple[int, ...]]]:
+    """The parts in which the matrix is computed: a model with half of the lengths each."""
     spec = load_matrix(Path("config/paper.yaml"))
     half = len(spec.seq_lens) // 2
     halves = {"short": spec.seq_lens[:half], "long": spec.seq_lens[half:]}
     return {
-        f"{work.model}.{name}": ["--model", work.model, *(f"--seq-len={n}" for n in lengths)]
+        f"{work.model}.{name}": (work.model, tuple(lengths))
         for work in spec.works
         for name, lengths in halves.items()
     }

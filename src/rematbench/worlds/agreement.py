@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 from msgspec.structs import replace
 
 from rematbench.evaluate.problems import make_problem
+from rematbench.inputs.job import Job
 from rematbench.inputs.layout import Layout
 from rematbench.inputs.load import load_cluster
-from rematbench.inputs.problemspec import ProblemSpec
 from rematbench.plugins.discover import discover
 from rematbench.plugins.registry import IDENTITY
 from rematbench.problem import Problem
@@ -69,7 +69,7 @@ ROWS: dict[str, tuple[Row, ...]] = {
 def problem(layout: dict[str, Any], precision: Precision) -> Problem:
     """The problem of a run: tiny-llama, 64 tokens, nodes with one GPU, four sequences per step
     (unless `layout` sets another number)."""
-    spec = ProblemSpec.at(
+    spec = Job.at(
         Layout(**{"global_batch": 4, **layout}),
         model="tiny-llama",
         cluster=replace(load_cluster("h800-80gb"), gpus_per_node=1),

@@ -17,16 +17,13 @@ from msgspec import Struct
 
 from rematbench.evaluate.result import evaluate_method
 from rematbench.plugins.registry import Registry
-from rematbench.worlds import executed, package, traced, trained
+from rematbench.worlds import executed, package, traced
 from rematbench.worlds.agreement import executor_record
 from rematbench.worlds.packages.process import Device, baselines
 from rematbench.worlds.records.measured import BOUNDS, Engine, Measured
 from rematbench.worlds.records.record import Record, RecordError, make_record, read_record
-from rematbench.worlds.records.suite_cells import Cell, base_name
+from rematbench.worlds.records.suite_cells import Cell
 
-CURVE_BOUND = 1e-4
-"""Largest relative difference between the losses of two training runs: rounding grows over hundreds
-of steps (the losses of mst differ by up to 8e-6)."""
 OF_THE_GPU = ("allocated_bytes", "reserved_bytes", "step_s")
 """Fields of a rank that depend on what else ran on the GPU."""
 OF_GLOO = ("activation_peak_bytes", "host_peak_bytes")
@@ -39,36 +36,21 @@ RAN = ("label", "shim", "kernels", "backend")
 def verify(path: Path, rerun: Callable[[str, Record], Record]) -> tuple[Record, list[str]]:
     """Return the record of a new run of a record file's job, and its differences from the file's
     record.  `rerun` makes the new record from (name, record): it runs the job, or reads an earlier
-    new record.  For a loss curve, `rerun` is also called for keep_all's curve, if that file exists
-    in the curve's folder."""
+    new record."""
     old = read_record(path)
-    new, base = rerun(path.stem, old), path.with_name(f"{base_name(path.stem)}.json")
-    if not (is_curve(old) and base.is_file()):
-        return new, differences(new, old)
-    known = read_record(base)
-    return new, differences(new, old, (rerun(base.stem, known), known))
+    new = rerun(path.stem, old)
+    return new, differences(new, old)
 
 
-def is_curve(record: Record) -> bool:
-    """Whether a record is the loss curve of a long training run, which stores no ranks."""
-    found = record.measured
-    return record.engine is None and found is not None and not found.ranks
-
-
-def differences(
-    rerun: Record, committed: Record, bases: tuple[Record, Record] | None = None
-) -> list[str]:
+def differences(rerun: Record, committed: Record) -> list[str]:
     """A line for each difference: the field, its new value, its committed value.  If there are
-    differences, a last line names the changed inputs of the run.  `bases`: the new and committed
-    curves of keep_all, with which loss curves are compared."""
+    differences, a last line names the changed inputs of the run."""
     found = list(_scalars(rerun, committed, ("status", "reason", "plan_hash", *SIMULATED)))
     found += _of_ranks(rerun.ranks, committed.ranks)
     found += _of_engine(rerun.engine, committed.engine)
     new, old = rerun.measured, committed.measured
     if new is None or old is None:
         found += [] if new == old else ["only one of the two records has measured numbers"]
-    elif is_curve(committed):
-        found += _of_curve(rerun, committed, bases)
     else:
         bound = BOUNDS[rerun.spec.precision]
         exchanges = rerun.engine and rerun.world == "executed" and rerun.spec.layout.gpus > 1
@@ -90,32 +72,6 @@ def _of_engine(new: Engine | None, old: Engine | None) -> Iterator[str]:
         yield from [] if new == old else ["only one of the two records ran a package"]
     else:
         yield from _scalars(new, old, RAN)
-
-
-def _of_curve(
-    rerun: Record, committed: Record, bases: tuple[Record, Record] | None
-) -> Iterator[str]:
-    """Differences of two loss curves: the number of steps, whether the curve equals keep_all's bit
-    by bit, its distance from keep_all's, and, if both runs read the same text, its distance from
-    the committed curve."""
-    a, b = _losses(rerun), _losses(committed)
-    now, then = map(_losses, bases) if bases else (a, b)
-    if not len(a) == len(b) == len(now) == len(then):
-        yield f"{len(a)} steps, committed {len(b)}"
-        return
-    if (a == now) != (b == then):
-        yield f"bitwise keep_all's: {a == now}, committed {b == then}"
-    same = rerun.provenance.text == committed.provenance.text
-    if not (same or bases):
-        yield "the losses come from another text, and there is no curve of keep_all to compare with"
-    for name, other in {"keep_all's": now, "the committed one's": b if same else a}.items():
-        gap = max(abs(x - y) / abs(y) for x, y in zip(a, other, strict=True))
-        if not gap <= CURVE_BOUND:
-            yield f"losses are {gap:.1e} from {name} (bound {CURVE_BOUND:g})"
-
-
-def _losses(record: Record) -> tuple[float, ...]:
-    return record.measured.losses if record.measured else ()
 
 
 def _scalars(a: object, b: object, names: Sequence[str]) -> Iterator[str]:
@@ -193,6 +149,4 @@ def rerun_record(record: Record, cell_of: Callable[[], Cell], registry: Registry
     if record.engine is not None and record.measured is not None:
         device: Device = "cpu" if record.engine.device == "cpu" else "cuda"
         return executor_record(cell.problem, device, record.measured.steps)
-    if is_curve(record):
-        return trained.rerun(record, cell)
     return executed.rerun(record, cell, registry)

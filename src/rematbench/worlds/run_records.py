@@ -13,6 +13,7 @@ from rematbench.engine.program.ledger import live_bytes
 from rematbench.engine.program.program import Program
 from rematbench.evaluate.evaluation import RankBytes, program_bytes
 from rematbench.evaluate.result import Status
+from rematbench.host.declared import flat
 from rematbench.host.ranks import (
     RankError,
     error_of_record,
@@ -22,7 +23,7 @@ from rematbench.host.ranks import (
     write_error,
 )
 from rematbench.inputs.load import load_system
-from rematbench.inputs.system import flat, with_facts
+from rematbench.inputs.system import with_facts
 from rematbench.plan import Plan
 from rematbench.problem import Problem
 from rematbench.workload import Model

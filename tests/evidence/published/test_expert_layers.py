@@ -15,10 +15,10 @@ from msgspec.structs import replace
 from rematbench.evaluate.evaluation import evaluate
 from rematbench.evaluate.problems import make_problem
 from rematbench.evidence.published.sheets import read_sheet
+from rematbench.inputs.job import Job
 from rematbench.inputs.layout import Layout
 from rematbench.inputs.load import load_model, load_system
 from rematbench.inputs.paths import data_dir
-from rematbench.inputs.problemspec import ProblemSpec
 from rematbench.inputs.system import Dispatcher, with_facts
 from rematbench.problem import Problem
 from rematbench.workload import Experts
@@ -57,7 +57,7 @@ def given(dispatcher: Dispatcher) -> Problem:
         load_model("llama-7b"), name="layer", num_layers=1, hidden=7168, experts=EXPERTS, **narrow
     )
     return make_problem(
-        ProblemSpec.at(
+        Job.at(
             Layout(dp=8, ep=8, zero_stage=1, global_batch=8),
             model=model,
             cluster="h100-80gb",

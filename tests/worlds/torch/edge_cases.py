@@ -15,7 +15,6 @@ from torch import Tensor
 from rematbench.engine.lowering.lower import lower
 from rematbench.engine.program.program import Program
 from rematbench.evaluate.proof import check
-from rematbench.measure.torch import probe_rates
 from rematbench.worlds.torch import movers, single_rank, worker
 from rematbench.worlds.torch.batch import MicroBatch
 from rematbench.worlds.torch.case import Case
@@ -125,7 +124,8 @@ def case_of(name: str) -> Case:
         return made[name]()
     layout, plan, *rest = name.split()
     changes = OVERLAP if rest else {}
-    return cases.case(layout, plan, precision="bf16", system_changes=changes)
+    one = replace(cases.TINY, num_layers=1)
+    return cases.case(layout, plan, precision="bf16", system_changes=changes, model=one)
 
 
 def stages(case: Case) -> Iterator[int]:
@@ -241,24 +241,6 @@ def timed_steps() -> str:
             return f"an event is not what its reader thinks: {error}"
 
 
-def timed_copies() -> str:
-    """Copies beside products, as `rematbench measure-gpu` times them."""
-
-    def run(recorder: Recorder) -> None:
-        streams = CudaStreams(DEVICE)
-        a, host = torch.ones(8, 8, device=DEVICE), torch.empty(8, 8)
-        work = {"compute": lambda: a @ a, "d2h": lambda: host.copy_(a, non_blocking=True)}
-        stop = streams.clock()
-        probe_rates.at_once(streams, work, {"compute": 1, "d2h": 1})
-        seconds = stop()
-        own = {stream.name for stream in streams.streams.values()}  # type: ignore[attr-defined]
-        ran = {name for used in recorder.used.values() for name in used.touched}
-        if seconds <= 0.0 or len(ran & own) != len(work):
-            recorder.fault(f"{seconds} s, on {ran}")
-
-    return recorded(run)
-
-
 def opened_channels() -> str:
     """What opens a communicator is let go of only when it is through."""
     case = case_of("pp2 keep")
@@ -277,6 +259,5 @@ SCENES: dict[str, Callable[[], str]] = {
     "sums on the host": sums_on_the_host,
     "waiting from elsewhere": waiting_from_elsewhere,
     "timed steps": timed_steps,
-    "timed copies": timed_copies,
     "opened channels": opened_channels,
 }

@@ -173,7 +173,7 @@ def test_torchrun_gives_the_processes(tmp_path: Path) -> None:
     assert read_record(out).provenance.ranks_per_host == (2,)
 
 
-def test_a_curve_that_no_cell_asks_for_is_said(tmp_path: Path) -> None:
-    with pytest.raises(CommandError, match=r"nosuch: no such cell in .*convergence"):
-        measure("convergence", tmp_path / "out", only=["nosuch"])
+def test_a_cell_that_no_suite_has_is_said(tmp_path: Path) -> None:
+    with pytest.raises(CommandError, match=r"nosuch: no such cell in .*traced"):
+        measure("traced", tmp_path / "out", only=["nosuch"])
     assert list((tmp_path / "out").iterdir()) == []

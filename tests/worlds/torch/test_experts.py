@@ -11,6 +11,7 @@ from msgspec import structs
 
 from rematbench.engine.lowering.lower import lower
 from rematbench.engine.program.ledger import live_bytes
+from rematbench.inputs.system import FACTS, with_facts
 from rematbench.workload import Model
 from rematbench.worlds.records.refusals import refusals
 from rematbench.worlds.run_records import compared
@@ -233,8 +234,9 @@ REFUSED: dict[str, dict[str, Any]] = {
 def test_what_is_refused_by_name(words: str) -> None:
     changes = dict(REFUSED[words])
     given = cases.tiny("ep2")
-    parts = (given.system, given.workload, given.workload.model, EXPERTS)
-    system, work, model, mixture = (
+    system = with_facts(given.system, **{k: v for k, v in changes.items() if k in FACTS})
+    parts = (given.workload, given.workload.model, EXPERTS)
+    work, model, mixture = (
         structs.replace(part, **{k: v for k, v in changes.items() if k in part.__struct_fields__})
         for part in parts
     )

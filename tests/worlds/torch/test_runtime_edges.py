@@ -74,11 +74,6 @@ RUNTIME: dict[str, tuple[str, ...]] = {
         "streams.CudaStreams.clock.stop: end.record",
         "streams.CudaStreams.clock.stop: end.synchronize",
     ),
-    "timed copies": (
-        "probe_rates.at_once: streams.begin",
-        "probe_rates.at_once: streams.on",
-        "probe_rates.at_once: streams.flush",
-    ),
     "opened channels": ("groups.Groups.connect: start(token, other, channel.direction, 0).wait",),
 }
 """Edges by the case or scene in which it is found that one is missing."""
@@ -86,14 +81,7 @@ NO_ORDER = {
     "groups.Groups.connect: torch.cuda.synchronize": (
         "before the first step: what NCCL does to open a communicator is no part of any step's time"
     ),
-    "probe_rates.Rates._times: self.repeats.wait": "before the repeats: the first call compiles",
-    "repeats.Repeats.wait: torch.cuda.synchronize": "its seconds are the host's clock's",
-    "repeats.Repeats.of_device: self.wait": "counts the calls of a sample, by the host's clock",
-    "repeats.Repeats._host: self.wait": "as repeats.Repeats.wait",
-    "repeats.Repeats._host: self.wait (1)": "the next sample begins with an idle device",
     "streams.stamp: event.record": "a clock, which nothing waits for",
-    "repeats.Repeats.of_busy_device: ends[-2].synchronize": "two batches are issued at most",
-    "repeats.Repeats.of_busy_device: ends[-1].synchronize": "its seconds are the event's",
     "parameters.Draws.take: drawn.result": "a weight's values, without which there is no parameter",
     "worker.run: dist.barrier": "between cases, so that each has the whole timeout",
 }

@@ -8,9 +8,10 @@ from msgspec.structs import replace
 
 from rematbench.engine.lowering.lower import lower
 from rematbench.evaluate.evaluation import program_bytes
+from rematbench.host.declared import flat
 from rematbench.inputs.layout import Layout
 from rematbench.inputs.load import load_model, load_system, names
-from rematbench.inputs.system import flat, with_facts
+from rematbench.inputs.system import with_facts
 from rematbench.plan import Plan, Recompute
 from rematbench.problem import Problem
 from rematbench.worlds.run_records import measured_ranks

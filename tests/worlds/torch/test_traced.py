@@ -28,8 +28,7 @@ def fake(case: Case, stage: int = 0) -> tuple[list[tuple[int, int]], int, int]:
 
 @pytest.fixture
 def _as_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The arithmetic of a CPU, where a trace has a GPU's fused kernels (those are held against
-    torch's CUDA build in tests/stand_in)."""
+    """The arithmetic of a CPU, where a trace has a GPU's fused kernels."""
     monkeypatch.setattr(arithmetic, "fused", lambda x: False)
 
 

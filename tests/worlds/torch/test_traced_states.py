@@ -7,13 +7,13 @@ from rematbench.engine.lowering.lower import lower
 from rematbench.engine.program.ledger import live_bytes
 from rematbench.evaluate.evaluation import program_bytes
 from rematbench.evaluate.problems import make_problem
+from rematbench.inputs.job import Job
 from rematbench.inputs.load import load_cluster, load_model, load_system
-from rematbench.inputs.problemspec import ProblemSpec
 from rematbench.plan import Plan
 from rematbench.worlds.torch.single_rank import trace_rank
 from tests.problems import all_methods
 
-SPEC = ProblemSpec(
+SPEC = Job(
     model="llama-7b", cluster="h100-80gb-dos", system="rematbench", gpus=4, seq_len=2048,
     global_batch=4, zero_stage=3,
 )  # fmt: skip

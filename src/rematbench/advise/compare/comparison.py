@@ -22,7 +22,7 @@ from rematbench.advise.compare.grids import best_variants
 from rematbench.advise.compare.tuning import Pair, Task, Tuning, blank
 from rematbench.evaluate.breakdown import PARTS
 from rematbench.evaluate.evaluator import same_plan
-from rematbench.evaluate.result import ALIKE, Job, Result, Status
+from rematbench.evaluate.result import ALIKE, PlannedJob, Result, Status
 from rematbench.evidence.bands import ratio_band, with_band, with_ties
 from rematbench.host.workers import NoAnswer, Pool
 from rematbench.inputs.configfile import ConfigError, wrong_field
@@ -93,7 +93,7 @@ class Comparison:
 
     def __init__(
         self,
-        job: Job,
+        job: PlannedJob,
         config: CompareConfig,
         *,
         methods: Sequence[Path] = (),
@@ -116,7 +116,7 @@ class Comparison:
         self.alone: list[tuple[Candidate, Plan]] = []
         self.composed: set[str] = set()
 
-    def _pool(self, job: Job) -> Pool[Task, Result]:
+    def _pool(self, job: PlannedJob) -> Pool[Task, Result]:
         return Pool(self._processes, Tuning, (job, self._folders), self.limit_s)
 
     def when_tight(self, results: Sequence[Result]) -> Result | None:

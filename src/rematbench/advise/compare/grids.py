@@ -21,7 +21,7 @@ from rematbench.advise.compare.compositions import (
 )
 from rematbench.advise.compare.tuning import UNPLANNED_BYTES, Pair
 from rematbench.evaluate.evaluator import same_plan
-from rematbench.evaluate.result import Job, Result
+from rematbench.evaluate.result import PlannedJob, Result
 from rematbench.plan import Settings
 from rematbench.plugins.registry import MethodEntry, Registry, method_text
 from rematbench.problem import Problem
@@ -45,7 +45,7 @@ PIECES = KINDS.index("pieces")
 
 
 def best_variants(
-    job: Job, registry: Registry, most: int, defaults: Sequence[Pair], evaluate: Evaluate
+    job: PlannedJob, registry: Registry, most: int, defaults: Sequence[Pair], evaluate: Evaluate
 ) -> list[Pair]:
     """Return, for each combination of methods, the fastest variant that beats the defaults.
 
@@ -91,7 +91,7 @@ class _Grids:
     evaluated only if its step can be shorter."""
 
     def __init__(
-        self, job: Job, registry: Registry, defaults: Sequence[Pair], evaluate: Evaluate
+        self, job: PlannedJob, registry: Registry, defaults: Sequence[Pair], evaluate: Evaluate
     ) -> None:
         self.job, self.registry, self.evaluate = job, registry, evaluate
         self.pairs: list[Pair] = []

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from rematbench.advise.compare.compositions import Candidate
 from rematbench.evaluate.evaluator import SINGLE_EVALUATOR
-from rematbench.evaluate.result import Job, Result, needs_seconds, of_plan, told_fragmented
+from rematbench.evaluate.result import PlannedJob, Result, needs_seconds, of_plan, told_fragmented
 from rematbench.evaluate.verdict import retries
 from rematbench.host.workers import collect_rarely
 from rematbench.inputs.kernel_rates import RateError
@@ -37,7 +37,7 @@ FRAGMENTS = 0.1
 class Tuning:
     """Evaluates candidates of one job; each worker process has one."""
 
-    def __init__(self, job: Job, methods: tuple[Path, ...]) -> None:
+    def __init__(self, job: PlannedJob, methods: tuple[Path, ...]) -> None:
         collect_rarely()
         self.job, self.problem, self.registry = job, job.problem, discover(methods)
 
@@ -139,7 +139,7 @@ class Tuning:
         return next((v for v in values if margins[v] >= 0), max(values, key=margins.__getitem__))
 
 
-def blank(job: Job, candidate: Candidate) -> Result:
+def blank(job: PlannedJob, candidate: Candidate) -> Result:
     """The result of a candidate before it has a plan."""
     return Result(
         job=job,

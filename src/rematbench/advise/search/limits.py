@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from rematbench.advise.search.candidates import LARGEST_UNIT, Variant
 from rematbench.advise.search.search_job import SearchJob
 from rematbench.advise.search.space import MOST_MICRO_BATCH
-from rematbench.inputs.layout import GATHERED_CHUNKS, Layout
+from rematbench.inputs.layout import Layout
+from rematbench.inputs.layout_rules import GATHERED_CHUNKS
 
 
 def space_words(job: SearchJob) -> str:
@@ -39,7 +40,7 @@ def pieces_limits(variants: list[Variant]) -> Iterator[str]:
 
 def _of_layouts(job: SearchJob, layouts: list[Layout]) -> Iterator[str]:
     fixed, spec, features = job.request.fixed, job.request.spec, job.system.accepts.features
-    if fixed.micro_batch is None and spec.global_batch > MOST_MICRO_BATCH:
+    if fixed.micro_batch is None and spec.degrees.global_batch > MOST_MICRO_BATCH:
         yield f"micro-batches of more than {MOST_MICRO_BATCH} sequences"
     if any(layout.pp > 1 for layout in layouts):
         yield "partitions other than the even one with a layer more or less at the ends"

@@ -88,7 +88,7 @@ def fewest_gpus(request: SearchRequest, tokens_per_s: float, processes: int) -> 
     def reach(gpus: int) -> Answer:
         return gpus, reached(_with_gpus(request, gpus), step_s, processes)
 
-    step_s = spec.global_batch * spec.seq_len / tokens_per_s
+    step_s = spec.degrees.global_batch * spec.work.seq_len / tokens_per_s
     counts = [1 << power for power in range(spec.gpus.bit_length()) if 1 << power < spec.gpus]
     for before, gpus in pairwise((0, *counts, spec.gpus)):
         enough = reach(gpus)
@@ -113,7 +113,7 @@ def _between(request: SearchRequest, before: int, gpus: int) -> Iterator[int]:
 
 
 def _with_gpus(request: SearchRequest, gpus: int) -> SearchRequest:
-    return replace(request, spec=replace(request.spec, gpus=gpus))
+    return replace(request, spec=request.spec.changed(gpus=gpus))
 
 
 def _has_layout(request: SearchRequest) -> bool:
@@ -131,7 +131,7 @@ def longest_context(request: SearchRequest, processes: int) -> Iterator[Answer]:
     proof finds a plan."""
 
     def fits(seq_len: int, most_rounds: int | None = None) -> Result | None:
-        there = replace(request, spec=replace(request.spec, seq_len=seq_len))
+        there = replace(request, spec=request.spec.changed(seq_len=seq_len))
         return reached(there, inf, processes, most_rounds)
 
     known: dict[int, Result | None] = {}
@@ -144,7 +144,7 @@ def longest_context(request: SearchRequest, processes: int) -> Iterator[Answer]:
     said: set[int] = set()
     while True:
         short = inf
-        for answer in _largest(look, request.spec.seq_len, GRANULE):
+        for answer in _largest(look, request.spec.work.seq_len, GRANULE):
             if answer[1] is None:
                 short = min(short, answer[0])
             elif answer[0] not in said:
@@ -158,10 +158,10 @@ def longest_context(request: SearchRequest, processes: int) -> Iterator[Answer]:
 
 def largest_batch(request: SearchRequest, step_s: float, processes: int) -> Iterator[Answer]:
     """Yield answers for multiples of the problem's global batch, with steps of at most `step_s`."""
-    batch = request.spec.global_batch
+    batch = request.spec.degrees.global_batch
 
     def quick(global_batch: int) -> Result | None:
-        there = replace(request, spec=replace(request.spec, global_batch=global_batch))
+        there = replace(request, spec=request.spec.changed(global_batch=global_batch))
         return reached(there, step_s, processes)
 
     yield from _largest(quick, batch, batch)
@@ -170,14 +170,14 @@ def largest_batch(request: SearchRequest, step_s: float, processes: int) -> Iter
 def min_memory(request: SearchRequest, lose: float, processes: int) -> Iterator[Answer]:
     """Yield answers for bytes of device memory, bisected from the device's memory.  A plan's step
     may be longer than the best step with the full memory by the share `lose`."""
-    hbm = request.spec.hbm_bytes or _cluster(request).hbm_bytes
+    hbm = request.spec.stack.hbm_bytes or _cluster(request).hbm_bytes
     best = fastest(request, processes)
     yield hbm, best
     if best is None:
         return
 
     def quick(hbm_bytes: int) -> Result | None:
-        there = replace(request, spec=replace(request.spec, hbm_bytes=hbm_bytes))
+        there = replace(request, spec=request.spec.changed(hbm_bytes=hbm_bytes))
         try:
             return reached(there, best.fitting_s * (1.0 + lose), processes)
         except ConfigError:  # the memory is smaller than the reserve
@@ -227,11 +227,11 @@ def would_fit(request: SearchRequest, at: Progress, processes: int) -> Iterator[
     each kind, yield the smallest tried change that has a plan."""
 
     def fits(**changes: Any) -> Result | None:
-        there = replace(request, spec=replace(request.spec, **changes))
+        there = replace(request, spec=request.spec.changed(**changes))
         return reached(there, inf, processes, MOST_ROUNDS)
 
     spec, cluster = request.spec, _cluster(request)
-    hbm = spec.hbm_bytes or cluster.hbm_bytes
+    hbm = spec.stack.hbm_bytes or cluster.hbm_bytes
     if at.short_bytes < inf:  # else no plan lacked device memory
         tight = replace(request, reserve_gib=0.0)
         if request != tight and (found := reached(tight, inf, processes, MOST_ROUNDS)):
@@ -270,7 +270,7 @@ def prices(request: SearchRequest, processes: int) -> Iterator[tuple[str, float]
     the machine as it is, then a machine with more memory or faster links."""
     yield "no change", _step_s(request, processes)
     for change, cluster in _changes(request):
-        there = replace(request, spec=replace(request.spec, cluster=cluster, hbm_bytes=None))
+        there = replace(request, spec=request.spec.changed(cluster=cluster, hbm_bytes=None))
         yield change, _step_s(there, processes)
 
 
@@ -281,8 +281,8 @@ def _step_s(request: SearchRequest, processes: int) -> float:
 
 def _changes(request: SearchRequest) -> Iterator[tuple[str, Cluster]]:
     cluster = _cluster(request)
-    if request.spec.hbm_bytes is not None:
-        cluster = replace(cluster, hbm_bytes=request.spec.hbm_bytes)
+    if request.spec.stack.hbm_bytes is not None:
+        cluster = replace(cluster, hbm_bytes=request.spec.stack.hbm_bytes)
     for name, field in (("device", "hbm_bytes"), ("host", "host_bytes")):
         for more in MORE_GIB:
             larger = {field: getattr(cluster, field) + more * GIB}

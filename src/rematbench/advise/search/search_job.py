@@ -38,16 +38,17 @@ from rematbench.engine.lowering.lower import lower
 from rematbench.evaluate.breakdown import TRAFFIC, parts_of
 from rematbench.evaluate.evaluator import Evaluator
 from rematbench.evaluate.problems import make_problem, stack_of
-from rematbench.evaluate.result import WORDS, Job, Result
+from rematbench.evaluate.result import PlannedJob, Result
 from rematbench.evidence.bands import band_of, ratio_band
 from rematbench.evidence.peaks import fits_word, leaving_reserve
 from rematbench.evidence.published.sheets import flag
+from rematbench.host.declared import facts, nested
 from rematbench.inputs.cluster import Cluster
 from rematbench.inputs.configfile import ConfigError
+from rematbench.inputs.job import Job, degrees
 from rematbench.inputs.kernel_rates import RateError
 from rematbench.inputs.layout import LayoutError
 from rematbench.inputs.load import load_cluster, load_model
-from rematbench.inputs.problemspec import ProblemSpec
 from rematbench.plan import Plan, PlanError, Unsupported
 from rematbench.plugins.discover import discover
 from rematbench.plugins.registry import IDENTITY, MethodEntry, MethodError, Registry
@@ -72,7 +73,7 @@ class SearchRequest(Struct, frozen=True, kw_only=True):
     fits, and bounds no step.  `most_methods`: the most methods of a plan (None: as in
     config/compare.yaml).  `hosts`: whether plans may use host memory beyond what the job says."""
 
-    spec: ProblemSpec
+    spec: Job
     fixed: Fixed = Fixed()
     only: tuple[str, ...] = ()
     folders: tuple[Path, ...] = ()
@@ -118,8 +119,8 @@ class SearchJob:
         LayoutError if no layout is possible."""
         spec = self.request.spec
         hosts = self.request.hosts or self.system.host.optimizer_on_host
-        if spec.optimizer is None and not hosts:
-            spec = replace(spec, optimizer="device")
+        if spec.stack.optimizer is None and not hosts:
+            spec = spec.changed(optimizer="device")
         work = spec.workload(self.model)
         found = space(spec, self.request.fixed, work, self.cluster, self.system)
         if not found.choices:
@@ -335,10 +336,12 @@ class SearchJob:
         cut = next(index for index, one in enumerate(self._cuts) if key(one[0]) == key(choice))
         return self._shard(cut).shard.site(self._cuts[cut].index(choice))
 
-    def job(self, choice: Choice) -> Job:
+    def job(self, choice: Choice) -> PlannedJob:
         """Return the job of a layout, with the words of its command if a command can express it."""
         problem = self.problem(choice)
-        return Job(problem=problem, base=choice.base(problem.base_plan), words=self._words(choice))
+        return PlannedJob(
+            problem=problem, base=choice.base(problem.base_plan), words=self._words(choice)
+        )
 
     def _words(self, choice: Choice) -> tuple[str, ...]:
         try:
@@ -385,23 +388,16 @@ class SearchJob:
         """The table line of one simulated plan, at place 1."""
         return search_row(1, self.completed([result])[0])
 
-    def spec(self, choice: Choice) -> ProblemSpec:
+    def spec(self, choice: Choice) -> Job:
         """The job's problem at one layout, with the given names of model, cluster and system."""
-        request = self.request.spec
-        names = (
-            *("seq_len", "document_len", "attention", "precision", "hbm_bytes", "optimizer"),
-            *("imbalance", "ep_overlap", "capacity_factor", "expert_padding"),
-        )
-        others: dict[str, Any] = {name: getattr(request, name) for name in names}
-        others |= {"optimizer": "host"} if choice.hosted else {}
-        things = {"model": request.model, "cluster": request.cluster, "system": request.system}
-        return ProblemSpec.at(choice.layout, **things, **others)
+        hosted = {"optimizer": "host"} if choice.hosted else {}
+        return self.request.spec.changed(**degrees(choice.layout), **hosted)
 
     def problem(self, choice: Choice) -> Problem:
         """Return the Problem at one layout, with its reserve.  Raises ConfigError if the reserve is
         as large as the device, and RateError if no kernel has seconds."""
         loaded = {"model": self.model, "cluster": self.cluster, "system": self.system}
-        problem = make_problem(replace(self.spec(choice), **loaded))
+        problem = make_problem(self.spec(choice).changed(**loaded))
         if problem.untimed:
             raise RateError(f"a search ranks plans by seconds; {problem.untimed}")
         if self.evaluator:  # a problem and its costs hold each other, but no programs
@@ -485,12 +481,9 @@ def with_engines(result: Result) -> Result:
 
 def simulated(row: Mapping[str, str], reserve_gib: float | None = None) -> Result:
     """Plan, lower and simulate the plan of a table line again."""
-    named = [name for name in ("gpus", "seq_len", "shard_degree", *WORDS) if row.get(name)]
-    numbers = {name: int(row[name]) for name in named if name != "dp"}
-    texts = ("model", "cluster", "system", "precision", "attention", "optimizer")
-    words = {name: row[name] for name in texts if row.get(name)}
-    sp = {} if flag(row, "sp", True) else {"sp": False}
-    spec = convert({**numbers, **words, **sp}, ProblemSpec)
+    told = {name: row[name] for name in facts(Job) if row.get(name) and name != "sp"}
+    told |= {} if flag(row, "sp", True) else {"sp": "false"}
+    spec = convert(nested(told, Job), Job, strict=False)
     search, layout = SearchJob(SearchRequest(spec=spec, reserve_gib=reserve_gib)), spec.layout
     sizes = tuple(int(layers) for layers in row["partition"].split(","))
     choice = next(one for one in partitions(layout, search.model.num_layers) if one.sizes == sizes)

@@ -13,9 +13,11 @@ from numpy.typing import NDArray
 
 from rematbench.costs.states import reduce_buckets
 from rematbench.engine.lowering.states.state_shards import shards_experts
+from rematbench.host.declared import facts, flat
 from rematbench.inputs.cluster import Cluster
-from rematbench.inputs.layout import Layout, LayoutError, check_layout, even_partition
-from rematbench.inputs.problemspec import ProblemSpec
+from rematbench.inputs.job import Job
+from rematbench.inputs.layout import Layout, LayoutError, even_partition
+from rematbench.inputs.layout_rules import check_layout
 from rematbench.inputs.system import System, ZeroStage
 from rematbench.plan import Plan
 from rematbench.problem import (
@@ -37,7 +39,7 @@ MOST_MICRO_BATCH = 64
 class Fixed(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Degrees that the user has fixed; None for a degree to search.  `sp`: whether tensor
     parallelism shards rows too.  `shard_degree` is not searched (0: all peers share sharded
-    states)."""
+    states), and a fact of the job's degrees that is no field here is that of every layout."""
 
     tp: int | None = None
     sp: bool | None = None
@@ -89,9 +91,7 @@ class Space(Struct, frozen=True):
     refused: dict[str, int]
 
 
-def space(
-    spec: ProblemSpec, fixed: Fixed, work: Workload, cluster: Cluster, system: System
-) -> Space:
+def space(spec: Job, fixed: Fixed, work: Workload, cluster: Cluster, system: System) -> Space:
     """Return all layouts of `spec`'s GPUs and global batch with the `fixed` degrees.  Raises
     LayoutError if the fixed degrees do not divide the GPUs."""
     refused: Counter[str] = Counter()
@@ -118,7 +118,11 @@ def space(
         if not found:
             refused["the first chunk has none of the layers with experts (not searched)"] += 1
         choices += found
-        if spec.optimizer is None and may_host(cluster, system) and work.model.experts is None:
+        if (
+            spec.stack.optimizer is None
+            and may_host(cluster, system)
+            and work.model.experts is None
+        ):
             choices += [replace(choice, hosted=True) for choice in found]
     return Space(tuple(choices), dict(refused))
 
@@ -146,11 +150,12 @@ def may_host(cluster: Cluster, system: System) -> bool:
 
 
 def layouts(
-    spec: ProblemSpec, fixed: Fixed, work: Workload, system: System, refused: Counter[str]
+    spec: Job, fixed: Fixed, work: Workload, system: System, refused: Counter[str]
 ) -> Iterator[Layout]:
     """Yield every product of degrees that uses all GPUs, before the rules of layouts are checked.
     Adds to `refused` the degrees whose replicas do not divide the batch."""
-    asked = spec.gpus
+    asked, batch = spec.gpus, spec.degrees.global_batch
+    kept = {key: one for key, one in flat(spec.degrees).items() if key not in facts(Fixed)}
     spreads = product(
         _degrees(fixed.tp, asked, work.model.num_heads),
         _degrees(fixed.cp, asked, asked if _rings(system) else 1),
@@ -165,20 +170,20 @@ def layouts(
             if rest or not replicas:
                 refused["dp is not a multiple of ulysses"] += 1
                 continue
-            if spec.global_batch % replicas:
+            if batch % replicas:
                 refused["global batch is not a multiple of the number of replicas"] += 1
                 continue
             for sp, micro_batch, vpp, zero, (ep, etp) in product(
                 _row_shards(fixed.sp, tp),
-                _micro_batches(fixed.micro_batch, spec.global_batch // replicas),
+                _micro_batches(fixed.micro_batch, batch // replicas),
                 _chunks(fixed.vpp, pp, work.model.num_layers),
                 _stages(fixed.zero_stage, pp, dp * cp, work, system),
                 _expert_degrees(fixed, tp, tp * cp * dp, work),
             ):
                 yield Layout(
-                    tp=tp, sp=sp, cp=cp, pp=pp, vpp=vpp, dp=dp, zero_stage=zero,
+                    **kept, tp=tp, sp=sp, cp=cp, pp=pp, vpp=vpp, dp=dp, zero_stage=zero,
                     ulysses=ulysses, shard_degree=fixed.shard_degree, micro_batch=micro_batch,
-                    global_batch=spec.global_batch, ep=ep, etp=etp,
+                    ep=ep, etp=etp,
                 )  # fmt: skip
 
 

@@ -10,7 +10,7 @@ from rematbench.advise.search.schedule_bound import Frame, frame
 from rematbench.advise.search.space import Choice
 from rematbench.evaluate.evaluation import host_node_bytes
 from rematbench.evaluate.evaluator import Evaluator, Lowered, same_plan, timed, weighed
-from rematbench.evaluate.result import Job, Result
+from rematbench.evaluate.result import PlannedJob, Result
 from rematbench.evaluate.verdict import judge, judged
 from rematbench.inputs.layout import LayoutError
 from rematbench.plan import Plan, PlanError, Unsupported
@@ -52,7 +52,7 @@ class Site:
         self, choice: Choice, problem: Problem, evaluator: Evaluator | None = None
     ) -> None:
         self.choice, self.problem, self._evaluator = choice, problem, evaluator
-        self.job = Job(problem=problem, base=choice.base(problem.base_plan))
+        self.job = PlannedJob(problem=problem, base=choice.base(problem.base_plan))
         self.tight_s: dict[str, float] = {}
         self.trials: dict[bytes, Trial] = {}
         self.ended: dict[bytes, Lowered] = {}
@@ -126,7 +126,7 @@ def _room(problem: Problem) -> int:
     return problem.usable_bytes - problem.reserve_bytes
 
 
-def planned_at(job: Job, method: str, registry: Registry) -> Plan | str:
+def planned_at(job: PlannedJob, method: str, registry: Registry) -> Plan | str:
     """A candidate's plan, or the reason why it has no plan."""
     try:
         plan = registry.resolve(method, None, job.problem).plan(job.problem, job.base)

@@ -11,10 +11,10 @@ from rematbench.engine.lowering.states.host_states import rank_tensors
 from rematbench.evaluate.problems import make_problem
 from rematbench.evidence.published.sheets import Cell, read_sheet, whole
 from rematbench.host.table import GIB
+from rematbench.inputs.job import Job
 from rematbench.inputs.layout import Layout
 from rematbench.inputs.load import load_cluster, load_model, load_system
 from rematbench.inputs.paths import data_dir
-from rematbench.inputs.problemspec import ProblemSpec
 from rematbench.inputs.system import with_facts
 from rematbench.problem import Problem
 
@@ -88,7 +88,7 @@ def row_problem(row: Cell) -> Problem:
         micro_batch=whole(row, "micro_batch"),
         global_batch=whole(row, "global_batch"),
     )
-    spec = ProblemSpec.at(
+    spec = Job.at(
         layout,
         model=model,
         cluster=NODES[row["cluster"]],

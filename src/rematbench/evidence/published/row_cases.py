@@ -4,7 +4,7 @@ RowError."""
 import re
 from collections.abc import Mapping
 from functools import cache
-from typing import cast, get_args
+from typing import Any, get_args
 
 import msgspec
 
@@ -18,7 +18,7 @@ from rematbench.evidence.published.sheets import (
     RowError,
     flag,
     fraction,
-    read_choice,
+    given_facts,
     read_peak_kind,
     read_peak_rank,
     text,
@@ -26,8 +26,9 @@ from rematbench.evidence.published.sheets import (
 )
 from rematbench.inputs.configfile import ConfigError
 from rematbench.inputs.constants import Calibration
+from rematbench.inputs.job import Job
 from rematbench.inputs.kernel_rates import RateError
-from rematbench.inputs.layout import Layout, LayoutError
+from rematbench.inputs.layout import Degrees, Layout, LayoutError
 from rematbench.inputs.load import (
     claim_of_row,
     is_path,
@@ -36,12 +37,11 @@ from rematbench.inputs.load import (
     load_system,
     names,
 )
-from rematbench.inputs.problemspec import ProblemSpec
-from rematbench.inputs.system import AttentionChoice, Home, System, ZeroStage
+from rematbench.inputs.system import StackChoice, System, ZeroStage
 from rematbench.plan import Unsupported
 from rematbench.plugins.registry import MethodError, Registry, Value
 from rematbench.problem import Problem
-from rematbench.workload import GATED, MlpKind, Model, Precision
+from rematbench.workload import GATED, MlpKind, Model, Work
 
 ASSUMED = "unknown model: norms, biases and positions taken from"
 """Start of the remark that a row's model is not in config/models."""
@@ -68,7 +68,7 @@ compiler's partitioner drops it.  Source: torchtitan/parallelisms/parallelize_ll
 SELECTIVE_SAC: dict[str, Value] = {"keep": SAC_KEEPS, "held": ("fc2_out",), "scope": "layer"}
 
 
-class PublishedCase(ProblemSpec, frozen=True, kw_only=True):
+class PublishedCase(Job, frozen=True, kw_only=True):
     """The content of a row; equal cases have equal predictions.  `assumed`: a remark on properties
     of the model that the row does not give.  `peak_kind`, `peak_rank`: what its peak is, and of
     which pipeline rank."""
@@ -133,16 +133,11 @@ def read_case(row: Row, registry: Registry) -> PublishedCase:
         cluster=text(row, "cluster"),
         system=system,
         seq_len=whole(row, "seq_len"),
-        document_len=whole(row, "document_len", 0),
+        **given_facts(row, Work, own=("seq_len",)),
+        **given_facts(row, StackChoice, own=_own_words(row)),
         **(expert_columns.capacity(row) if routed else {}),
-        precision=read_choice(row, "precision", "bf16", Precision),
-        attention=read_choice(
-            {} if text(row, "attention") == "auto" else row, "attention", "flash", AttentionChoice
-        ),
         method=method,
         settings=settings,
-        optimizer=_home(row, "optimizer"),
-        parameters=_home(row, "parameters"),
         offload=fraction(row, "offload_fraction"),
         peak_kind=read_peak_kind(row),
         peak_rank=read_peak_rank(row),
@@ -166,15 +161,11 @@ def stack_of(row: Row) -> str:
     return claim_of(row)[0]
 
 
-def _home(row: Row, column: str) -> Home | None:
-    """The memory of a state; None where the row does not say.  The column `optimizer` may name the
-    bytes of the states instead."""
-    word = text(row, column)
-    return (
-        None
-        if not word or word in expert_columns.OPTIMIZERS
-        else read_choice(row, column, "", Home)
-    )
+def _own_words(row: Row) -> tuple[str, ...]:
+    """Columns in which a row has other words than a run's options: exchanges of experts, the
+    attention that a package chooses, and the bytes of the optimizer's states."""
+    other = {"attention": ("auto",), "optimizer": expert_columns.OPTIMIZERS}
+    return ("ep_overlap", *(name for name, words in other.items() if text(row, name) in words))
 
 
 # -- model, system, layout --------------------------------------------------------------------
@@ -337,27 +328,16 @@ def _layout(row: Row, system: System) -> Layout:
         raise RowError("unsupported", f"layout not published: no value for {', '.join(missing)}")
     tp = whole(row, "tp")
     default_stage = 3 if system.zero.data_parallel == "fsdp" else 1
-    stage = whole(row, "zero_stage", default_stage)
+    stage = whole(row, "zero_stage", default_stage, least=0)
     if stage not in get_args(ZeroStage):
         raise RowError("failed", f"column zero_stage: {stage} is not 0, 1, 2 or 3")
     cp, dp, ulysses = whole(row, "cp", 1), whole(known, "dp"), whole(row, "ulysses", 1)
     if system.parallel.cp_kind == "ulysses" and ulysses == 1:  # Layout counts these cp ranks in dp
         cp, dp, ulysses = 1, dp * cp, cp
     experts = expert_columns.expert_layout(row, dp) if expert_columns.has_experts(row) else {}
-    experts = {"shard_degree": whole(row, "shard_degree", 0)} | experts
-    layout = Layout(
-        tp=tp,
-        sp=flag(row, "sp", tp > 1),
-        cp=cp,
-        pp=whole(row, "pp"),
-        vpp=whole(row, "vpp", 1),
-        dp=dp,
-        zero_stage=cast(ZeroStage, stage),
-        ulysses=ulysses,
-        micro_batch=whole(row, "micro_batch", 1),
-        global_batch=whole(row, "global_batch"),
-        **experts,
-    )
+    given: dict[str, Any] = given_facts(row, Degrees, own=("ep", "etp"))
+    given |= {"tp": tp, "sp": flag(row, "sp", tp > 1), "cp": cp, "dp": dp, "ulysses": ulysses}
+    layout = Layout(**{**given, "zero_stage": stage, **experts})
     gpus = whole(row, "gpus", layout.gpus)
     if gpus != layout.gpus:
         raise RowError("failed", f"gpus {gpus} is not tp x cp x pp x dp = {layout.gpus}")

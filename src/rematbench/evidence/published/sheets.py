@@ -7,13 +7,18 @@ A missing or wrong cell raises a one-line RowError, or a ConfigError for a whole
 import csv
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Final, Literal, get_args
 
+from msgspec import Struct
+from msgspec.structs import FieldInfo
+
+from rematbench.host.declared import facts, limits, plain_type
 from rematbench.host.errors import UserError
 from rematbench.inputs.configfile import ConfigError, require_unique
+from rematbench.inputs.job import Job
 
 Row = Mapping[str, Any]
 """A row of a sheet: texts as they are read, and numbers of predictions."""
@@ -50,16 +55,16 @@ def text(row: Row, column: str) -> str:
     return str(row.get(column) or "").strip()
 
 
-def whole(row: Row, column: str, default: int | None = None) -> int:
-    """The positive whole number in a cell (`zero_stage` may be 0), or `default` if the cell is
-    empty.  RowError for any other text, or for an empty cell without a default."""
+def whole(row: Row, column: str, default: int | None = None, least: float = 1) -> int:
+    """The whole number of at least `least` in a cell, or `default` if the cell is empty.  RowError
+    for any other text, or for an empty cell without a default."""
     cell = text(row, column)
     if not cell:
         if default is None:
             raise RowError("failed", f"column {column} is missing or empty")
         return default
     value = _number(column, cell)
-    if value != int(value) or value < (0 if column == "zero_stage" else 1):
+    if value != int(value) or value < least:
         raise RowError("failed", f"column {column}: {cell!r} is not a positive whole number")
     return int(value)
 
@@ -119,6 +124,28 @@ def read_choice(row: Row, column: str, default: str, kind: Any) -> Any:
     return cell
 
 
+def given_facts(row: Row, kind: type[Struct], own: Collection[str] = ()) -> dict[str, Any]:
+    """The facts of a struct that a row has in columns of their names, without those in `own`;
+    RowError for a value of a wrong type."""
+    known = facts(kind)
+    return {
+        name: _fact(row, name, field)
+        for name, field in known.items()
+        if name not in own and text(row, name)
+    }
+
+
+def _fact(row: Row, column: str, field: FieldInfo) -> Any:
+    kind = plain_type(field)
+    if kind is bool:
+        return flag(row, column, False)
+    if kind is int:
+        return whole(row, column, least=limits(field)[0] or 0)
+    return (
+        _number(column, text(row, column)) if kind is float else read_choice(row, column, "", kind)
+    )
+
+
 UNSTATED = re.compile(r"not said whether peak|at oom")
 """Words for bytes that may not be a peak."""
 
@@ -165,11 +192,14 @@ NUMBERS = {
         "mfu_causal",
         "mfu_pct_as_published",
     ),
-    *("gpus", "layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "head_dim"),
-    *("document_len", "seq_len", "global_batch", "micro_batch", "tp", "cp", "pp", "vpp", "dp"),
+    *("layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "head_dim", "dp"),
+    *(name for name, field in facts(Job).items() if (limits(field)[0] or 0) >= 1),
 }
 """Columns, published or predicted, whose cells are empty or numbers above 0."""
-SHARES = {"offload_fraction", "peak_host_bytes"}
+SHARES = {
+    *("offload_fraction", "peak_host_bytes"),
+    *(name for name, field in facts(Job).items() if limits(field)[0] == 0),
+}
 """Columns, published or predicted, whose cells are empty or numbers of at least 0."""
 
 

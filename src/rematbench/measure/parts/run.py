@@ -17,7 +17,6 @@ from rematbench.measure.layer_suite import load_layers
 from rematbench.measure.parts.actions import measure_actions
 from rematbench.measure.parts.checks import SUMMARY, Ran, Summary, findings, read_summary
 from rematbench.measure.parts.layers import measure_layers
-from rematbench.measure.parts.rates import load_rates, measure_rates
 from rematbench.measure.parts.searched_plans import load_searched, measure_searched
 from rematbench.measure.predicted_steps import PREDICTIONS
 from rematbench.worlds import package
@@ -34,18 +33,15 @@ RECORDS = ("lossless", "large")
 """Parts that write a record per cell; the names of their problems begin with the part's name."""
 ON_DEMAND = {
     "baselines": 180.0,
-    "rates": 470.0,
     "actions": 200.0,
     "layers": 560.0,
     "searched": 560.0,
 }
-"""Seconds that each part may take that runs only on request: steps of real packages, the rates of
-kernels and copies, the actions of a step, predicted steps by turns, and by turns the plans of a
-search."""
+"""Seconds that each part may take that runs only on request: steps of real packages, the
+actions of a step, predicted steps by turns, and by turns the plans of a search."""
 ENDS_S = 25.0
 """Seconds of a part with a line for each measurement that are left for its last one to end."""
 SUITES: dict[str, tuple[str, Callable[[Path], object]]] = {
-    "rates": ("rates.yaml", load_rates),
     "actions": ("gpu_layers.yaml", load_layers),
     "layers": ("gpu_layers.yaml", load_layers),
     "searched": ("gpu_searched.yaml", load_searched),
@@ -219,11 +215,6 @@ def _baselines(request: GpuRequest) -> None:
         keep_record(record, request.output / "baselines", name)
 
 
-def _rates(request: GpuRequest) -> None:
-    limit_s = request.limit_s("rates") - ENDS_S
-    measure_rates(request.file("rates"), request.output / "rates.jsonl", request.device, limit_s)
-
-
 def _actions(request: GpuRequest) -> None:
     suite, limit_s = load_layers(request.file("actions")), request.limit_s("actions") - ENDS_S
     out = request.output / "actions.jsonl"
@@ -244,7 +235,6 @@ PARTS: dict[str, Callable[[GpuRequest], None]] = {
     "lossless": _lossless,
     "large": _large,
     "baselines": _baselines,
-    "rates": _rates,
     "actions": _actions,
     "layers": _layers,
     "searched": _searched,

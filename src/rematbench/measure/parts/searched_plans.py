@@ -26,7 +26,7 @@ from rematbench.inputs.configfile import (
     require_among,
     require_unique,
 )
-from rematbench.inputs.problemspec import ProblemSpec
+from rematbench.inputs.job import Job
 from rematbench.measure.parts.layers import FEWEST, run_by_turns
 from rematbench.measure.predicted_steps import PREDICTIONS, lines_of, predict
 from rematbench.measure.records import Searched, Turn, by_cell
@@ -65,9 +65,9 @@ class OneGpuJob(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     memory_gib: tuple[float, ...]
     rows: PositiveInt = 4
 
-    def spec(self, memory_gib: float) -> ProblemSpec:
+    def spec(self, memory_gib: float) -> Job:
         """The problem at a device memory.  States stay on the device: turns share them."""
-        return ProblemSpec(
+        return Job(
             model=self.model,
             cluster=self.cluster,
             system=self.system,
@@ -124,7 +124,7 @@ def different(results: Sequence[Result]) -> list[Result]:
 
 
 def _line(
-    job: OneGpuJob, memory: float, place: int, method: str, spec: ProblemSpec, *, beside: bool
+    job: OneGpuJob, memory: float, place: int, method: str, spec: Job, *, beside: bool
 ) -> Searched:
     word = f"searched.{place}" if place else "beside.0"
     cell = _cell(f"{job.at(memory)}.{word}", spec, method)
@@ -139,7 +139,7 @@ def _line(
     )
 
 
-def _cell(name: str, spec: ProblemSpec, method: str) -> Cell:
+def _cell(name: str, spec: Job, method: str) -> Cell:
     problem = make_problem(spec)
     composed = discover().resolve(method, None, problem)
     return planned_cell(name, problem, composed)

@@ -116,7 +116,7 @@ class Answers:
         self.arms = {arm.name: arm for arm in spec.all_arms(registry)}
         self.methods = {name: arm.resolved(registry) for name, arm in self.arms.items()}
         own = self.arms.values()
-        seq_len = cell.request.spec.seq_len
+        seq_len = cell.request.spec.work.seq_len
         self.searched = [arm.name for arm in own if searched(arm, seq_len, registry)]
         self._answers = {
             key: read_answer(row, cell)

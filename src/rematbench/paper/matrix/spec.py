@@ -8,7 +8,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from rematbench.inputs.configfile import ConfigError, convert
-from rematbench.inputs.problemspec import ProblemSpec
+from rematbench.inputs.job import Job
 from rematbench.inputs.system import AttentionChoice, ZeroStage
 from rematbench.plan import Fraction
 from rematbench.plugins.registry import Composition, Registry, Value
@@ -65,13 +65,13 @@ class MatrixSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     same_layout_pp: PositiveInt
     arms: tuple[Arm, ...]
 
-    def problem(self, seq_len: int, **others: Any) -> ProblemSpec:
+    def problem(self, seq_len: int, **others: Any) -> Job:
         """The problem of a cell.  `others`: its model, cluster, GPUs and degrees, and values that
         replace declared ones."""
         same = ("system", "precision", "attention", "micro_batch", "zero_stage")
         own = {key: getattr(self, key) for key in same}
         own["global_batch"] = self.tokens_per_step // seq_len
-        return ProblemSpec(**{**own, "seq_len": seq_len, **others})
+        return Job(**{**own, "seq_len": seq_len, **others})
 
     def restricted(self, models: Collection[str], seq_lens: Collection[int]) -> "MatrixSpec":
         """The matrix of these models and lengths (empty: all); ConfigError for a value that the

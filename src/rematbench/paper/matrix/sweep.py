@@ -76,7 +76,7 @@ def run_cell(answers: Answers, programs: Evaluator) -> list[Line]:
 def _of_arms(answers: Answers, programs: Evaluator) -> Iterator[Cell]:
     one_layout = answers.one_layout()
     for arm in answers.arms.values():
-        if not runs(arm, answers.cell.request.spec.seq_len):
+        if not runs(arm, answers.cell.request.spec.work.seq_len):
             for table in TABLES:
                 yield {**_head(answers, table, arm.name), "status": NOT_RUN}, None
             continue

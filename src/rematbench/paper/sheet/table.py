@@ -13,12 +13,10 @@ import pandas as pd
 from msgspec import Struct
 
 from rematbench.host.files import write_atomically
-from rematbench.host.table import GIB, TableText
+from rematbench.host.table import GIB, SUFFIXES, TableText
 
 Cells = Mapping[str, Any]
 Show = Callable[[Any], str]
-SUFFIXES = (".csv", ".json", ".md", ".tex")
-"""The suffixes of a table's files."""
 
 
 def whole(value: Any) -> str:

@@ -14,8 +14,8 @@ from rematbench.evaluate.evaluation import fullest_rank
 from rematbench.evaluate.problems import make_problem
 from rematbench.evaluate.result import Result, Status, evaluate_method
 from rematbench.host.console import CommandError
+from rematbench.inputs.job import Job
 from rematbench.inputs.layout import LayoutError
-from rematbench.inputs.problemspec import ProblemSpec
 from rematbench.paper.studies.longest import longest_sequence
 from rematbench.paper.studies.measures import (
     attention_share,
@@ -71,7 +71,7 @@ class StudyAnswer(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
 
 def ask_study(study: Study, registry: Registry, path: str) -> list[StudyAnswer]:
-    """All answers of a study, in the order of its questions; `path` names the file in commands."""
+    """All answers of a study, in the order of its questions; `path`: the file of the answers."""
     return [
         answer
         for question in study.questions
@@ -100,15 +100,16 @@ def _ask(
 
 
 def _command(path: str, ask: Ask, spec: NamedProblem, contender: Contender) -> str:
+    """The command that prints or makes the answer; `path`: the file of all answers."""
     if ask == "run" and not contender.fewest:
         return shlex.join(["rematbench", "simulate", *contender.to_arguments(spec)])
-    return f"rematbench study {path} --workload {spec.name} --method '{contender.label}'"
+    return f"rematbench make {path}"
 
 
 def _answer(
     blank: StudyAnswer,
     question: Question,
-    spec: ProblemSpec,
+    spec: Job,
     problem: Callable[[], Problem],
     contender: Contender,
     registry: Registry,
@@ -186,11 +187,9 @@ def _fewest(
     return replace(answer, values={**answer.values, contender.fewest: fewest})
 
 
-def _longest(
-    blank: StudyAnswer, question: Question, spec: ProblemSpec, method: Composition
-) -> StudyAnswer:
+def _longest(blank: StudyAnswer, question: Question, spec: Job, method: Composition) -> StudyAnswer:
     found = longest_sequence(
-        lambda seq_len: make_problem(replace(spec, seq_len=seq_len)),
+        lambda seq_len: make_problem(spec.changed(seq_len=seq_len)),
         method,
         granularity=question.granularity,
         limit=question.limit,
@@ -200,10 +199,10 @@ def _longest(
 
 
 def _hidden_from(
-    blank: StudyAnswer, question: Question, spec: ProblemSpec, method: Composition
+    blank: StudyAnswer, question: Question, spec: Job, method: Composition
 ) -> StudyAnswer:
     found = hidden_from(
-        lambda seq_len: make_problem(replace(spec, seq_len=seq_len)),
+        lambda seq_len: make_problem(spec.changed(seq_len=seq_len)),
         method,
         granularity=question.granularity,
         limit=question.limit,
@@ -213,7 +212,7 @@ def _hidden_from(
     return replace(blank, values={"seq_len": found})
 
 
-SEARCHES: dict[Ask, Callable[[StudyAnswer, Question, ProblemSpec, Composition], StudyAnswer]] = {
+SEARCHES: dict[Ask, Callable[[StudyAnswer, Question, Job, Composition], StudyAnswer]] = {
     "longest": _longest,
     "hidden_from": _hidden_from,
 }

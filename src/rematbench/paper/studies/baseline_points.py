@@ -11,9 +11,9 @@ from rematbench.evaluate.evaluation import program_bytes
 from rematbench.evaluate.problems import make_problem
 from rematbench.evidence.published.sheets import read_sheet
 from rematbench.inputs.configfile import ConfigError, convert, read_mapping
+from rematbench.inputs.job import Job, degrees
 from rematbench.inputs.layout import Layout
 from rematbench.inputs.paths import data_dir
-from rematbench.inputs.problemspec import ProblemSpec, degrees
 from rematbench.plan import Unsupported
 from rematbench.plugins.registry import Composition
 from rematbench.problem import Problem
@@ -28,7 +28,7 @@ from rematbench.worlds.packages.stack import (
 from rematbench.worlds.records.record import Record, keep_record, read_record
 
 
-class Point(ProblemSpec, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Point(Job, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One traced run: a problem, a policy's settings, a rank, and its published value.
 
     The published value is a `cell` of runs.csv (table, model, recompute, offload fraction) or a
@@ -145,7 +145,7 @@ def _freed(lines: list[dict[str, Any]], points: tuple[Point, ...]) -> None:
 
 
 def _where(point: Point) -> tuple[Any, ...]:
-    return point.baseline, point.model, point.layout, point.attention, point.seq_len
+    return point.baseline, point.model, point.layout, point.stack.attention, point.work.seq_len
 
 
 def peak_bytes(point: Point, *, with_stack: bool = False) -> int | str:
@@ -175,7 +175,7 @@ def published(point: Point) -> int | str:
     cell or claim that is not published."""
     if point.claim is not None:
         longest = _longest(point, *point.claim)
-        return "fits" if point.seq_len <= longest else "does not fit"
+        return "fits" if point.work.seq_len <= longest else "does not fit"
     if not point.cell:
         return ""
     table, model, recompute, share = point.cell

@@ -20,8 +20,8 @@ from rematbench.evaluate.result import evaluate_method
 from rematbench.evidence.predict import method_of
 from rematbench.evidence.published.row_cases import PublishedCase, read_case
 from rematbench.evidence.published.sheets import Row, RowError, text
+from rematbench.inputs.job import Job
 from rematbench.inputs.load import Kind, load_model, load_system, names
-from rematbench.inputs.problemspec import ProblemSpec
 from rematbench.plan import Plan
 from rematbench.plugins.discover import discover
 from rematbench.problem import Problem
@@ -67,15 +67,15 @@ def search_question(
 ) -> SearchRequest:
     """A search of the row's problem with open degrees.  `reserve_gib`: device memory that plans
     leave free; 0 because published plans fill the device, None for the usual reserve."""
-    spec = ProblemSpec(
+    spec = Job(
         model=_typed("model", case.model, load_model),
         cluster=case.cluster,
         system=_typed("system", case.system, load_system),
         gpus=case.gpus,
-        seq_len=case.seq_len,
-        global_batch=case.global_batch,
-        attention=case.attention,
-        precision=case.precision,
+        seq_len=case.work.seq_len,
+        global_batch=case.degrees.global_batch,
+        attention=case.stack.attention,
+        precision=case.work.precision,
     )
     return SearchRequest(spec=spec, reserve_gib=reserve_gib, within=within)
 

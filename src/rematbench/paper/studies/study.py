@@ -9,17 +9,16 @@ from pathlib import Path
 from typing import Any, Literal
 
 from msgspec import Struct
-from msgspec.structs import replace
 
+from rematbench.host.declared import Part, facts, flat
 from rematbench.inputs.configfile import (
-    ConfigError,
-    closest,
     convert,
     read_mapping,
     require_among,
     require_unique,
 )
-from rematbench.inputs.problemspec import ProblemSpec
+from rematbench.inputs.job import Job
+from rematbench.inputs.layout import Degrees
 from rematbench.workload import PositiveInt
 from rematbench.worlds.records.suite import NamedProblem, Variant
 
@@ -35,26 +34,32 @@ Ask = Literal[
 ]
 
 
+class OpenDegrees(Degrees, Part, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Degrees whose global batch the layouts of a workload may give."""
+
+    global_batch: PositiveInt = 1
+
+
 class StudyWorkload(NamedProblem, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A problem with the layouts that every method may choose from. A layout lists only the fields
     that differ from the problem; `why` also names the source of the numbers."""
 
-    global_batch: PositiveInt = 1
+    degrees: OpenDegrees
     layouts: tuple[dict[str, Any], ...] = ({},)
 
     def at_layouts(self, label: str = "") -> tuple[NamedProblem, ...]:
         """The problem at each layout. ConfigError, with the name of the file `label`, for a key
         that is not a field of a problem."""
-        own = {name: getattr(self, name) for name in NamedProblem.__struct_fields__}
+        own = {name: value for name, value in flat(self).items() if name in facts(NamedProblem)}
         return tuple(convert({**own, **fields}, NamedProblem, label) for fields in self.layouts)
 
 
-def layout_label(spec: ProblemSpec) -> str:
+def layout_label(spec: Job) -> str:
     """The degrees above 1 and the ZeRO stage in words: `tp 4, pp 2, micro-batch 8, zero 1`."""
     names = ("tp", "cp", "pp", "vpp", "ulysses", "micro_batch")
-    degrees = {name.replace("_", "-"): getattr(spec, name) for name in names}
+    degrees = {name.replace("_", "-"): getattr(spec.degrees, name) for name in names}
     found = [f"{key} {value}" for key, value in degrees.items() if value > 1]
-    return ", ".join([*found, f"zero {spec.zero_stage}"])
+    return ", ".join([*found, f"zero {spec.degrees.zero_stage}"])
 
 
 class Contender(Variant, frozen=True, kw_only=True):
@@ -102,24 +107,3 @@ def load_study(path: Path) -> Study:
         where = (label, f"questions: {question.ask}", "workload")
         require_among(question.workloads, names, where)
     return study
-
-
-def narrowed(study: Study, workload: str, method: str) -> Study:
-    """The study with one workload only, or one method's label only; an empty string keeps all.
-    ConfigError for a name that the study does not have."""
-    names = [w.name for w in study.workloads]
-    labels = [m.label for question in study.questions for m in question.methods]
-    for option, given, known in (("--workload", workload, names), ("--method", method, labels)):
-        if given and given not in known:
-            listing = ", ".join(dict.fromkeys(known))
-            text = f"study {study.name} has no {given!r}{closest(given, known)} ({listing})"
-            raise ConfigError("", option, text)
-    questions = [
-        replace(
-            question,
-            workloads=tuple(w.name for w in study.of(question) if workload in ("", w.name)),
-            methods=tuple(m for m in question.methods if method in ("", m.label)),
-        )
-        for question in study.questions
-    ]
-    return replace(study, questions=tuple(q for q in questions if q.workloads and q.methods))

@@ -52,10 +52,6 @@ def claims_table(rows: Sequence[Row], claims: Claims, answers: list[StudyAnswer]
     lines = [
         line for row in rows for line in claim_lines(row, known.get(row["id"]), claims, answers)
     ]
-    counts = Counter(
-        claim_verdict([line for line in lines if line["id"] == row["id"]]) for row in rows
-    )
-    summary = ", ".join(f"{counts[word]} {word}" for word in CLAIM_VERDICTS)
     return Table(
         name="claims",
         title="Claims of the papers against our predictions (simulated)",
@@ -75,7 +71,7 @@ def claims_table(rows: Sequence[Row], claims: Claims, answers: list[StudyAnswer]
             *columns("evidence command"),
         ),
         rows=tuple(lines),
-        note=f"Of {len(rows)} claims: {summary}. {NOTE}",
+        note=f"{in_short(lines)}. {NOTE}",
     )
 
 
@@ -94,6 +90,16 @@ CLAIM_VERDICTS = (
     MISSED,
     "not comparable",
 )
+
+
+def in_short(lines: Sequence[Mapping[str, Any]]) -> str:
+    """How many claims have which verdict, from the lines of the table."""
+    claims: dict[str, list[Mapping[str, Any]]] = {}
+    for line in lines:
+        claims.setdefault(line["id"], []).append(line)
+    counts = Counter(map(claim_verdict, claims.values()))
+    summary = ", ".join(f"{counts[word]} {word}" for word in CLAIM_VERDICTS)
+    return f"Of {len(claims)} claims: {summary}"
 
 
 def claim_verdict(lines: Sequence[Mapping[str, Any]]) -> str:
@@ -219,9 +225,7 @@ def _command(part: Part, ours: Ours) -> str:
         return "; ".join(commands)
     if part.query.study == "predictions":
         return commands[0] if commands else PREDICT
-    names = dict.fromkeys(a.workload for a in ours.answers)
-    only = f" --workload {next(iter(names))}" if len(names) == 1 else ""
-    return f"rematbench study config/study/{part.query.study}.yaml{only}"
+    return f"rematbench make results/paper/studies/{part.query.study}.json"
 
 
 def prediction_answers(cells: Sequence[Mapping[str, Any]]) -> list[StudyAnswer]:

@@ -64,7 +64,7 @@ def searched_rows(lines: Sequence[Searched], turns: Sequence[Turn]) -> list[Row]
         if own := had.get(line.cell):
             row: Row = {key: getattr(line, key) for key in ("cell", "job", "place", "method")}
             row |= {"memory_gib": line.memory_gib, "beside": line.beside}
-            row |= {"micro_batch": line.spec.micro_batch, "status": own[-1].status}
+            row |= {"micro_batch": line.spec.degrees.micro_batch, "status": own[-1].status}
             row |= {"reason": own[-1].reason, "device": own[-1].provenance.device}
             row |= {"predicted_first": own[0].provenance.written >= line.provenance.written}
             rows.append(row | measured_and_predicted(line, own))

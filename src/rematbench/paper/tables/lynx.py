@@ -89,8 +89,7 @@ def lynx_ladder(answers: list[StudyAnswer]) -> Table:
         "one with the head) determines the step, the step equals that of keep all. The abstract "
         "says up to "
         "1.37x (v4), 1.02 to 1.53x (v1), of configurations that could not be read. If keeping "
-        "everything fits at the best layout, there is nothing to gain. benchmarks/solvers.py "
-        "gives the search times.",
+        "everything fits at the best layout, there is nothing to gain.",
     )
 
 

@@ -76,7 +76,7 @@ def _run_line(problem: str, record: Record) -> Line:
         "gpus": spec.layout.gpus,
         "seq_len": spec.seq_len,
         "precision": spec.precision,
-        "attention": spec.attention,
+        "attention": spec.stack.attention,
     }
     layout = msgspec.structs.asdict(spec.layout)
     result: Line = {

@@ -5,7 +5,7 @@ Two plans are equal if every saved tensor of every chunk has the same fate in by
 and if order, partition, states, mini-sequences and kind of transfers are the same.
 """
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from itertools import count
 from typing import Any
 
@@ -15,7 +15,12 @@ from msgspec.structs import replace
 
 from rematbench.engine.lowering.blocks.chunk_ops import ChunkOps
 from rematbench.engine.lowering.blocks.fates import PHASES, Resolved, resolve
+from rematbench.evaluate.effects import acting
 from rematbench.evaluate.result import evaluate_plan
+from rematbench.evaluate.unread import fact_words
+from rematbench.host.declared import flat
+from rematbench.inputs.stackfacts import NO_FACTS
+from rematbench.inputs.system import FACTS, Accepts
 from rematbench.plan import Plan, PlanError, Unsupported
 from rematbench.problem import Problem
 from rematbench.worlds.packages.limits import NOT_RUN
@@ -78,9 +83,9 @@ def flags_of(problem: Problem, plan: Plan, baseline: str, *, whole: bool = False
     cls = baselines()[baseline].cls
     reasons: tuple[str, ...] = cls.inexpressible(problem)
     inexpressible = tuple(reason for reason in reasons if not reason.endswith(NOT_RUN))
-    said = {
+    said: dict[str, Any] = {
         "baseline": baseline,
-        "assumed": cls.assumed(problem, offloads=offloads_any(wanted)),
+        "assumed": assumed_facts(problem, plan, cls.facts_with_options(problem)),
         "not_run": tuple(reason for reason in reasons if reason.endswith(NOT_RUN)),
     }
     base = problem.base_plan
@@ -103,6 +108,15 @@ def flags_of(problem: Problem, plan: Plan, baseline: str, *, whole: bool = False
         if nearest is None or otherwise < nearest[0]:
             nearest = otherwise, answer
     return nearest[1] if nearest else FlagsAnswer(**said, missing=inexpressible)
+
+
+def assumed_facts(problem: Problem, plan: Plan, known: Container[str]) -> tuple[str, ...]:
+    """The facts of the stack, with their values, that change a plan's bytes or seconds and are not
+    in `known`."""
+    others = (*NO_FACTS, *Accepts.__struct_fields__)
+    facts = [fact for fact in FACTS if fact not in others and fact not in known]
+    values = flat(problem.system)
+    return tuple(fact_words(fact, values[fact]) for fact in acting(problem, plan, facts))
 
 
 def candidate_plans(

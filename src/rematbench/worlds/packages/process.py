@@ -28,7 +28,7 @@ from rematbench.plugins.registry import Composition, MethodEntry, MethodError, V
 from rematbench.problem import Problem
 from rematbench.workload import NonNegativeInt, PositiveInt
 from rematbench.worlds.records.measured import TIMED_STEPS
-from rematbench.worlds.records.record import Record, RunSpec, provenance, run_spec
+from rematbench.worlds.records.record import Record, RunSpec, decode_record, provenance, run_spec
 
 STARTUP_S = 120.0
 SHOWN_LINES = 100
@@ -134,7 +134,7 @@ def run_jobs(name: str, jobs: Sequence[PackageJob], folder: Path | None = None) 
             path = place / f"{number}.json"
             if not path.exists():
                 raise _no_record(name, done.stderr, done.returncode)
-            records.append(msgspec.json.decode(path.read_bytes(), type=Record))
+            records.append(decode_record(path.read_bytes()))
     _show_failure(done.stderr, records)
     return records
 
@@ -158,7 +158,7 @@ def _record_of_rank(
     name: str, job: PackageJob, done: "subprocess.CompletedProcess[str]", path: Path
 ) -> Record | None:
     if path.exists():
-        return msgspec.json.decode(path.read_bytes(), type=Record)
+        return decode_record(path.read_bytes())
     if done.returncode == 0:
         return None
     killed = error_of_exit(done.returncode)

@@ -15,7 +15,6 @@ from rematbench.inputs.paths import data_dir
 
 PACKAGE = Path(__file__).resolve().parents[2]
 BASELINES = data_dir("baselines")
-COMMANDS = "rematbench.cli"
 SIMULATED = ("rematbench.evaluate.result", "rematbench.worlds.records.record")
 """The root modules of a simulated record."""
 
@@ -82,14 +81,13 @@ def _imports(path: Path) -> tuple[str, ...]:
     return tuple(found)
 
 
-def command_digest(module: str, methods: Iterable[Path] = (), loaded: Iterable[str] = ()) -> str:
-    """The digest of a command module's code, of the modules `loaded` that it loads by name, and of
-    the modules that the files of `methods` import.  The method files themselves are not covered:
-    they are inputs of the caller.  ValueError for an unknown module."""
-    root = f"{COMMANDS}.{module}"
-    if _file(root) is None:
-        raise ValueError(f"no module of commands {module!r}")
-    roots = {root, *loaded, *(name for path in methods for name in _imports(path))}
+def module_digest(module: str, methods: Iterable[Path] = ()) -> str:
+    """The digest of a module's code and of the modules that the files of `methods` import.  The
+    method files themselves are not covered: they are inputs of the caller.  ValueError for an
+    unknown module."""
+    if _file(module) is None:
+        raise ValueError(f"no module {module!r}")
+    roots = {module, *(name for path in methods for name in _imports(path))}
     return digest(closure(tuple(sorted(roots))))
 
 

@@ -18,8 +18,6 @@ from rematbench.problem import Problem
 
 TIMED_STEPS = 3
 """Default number of timed steps of a run on GPUs."""
-LEARNING_RATE = 1e-3
-"""AdamW's learning rate in the long training runs whose loss curves are kept."""
 BOUNDS = {"fp64": 1e-10, "fp32": 1e-5, "bf16": 1e-2}
 """Norm-wise relative errors that rounding alone may cause (docs/executed.md, the gradient law)."""
 OF_CUDA = ("allocated_bytes", "reserved_bytes", "pinned_bytes")
@@ -242,11 +240,6 @@ def has_peak_of(cluster: Cluster, device: str) -> bool:
         return False
     model = next(iter(_numbered(cluster.gpu)), cluster.gpu.upper())
     return model in (*_numbered(device), device.upper())
-
-
-def same_gpu(published: str, device: str) -> bool:
-    """Whether a published name of a GPU has the model number of `device`, as torch names it."""
-    return _numbered(published)[:1] == _numbered(device)[:1] != []
 
 
 def _numbered(name: str) -> list[str]:

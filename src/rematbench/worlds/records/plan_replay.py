@@ -7,13 +7,15 @@ from rematbench.engine.program.program import Program
 from rematbench.evaluate.evaluation import PlanEvaluation, evaluate_program
 from rematbench.evaluate.evaluator import reserved
 from rematbench.evaluate.problems import make_problem
+from rematbench.host.declared import facts, flat
 from rematbench.host.table import GIB
 from rematbench.inputs.cluster import Cluster
 from rematbench.inputs.configfile import ConfigError
+from rematbench.inputs.job import Job
 from rematbench.inputs.load import load_cluster
-from rematbench.inputs.problemspec import ProblemSpec
 from rematbench.plan import Plan
 from rematbench.problem import Problem
+from rematbench.workload import Workload
 from rematbench.worlds.records.record import Record, RecordError, RunSpec, same_content
 
 
@@ -76,17 +78,6 @@ def recorded_problem(record: Record, cluster: str = "") -> Problem:
 
 def spec_problem(spec: RunSpec, cluster: str | Cluster = "") -> Problem:
     """The problem of a spec with the present config/ (`cluster`: another cluster, or its file)."""
-    asked = ProblemSpec.at(
-        spec.layout,
-        model=spec.model,
-        cluster=cluster or spec.cluster,
-        system=spec.system,
-        seq_len=spec.seq_len,
-        precision=spec.precision,
-        attention=spec.attention,
-        document_len=spec.document_len,
-        imbalance=spec.imbalance,
-        capacity_factor=spec.capacity_factor,
-        expert_padding=spec.expert_padding,
-    )
-    return make_problem(asked)
+    work = {name: getattr(spec, name) for name in facts(Workload)}
+    there = {"cluster": cluster or spec.cluster, "system": spec.system}
+    return make_problem(Job.at(spec.layout, **work, **there, **flat(spec.stack)))

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import msgspec
 from msgspec import Struct
+from msgspec.structs import FieldInfo, asdict, fields, replace
 
 import rematbench
 from rematbench.engine.lowering.blocks.chunk_ops import ChunkOps
@@ -20,15 +21,16 @@ from rematbench.engine.lowering.blocks.fates import PHASES, resolve
 from rematbench.evaluate.evaluation import RankBytes
 from rematbench.evaluate.result import Result, Status
 from rematbench.evaluate.verdict import Retries, retries
+from rematbench.host.declared import facts, flat
 from rematbench.host.errors import UserError
 from rematbench.host.files import write_atomically
 from rematbench.inputs.constants import Calibration
 from rematbench.inputs.layout import Layout
-from rematbench.inputs.system import AttentionChoice, FlatSystem, System, flat
-from rematbench.plan import Plan
+from rematbench.inputs.system import StackChoice
+from rematbench.plan import Plan, Schedule
 from rematbench.plugins.registry import Composition
 from rematbench.problem import Problem
-from rematbench.workload import ExpertPadding, Model, Precision
+from rematbench.workload import Workload
 from rematbench.worlds.records.measured import Engine, Measured
 
 World = Literal["published", "simulated", "traced", "executed"]
@@ -39,24 +41,29 @@ OF_A_STEP = (
     *("step_s", "tokens_per_s_per_gpu", "mfu_causal", "mfu_dense", "hfu"),
     *("host_node_bytes", "recompute_flop", "offload_bytes"),
 )
-OF_A_BASE = ("partition", "schedule")
-"""Fields of the base plan that a user may choose."""
-RESERVE = "reserve_bytes"
-"""A further key of the base: bytes of each device that tuned plans leave free."""
-OPTIMIZER = "optimizer"
-"""A further key of the base: the optimizer states are in host memory."""
-PARAMETERS = "parameters"
-"""A further key of the base: the parameters are in host memory."""
-EP_OVERLAP = "ep_overlap"
-"""A further key of the base: experts' exchanges run beside another micro-batch."""
 
 
 class RecordError(UserError):
     """A record that cannot be read or replayed; the message is one line."""
 
 
-class RunSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One method with its parameters on one problem.
+class Start(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where a method starts, if unlike the problem's base plan: another partition or schedule, and
+    bytes of each device that tuned plans leave free."""
+
+    partition: tuple[tuple[tuple[int, ...], ...], ...] | None = None
+    schedule: Schedule | None = None
+    reserve_bytes: int = 0
+
+    def plan(self, problem: Problem) -> Plan:
+        """The plan from which the method starts."""
+        own = {"partition": self.partition, "schedule": self.schedule}
+        given = {key: value for key, value in own.items() if value is not None}
+        return replace(problem.base_plan, **given)
+
+
+class RunSpec(Workload, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One method with its parameters on the workload, layout and stack of one problem.
 
     Cluster, system and calibration are given by name and by the hash of their content, so that a
     changed constant makes another run.
@@ -64,21 +71,15 @@ class RunSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     method: str
     parameters: dict[str, dict[str, Any]]
-    model: Model
     cluster: str
     cluster_hash: str
     system: str
     system_hash: str
     calibration_hash: str
     layout: Layout
-    seq_len: int
-    precision: Precision
-    attention: AttentionChoice
+    stack: StackChoice = StackChoice()
+    start: Start = Start()
     world: World = "simulated"
-    document_len: int = 0
-    imbalance: float = 1.0
-    capacity_factor: float = 0.0
-    expert_padding: ExpertPadding = "none"
 
     @property
     def run_id(self) -> str:
@@ -88,8 +89,8 @@ class RunSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 class Provenance(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Where and when a record was made, and by which code and constants.  Traced and executed
-    records also name torch, the device and the number of ranks on each host; a training run on text
-    has a hash of the text (the standard library's sources, which depend on the Python version)."""
+    records also name torch, the device and the number of ranks on each host.  `text` is empty (it
+    was the hash of a text that was trained on): committed records of format 2 have the field."""
 
     rematbench: str
     python: str
@@ -153,10 +154,10 @@ def content_hash(value: object) -> str:
     return _hash(without_defaults(value))
 
 
-def same_content(value: object, stored: str) -> bool:
+def same_content(value: Struct, stored: str) -> bool:
     """Whether a stored hash belongs to the value: by `content_hash`, or by all fields of the value
     (older records did not leave out defaults)."""
-    return stored in (content_hash(value), _hash(_ungrouped(value)))
+    return stored in (content_hash(value), _hash(flat(value)))
 
 
 def _hash(value: object) -> str:
@@ -167,10 +168,10 @@ def _hash(value: object) -> str:
 
 def without_defaults(value: object) -> object:
     """A value as JSON types, without the fields of structs that have their default."""
-    value = _ungrouped(value)
+    if isinstance(value, RunSpec):
+        return _as_stored(value, _given(asdict(value), fields(value)))
     if isinstance(value, Struct):
-        fields = [one for one in msgspec.structs.fields(value) if not _is_default(value, one)]
-        return {one.encode_name: without_defaults(getattr(value, one.name)) for one in fields}
+        return _given(flat(value), facts(type(value)).values())
     if isinstance(value, Mapping):
         return {str(key): without_defaults(item) for key, item in value.items()}
     if isinstance(value, list | tuple) and not hasattr(value, "_fields"):
@@ -178,14 +179,41 @@ def without_defaults(value: object) -> object:
     return msgspec.to_builtins(value, str_keys=True)
 
 
-def _ungrouped(value: object) -> object:
-    """A stack with its facts side by side, as its file and its hash have them; else the value."""
-    return FlatSystem(**flat(value)) if isinstance(value, System) else value
+BASE = "base"
+"""The key among the parameters of a stored spec for what a run chooses beside its kernel."""
 
 
-def _is_default(value: Struct, one: msgspec.structs.FieldInfo) -> bool:
-    usual = one.default_factory() if callable(one.default_factory) else one.default
-    return usual is not msgspec.NODEFAULT and bool(getattr(value, one.name) == usual)
+def _as_stored(spec: RunSpec, plain: dict[str, Any]) -> dict[str, Any]:
+    """The JSON of a spec as records have it, of the JSON of its fields: the kernel beside the other
+    facts, further choices as a group of parameters, and a precision also at its default."""
+    chosen = msgspec.to_builtins(without_defaults(spec.start))
+    chosen |= msgspec.to_builtins(without_defaults(spec.stack))
+    chosen.pop("attention", None)
+    rest = {key: value for key, value in plain.items() if key not in ("stack", "start")}
+    parameters = plain["parameters"] | ({BASE: chosen} if chosen else {})
+    always = {"attention": spec.stack.attention, "precision": spec.precision}
+    return {**rest, **always, "parameters": parameters}
+
+
+def _from_stored(stored: dict[str, Any]) -> dict[str, Any]:
+    """The JSON of a spec's fields, of its JSON in a record."""
+    spec = dict(stored)
+    chosen = (spec.get("parameters") or {}).pop(BASE, {})
+    chosen |= {"attention": spec.pop("attention")} if "attention" in spec else {}
+    of_stack = facts(StackChoice)
+    spec["stack"] = {key: value for key, value in chosen.items() if key in of_stack}
+    spec["start"] = {key: value for key, value in chosen.items() if key not in of_stack}
+    return spec
+
+
+def _given(values: Mapping[str, Any], known: Iterable[FieldInfo]) -> dict[str, Any]:
+    """The JSON of the values that are unlike their defaults."""
+    found = {}
+    for one in known:
+        usual = one.default_factory() if callable(one.default_factory) else one.default
+        if usual is msgspec.NODEFAULT or values[one.name] != usual:
+            found[one.encode_name] = without_defaults(values[one.name])
+    return found
 
 
 def plan_hash(problem: Problem, plan: Plan) -> str:
@@ -200,7 +228,7 @@ def plan_hash(problem: Problem, plan: Plan) -> str:
                 fates, _ = resolve(plan, sites, phase, 0)
                 table.append([[*site, fate] for site, fate in fates.items()])
     windows = [rule for rule in plan.rules if rule.select.micro_batches is not None]
-    rest = msgspec.structs.replace(plan, rules=tuple(windows), fit={})
+    rest = replace(plan, rules=tuple(windows), fit={})
     deeds = msgspec.to_builtins(rest, str_keys=True)
     del deeds["addresses"]
     for state in deeds["states"]:
@@ -213,33 +241,26 @@ def run_spec(
     problem: Problem, method: Composition, world: World = "simulated", base: Plan | None = None
 ) -> RunSpec:
     """The spec of a run.  If the method starts from another base plan than the problem's, the
-    values that differ in this base are parameters too."""
-    work, usual = problem.workload, problem.base_plan
-    own = {key: getattr(base or usual, key) for key in OF_A_BASE}
-    own = {key: value for key, value in own.items() if value != getattr(usual, key)}
-    own |= {RESERVE: problem.reserve_bytes} if problem.reserve_bytes else {}
-    own |= {OPTIMIZER: "host"} if problem.system.host.optimizer_on_host else {}
-    own |= {PARAMETERS: "host"} if problem.system.host.parameters_on_host else {}
-    delayed = "delayed_wgrad" if problem.system.experts.delayed_wgrad else "on"
-    own |= {EP_OVERLAP: delayed} if problem.ep_overlaps else {}
+    values that differ in this base are part of the spec."""
+    usual = problem.base_plan
+    base = base or usual
     return RunSpec(
+        **asdict(problem.workload),
         method=method.name,
-        parameters={**method.parameters, **({"base": own} if own else {})},
-        model=work.model,
+        parameters=method.parameters,
         cluster=problem.cluster.name,
         cluster_hash=content_hash(problem.cluster),
         system=problem.system.name,
         system_hash=content_hash(problem.system),
         calibration_hash=content_hash(problem.calibration),
         layout=problem.layout,
-        seq_len=work.seq_len,
-        precision=work.precision,
-        attention=problem.asked_attention,
+        stack=replace(problem.chosen, hbm_bytes=None),  # in the cluster's hash
+        start=Start(
+            partition=None if base.partition == usual.partition else base.partition,
+            schedule=None if base.schedule == usual.schedule else base.schedule,
+            reserve_bytes=problem.reserve_bytes,
+        ),
         world=world,
-        document_len=work.document_len,
-        imbalance=work.imbalance,
-        capacity_factor=work.capacity_factor,
-        expert_padding=work.expert_padding,
     )
 
 
@@ -295,24 +316,39 @@ def write_record(record: Record, path: Path) -> None:
 def keep_record(record: Record, folder: Path, name: str) -> None:
     """Write a record as `folder`/`name`.json without its plan (the hash stays).  A file with the
     same content is left as it is, so that a second run changes no date."""
-    record = msgspec.structs.replace(record, plan=None)
+    record = replace(record, plan=None)
     path = folder / f"{name}.json"
     if path.is_file():
         old = read_record(path)
-        if msgspec.structs.replace(old, provenance=record.provenance) == record:
+        if replace(old, provenance=record.provenance) == record:
             return
     write_record(record, path)
 
 
 def encode_record(record: Record) -> bytes:
     """The bytes of a record's file: sorted, indented JSON."""
-    return msgspec.json.format(msgspec.json.encode(record, order="sorted"), indent=1) + b"\n"
+    return msgspec.json.format(record_json(record), indent=1) + b"\n"
+
+
+def record_json(record: Record) -> bytes:
+    """The sorted JSON of a record, on one line."""
+    plain = msgspec.to_builtins(record, str_keys=True)
+    plain["spec"] = _as_stored(record.spec, plain["spec"])
+    return msgspec.json.encode(plain, order="sorted")
+
+
+def decode_record(stored: bytes) -> Record:
+    """The record of a file's bytes; msgspec's errors if they are none."""
+    plain = msgspec.json.decode(stored)
+    if isinstance(plain, dict) and isinstance(plain.get("spec"), dict):
+        plain["spec"] = _from_stored(plain["spec"])
+    return msgspec.convert(plain, Record)
 
 
 def read_record(path: Path) -> Record:
     """The record of a file; RecordError with the path if it cannot be read as one."""
     try:
-        return msgspec.json.decode(path.read_bytes(), type=Record)
+        return decode_record(path.read_bytes())
     except OSError as error:
         raise RecordError(f"{path}: cannot be read ({error.strerror})") from error
     except (msgspec.ValidationError, msgspec.DecodeError) as error:

@@ -18,9 +18,9 @@ from rematbench.inputs.configfile import (
     require_among,
     require_unique,
 )
+from rematbench.inputs.job import Job
 from rematbench.inputs.kernel_rates import RateError
 from rematbench.inputs.layout import LayoutError
-from rematbench.inputs.problemspec import ProblemSpec
 from rematbench.plugins.discover import discover
 from rematbench.plugins.registry import Composition, Registry, Value
 from rematbench.problem import Problem
@@ -37,7 +37,7 @@ from rematbench.worlds.records.record import (
 from rematbench.worlds.records.store import Store
 
 
-class NamedProblem(ProblemSpec, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class NamedProblem(Job, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One problem of a suite file, by names only.  `why`: the reason to include the problem."""
 
     name: str
@@ -69,7 +69,7 @@ class Variant(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         settings = ", ".join(f"{key}={value}" for key, value in self.settings.items())
         return self.name or (f"{self.method} ({settings})" if settings else self.method)
 
-    def to_arguments(self, spec: ProblemSpec) -> list[str]:
+    def to_arguments(self, spec: Job) -> list[str]:
         """The command-line arguments that run the variant on a problem: METHOD and options."""
         words = [self.method, *spec.to_arguments()]
         for key, value in self.settings.items():

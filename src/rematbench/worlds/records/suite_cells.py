@@ -7,14 +7,13 @@ from pathlib import Path
 import msgspec
 
 from rematbench.engine.lowering.lower import lower
-from rematbench.evaluate.problems import hosting, overlapping
 from rematbench.inputs.configfile import ConfigError
 from rematbench.plan import Plan, PlanError, Unsupported
 from rematbench.plugins.discover import discover
-from rematbench.plugins.registry import IDENTITY, Composition, Registry
+from rematbench.plugins.registry import Composition, Registry
 from rematbench.problem import Problem
 from rematbench.worlds.records.plan_replay import spec_problem
-from rematbench.worlds.records.record import EP_OVERLAP, OPTIMIZER, PARAMETERS, RESERVE, Record
+from rematbench.worlds.records.record import Record
 from rematbench.worlds.records.suite import Suite, Variant, bundles, load_suite
 
 
@@ -61,15 +60,11 @@ def recorded_cell(name: str, record: Record, registry: Registry, cluster: str = 
     """The cell of a record, planned again with the present cluster (or its file), system and
     constants of config/, so that the numbers show changes in config/."""
     spec = record.spec
-    problem, parameters = spec_problem(spec, cluster), dict(spec.parameters)
-    own = dict(parameters.pop("base", {}))
-    homes = own.pop(OPTIMIZER, None), own.pop(PARAMETERS, None)
-    system = overlapping(hosting(problem.system, *homes), own.pop(EP_OVERLAP, None))
-    problem = replace(problem, system=system, reserve_bytes=own.pop(RESERVE, 0))
-    words = {f"{part}.{key}": v for part, keys in parameters.items() for key, v in keys.items()}
-    base = msgspec.convert(msgspec.structs.asdict(problem.base_plan) | own, Plan)
+    problem = replace(spec_problem(spec, cluster), reserve_bytes=spec.start.reserve_bytes)
+    given = spec.parameters.items()
+    words = {f"{part}.{key}": value for part, keys in given for key, value in keys.items()}
     method = registry.resolve(spec.method, words)
-    return planned_cell(name, problem, method, base)
+    return planned_cell(name, problem, method, spec.start.plan(problem))
 
 
 def planned_cell(
@@ -83,11 +78,6 @@ def planned_cell(
 def problem_of(name: str) -> str:
     """The name of the problem in a cell's name."""
     return name.split(".", maxsplit=1)[0]
-
-
-def base_name(name: str) -> str:
-    """The name of the keep_all cell on the same problem."""
-    return f"{problem_of(name)}.{IDENTITY}.0"
 
 
 def _asked(

@@ -72,8 +72,8 @@ def _row(campaign: Campaign, store: Store, cell: CampaignCell) -> tuple[Row, Cel
         "system": spec.system,
         "gpus": spec.gpus,
         "nodes": campaign.center.nodes(spec.gpus),
-        "seq_len": spec.seq_len,
-        "precision": spec.precision,
+        "seq_len": spec.work.seq_len,
+        "precision": spec.work.precision,
     }
     data = store.read(key)
     if data is None:
@@ -125,7 +125,7 @@ def _engine(record: Record) -> dict[str, str]:
     if found is None:
         return {
             "engine": f"{OURS} {origin.rematbench}",
-            "kernels": f"{record.spec.attention} attention of torch",
+            "kernels": f"{record.spec.stack.attention} attention of torch",
             "device": origin.device,
             "torch": origin.torch,
         }

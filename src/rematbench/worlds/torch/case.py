@@ -50,9 +50,8 @@ class Case:
 
     `program` replaces the plan's own lowering if given; `ignored` is the share of labels that do
     not count; `measure` tracks bytes after every action; `shards` records gradient norms,
-    `gradients` also keeps the gradients. With `text_bytes`, batches come from that many bytes of
-    the standard library's sources, not from random tokens. `streams` makes the streams of a rank,
-    in place of the device's (bytes are then not tracked).
+    `gradients` also keeps the gradients. `streams` makes the streams of a rank, in place of the
+    device's (bytes are then not tracked).
 
     On CUDA `timed_steps` further steps follow, of which only the seconds are recorded, and
     `deterministic` makes torch use kernels with bitwise reproducible results. `activation_bytes`
@@ -72,7 +71,6 @@ class Case:
     measure: bool = True
     gradients: bool = False
     shards: bool = True
-    text_bytes: int = 0
     streams: Callable[[int], Streams] | None = None
     timed_steps: int = TIMED_STEPS
     deterministic: bool = False

@@ -7,7 +7,6 @@ import os
 import threading
 import traceback
 from datetime import timedelta
-from functools import cache
 from pathlib import Path
 from typing import NoReturn
 
@@ -22,8 +21,6 @@ from rematbench.worlds.torch.batch import (
     Batch,
     make_batch,
     micro_batches,
-    standard_library,
-    text_batch,
 )
 from rematbench.worlds.torch.case import (
     Case,
@@ -234,17 +231,9 @@ def _time(case: Case, executor: Executor, result: RankResult) -> None:
         result.step_s.append(seconds())
 
 
-@cache
-def _text(limit_bytes: int) -> torch.Tensor:
-    return standard_library(limit_bytes)[0]
-
-
 def _batch(case: Case, step: int) -> Batch:
     """The global batch of a step, the same on every rank of every layout."""
     work, sequences = case.problem.workload, case.problem.layout.global_batch
-    if case.text_bytes:
-        shape = (sequences, work.seq_len)
-        return text_batch(_text(case.text_bytes), shape, case.seed, step)
     return make_batch(work, sequences, case.seed, step, case.ignored)
 
 

@@ -1,0 +1,53 @@
+"""The command `expect`: the artifact's claims, checked."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from typer import Argument, Option
+
+from rematbench.inputs.configfile import require_among
+from rematbench.paper.expected import check, compare_folders, load_artifact
+
+
+def expect(
+    tables: Annotated[Path, Argument(metavar="TABLES", help="results/paper/tables")],
+    expected: Annotated[Path, Argument(metavar="EXPECTED", help="results/expected")],
+    update: Annotated[
+        bool, Option("--update", help="Replace the expected tables by these.")
+    ] = False,
+    claim: Annotated[
+        list[str] | None, Option(metavar="C1", help="Check only this claim (repeatable).")
+    ] = None,
+    searches: Annotated[
+        bool, Option("--searches", help="Compare only the search results of the two folders.")
+    ] = False,
+) -> None:
+    """Check the artifact's claims against the committed tables; exit code 1 if one fails.
+
+    A claim whose tables are not there says NOT MADE; with --claim that is no failure of others.
+    Searches (--searches) must be as committed but for the rounding of sums of seconds.
+
+    \b
+    Example:
+      rematbench expect results/paper/tables results/expected
+      rematbench expect results/paper/tables results/expected --claim C1
+    """
+    if searches:
+        for line in compare_folders(tables, expected):
+            typer.echo(line)
+        return
+    artifact = load_artifact()
+    require_among(claim or (), [one.id for one in artifact.claims], ("", "--claim", "claim"))
+    if update:
+        expected.mkdir(parents=True, exist_ok=True)
+        for name in dict.fromkeys(name for claim in artifact.claims for name in claim.tables):
+            (expected / f"{name}.csv").write_bytes((tables / f"{name}.csv").read_bytes())
+    findings = check(artifact, tables, expected)
+    for finding in findings:
+        typer.echo(finding.line)
+    asked = [finding for finding in findings if not claim or finding.claim.id in claim]
+    failed = [finding for finding in asked if finding.problems]
+    typer.echo(f"{len(asked) - len(failed)} of {len(asked)} claims pass")
+    if failed:
+        raise typer.Exit(1)

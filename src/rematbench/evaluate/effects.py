@@ -1,0 +1,85 @@
+"""Which facts of a stack act on a job: another value of the fact changes its bytes or seconds."""
+
+import dataclasses
+from collections.abc import Iterable, Iterator
+from typing import Any, get_args
+
+from msgspec.json import encode
+from msgspec.structs import replace
+
+from rematbench.evaluate.evaluator import SINGLE_EVALUATOR, evaluate
+from rematbench.host.declared import facts as declared
+from rematbench.host.declared import flat
+from rematbench.inputs.configfile import ConfigError, convert
+from rematbench.inputs.facts import check_system, contradictions
+from rematbench.inputs.kernel_rates import RateError
+from rematbench.inputs.layout import LayoutError
+from rematbench.inputs.system import Parameters, System, with_facts
+from rematbench.plan import Plan, PlanError
+from rematbench.problem import Problem
+
+NUMBERS = (0, 1, 4, 1024)
+"""Values to try of a fact that is a number, where a stack may have them.  1024 is the most bytes of
+a parameter's states, and no divisor of usual vocabularies."""
+COUNTS = (0, 10**6, 10**9)
+"""Values to try of a number of parameters: with 1 parameter in a sub-group, a step has as many
+updates as the model has parameters."""
+
+
+def acting(problem: Problem, plan: Plan, facts: Iterable[str]) -> list[str]:
+    """Those of some facts, named as in a stack's file, of which another value changes the bytes or
+    the seconds of a plan; none for a plan that cannot be lowered."""
+    try:
+        here = [*_numbers(problem, plan)]
+    except PlanError:
+        return []
+    usual = plan.states == problem.base_plan.states
+
+    def changes(system: System) -> bool:
+        try:
+            other = dataclasses.replace(problem, system=system, _memo={}, _weights={})
+            there = replace(plan, states=other.base_plan.states) if usual else plan
+            return any(a != b for a, b in zip(here, _numbers(other, there), strict=True))
+        except (LayoutError, RateError, PlanError):
+            return False  # such a stack does not run the job
+
+    return [fact for fact in facts if any(map(changes, _others(problem.system, fact)))]
+
+
+def _numbers(problem: Problem, plan: Plan) -> Iterator[bytes]:
+    """The numbers of a plan, as text (in which two times that are not known are equal): first what
+    takes no simulation."""
+    yield encode(SINGLE_EVALUATOR.lowered(problem, plan).ranks)
+    found = evaluate(problem, plan)
+    yield encode((found.step_s, found.reserved_bytes, found.host_node_bytes))
+
+
+def _others(system: System, fact: str) -> Iterator[System]:
+    """The stack with each other value that the fact may have.  Facts that contradict the value and
+    depend on it (such as where a fused loss writes its gradient) have their defaults."""
+    values = flat(system)
+    for value in _values(fact, values[fact]):
+        try:
+            changed = convert({**values, fact: value}, System, "")
+            dependent = {key for key, _ in contradictions(changed)} - {fact}
+            changed = with_facts(
+                changed, **{key: declared(System)[key].default for key in dependent}
+            )
+            check_system(changed, "")
+        except ConfigError:
+            continue
+        yield changed
+
+
+def _values(fact: str, value: Any) -> list[Any]:
+    """Other values to try of a fact whose value is `value`."""
+    if isinstance(value, tuple):
+        return [value[::-1]]
+    kind = declared(System)[fact].type
+    if isinstance(value, str):
+        tried = get_args(kind)
+    elif isinstance(value, bool):
+        tried = (False, True)
+    else:
+        tried = COUNTS if kind == Parameters else NUMBERS
+    return [other for other in tried if other != value]

@@ -1,0 +1,143 @@
+"""A job as a person states it: model, cluster, stack, and facts of the work, of the degrees and of
+what is chosen of the stack.  Each fact is declared once, in the struct that it belongs to."""
+
+from functools import cache
+from typing import TYPE_CHECKING, Annotated, Any, Self, cast
+
+from msgspec import Struct, StructMeta
+from msgspec.structs import FieldInfo
+
+from rematbench.host.declared import Fact, fact, facts, flat, nested, parts
+from rematbench.inputs.cluster import Cluster
+from rematbench.inputs.configfile import ConfigError, require_among, wrong_field
+from rematbench.inputs.layout import Degrees, Layout, LayoutError
+from rematbench.inputs.system import StackChoice, System
+from rematbench.workload import Model, PositiveInt, Work, Workload
+
+
+class _Keywords(StructMeta):
+    """A metaclass whose structs take the facts of their parts as keywords, and that turns the
+    TypeError of a missing or unknown keyword into a ConfigError."""
+
+    def __call__(cls, *values: object, **given: object) -> Any:
+        """The struct with these facts, or with parts and facts that replace some of theirs."""
+        kind = cast("type[Struct]", cls)
+        known = facts(kind)
+        try:
+            for name in parts(kind).keys() & given.keys():
+                given = flat(cast("Struct", given.pop(name))) | given
+            whole = nested(given, kind)
+            whole |= {name: part(**whole[name]) for name, part in parts(kind).items()}
+            return super().__call__(*values, **whole)
+        except TypeError:
+            if values:
+                reason = f"pass {values[0]!r} as a keyword argument: model=..., cluster=..."
+                raise ConfigError("", "Problem", reason) from None
+            require_among(given, [*known, *parts(kind)], ("", "Problem", "field"))
+            missing = [name for name, one in known.items() if one.required and name not in given]
+            raise ConfigError("", "Problem", f"missing arguments: {', '.join(missing)}") from None
+
+
+class Job(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, metaclass=_Keywords):
+    """One job, as files, the command line and Python code state it: with the facts of its parts
+    beside its own, `Job(model="llama-7b", ..., gpus=8, tp=2, seq_len=4096)`.
+
+    `model`, `cluster` and `system` are each a name, a file's path, or a Model, Cluster or System.
+    dp is `gpus` divided by tp x cp x pp; `sp` None: on if tp > 1.
+    """
+
+    model: Annotated[str | Model, Fact(metavar="M", column="own")]
+    """The model is named so, or described in this YAML file or Hugging Face config.json."""
+    cluster: Annotated[str | Cluster, Fact(metavar="C", column="own")]
+    """The cluster is named so, or described in this YAML file."""
+    system: Annotated[str | System, Fact(metavar="Y", column="own")]
+    """The software stack is named so, or described in this YAML file."""
+    gpus: Annotated[PositiveInt, Fact(metavar="N", column="own")]
+    """The job has so many GPUs."""
+    work: Work
+    degrees: Degrees
+    stack: StackChoice = StackChoice()
+
+    if TYPE_CHECKING:
+
+        def __init__(self, **facts: Any) -> None:
+            """The metaclass sorts the facts into parts."""
+
+    def __post_init__(self) -> None:
+        """Raise ConfigError for a value of a wrong type: `gpus="8"`, `tp=0`."""
+        own = parts(type(self))
+        for struct in (self, *(getattr(self, name) for name in own)):
+            if wrong := wrong_field(struct, type(struct)):
+                raise ConfigError("", *wrong)
+
+    def changed(self, **facts: Any) -> Self:
+        """The job with other values of some facts."""
+        return type(self)(**{**flat(self), **facts})
+
+    def workload(self, model: Model) -> Workload:
+        """The workload, with the model that `model` names."""
+        return Workload(model=model, **flat(self.work))
+
+    @classmethod
+    def at(cls, layout: Layout, **others: Any) -> Self:
+        """The job with this layout; `others` are the facts that Layout lacks."""
+        return cls(**degrees(layout), **others)
+
+    @property
+    def layout(self) -> Layout:
+        """The layout; LayoutError if tp x cp x pp does not divide `gpus`."""
+        asked = self.degrees
+        ranks = asked.tp * asked.cp * asked.pp
+        dp, rest = divmod(self.gpus, ranks)
+        if rest:
+            near = max(1, round(self.gpus / ranks)) * ranks
+            raise LayoutError(
+                f"gpus {self.gpus} must be a multiple of tp x cp x pp = {asked.tp} x {asked.cp} x "
+                f"{asked.pp} = {ranks} (for example {near})"
+            )
+        sp = asked.tp > 1 if asked.sp is None else asked.sp
+        return Layout(**{**flat(asked), "dp": dp, "sp": sp})
+
+    def to_arguments(self) -> list[str]:
+        """The command-line options of this job; options at their default are left out.
+
+        ConfigError if the model, cluster or system is an object without a name.
+        """
+        words, values = [], flat(self)
+        for field in options():
+            value = values[field.name]
+            if isinstance(value, Struct):
+                raise ConfigError(
+                    "", field.name, "a command line cannot express an object; pass a name or a file"
+                )
+            if isinstance(value, bool):
+                words += [flag(field.name)] if value != is_switched_off(field) else []
+            elif field.required or value != field.default:
+                words += [flag(field.name), str(value)]
+        return words
+
+
+@cache
+def options() -> tuple[FieldInfo, ...]:
+    """The facts of a job in the order of their options: the required ones first, then those of the
+    degrees, of the stack and of the work."""
+    known = facts(Job)
+    names = [name for name, one in known.items() if one.required]
+    names += [name for part in (Degrees, StackChoice, Work) for name in facts(part)]
+    return tuple(known[name] for name in dict.fromkeys(names))
+
+
+def is_switched_off(field: FieldInfo) -> bool:
+    """Whether the option of a yes-or-no fact turns it off, as --no-sp."""
+    return fact(field).option.startswith("--no-")
+
+
+def flag(name: str) -> str:
+    """The command-line option of a fact."""
+    known = facts(Job).get(name)
+    return (known and fact(known).option) or f"--{name.replace('_', '-')}"
+
+
+def degrees(layout: Layout) -> dict[str, Any]:
+    """The facts of a job that a layout determines."""
+    return {"gpus": layout.gpus, **{name: getattr(layout, name) for name in facts(Degrees)}}

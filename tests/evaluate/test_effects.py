@@ -1,0 +1,105 @@
+"""A fact acts on a job where another value of it changes bytes or seconds."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from rematbench.evaluate.effects import acting
+from rematbench.evaluate.unread import unread_facts
+from rematbench.inputs.configfile import ASSUMED
+from rematbench.inputs.layout import Layout
+from rematbench.inputs.load import load_cluster, load_system
+from rematbench.inputs.stackfacts import NO_FACTS
+from rematbench.inputs.system import FACTS, Accepts, with_facts
+from rematbench.plan import Offload, Plan, Recompute
+from rematbench.problem import Problem
+from rematbench.workload import Experts, Model, Workload
+from tests.problems import LLAMA, calibration, rule
+
+WIDE = {"hidden": 1024, "num_heads": 8, "head_dim": 128, "num_layers": 2, "vocab": 32003}
+MODEL = replace(LLAMA, **WIDE, num_kv_heads=2, ffn=2816)
+MIXTURE = replace(MODEL, experts=Experts(count=16, active=4, ffn=512))
+CLUSTER = replace(load_cluster("h100-80gb-dos"), gpus_per_node=4)
+HOSTED = {"optimizer_on_host": True, "parameters_on_host": True}
+JOBS: list[dict[str, Any]] = [
+    {"stack": "torchtitan", "micro_batch": 8, "global_batch": 16, "facts": {"norm": "eager"}},
+    {"stack": "deepspeed", "dp": 8, "zero_stage": 3, "global_batch": 16},
+    {"stack": "deepspeed", "zero_stage": 3, "global_batch": 2, "facts": HOSTED},
+    {"stack": "megatron-core", "tp": 2, "cp": 2, "pp": 2, "dp": 2, "global_batch": 8, "kept": True},
+    {"stack": "megatron-core-2026", "tp": 8, "global_batch": 1, "facts": {"tp_overlap": "gemm"}},
+    {"stack": "megatron-core", "dp": 2, "global_batch": 4, "seq_len": 128, "kept": True},
+    {
+        "stack": "megatron-core-0.16",
+        "model": MIXTURE,
+        "kept": True,
+        "facts": {"ep_overlap": "interleaved"},
+        "dp": 8,
+        "ep": 8,
+        "global_batch": 16,
+    },
+    {"stack": "huggingface", "dp": 2, "global_batch": 4, "precision": "fp32"},
+]
+WHERE_MADE = "fp32_copy"
+"""The fact that a problem's precision has used before the problem exists (inputs/precision.py)."""
+
+
+def job(
+    stack: str, model: Model = MODEL, facts: dict[str, Any] | None = None, **others: Any
+) -> tuple[Problem, Plan]:
+    """A job, and its plan, which moves and rebuilds some activations unless all are `kept`."""
+    rules = [rule(Offload(), "fc2_in"), rule(Recompute(), "up_out")]
+    rules = [] if others.pop("kept", False) else rules
+    seq_len, precision = others.pop("seq_len", 4096), others.pop("precision", "bf16")
+    work = Workload(model=model, seq_len=seq_len, precision=precision)
+    system = with_facts(load_system(stack), **(facts or {}))
+    given = Problem(work, CLUSTER, system, Layout(**others), calibration())
+    return given, given.base_plan.with_rules(*rules)
+
+
+def test_every_fact_acts_somewhere_but_what_a_stack_accepts() -> None:
+    jobs = [job(**one) for one in JOBS]
+    facts = {*FACTS} - {*NO_FACTS}
+    idle = facts.difference(*(acting(*one, facts) for one in jobs))
+    assert idle == {*Accepts.__struct_fields__, WHERE_MADE}
+
+
+@pytest.mark.parametrize(
+    ("fact", "here", "there"),
+    [
+        ("p2p_synchronous", {"pp": 2, "dp": 2}, {"dp": 4}),
+        ("tp_overlap", {"tp": 2, "dp": 2}, {"dp": 4}),
+        ("gather_bytes", {"dp": 4, "zero_stage": 1}, {"dp": 4, "zero_stage": 0}),
+        ("dispatcher", {"dp": 4, "ep": 4, "model": MIXTURE}, {"dp": 4, "model": MIXTURE}),
+        ("host_pinned", {"dp": 4, "facts": {"optimizer_on_host": True}}, {"dp": 4}),
+    ],
+)
+def test_a_fact_acts_only_where_it_changes_numbers(
+    fact: str, here: dict[str, Any], there: dict[str, Any]
+) -> None:
+    stack = "deepspeed" if fact == "host_pinned" else "megatron-core-0.16"
+    base: dict[str, Any] = {"stack": stack, "zero_stage": 1, "global_batch": 8, "kept": True}
+    assert acting(*job(**base | here), [fact]) == [fact]
+    assert acting(*job(**base | there), [fact]) == []
+
+
+def test_an_assumed_fact_of_a_stack_that_overlaps_exchanges_is_said() -> None:
+    """On one GPU of the job, where nothing is exchanged."""
+    given, _ = job(**JOBS[-2])
+    sources = {"norm": f"{ASSUMED}a test", "reduce_bytes": f"{ASSUMED}a test"}
+    system = with_facts(given.system, sources=sources)
+    found = unread_facts(dataclasses.replace(given, system=system))
+    assert found == {"norm": "a test", "reduce_bytes": "a test"}
+
+
+def test_a_fact_that_contradicts_another_value_has_its_default() -> None:
+    """DeepSpeed's loss is not in place; a fused loss is."""
+    one, shared = (
+        job("deepspeed", global_batch=2),
+        job("deepspeed", dp=8, zero_stage=3, global_batch=16),
+    )
+    assert not one[0].system.loss.loss_in_place
+    facts = ["fused_loss", "data_parallel"]
+    assert acting(*one, facts) == ["fused_loss"]
+    assert acting(*shared, facts) == facts
