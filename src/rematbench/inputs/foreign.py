@@ -92,7 +92,8 @@ SIGNS: tuple[tuple[Package, tuple[frozenset[str], ...]], ...] = (
             frozenset({"parallelism", "training"}),
             frozenset({"activation_checkpoint", "training"}),
             frozenset({"experimental", "training", "model"}),
-            frozenset({"model", "training", "optimizer", "metrics"}),
+            frozenset({"model", "training", "optimizer"}),
+            frozenset({"job", "training"}),
         ),
     ),
 )

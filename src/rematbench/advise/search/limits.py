@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from rematbench.advise.search.candidates import LARGEST_UNIT, Variant
 from rematbench.advise.search.search_job import SearchJob
 from rematbench.advise.search.space import MOST_MICRO_BATCH
-from rematbench.inputs.layout import GATHERED_CHUNKS, Layout
+from rematbench.inputs.layout import Layout
+from rematbench.inputs.layout_rules import GATHERED_CHUNKS
 
 
 def space_words(job: SearchJob) -> str:

@@ -17,10 +17,10 @@ from msgspec.structs import replace
 from rematbench.advise.compare.compositions import changed_kinds
 from rematbench.advise.search.pass_costs import Chunk, ChunkCost, compute_cost, placed_alike
 from rematbench.costs.copies import NO_TRAFFIC, CopyTraffic
-from rematbench.engine.lowering.chunk_ops import ChunkOps
-from rematbench.engine.lowering.fates import ChunkPlace, covered, phased
+from rematbench.engine.lowering.blocks.chunk_ops import ChunkOps
+from rematbench.engine.lowering.blocks.fates import ChunkPlace, covered, phased
 from rematbench.engine.lowering.lower import lower
-from rematbench.engine.lowering.state_shards import has_whole_gradients
+from rematbench.engine.lowering.states.state_shards import has_whole_gradients
 from rematbench.engine.program.profile import program_profiles
 from rematbench.engine.program.program import Program
 from rematbench.engine.simulate.seconds import ActionCosts

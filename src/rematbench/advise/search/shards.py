@@ -46,7 +46,7 @@ from rematbench.advise.search.space import (
     least_parameters,
 )
 from rematbench.advise.search.trials import Site, states_at
-from rematbench.engine.lowering.state_shards import rank_sharded
+from rematbench.engine.lowering.states.state_shards import rank_sharded
 from rematbench.evaluate.evaluator import Evaluator
 from rematbench.inputs.layout import Layout
 from rematbench.plan import Place, Plan

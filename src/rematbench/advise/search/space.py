@@ -12,11 +12,12 @@ from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from rematbench.costs.states import reduce_buckets
-from rematbench.engine.lowering.state_shards import shards_experts
+from rematbench.engine.lowering.states.state_shards import shards_experts
 from rematbench.host.declared import facts, flat
 from rematbench.inputs.cluster import Cluster
 from rematbench.inputs.job import Job
-from rematbench.inputs.layout import Layout, LayoutError, check_layout, even_partition
+from rematbench.inputs.layout import Layout, LayoutError, even_partition
+from rematbench.inputs.layout_rules import check_layout
 from rematbench.inputs.system import System, ZeroStage
 from rematbench.plan import Plan
 from rematbench.problem import (

@@ -1,0 +1,480 @@
+"""A file is answered as the job that it is, or refused by name: kinds of other jobs."""
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from rematbench.foreign.job import FileJob, file_job
+from rematbench.foreign.packages import read_files
+from rematbench.foreign.reading import Reading
+from rematbench.inputs.configfile import ConfigError
+
+TRL = "model_name_or_path: Qwen/Qwen3-8B\ndataset_name: d\nmax_length: 2048\nbf16: true\n"
+TRL += "per_device_train_batch_size: 1\ngradient_checkpointing: true\nloss_type: nll\n"
+FACTORY = "model_name_or_path: Qwen/Qwen3-8B\nstage: sft\nfinetuning_type: full\ncutoff_len: 2048\n"
+FACTORY += "per_device_train_batch_size: 1\n"
+AXOLOTL = "base_model: Qwen/Qwen3-8B\nsequence_len: 2048\nmicro_batch_size: 1\nbf16: auto\n"
+AXOLOTL += "gradient_checkpointing: true\n"
+TITAN = '[activation_checkpoint]\nmode = "full"\n[model]\nname = "llama3"\nflavor = "8B"\n'
+TITAN += "[training]\nlocal_batch_size = 1\nseq_len = 8192\n"
+SIZES = "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 128 --vocab-size 512"
+SWIFT = "NPROC_PER_NODE=8 megatron sft --model Qwen/Qwen3-30B-A3B-Base --max_length 8192 "
+SWIFT += "--global_batch_size 16 --packing true "
+
+
+def job(folder: Path, text: str, name: str = "run.sh", **given: object) -> tuple[FileJob, Reading]:
+    (folder / name).write_text(text)
+    reading = read_files([folder / name])
+    return file_job(reading, dict(given), "", "run"), reading
+
+
+def facts(made: FileJob) -> dict[str, object]:
+    """The facts of the written stack, without their sources."""
+    stack = yaml.safe_load(made.files.get("run-stack.yaml", "{}"))
+    return {key: one["value"] for key, one in stack.items() if isinstance(one, dict)}
+
+
+@pytest.mark.parametrize(
+    ("text", "word"),
+    [
+        (TRL + "beta: 0.1", "reinforcement"),
+        (TRL + "num_generations: 8", "reinforcement"),
+        (TRL.replace("nll", "dft"), "loss"),
+        (AXOLOTL + "rl: grpo\ntrl: {use_vllm: true}", "reinforcement"),
+        (AXOLOTL + "reward_model: true", "reinforcement"),
+        (FACTORY.replace("stage: sft", "stage: dpo"), "stage: dpo"),
+        (FACTORY + "use_adam_mini: true", "Adam-mini"),
+        (FACTORY + "use_kt: true", "KTransformers"),
+        (TRL + "label_smoothing_factor: 0.1", "loss"),
+        (TRL + "auto_find_batch_size: true", "searched"),
+    ],
+)
+def test_a_file_of_another_job_is_refused(tmp_path: Path, text: str, word: str) -> None:
+    assert any(word in line for line in job(tmp_path, text, "job.yaml")[1].refused)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "trl dpo --model_name_or_path m --max_length 512",
+        "accelerate launch x/trl/scripts/grpo.py --model_name_or_path m",
+        "python -m verl.trainer.main_ppo data.max_length=1 model.path=m",
+        "swift rlhf --model m --tuner_type full",
+        "NPROC_PER_NODE=8 megatron rlhf --model Qwen/Qwen3-8B",
+        "deepspeed --module openrlhf.cli.train_rm --model.model_name_or_path m",
+        "torchrun -m verl.trainer.fsdp_sft_trainer model.partial_pretrain=m model.lora_rank=8",
+        "torchrun -m verl.trainer.sft_trainer model.path=m engine=megatron",
+        "torchrun train.py --model_name_or_path m --lora_r 8",
+        f"x.py {SIZES} --max-tokens-per-gpu 64 --rollout-batch-size 8 --colocate",
+    ],
+)
+def test_a_command_of_another_job_is_refused(tmp_path: Path, line: str) -> None:
+    assert job(tmp_path, line)[1].refused
+
+
+@pytest.mark.parametrize("out", ["runs/dpo", "grpo.out", "reward"])
+def test_a_name_of_a_file_chooses_no_task(tmp_path: Path, out: str) -> None:
+    line = f"torchrun train.py --model_name_or_path m --bf16 --output_dir {out}"
+    assert not job(tmp_path, line)[1].refused
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        "--use-megatron-fsdp",
+        "--data-parallel-sharding-strategy optim_grads_params",
+        "--fine-grained-activation-offloading",
+        "--cpu-offloading --cpu-offloading-num-layers 2",
+        "--softmax-type learnable",
+        "--window-attn-skip-freq 2",
+        "--quick-geglu",
+        "--exp-avg-dtype fp8",
+        "--q-lora-rank 512",
+        "--optimizer muon",
+        "--pipeline-model-parallel-layout Et|tL",
+        "--num-experts 4 --moe-token-dispatcher-type other",
+    ],
+)
+def test_an_option_of_megatron_that_changes_the_job_is_refused(tmp_path: Path, option: str) -> None:
+    reading = job(tmp_path, f"x.py {SIZES} --bf16 {option}")[1]
+    assert any(option.split()[-2 if " " in option else 0] in line for line in reading.refused)
+
+
+OPTIMIZERS = ["adamw_torch_4bit", "galore_adamw", "apollo_adamw", "grokadamw", "paged_adamw_32bit"]
+
+
+@pytest.mark.parametrize("word", [*OPTIMIZERS, "adamw_torch_8bit", "lion_32bit", "adafactor"])
+def test_an_optimizer_is_known_by_its_whole_name(tmp_path: Path, word: str) -> None:
+    reading = job(tmp_path, f"{TRL}optim: {word}", "job.yaml")[1]
+    assert [line for line in reading.refused if line.startswith(f"optim: {word}")]
+    assert not job(tmp_path, f"{TRL}optim: adamw_torch_fused", "job.yaml")[1].refused
+
+
+def test_a_model_type_makes_no_file_a_model(tmp_path: Path) -> None:
+    plain = job(tmp_path, AXOLOTL, "job.yaml", gpus=8)[0]
+    assert job(tmp_path, AXOLOTL + "model_type: LlamaForCausalLM", "job.yaml", gpus=8)[0] == plain
+
+
+def test_another_engine_in_a_known_file_is_read(tmp_path: Path) -> None:
+    text = FACTORY + "gradient_accumulation_steps: 8\nbf16: true\ntensor_model_parallel_size: 4\n"
+    text += "pipeline_model_parallel_size: 2\nsequence_parallel: true\n"
+    text += "use_distributed_optimizer: true\nrecompute_granularity: full\n"
+    made, reading = job(tmp_path, text, "job.yaml", gpus=8)
+    names = ("tp", "pp", "global_batch")
+    assert [made.options[name] for name in names] == ["4", "2", "8"]
+    assert (made.method, reading.package) == ("full_recompute", "Megatron")
+    assert "zero_stage" not in made.options
+    assert not reading.unknown
+    lora = job(tmp_path, text.replace("full\n", "lora\n", 1), "job.yaml", gpus=8)[1]
+    assert any("adapters" in line for line in lora.refused)
+
+
+def test_a_command_can_choose_the_engine_of_its_file(tmp_path: Path) -> None:
+    (tmp_path / "full.yaml").write_text(FACTORY + "bf16: true\n")
+    for line in (
+        "USE_MCA=1 llamafactory-cli train full.yaml",
+        "llamafactory-cli train full.yaml tensor_model_parallel_size=2",
+    ):
+        made, reading = job(tmp_path, "NPROC_PER_NODE=8 " + line)
+        assert reading.package == "Megatron"
+        assert (made.options["gpus"], "tp" in made.options) == ("8", "=2" in line)
+    assert job(tmp_path, "llamafactory-cli train full.yaml")[1].package == "LLaMA-Factory"
+
+
+def test_a_model_type_alone_makes_no_config_json(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="not a file that is read"):
+        job(tmp_path, '{"model_type": "qwen3", "output_dir": "x"}', "args.json")
+
+
+def test_accelerates_options_about_fsdp_are_read(tmp_path: Path) -> None:
+    line = "accelerate launch --num_processes 8 --use_fsdp --fsdp_version 2 "
+    line += "--fsdp_reshard_after_forward {} trl/scripts/sft.py --model_name_or_path Qwen/Qwen3-8B "
+    line += "--per_device_train_batch_size 2 --bf16 --max_length 512 --loss_type nll"
+    for reshard, stage in (("true", "3"), ("false", "2")):
+        made = job(tmp_path, line.format(reshard))[0]
+        assert (made.options["zero_stage"], made.options["system"]) == (stage, "torchtitan")
+    refused = job(tmp_path, line.format("true") + " --fsdp_offload_params true")[1].refused
+    assert any("offload_params" in text for text in refused)
+
+
+@pytest.mark.parametrize(
+    ("text", "stage", "refused"),
+    [
+        ("fsdp: shard_grad_op auto_wrap\nfsdp_config: {transformer_layer_cls_to_wrap: X}", "2", ""),
+        ("fsdp: full_shard auto_wrap offload", "3", "fsdp: offload"),
+        ("fsdp: [full_shard, auto_wrap]", "3", ""),
+        ("fsdp: full_shard\nfsdp_config: here.json", "3", ""),
+        ("fsdp: full_shard\nfsdp_config: other.json", "3", "other.json is not beside"),
+    ],
+)
+def test_words_and_section_of_fsdp_are_one_strategy(
+    tmp_path: Path, text: str, stage: str, refused: str
+) -> None:
+    (tmp_path / "here.json").write_text(json.dumps({"activation_checkpointing": True}))
+    made, reading = job(tmp_path, TRL.replace("ing: true", "ing: false") + text, "job.yaml")
+    assert made.options["zero_stage"] == stage
+    assert any(refused in line for line in reading.refused) == bool(refused)
+    assert made.method == ("full_recompute" if "here" in text else "keep_all")
+
+
+@pytest.mark.parametrize(
+    ("text", "method", "refused"),
+    [
+        ("gradient_checkpointing_kwargs: {offload: true}", "full_recompute", ""),
+        ("activation_offloading: true", "full_recompute", ""),
+        ("activation_offloading: disk", "full_recompute", "disk"),
+        ("activation_offloading: true\ngradient_checkpointing: false", "keep_all", "without check"),
+        ("gradient_checkpointing_kwargs: {use_reentrant: false}", "full_recompute", ""),
+    ],
+)
+def test_offloaded_inputs_have_a_home(tmp_path: Path, text: str, method: str, refused: str) -> None:
+    trl = TRL.replace("gradient_checkpointing: true\n", "") if "ing: false" in text else TRL
+    made, reading = job(tmp_path, trl + text, "job.yaml")
+    assert made.method == method
+    assert (made.settings == ("inputs=host",)) == ("offload" in text and method == "full_recompute")
+    assert any(refused in line for line in reading.refused) == bool(refused)
+    if made.settings:
+        assert "activation_offload" in facts(made)["features"]  # type: ignore[operator]
+
+
+@pytest.mark.parametrize(
+    ("text", "wide"),
+    [
+        (FACTORY + "bf16: true", True),
+        (FACTORY + "pure_bf16: true", False),
+        (FACTORY + "bf16: true\ndeepspeed: {zero_optimization: {stage: 2}}", False),
+        (TRL, True),
+        (TRL + "dtype: bfloat16", False),
+        (TRL + "model_init_kwargs: {torch_dtype: bfloat16}", False),
+        (AXOLOTL, False),
+        (AXOLOTL.replace("bf16: auto", "fp16: true"), True),
+        (TRL + "fsdp: full_shard", False),
+    ],
+)
+def test_weights_have_the_type_that_the_job_gives(tmp_path: Path, text: str, wide: bool) -> None:
+    stack = facts(job(tmp_path, text, "job.yaml")[0])
+    bytes_of = [stack.get(name) for name in ("param_bytes", "grad_bytes", "optimizer_bytes")]
+    assert bytes_of == ([4, 4, 8] if wide else [None] * 3)
+
+
+def test_gradients_of_fp16_are_fp16_unless_a_switch_widens_them(tmp_path: Path) -> None:
+    for switch, grad_bytes in (("", 2), ("--accumulate-allreduce-grads-in-fp32", None)):
+        assert (
+            facts(job(tmp_path, f"x.py {SIZES} --fp16 {switch}")[0]).get("grad_bytes") == grad_bytes
+        )
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ("", (None, None)),
+        ("--grad-reduce-in-bf16", (2, None)),
+        ("--use-precision-aware-optimizer", (None, 10)),
+        ("--use-precision-aware-optimizer --exp-avg-dtype bf16", (None, 8)),
+        (
+            "--use-precision-aware-optimizer --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16 "
+            "--main-grads-dtype bf16",
+            (2, 6),
+        ),
+    ],
+)
+def test_states_of_megatron_have_the_types_of_the_line(
+    tmp_path: Path, options: str, expected: tuple[int | None, int | None]
+) -> None:
+    stack = facts(job(tmp_path, f"x.py {SIZES} --bf16 --use-distributed-optimizer {options}")[0])
+    assert (stack.get("grad_bytes"), stack.get("optimizer_bytes")) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ('[optimizer]\nimplementation = "fused_opt_states_bf16"', {"optimizer_bytes": 4}),
+        ('mixed_precision_reduce = "bfloat16"', {"reduce_bytes": 2}),
+        ('dtype = "bfloat16"', {"param_bytes": 2, "optimizer_bytes": 4}),
+    ],
+)
+def test_states_of_torchtitan_have_the_types_of_the_file(
+    tmp_path: Path, text: str, expected: dict[str, int]
+) -> None:
+    stack = facts(job(tmp_path, TITAN + text, "titan.toml")[0])
+    assert {key: stack.get(key) for key in expected} == expected
+
+
+def test_a_pipeline_that_gathers_again_is_refused(tmp_path: Path) -> None:
+    text = TITAN + '[parallelism]\nfsdp_reshard_after_forward = "always"\n'
+    assert not job(tmp_path, text, "titan.toml")[1].refused
+    text += "pipeline_parallel_degree = 2\n"
+    assert any("always" in line for line in job(tmp_path, text, "titan.toml")[1].refused)
+
+
+def test_stages_of_a_named_model_are_those_of_its_layers(tmp_path: Path) -> None:
+    line = SWIFT + "--pipeline_model_parallel_size 2 --decoder_first_pipeline_num_layers 25"
+    assert job(tmp_path, line)[0].options["partition"] == "25,23"
+    line = SWIFT.replace("Qwen/Qwen3-30B-A3B-Base", "other/model")
+    line += "--pipeline_model_parallel_size 2 --decoder_first_pipeline_num_layers 25"
+    made, reading = job(tmp_path, line)
+    assert "partition" not in made.options
+    assert any("not known" in text for text in reading.refused)
+
+
+@pytest.mark.parametrize(
+    ("options", "partition"),
+    [
+        ("--decoder-first-pipeline-num-layers 1", "1,2,2,2"),
+        ("--decoder-last-pipeline-num-layers 1", "2,2,2,1"),
+        (
+            "--decoder-first-pipeline-num-layers 2 --decoder-last-pipeline-num-layers 1",
+            "2,2,2,1",
+        ),
+        ("--account-for-embedding-in-pipeline-split", "1,2,2,2"),
+        ("--account-for-loss-in-pipeline-split", "2,2,2,1"),
+    ],
+)
+def test_stages_at_the_ends_differ(tmp_path: Path, options: str, partition: str) -> None:
+    sizes = SIZES.replace("-layers 4", "-layers 7")
+    line = f"x.py {sizes} --bf16 --pipeline-model-parallel-size 4 {options}"
+    assert job(tmp_path, line)[0].options["partition"] == partition
+    with pytest.raises(ConfigError, match="do not divide"):
+        job(tmp_path, line.replace("-layers 7", "-layers 6", 1))
+
+
+def test_options_of_experts_hold_for_a_named_model(tmp_path: Path) -> None:
+    line = SWIFT + "--expert_model_parallel_size 8 --tensor_model_parallel_size 2 "
+    line += "--moe_expert_capacity_factor 2 --moe_pad_expert_input_to_capacity true "
+    line += "--moe_token_dispatcher_type flex --moe_enable_deepep true"
+    made = job(tmp_path, line)[0]
+    expected = {"capacity_factor": "2.0", "expert_padding": "capacity", "ep": "8", "etp": "1"}
+    assert {key: made.options.get(key) for key in expected} == expected
+    assert facts(made)["dispatcher"] == "deepep"
+
+
+def test_a_shared_expert_is_refused_where_there_is_one(tmp_path: Path) -> None:
+    line = SWIFT + "--moe_shared_expert_overlap true"
+    assert not job(tmp_path, line)[1].refused
+    line = f"x.py {SIZES} --num-experts 4 --moe-shared-expert-overlap"
+    assert not job(tmp_path, line)[1].refused
+    line += " --moe-shared-expert-intermediate-size 64"
+    assert any("shared" in text for text in job(tmp_path, line)[1].refused)
+
+
+def test_experts_that_do_not_fit_the_gpus_are_named(tmp_path: Path) -> None:
+    line = f"torchrun --nproc_per_node 8 x.py {SIZES} --num-experts 8 --bf16 "
+    line += "--pipeline-model-parallel-size 4 --expert-model-parallel-size 8"
+    assert any("multiple of 32" in note for note in job(tmp_path, line)[1].notes)
+
+
+def test_slime_is_read_with_its_defaults(tmp_path: Path) -> None:
+    line = "ray job submit -- python3 train.py --actor-num-nodes 2 --actor-num-gpus-per-node 8 "
+    line += SIZES.replace("--seq-length 128", "--max-tokens-per-gpu 256")
+    made, reading = job(tmp_path, line + " --use-dynamic-batch-size --global-batch-size 32")
+    assert (made.options["gpus"], made.options["seq_len"]) == ("16", "256")
+    assert "precision" not in made.options
+    assert not reading.unknown
+
+
+def test_variables_of_a_model_zoo_file_are_named_or_given(tmp_path: Path) -> None:
+    text = "MODEL_ARGS:\n  --num-layers: 32\n  --hidden-size: 4096\n  --num-attention-heads: 32\n"
+    text += "  --tensor-model-parallel-size: ${TP}\n  --ffn-hidden-size: 14336\n  --swiglu: true\n"
+    text += "  --num-query-groups: 8\n  --group-query-attention: true\n  --bf16: true\n"
+    made, reading = job(tmp_path, text, "model.yaml")
+    assert reading.unknown == ["--tensor-model-parallel-size"]
+    assert any("--set TP=VALUE" in note for note in reading.notes)
+    assert yaml.safe_load(made.files["run-model.yaml"])["vocab"] == 128256
+    reading = read_files([tmp_path / "model.yaml"], {"TP": "2"})
+    assert (reading.values["tp"], reading.unknown) == (2, [])
+
+
+def test_a_torchtitan_command_reads_its_toml(tmp_path: Path) -> None:
+    (tmp_path / "llama.toml").write_text(TITAN)
+    for line in (
+        "torchrun --nproc_per_node=8 -m torchtitan.train --job.config_file llama.toml {}",
+        'NGPU=8 CONFIG_FILE="./llama.toml" ./run_train.sh {}',
+    ):
+        options = "--training.local_batch_size 2 --training.compile --bogus.key 1"
+        made, reading = job(tmp_path, line.format(options))
+        assert (made.options["global_batch"], made.options["micro_batch"]) == ("16", "2")
+        assert made.options["system"] == "torchtitan-compiled"
+        assert reading.unknown == ["bogus"]
+
+
+@pytest.mark.parametrize(
+    ("line", "word"),
+    [
+        ("tune run full_finetune_distributed --config llama3_1/8B_full", "torchtune"),
+        ("torchrun -m torchtitan.train --module llama3 --config llama3_8b", "torchtitan"),
+        ("python scripts/performance/setup_experiment.py -m llama3 -s 8b", "Bridge"),
+    ],
+)
+def test_a_recipe_in_a_package_is_named(tmp_path: Path, line: str, word: str) -> None:
+    with pytest.raises(ConfigError, match=rf"{word}.*not read"):
+        job(tmp_path, line)
+
+
+def test_openrlhf_has_dots_in_its_options(tmp_path: Path) -> None:
+    text = "read -r -d '' cmd <<EOF\nopenrlhf.cli.train_sft --data.max_len 2048 "
+    text += "--train.batch_size 256 --train.micro_batch_size 2 --ds.zero_stage 3 --ds.adam_offload "
+    text += "--model.model_name_or_path Qwen/Qwen3-8B --model.gradient_checkpointing_enable\nEOF\n"
+    made, reading = job(tmp_path, text + "deepspeed --num_gpus 8 --module $cmd")
+    expected = {"global_batch": "256", "micro_batch": "2", "zero_stage": "3", "optimizer": "host"}
+    assert {key: made.options.get(key) for key in expected} == expected
+    assert made.method == "full_recompute"
+    assert not reading.unknown
+
+
+def test_a_micro_batch_of_verl_can_be_that_of_all_ranks_or_of_tokens(tmp_path: Path) -> None:
+    line = "torchrun --nnodes=1 --nproc_per_node=8 -m verl.trainer.{} data.train_batch_size=64 "
+    line += "model.{}=Qwen/Qwen3-8B data.max_length=2048 "
+    old = job(tmp_path, line.format("fsdp_sft_trainer", "partial_pretrain"))[0]
+    assert old.options["micro_batch"] == "4"
+    rank = line.format("fsdp_sft_trainer", "partial_pretrain") + "data.micro_batch_size=16"
+    assert job(tmp_path, rank)[0].options["micro_batch"] == "2"
+    new = line.format("sft_trainer", "path") + "data.max_token_len_per_gpu=16384"
+    assert job(tmp_path, new)[0].options["micro_batch"] == "8"
+
+
+@pytest.mark.parametrize(
+    ("text", "capped"),
+    [
+        (TRL, True),
+        (TRL + "packing: true", False),
+        (AXOLOTL + "pad_to_sequence_len: true", False),
+        (SWIFT.replace("--packing true", ""), True),
+        (SWIFT, False),
+    ],
+)
+def test_a_cap_is_named_where_nothing_packs(tmp_path: Path, text: str, capped: bool) -> None:
+    name = "run.sh" if text.startswith("NPROC") else "job.yaml"
+    assert any("is a cap" in note for note in job(tmp_path, text, name)[1].notes) == capped
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "system"),
+    [
+        (TITAN + "[parallelism]\ncontext_parallel_degree = 2", "t.toml", "torchtitan-2026"),
+        (
+            TITAN + "[parallelism]\ncontext_parallel_degree = 2\n[compile]\nenable = true",
+            "t.toml",
+            "run-stack.yaml",
+        ),
+        (TRL + "fsdp: full_shard\nparallelism_config: {cp_size: 2}", "j.yaml", "trl"),
+    ],
+)
+def test_context_parallelism_takes_a_stack_that_has_it(
+    tmp_path: Path, text: str, name: str, system: str
+) -> None:
+    made = job(tmp_path, text, name)[0]
+    assert (made.options["cp"], made.options["system"]) == ("2", system)
+    if "compile" in text:
+        assert yaml.safe_load(made.files["run-stack.yaml"])["base"] == "torchtitan-2026"
+
+
+@pytest.mark.parametrize(
+    ("backend", "cluster", "kernel"),
+    [
+        ("", "h100-80gb", "cudnn"),
+        ("--attention-backend auto", "b200-180gb", "cudnn"),
+        ("--attention-backend fused", None, "cudnn"),
+        ("--attention-backend flash", "h100-80gb", None),
+        ("", "a100-80gb", None),
+        ("", None, None),
+    ],
+)
+def test_transformer_engine_prefers_cudnn_from_hopper_on(
+    tmp_path: Path, backend: str, cluster: str | None, kernel: str | None
+) -> None:
+    made = job(tmp_path, f"x.py {SIZES} --bf16 {backend}", cluster=cluster)[0]
+    assert facts(made).get("attention") == kernel
+    assert yaml.safe_load(made.files["run-stack.yaml"])["base"] == "megatron-core-0.16"
+
+
+@pytest.mark.parametrize(
+    ("text", "pieces"),
+    [
+        (TRL, False),
+        (TRL.replace("nll", "chunked_nll"), True),
+        (TRL.replace("loss_type: nll\n", ""), True),
+        (TRL + "use_liger_kernel: true", True),
+        (
+            TRL + "use_liger_kernel: true\n"
+            "liger_kernel_config: {fused_linear_cross_entropy: false}",
+            False,
+        ),
+        (AXOLOTL + "plugins: [axolotl.integrations.cut_cross_entropy.CutCrossEntropyPlugin]", True),
+        (AXOLOTL + "liger_fused_linear_cross_entropy: true", True),
+    ],
+)
+def test_a_loss_without_logits_divides_the_head(tmp_path: Path, text: str, pieces: bool) -> None:
+    method = job(tmp_path, text, "job.yaml")[0].method
+    assert method == ("full_recompute+mst:mlp_chunks=1" if pieces else "full_recompute")
+
+
+def test_compiled_norms_keep_no_steps(tmp_path: Path) -> None:
+    stack = facts(job(tmp_path, TRL + "torch_compile: true", "job.yaml")[0])
+    assert (stack["compiled"], stack["norm_keeps_steps"]) == (True, False)
+
+
+def test_variables_of_the_environment_state_facts(tmp_path: Path) -> None:
+    line = f"export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True\nx.py {SIZES} --bf16"
+    assert facts(job(tmp_path, line)[0])["expandable_segments"] is True
