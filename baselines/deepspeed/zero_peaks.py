@@ -12,14 +12,15 @@ from collections import Counter
 
 from baselines.deepspeed import zero_gradients, zero_sizes, zero_weights
 from baselines.deepspeed.zero_sizes import ZERO_3, Sizes, Weight
-from rematbench.engine.program.action import HOST, Action, Kind
+from rematbench.engine.program.action import Action, Kind
 from rematbench.engine.program.program import RankProgram
+from rematbench.engine.program.storage import HOST, Role, Storage
 from rematbench.workload import Model
 
-Key = tuple[int, int, str]
-"""The micro-batch, chunk and name of a tensor."""
-PLAN_STATES = (".parameters", ".gradients")
-"""Suffixes of a plan's own gathers and gradient buffers, which this walk leaves out."""
+Key = tuple[int, int, Storage]
+"""The micro-batch, chunk and storage of a tensor."""
+PLAN_STATES = (Role.WEIGHTS, Role.WEIGHT_GRADIENTS)
+"""The plan's own gathers and gradient buffers, which this walk leaves out."""
 TILED, LAST = ("up_out", "gate_out", "act_out", "fc2_in"), "fc2"
 """The tensors that TiledMLP rebuilds, and the operator that ends a tile."""
 
@@ -45,11 +46,13 @@ class Alive:
 
     def born(self, key: Key, nbytes: int, kind: Kind) -> None:
         """Count a tensor that an action makes or reloads."""
-        if not key[2].endswith((HOST, *PLAN_STATES)):
+        storage = key[2]
+        if storage.place != HOST and storage.role not in PLAN_STATES:
             self._known[key] = nbytes
             self.nbytes += nbytes
-            tiled = self.sizes.tiles_rebuilt and kind == Kind.RECOMPUTE and "%" in key[2]
-            if tiled and _variable(key[2]) in TILED:
+            tile = storage.role is Role.ACTIVATION and storage.piece is not None
+            remade = self.sizes.tiles_rebuilt and kind == Kind.RECOMPUTE
+            if tile and remade and storage.tensor in TILED:
                 self._tile.append(key)
 
     def before(self, action: Action) -> None:
@@ -63,17 +66,13 @@ class Alive:
                 self.freed(kept)
             self._tile_ends = action.op == LAST
         if action.kind == Kind.BACKWARD_INPUT and action.op == LAST:
-            tile = {alloc.name.partition("%")[2] for alloc in action.allocs}
-            for key in [key for key in self._remade if key[2].partition("%")[2] in tile]:
+            tile = {alloc.storage.piece for alloc in action.allocs}
+            for key in [key for key in self._remade if key[2].piece in tile]:
                 self.born(key, self._remade.pop(key), action.kind)
 
     def freed(self, keys: list[Key]) -> None:
         """Free the tensors with these keys."""
         self.nbytes -= sum(self._known.pop(key, 0) for key in keys)
-
-
-def _variable(tensor: str) -> str:
-    return tensor.partition(".")[2].partition("%")[0]
 
 
 def activation_peak(model: Model, sizes: Sizes, rank: RankProgram) -> int:
@@ -84,9 +83,9 @@ def activation_peak(model: Model, sizes: Sizes, rank: RankProgram) -> int:
         walk.reducer.last = micro_batch == last
         walk.alive.before(action)
         for alloc in action.allocs:
-            walk.alive.born((micro_batch, chunk, alloc.name), alloc.nbytes, action.kind)
+            walk.alive.born((micro_batch, chunk, alloc.storage), alloc.nbytes, action.kind)
         walk.at(action)
-        walk.dead([(micro_batch, chunk, name) for name in action.frees])
+        walk.dead([(micro_batch, chunk, freed) for freed in action.frees])
     return walk.peak
 
 

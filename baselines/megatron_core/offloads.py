@@ -10,12 +10,13 @@ there is none, the group is taken from the next chunk (ChunkOffloadHandler.bulk_
 """
 
 from baselines.megatron_core.plan import MegatronCore
-from rematbench.engine.program.action import HOST, Action, Alloc, Kind, place
+from rematbench.engine.program.action import Action, Alloc, Kind
 from rematbench.engine.program.program import RankProgram
+from rematbench.engine.program.storage import HEAD, HOST, ModelPart, Storage, storage_of
 
 Where = tuple[int, int]
 """A micro-batch and a chunk."""
-Group = tuple[str, str]
+Group = tuple[ModelPart, str]
 """A layer of a chunk (L<i>) and a module."""
 COMMITS = {
     "qkv": "qkv_linear",
@@ -53,9 +54,9 @@ class Groups:
             if action.kind == Kind.BACKWARD_INPUT
         )
         self._waiting = list(dict.fromkeys(backwards)) if tensors else []
-        self._held: dict[tuple[Where, Group], dict[str, int]] = {}
+        self._held: dict[tuple[Where, Group], dict[Storage, int]] = {}
         self._away: dict[Where, list[Group]] = {}
-        self._leaving: set[tuple[Where, str]] = set()
+        self._leaving: set[tuple[Where, Storage]] = set()
         self._over: tuple[Where, Group] | None = None
         self._ended: Where | None = None
 
@@ -65,10 +66,10 @@ class Groups:
             return 0
         change = self._back() - self._commit()
         self._over = self._ended = None
-        if action.part[:1] != "L":
+        if action.part.letter != "L":
             return change
         if action.kind == Kind.D2H:
-            self._leaving.add((where, f"{action.part}.{action.op}"))
+            self._leaving.update((where, storage) for storage in action.reads)
         if action.kind == Kind.FORWARD and action.op in COMMITS:
             self._over = where, (action.part, COMMITS[action.op])
         if action.kind == Kind.BACKWARD_INPUT:
@@ -81,27 +82,28 @@ class Groups:
 
     def born(self, action: Action, where: Where, alloc: Alloc) -> int:
         """Note a storage that an action makes."""
-        group = self._group(alloc.name)
+        group = self._group(alloc.storage)
         if group is None:
             return alloc.nbytes
         if action.kind == Kind.H2D:  # the plan reloads at another time
             return 0
-        self._held.setdefault((where, group), {})[alloc.name] = alloc.nbytes
+        self._held.setdefault((where, group), {})[alloc.storage] = alloc.nbytes
         return alloc.nbytes
 
-    def dead(self, where: Where, name: str, nbytes: int) -> int:
+    def dead(self, where: Where, storage: Storage, nbytes: int) -> int:
         """Note a storage that the plan frees; return the bytes that are freed now."""
-        group = self._group(name)
+        group = self._group(storage)
         if group is None:
             return nbytes
-        if (where, name) in self._leaving:  # the plan frees at another time
-            self._leaving.remove((where, name))
+        if (where, storage) in self._leaving:  # the plan frees at another time
+            self._leaving.remove((where, storage))
             return 0
-        return self._held[where, group].pop(name, 0)
+        return self._held[where, group].pop(storage, 0)
 
-    def _group(self, name: str) -> Group | None:
-        part, tensor = place(name)
-        module = self._module_of.get(tensor) if part[:1] == "L" else None
+    def _group(self, storage: Storage) -> Group | None:
+        part = storage.part
+        own = part.letter == "L" and storage is storage_of(part, storage.tensor)
+        module = self._module_of.get(storage.tensor) if own else None
         return (part, module) if module else None
 
     def _commit(self) -> int:
@@ -119,8 +121,8 @@ class Groups:
             return 0
         self._away[where].remove(group)
         tensors = self._held[where, group]
-        for name in [name for name in tensors if name.endswith(VIEWED)]:
-            del tensors[name]
+        for storage in [storage for storage in tensors if storage.tensor in VIEWED]:
+            del tensors[storage]
         return sum(tensors.values())
 
     def _back(self) -> int:
@@ -131,28 +133,29 @@ class Groups:
         return 0
 
 
-MADE_IN = {"H.loss_saved": "H.logits", "d:H.logits": "H.loss_saved"}
+LOGITS, SOFTMAX = storage_of(HEAD, "logits"), storage_of(HEAD, "loss_saved")
+MADE_IN = {SOFTMAX: LOGITS, LOGITS.gradient: SOFTMAX}
 """The storage in which the loss makes a tensor, if both have the same number of bytes."""
 
 
 def activation_peak(policy: MegatronCore, rank: RankProgram) -> int:
     """The rank's peak bytes of activations, in issue order, under a policy's plan."""
     moved = Groups(policy.moved, rank)
-    sizes: dict[tuple[tuple[int, int], str], int] = {}
+    sizes: dict[tuple[Where, Storage | None], int] = {}
     live = peak = 0
     for action, micro_batch, chunk in rank.actions():
         where = micro_batch, chunk
         live += moved.before(action, where)
         for alloc in action.allocs:
-            if alloc.name.endswith(HOST):
+            if alloc.storage.place == HOST:
                 continue
-            sizes[where, alloc.name] = alloc.nbytes
+            sizes[where, alloc.storage] = alloc.nbytes
             live += moved.born(action, where, alloc)
-            storage = where, MADE_IN.get(alloc.name, "")
-            if sizes.get(storage) == alloc.nbytes:  # the new tensor takes over these bytes
-                sizes[storage] = 0
+            taken = where, MADE_IN.get(alloc.storage)
+            if sizes.get(taken) == alloc.nbytes:  # the new tensor takes over these bytes
+                sizes[taken] = 0
                 live -= alloc.nbytes
         peak = max(peak, live + action.scratch)
-        for name in action.frees:
-            live -= moved.dead(where, name, sizes.pop((where, name), 0))
+        for freed in action.frees:
+            live -= moved.dead(where, freed, sizes.pop((where, freed), 0))
     return peak

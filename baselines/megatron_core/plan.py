@@ -16,7 +16,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from baselines.megatron_core import options
-from rematbench.engine.lowering.emit_op import NOT_AGAIN
+from rematbench.engine.lowering.passes.emit_op import NOT_AGAIN
 from rematbench.engine.lowering.schedule import interleaved
 from rematbench.plan import (
     Group,

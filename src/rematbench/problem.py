@@ -17,7 +17,8 @@ from rematbench.inputs.cluster import Cluster
 from rematbench.inputs.constants import Calibration
 from rematbench.inputs.facts import CPU
 from rematbench.inputs.kernel_rates import RateError
-from rematbench.inputs.layout import Layout, LayoutError, check_layout, even_partition
+from rematbench.inputs.layout import Layout, LayoutError, even_partition
+from rematbench.inputs.layout_rules import check_layout
 from rematbench.inputs.precision import attention_problem, peak_flop_per_s
 from rematbench.inputs.system import AttentionBackend, StackChoice, System, TpOverlap
 from rematbench.plan import Plan, StateFate

@@ -212,7 +212,7 @@ def test_free_traffic_slows_no_kernel(system: str, zero_stage: Any) -> None:
     seconds = action_seconds(p)
     free = WithoutTraffic(seconds, frozenset({"tp", "dp"}))
     actions = {a for r in lower(p.base_plan, p).ranks for b in r.blocks for a in b.actions}
-    slowed = [action for action in actions if action.overlaps == "tp"]
+    slowed = [action for action in actions if action.exchange.overlaps == "tp"]
     stalls = [action for action in actions if action.kind is Kind.STALL]
     assert stalls if zero_stage == 3 else slowed
     for action in slowed:

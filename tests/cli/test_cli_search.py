@@ -18,7 +18,7 @@ from rematbench.cli.app import command_line
 from rematbench.cli.options import percents
 from rematbench.evaluate.breakdown import PARTS
 from rematbench.inputs.paths import data_dir
-from rematbench.paper.made import searched
+from rematbench.paper.builders import searched
 
 RUN = CliRunner()
 app = command_line()

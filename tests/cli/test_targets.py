@@ -14,7 +14,7 @@ from rematbench.evaluate import result as suite
 from rematbench.evaluate.proof import CheckError
 from rematbench.host.console import CommandError
 from rematbench.inputs.paths import data_dir
-from rematbench.paper.made import answers
+from rematbench.paper.builders import answers
 from rematbench.worlds import executed, traced
 from tests.typed import typed
 
@@ -56,13 +56,7 @@ def taken(tmp_path: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        ("measure", "executed"),
-        ("measure", "traced"),
-    ],
-)
+@pytest.mark.parametrize("words", [("measure", "executed"), ("measure", "traced")])
 def test_nothing_is_run_for_what_cannot_be_kept(
     words: tuple[str, ...], taken: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -102,12 +96,7 @@ baseline run no
 """
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        *(f"{line} -o" for line in TO_O.strip().splitlines()),
-    ],
-)
+@pytest.mark.parametrize("line", [*(f"{line} -o" for line in TO_O.strip().splitlines())])
 def test_the_target_is_tried_before_all_else(line: str, taken: Path) -> None:
     """What else is wrong with a line would be said otherwise."""
     *words, flag = line.split()

@@ -22,7 +22,8 @@ from rematbench.evaluate.evaluation import evaluate
 from rematbench.evaluate.problems import make_problem
 from rematbench.evidence.published.sheets import read_sheet
 from rematbench.inputs.job import Job
-from rematbench.inputs.layout import Layout, LayoutError, check_layout
+from rematbench.inputs.layout import Layout, LayoutError
+from rematbench.inputs.layout_rules import check_layout
 from rematbench.inputs.load import load_system
 from rematbench.inputs.paths import data_dir
 from rematbench.inputs.system import with_facts

@@ -12,7 +12,8 @@ from rematbench.evaluate.problems import make_problem
 from rematbench.evaluate.result import PlannedJob, evaluate_method
 from rematbench.evidence.bands import band_of, with_band
 from rematbench.inputs.job import Job
-from rematbench.inputs.layout import LayoutError, check_layout
+from rematbench.inputs.layout import LayoutError
+from rematbench.inputs.layout_rules import check_layout
 from rematbench.inputs.load import load_model, load_system
 from rematbench.inputs.shapes import causal_pairs, packed_pairs
 from rematbench.inputs.system import with_facts

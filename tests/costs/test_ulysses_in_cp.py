@@ -62,7 +62,11 @@ def test_both_exchanges_move_their_shares(kind: str) -> None:
     made = nested(2, 2, kind)
     program = lower(made.base_plan, made)
     check(program)
-    comms = {a.comm for a, _, _ in program.ranks[0].actions() if a.comm and a.stream == "cp"}
+    comms = {
+        a.exchange.comm
+        for a, _, _ in program.ranks[0].actions()
+        if a.exchange.comm and a.stream == "cp"
+    }
     width, element = MODEL.num_heads * MODEL.head_dim, made.workload.element_bytes
     tokens = 64 // 4
     moved = {Comm("all_to_all", "ulysses", n * tokens * width * element) for n in (1, 3)}

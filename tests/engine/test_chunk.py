@@ -7,6 +7,7 @@ from msgspec.structs import replace
 
 from rematbench.engine.lowering.lower import lower
 from rematbench.engine.program.action import STREAM_INDEX, Action
+from rematbench.engine.program.storage import COPIED_IN, COPIED_OUT
 from rematbench.engine.simulate.block_rows import rows_with
 from rematbench.engine.simulate.macro import macro_of
 from rematbench.engine.simulate.max_plus import simulate_chunks
@@ -44,13 +45,13 @@ def test_a_block_is_a_max_plus_map() -> None:
     (block,) = parse_program(text).ranks[0].blocks
     macro = macro_of(rows_with(block, 0, timings(lambda action, rank: float(action.nbytes))))
     compute, d2h, event = STREAM_INDEX["compute"], STREAM_INDEX["d2h"], HOST + 1
-    assert macro.waits == ("h2d",)
+    assert macro.waits == (COPIED_IN,)
     assert {target: dict(terms) for target, terms in macro.streams} == {
         compute: {compute: 3.0, event: 2.0},
         d2h: {d2h: 4.0, compute: 5.0},
     }
     assert [(name, dict(terms)) for name, terms in macro.events] == [
-        ("d2h", {d2h: 4.0, compute: 5.0})
+        (COPIED_OUT, {d2h: 4.0, compute: 5.0})
     ]
 
 
@@ -65,12 +66,12 @@ def test_what_is_not_asked_for_leaves_the_other_paths(count: int) -> None:
     program = lower(plan, given)
     blocks = [block for rank in program.ranks for block in rank.blocks]
     assert any(block.periods for block in blocks) == (count > 1)
-    asked = (STREAM_INDEX["compute"], HOST, "h2d")
+    asked = (STREAM_INDEX["compute"], HOST, COPIED_IN)
     for block in blocks:
         rows = rows_with(block, 0, timings(whimsical))
         whole, some = macro_of(rows), macro_of(rows, inputs=asked)
         left = {STREAM_INDEX["compute"], HOST}
-        left |= {HOST + 1 + at for at, name in enumerate(whole.waits) if name == "h2d"}
+        left |= {HOST + 1 + at for at, name in enumerate(whole.waits) if name is COPIED_IN}
         assert some.waits == whole.waits
         fewer = {target: dict(terms) for target, terms in some.streams}
         for target, terms in whole.streams:

@@ -148,9 +148,9 @@ def test_collectives_between_nodes_run_beside_copies() -> None:
         steps = (rank.blocks[step.block] for step in rank.steps)
         inside = [a for block in steps if block.label == label for a in block.actions]
         sent = sum(
-            action.comm.nbytes / 2
+            action.exchange.comm.nbytes / 2
             for action in inside
-            if action.comm and action.kind in (Kind.ALL_GATHER, Kind.REDUCE_SCATTER)
+            if action.exchange.comm and action.kind in (Kind.ALL_GATHER, Kind.REDUCE_SCATTER)
         )
         assert messages == pytest.approx(sent / sum(a.nbytes for a in inside if a.kind is kind))
         assert messages > 0.0

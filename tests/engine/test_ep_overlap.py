@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from rematbench.engine.lowering.emit_backward import BESIDE
 from rematbench.engine.lowering.lower import lower
+from rematbench.engine.lowering.passes.emit_backward import BESIDE
 from rematbench.engine.program.action import Action, Kind
 from rematbench.engine.simulate.beside import OpSeconds, _left, exposed_shares
 from rematbench.engine.simulate.op_level import simulate
@@ -49,8 +49,8 @@ def marks(found: Problem, plan: Plan | None = None, rank: int = 0) -> list[tuple
     seen = []
     for action, micro_batch, chunk in program.ranks[rank].actions():
         if action.op == "dispatch" and action.part == "L0" and chunk == 0:
-            made = any(alloc.name.startswith("d:") for alloc in action.allocs)
-            seen.append(("B" if made else "F", micro_batch, action.beside))
+            made = any(alloc.storage.is_gradient for alloc in action.allocs)
+            seen.append(("B" if made else "F", micro_batch, action.exchange.beside))
     return seen
 
 
@@ -165,7 +165,7 @@ def test_a_layer_of_the_other_micro_batch_is_alive_beside_a_backward() -> None:
         alloc.nbytes
         for action in every(on, lean)
         for alloc in action.allocs
-        if alloc.name == BESIDE
+        if alloc.storage is BESIDE
     ]
     assert allocs == [kept] * 2
 

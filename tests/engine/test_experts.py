@@ -10,6 +10,7 @@ from rematbench.costs.operators.experts import COUNTS
 from rematbench.costs.operators.ops import Comm
 from rematbench.engine.lowering.lower import lower
 from rematbench.engine.program.action import Action, Kind
+from rematbench.engine.program.storage import Role
 from rematbench.engine.simulate.op_level import simulate
 from rematbench.engine.simulate.seconds import ActionCosts
 from rematbench.evaluate.breakdown import parts_of
@@ -40,7 +41,7 @@ def actions(found: Problem, plan: Plan | None = None) -> list[Action]:
 
 
 def exchanges(found: Problem, plan: Plan | None = None) -> Counter[tuple[Kind, str]]:
-    named = [a for a in actions(found, plan) if a.comm and a.comm.group == "ep"]
+    named = [a for a in actions(found, plan) if a.exchange.comm and a.exchange.comm.group == "ep"]
     return Counter((action.kind, action.op) for action in named)
 
 
@@ -73,18 +74,20 @@ def test_gradients_of_experts_are_summed_over_their_own_peers(stage: int, overla
     found = given(dp=4, ep=2, zero_stage=stage, system_changes=changes)
     table, width = found.layer(0), found.system.states.reduce_bytes
     experts = found.workload.model.num_layers * table.expert_parameters
-    comms = [a.comm for a in actions(found) if a.op == "gradients" and a.comm]
+    comms = [a.exchange.comm for a in actions(found) if a.op == "gradients" and a.exchange.comm]
     kind: Any = "reduce_scatter" if stage else "all_reduce"
     rest = LLAMA.parameters - 4 * LLAMA.mlp_parameters(LLAMA.ffn) + 4 * 8 * LLAMA.hidden
     assert comms == [Comm(kind, "dp", width * rest), Comm(kind, "edp", width * experts)]
-    gathers = [a.comm for a in actions(found) if a.op == "parameters" and a.comm]
+    gathers = [a.exchange.comm for a in actions(found) if a.op == "parameters" and a.exchange.comm]
     assert {comm.group for comm in gathers} == ({"dp", "edp"} if stage else set())
     moved = sum(comm.nbytes for comm in gathers if comm.group == "edp")
     assert moved == (found.system.states.gather_bytes * experts if stage else 0)
 
 
 def test_experts_without_peers_are_not_reduced() -> None:
-    groups = {a.comm.group for a in actions(given()) if a.op == "gradients" and a.comm}
+    groups = {
+        a.exchange.comm.group for a in actions(given()) if a.op == "gradients" and a.exchange.comm
+    }
     assert groups == {"dp"}
 
 
@@ -97,7 +100,9 @@ def test_tensor_parallel_ranks_can_be_the_only_peers_of_experts() -> None:
         found.layer(0).parameters - found.layer(0).expert_parameters
     )
     assert held.optimizer == found.system.states.optimizer_bytes * (rest + experts // 2)
-    groups = [a.comm.group for a in actions(found) if a.op == "gradients" and a.comm]
+    groups = [
+        a.exchange.comm.group for a in actions(found) if a.op == "gradients" and a.exchange.comm
+    ]
     assert "edp" in groups
 
 
@@ -124,7 +129,7 @@ def test_experts_are_sharded_and_gathered_among_their_own_peers(
     assert held.parameter == system.states.param_bytes * whole
     assert held.gradient == system.states.grad_bytes * (shard + experts // peers)
     assert held.optimizer == system.states.optimizer_bytes * (shard + experts // peers)
-    comms = [(a.op, a.comm) for a in actions(found) if a.comm]
+    comms = [(a.op, a.exchange.comm) for a in actions(found) if a.exchange.comm]
     moved: Counter[tuple[str, str]] = Counter()
     for op, comm in comms:
         if op in ("parameters", "gradients"):
@@ -143,14 +148,14 @@ def test_kernels_of_experts_read_a_buffer_of_their_own(ep: int, buffers: bool) -
     found = given(zero_stage=3, ep=ep, model=replace(MIXTURE, num_layers=1))
     table, width = found.layer(0), found.system.states.gather_bytes
     walk = actions(found)
-    allocs = {alloc.name: alloc.nbytes for action in walk for alloc in action.allocs}
+    allocs = {str(alloc.storage): alloc.nbytes for action in walk for alloc in action.allocs}
     rest = table.parameters - table.expert_parameters
     assert allocs["L0.parameters"] == width * rest
     assert allocs.get("L0.experts.parameters", 0) == width * table.expert_parameters * buffers
     kernels = [action for action in walk if action.stream == "compute"]
     for op in table.ops:
         reads = {n for a in kernels if (a.part, a.op) == ("L0", op.name) for n in a.reads}
-        gathered = {name for name in reads if name.endswith(".parameters")}
+        gathered = {str(each) for each in reads if each.role is Role.WEIGHTS}
         own = {"L0.experts.parameters"} if buffers else set()
         wanted = own if op.of_experts else {"L0.parameters"}
         assert gathered == (wanted if op.parameters else set()), op.name
@@ -161,10 +166,14 @@ def test_a_pipeline_holds_experts_that_have_peers() -> None:
     for ep, peers in ((2, 2), (4, 1)):
         found = given(system="torchtitan", zero_stage=3, pp=2, ep=ep, global_batch=16)
         walk = actions(found)
-        gathers = [a for a in walk if a.op == "parameters" and a.comm and a.comm.group == "edp"]
+        gathers = [
+            a
+            for a in walk
+            if a.op == "parameters" and a.exchange.comm and a.exchange.comm.group == "edp"
+        ]
         assert len(gathers) == found.workload.model.num_layers * (peers > 1)
         allocs = [alloc for action in walk for alloc in action.allocs]
-        sums = {alloc.nbytes for alloc in allocs if alloc.name == "L0.sums^"}
+        sums = {alloc.nbytes for alloc in allocs if str(alloc.storage) == "L0.sums^"}
         assert sums == {found.system.states.reduce_bytes * found.layer(0).parameters}
 
 
@@ -176,7 +185,11 @@ def test_the_executor_refuses_zero_2_and_3_with_experts_by_name() -> None:
 def test_sequence_parallel_ranks_sum_the_routers_gradients() -> None:
     both = {"tp": 2, "dp": 2, "ep": 2, "etp": 1, "global_batch": 2}
     norms = [
-        sum(a.comm.nbytes for a in actions(one) if a.op == "norm_gradients" and a.comm)
+        sum(
+            a.exchange.comm.nbytes
+            for a in actions(one)
+            if a.op == "norm_gradients" and a.exchange.comm
+        )
         for one in (given(**both), given(LLAMA, **both | {"ep": 1, "etp": None}))
     ]
     routers = 4 * 8 * LLAMA.hidden
@@ -192,7 +205,11 @@ def test_the_allgather_dispatcher_gathers_all_tokens() -> None:
         (Kind.ALL_GATHER, "unsort"): count,
         (Kind.REDUCE_SCATTER, "sort"): count,
     }
-    moved = {a.comm.nbytes for a in actions(found) if a.comm and a.comm.group == "ep"}
+    moved = {
+        a.exchange.comm.nbytes
+        for a in actions(found)
+        if a.exchange.comm and a.exchange.comm.group == "ep"
+    }
     assert moved == {4 * found.layer(0).activations["mlp_norm_out"].nbytes}
     assert found.layer(0).saved_bytes == given().layer(0).saved_bytes
 

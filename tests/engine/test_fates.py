@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from rematbench.costs.operators.ops import Activation
-from rematbench.engine.lowering.fates import ChunkSites, Resolved, resolve
+from rematbench.engine.lowering.blocks.fates import ChunkSites, Resolved, resolve
 from rematbench.plan import (
     ByteBudget,
     Fate,

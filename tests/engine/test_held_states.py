@@ -8,8 +8,9 @@ import pytest
 
 from rematbench.costs.operators.ops import Comm
 from rematbench.engine.lowering.lower import lower
-from rematbench.engine.program.action import Action, Kind, is_held
+from rematbench.engine.program.action import Action, Kind
 from rematbench.engine.program.ledger import live_bytes
+from rematbench.engine.program.storage import HELD
 from rematbench.engine.simulate.op_level import simulate
 from rematbench.engine.simulate.seconds import ActionCosts
 from rematbench.evaluate.evaluation import evaluate, evaluate_program
@@ -36,8 +37,12 @@ def test_a_unit_is_gathered_once_and_reduced_once(stage: int, vpp: int) -> None:
     for rank in range(2):
         found = walk(made, rank)
         kernels = [i for i, (a, _, _) in enumerate(found) if a.kind in (Kind.BACKWARD_INPUT,)]
-        gathers = [(a.part, mb, c) for a, mb, c in found if a.op == "parameters" and a.comm]
-        reductions = [i for i, (a, _, _) in enumerate(found) if a.op == "gradients" and a.comm]
+        gathers = [
+            (a.part, mb, c) for a, mb, c in found if a.op == "parameters" and a.exchange.comm
+        ]
+        reductions = [
+            i for i, (a, _, _) in enumerate(found) if a.op == "gradients" and a.exchange.comm
+        ]
         units = {(a.part, c) for a, _, c in found if a.kind is Kind.BACKWARD_WEIGHT}
         assert sorted(gathers) == sorted((part, 0, chunk) for part, chunk in units)
         assert {(found[i][0].part, found[i][2]) for i in reductions} == units
@@ -57,7 +62,9 @@ def test_copies_and_sums_are_alive_until_the_last_pass(
     for rank in range(2):
         found = walk(made, rank)
         alive = [device for device, _ in live_bytes(found)]
-        held = [i for i, (a, _, _) in enumerate(found) if any(map(is_held, a.frees))]
+        held = [
+            i for i, (a, _, _) in enumerate(found) if any(freed.place == HELD for freed in a.frees)
+        ]
         count = rank_parameters(made, made.base_plan, rank)
         assert alive[held[0] - 1] == count * (gathered + summed)
         assert alive[-1] == 0
@@ -67,7 +74,8 @@ def test_gradients_of_another_width_are_in_a_buffer_first() -> None:
     """Of the unit whose backward runs; else kernels add to the sum."""
     for facts, buffered in (({}, True), ({"reduce_bytes": 2}, False)):
         found = walk(piped(system_changes=facts), 1)
-        buffers = {alloc.name for a, _, _ in found for alloc in a.allocs if "gradients" in a.op}
+        allocs = [alloc for a, _, _ in found for alloc in a.allocs if "gradients" in a.op]
+        buffers = {str(alloc.storage) for alloc in allocs}
         assert ("L0.gradients" in buffers) == buffered
         assert "L0.sums^" in buffers
 
@@ -92,7 +100,11 @@ def test_the_reductions_take_their_seconds_after_the_last_pass(vpp: int) -> None
     intervals = simulate(program, seconds, record=True).intervals
     for rank in range(2):
         own = [one for one in intervals if one.rank == rank and one.block == "reduce"]
-        units = {(one.action.part, one.chunk): one.action.comm for one in own if one.action.comm}
+        units = {
+            (one.action.part, one.chunk): one.action.exchange.comm
+            for one in own
+            if one.action.exchange.comm
+        }
         took = max(one.end_s for one in own) - min(one.start_s for one in own)
         each = [
             made.cost.comm_s(Comm("reduce_scatter", "dp", c.nbytes), rank) for c in units.values()

@@ -10,6 +10,7 @@ from msgspec.structs import replace
 from rematbench.engine.lowering.lower import lower
 from rematbench.engine.program.action import GRADIENTS_DOWN, Action, Kind
 from rematbench.engine.program.program import Program
+from rematbench.engine.program.storage import event_of
 from rematbench.engine.simulate.max_plus import simulate_chunks
 from rematbench.engine.simulate.op_level import ORDERING, TIMELESS, Timing, simulate
 from rematbench.engine.simulate.seconds import DIRECTION, ActionCosts, action_seconds
@@ -158,7 +159,7 @@ class Hand:
 
     def timing(self, action: Action, rank: int) -> Timing:
         """`seen` holds the host."""
-        return Timing(self(action, rank), 2.0, held=action.event == "seen")
+        return Timing(self(action, rank), 2.0, held=action.event is event_of("seen"))
 
     def alike(self, rank: int) -> int:
         """No two ranks."""
@@ -223,7 +224,7 @@ def test_a_compiled_region_is_a_launch_between_collectives(tp: int) -> None:
     for block in rank.blocks:
         mine = [action for action in block.actions if action.part == "L0"]
         issued = sum(costs.issue_s(action, 0) for action in mine if action.kind in DIRECTION)
-        collectives = sum(action.comm is not None for action in mine)
+        collectives = sum(action.exchange.comm is not None for action in mine)
         if block.label in "FB":
             apart = 1 if block.label == "B" and tp > 1 else 0  # two gathers follow each other
             assert issued == 1 + collectives - apart

@@ -184,7 +184,7 @@ def test_weights_come_up_before_each_use_of_their_unit(name: str) -> None:
     gathers = [i for i in moved if i.action.kind is Kind.ALL_GATHER]
     assert len(gathers) == (len(up) if shards > 1 else 0)
     for copy, gather in zip(up, gathers, strict=bool(gathers)):
-        assert gather.action.reads == tuple(alloc.name for alloc in copy.action.allocs)
+        assert gather.action.reads == tuple(alloc.storage for alloc in copy.action.allocs)
         assert copy.end_s <= gather.start_s
     first = next(i for i in moved if (i.action.kind, i.action.part) == (Kind.FORWARD, "L0"))
     second = next(i for i in up if i.action.part == "L1")

@@ -72,8 +72,8 @@ def test_gradients_are_scattered_inside_then_summed_between(stage: int, *, overl
     assert {a.kind for a in scatters} == {Kind.REDUCE_SCATTER}
     assert {a.kind for a in sums} == {Kind.ALL_REDUCE}
     for one, other in zip(scatters, sums, strict=True):
-        assert (one.comm.group, other.comm.group) == ("dp", "replica")
-        assert other.comm.nbytes == -(-one.comm.nbytes // 4)
+        assert (one.exchange.comm.group, other.exchange.comm.group) == ("dp", "replica")
+        assert other.exchange.comm.nbytes == -(-one.exchange.comm.nbytes // 4)
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
@@ -95,7 +95,10 @@ def test_bytes_between_nodes(reduce_bytes: int) -> None:
     GPUs as its degree, sums each rank's share once: 2 (n - 1) / n of it."""
     made = hybrid(4, reduce_bytes=reduce_bytes)
     made = on(made, gpus_per_node=4)
-    comms = [a.comm for a in actions(made, Kind.ALL_GATHER, Kind.REDUCE_SCATTER, Kind.ALL_REDUCE)]
+    comms = [
+        a.exchange.comm
+        for a in actions(made, Kind.ALL_GATHER, Kind.REDUCE_SCATTER, Kind.ALL_REDUCE)
+    ]
     between = sum(made.cost.network_bytes(comm, 0) for comm in comms)
     groups = {comm.group for comm in comms if made.cost.network_bytes(comm, 0)}
     assert groups == {"replica"}
@@ -122,8 +125,10 @@ def test_experts_are_sharded_inside_a_replica(ep: int, tp: int, shards: int, sta
         assert len({rank // (len(every) // 2) for rank in group}) == 1
     program = lower(made.base_plan, made)
     check(program)
-    walk = [action for action, _, _ in program.ranks[0].actions() if action.comm]
-    kinds = {(a.kind, a.comm.group) for a in walk if a.op == "gradients" and a.comm}
+    walk = [action for action, _, _ in program.ranks[0].actions() if action.exchange.comm]
+    kinds = {
+        (a.kind, a.exchange.comm.group) for a in walk if a.op == "gradients" and a.exchange.comm
+    }
     assert ((Kind.REDUCE_SCATTER, "edp") in kinds) == (shards > 1)
     assert (Kind.ALL_REDUCE, "expert_replica") in kinds
     experts = 3 * table.expert_parameters

@@ -11,6 +11,7 @@ from rematbench.engine.lowering.lower import lower
 from rematbench.engine.program.ledger import issue_order, live_at_peak, live_bytes
 from rematbench.engine.program.profile import program_profiles
 from rematbench.engine.program.program import Step
+from rematbench.engine.program.storage import HOST
 from rematbench.evidence.published.estimators import Recomputation, korthikanti_layer_bytes
 from rematbench.inputs.layout import Layout
 from rematbench.plan import Offload, Recompute, Rule
@@ -195,8 +196,8 @@ def test_pinned_blocks_are_counted_whole() -> None:
         peak = 0
         for action, micro_batch, chunk in rank.actions():
             for alloc in action.allocs:
-                if alloc.name.endswith("@host"):
-                    held[alloc.name, micro_batch, chunk] = 1 << (alloc.nbytes - 1).bit_length()
+                if alloc.storage.place == HOST:
+                    held[alloc.storage, micro_batch, chunk] = 1 << (alloc.nbytes - 1).bit_length()
             peak = max(peak, sum(held.values()))
             for name in action.frees:
                 held.pop((name, micro_batch, chunk), None)

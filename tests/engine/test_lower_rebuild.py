@@ -52,7 +52,7 @@ def test_a_window_beside_a_piece_rebuilds_whole_what_is_whole() -> None:
     beside = rule(Recompute(window=Window(op="fc1", direction="backward")), "lse", "act_out")
     program = lower(replace(given.base_plan.with_rules(beside), mini_sequences=(pieces,)), given)
     check(program)
-    shares = {a.op: a.fraction for a in of_kind(program, Kind.RECOMPUTE)}
+    shares = {a.op: a.rows.fraction for a in of_kind(program, Kind.RECOMPUTE)}
     assert shares["attention"] == 1.0
     assert shares["act"] < 1.0
 

@@ -9,6 +9,7 @@ from rematbench.engine.program.program import Program
 from rematbench.evaluate.proof import check
 from rematbench.plan import MiniSequence, Pass, Plan, PlanError, Split, StateFate
 from tests.problems import LLAMA, layers, problem, rule
+from tests.program_text import parse_storage
 
 
 def actions(program: Program, *kinds: Kind) -> list[Action]:
@@ -34,7 +35,7 @@ def test_overlapped_reduction_goes_by_buckets() -> None:
     reduces = [
         (a.part, mb)
         for a, mb, _ in lower(given.base_plan, given).ranks[0].actions()
-        if a.op == "gradients" and a.comm
+        if a.op == "gradients" and a.exchange.comm
     ]
     assert reduces == [(part, 1) for part in ("H", "L2", "L1", "L0", "E")]
 
@@ -61,12 +62,13 @@ def test_tied_embeddings_on_one_rank_share_weight_and_gradient(stage: int) -> No
     check(program)
     walk = [action for action, _, _ in program.ranks[0].actions()]
     heads = [a for a in walk if (a.part, a.op) == ("H", "lm_head") and a.stream == "compute"]
-    assert {"E.parameters" in a.reads for a in heads} == {stage == 3}
+    assert {parse_storage("E.parameters") in a.reads for a in heads} == {stage == 3}
     gathers = [a.part for a in walk if a.kind is Kind.ALL_GATHER and a.op == "parameters"]
     if stage == 3:
         assert gathers.count("E") == 4  # its forward and backward, the head's forward and backward
-    made = next(i for i, a in enumerate(walk) if a.allocs and a.allocs[0].name == "E.gradients")
-    freed = next(i for i, a in enumerate(walk) if "E.gradients" in a.frees)
+    buffer = parse_storage("E.gradients")
+    made = next(i for i, a in enumerate(walk) if a.allocs and a.allocs[0].storage is buffer)
+    freed = next(i for i, a in enumerate(walk) if buffer in a.frees)
     weight = next(i for i, a in enumerate(walk) if a.kind is Kind.BACKWARD_WEIGHT and a.part == "H")
     assert made < weight < freed
     assert {a.part for a in walk[weight:freed]} >= {"H", "L1", "L0", "E"}
@@ -82,7 +84,7 @@ def test_an_embedding_that_stays_is_not_gathered_for_the_head() -> None:
     gathers = [a for a in actions(program, Kind.ALL_GATHER) if a.op == "parameters"]
     assert [a.part for a in gathers].count("E") == 1
     heads = [a for a in actions(program, Kind.FORWARD) if (a.part, a.op) == ("H", "lm_head")]
-    assert all("E.parameters" in a.reads for a in heads)
+    assert all(parse_storage("E.parameters") in a.reads for a in heads)
 
 
 def test_layers_that_are_never_released_are_refused() -> None:
@@ -133,7 +135,7 @@ def test_a_ragged_tail_is_a_smaller_last_piece() -> None:
     logits = given.head.activations["logits"]
     pieces = [a.allocs[0] for a in actions(program, Kind.FORWARD) if a.op == "lm_head"]
     assert [p.nbytes // logits.row_bytes for p in pieces] == [11, 11, 10]
-    assert [p.name for p in pieces] == ["H.logits%0", "H.logits%1", "H.logits%2"]
+    assert [str(p.storage) for p in pieces] == ["H.logits%0", "H.logits%1", "H.logits%2"]
 
 
 @pytest.mark.parametrize(

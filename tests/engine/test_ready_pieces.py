@@ -7,7 +7,7 @@ from msgspec.structs import replace
 
 from rematbench.engine.lowering import lower as lowering
 from rematbench.engine.lowering.lower import lower
-from rematbench.engine.lowering.ready_pieces import ReadyPieces, ready_pieces
+from rematbench.engine.lowering.states.ready_pieces import ReadyPieces, ready_pieces
 from rematbench.engine.program.action import (
     HOST_UPDATE,
     STATES_DOWN,
@@ -18,6 +18,7 @@ from rematbench.engine.program.action import (
 )
 from rematbench.engine.program.ledger import live_bytes
 from rematbench.engine.program.program import Block, Program
+from rematbench.engine.program.storage import Role, event_of
 from rematbench.evaluate.evaluation import evaluate, evaluate_program, program_bytes
 from rematbench.evaluate.proof import CheckError, check
 from rematbench.inputs.constants import instant_hosts
@@ -82,7 +83,7 @@ def test_programs_are_sound_and_move_the_bytes_of_a_later_start(
         flying, most = 0, 0
         for action, _, _ in rank.actions():
             flying += sum(alloc.nbytes for alloc in action.allocs if action.op == STATES_UP)
-            flying -= sum(12 * pieces.size for name in action.frees if name.endswith(".states"))
+            flying -= sum(12 * pieces.size for each in action.frees if each.role is Role.STATES)
             most = max(most, flying)
         assert most <= slots * 12 * pieces.size
         assert list(live_bytes(rank.actions()))[-1] == (0, 0)
@@ -93,9 +94,9 @@ def test_every_unit_is_in_the_pieces_that_hold_it() -> None:
     made = given("one")
     plan, _ = both(made, "host", count=9)
     updates = [a for a, _, _ in lower(plan, made).ranks[0].actions() if a.stream == HOST_UPDATE]
-    named = [unit for a in updates if a.op for unit in a.units]
-    assert list(dict.fromkeys(named)) == ["H.0", *(f"L{n}.0" for n in (3, 2, 1, 0)), "E.0"]
-    assert all(a.units for a in updates if a.op)
+    named = [unit for a in updates if a.op for unit in a.part.units]
+    assert list(dict.fromkeys(named)) == [(part, 0) for part in ("H", "L3", "L2", "L1", "L0", "E")]
+    assert all(a.part.units for a in updates if a.op)
 
 
 def test_a_slow_host_starts_with_the_first_gradients() -> None:
@@ -118,7 +119,7 @@ def test_gradients_of_norms_are_summed_before_their_reduction() -> None:
         sums = [a for a in actions if a.op == "norm_gradients"]
         kinds.append([a.part for a in sums])
         last = max(i for i, a in enumerate(actions) if a.op == "norm_gradients")
-        assert any(a.op == "gradients" and a.comm for a in actions[last:]) == (one is plan)
+        assert any(a.op == "gradients" and a.exchange.comm for a in actions[last:]) == (one is plan)
     assert kinds == [["H", "L3", "L2", "L1", "L0"], [""]]
 
 
@@ -157,7 +158,7 @@ def without(program: Program, drop: Any) -> Program:
         (lambda a: a.op == STATES_DOWN and a.part == "P1", "P1.states, which is not back"),
         (lambda a: a.op == "optimizer" and a.part == "P2", "sends P2 before its update"),
         (lambda a: a.stream == HOST_UPDATE and a.kind is Kind.WAIT, "may still use them"),
-        (lambda a: a.wait == "P1.back", "frees P1.states while d2h may still use it"),
+        (lambda a: a.wait is event_of("P1.back"), "frees P1.states while d2h may still use it"),
         (lambda a: a.stream == "d2h" and a.kind is Kind.WAIT, "may still use them"),
     ],
 )

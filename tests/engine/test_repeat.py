@@ -9,7 +9,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from rematbench.engine.lowering import pieces, repeated_layers
+from rematbench.engine.lowering import repeated_layers
+from rematbench.engine.lowering.blocks import pieces
 from rematbench.engine.lowering.lower import lower
 from rematbench.engine.program.ledger import pool_bytes
 from rematbench.engine.program.profile import program_profiles
@@ -134,12 +135,14 @@ def test_actions_are_counted_once_for_all_periods(layout: str) -> None:
     given_problem = problem(model=layers(60), **LAYOUTS[layout])
     program = lower(transfers(given_problem.base_plan.with_rules(*rules), **moves), given_problem)
     expected = Counter(
-        (a.kind, a.op, a.nbytes, a.comm) for rank in program.ranks for a, _, _ in rank.actions()
+        (a.kind, a.op, a.nbytes, a.exchange.comm)
+        for rank in program.ranks
+        for a, _, _ in rank.actions()
     )
     found: Counter[object] = Counter()
     for block, runs in program.block_runs:
         for a, count in block.counted():
-            found[a.kind, a.op, a.nbytes, a.comm] += count * runs
+            found[a.kind, a.op, a.nbytes, a.exchange.comm] += count * runs
     assert found.total() == expected.total()
     plain = {key: n for key, n in expected.items() if not key[1].startswith(("L", "d:"))}
     assert len(plain) > 20

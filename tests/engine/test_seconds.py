@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from rematbench.engine.lowering.fates import ChunkPlace, covered
+from rematbench.engine.lowering.blocks.fates import ChunkPlace, covered
 from rematbench.engine.lowering.lower import lower
 from rematbench.engine.simulate.max_plus import simulate_chunks
 from rematbench.engine.simulate.op_level import RankedSeconds, simulate

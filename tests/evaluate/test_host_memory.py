@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from rematbench.costs.states import sub_groups, zero1_host_states, zero3_host_states
-from rematbench.engine.lowering.host_states import rank_tensors
+from rematbench.engine.lowering.states.host_states import rank_tensors
 from rematbench.evaluate.evaluation import evaluate
 from rematbench.evaluate.problems import make_problem
 from rematbench.evaluate.result import evaluate_method

@@ -28,7 +28,7 @@ def job(*files: str, **given: object) -> tuple[FileJob, Reading]:
 
 EXPECTED = {
     ("megatron_llama.sh",): (
-        "selective_recompute --model llama-3.1-8b --cluster CLUSTER --system megatron-core "
+        "selective_recompute --model llama-3.1-8b --cluster CLUSTER --system megatron-core-0.16 "
         "--gpus 32 --seq-len 8192 --global-batch 128 --tp 4 --pp 2"
     ),
     ("megatron_gpt.sh",): (
@@ -244,10 +244,25 @@ def test_other_files_are_refused_in_one_line(tmp_path: Path, text: str) -> None:
 def test_the_command_runs_what_it_prints(tmp_path: Path) -> None:
     words = [sys.executable, "-m", "rematbench", "read", str(JOBS / "megatron_llama.sh")]
     words += ["--cluster", "h100-80gb", "-o", str(tmp_path), "--run"]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "not run: unknown keys: --surprising-option (--anyway" in done.stderr
+    words.append("--anyway")
     done = subprocess.run(words, capture_output=True, text=True, check=True)
-    first, *rest = done.stdout.splitlines()
-    assert first.startswith("rematbench simulate selective_recompute --model llama-3.1-8b")
-    assert any(line.startswith("FITS") for line in rest)
+    command = "rematbench simulate selective_recompute --model llama-3.1-8b"
+    for start in (command, "FITS"):
+        assert any(line.startswith(start) for line in done.stdout.splitlines())
+
+
+def test_variables_are_given_by_name_and_value(tmp_path: Path) -> None:
+    file = tmp_path / "run.sh"
+    shape = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --vocab-size 9"
+    file.write_text(f"x.py {shape} --bf16 --tensor-model-parallel-size ${{TP:-1}}\n")
+    words = [sys.executable, "-m", "rematbench", "read", str(file), "-o", str(tmp_path), "--set"]
+    done = subprocess.run([*words, "TP=2"], capture_output=True, text=True, check=True)
+    assert " --tp 2" in done.stdout
+    done = subprocess.run([*words, "TP"], capture_output=True, text=True, check=False)
+    assert (done.returncode, "expected NAME=VALUE" in done.stderr) == (2, True)
 
 
 def test_what_is_refused_is_not_run(tmp_path: Path) -> None:

@@ -36,13 +36,15 @@ def names(requirements: list[str]) -> set[str]:
 def test_environment_carries_the_direct_pins_of_the_lock() -> None:
     locked = pins(LOCK.splitlines())
     direct = names(PROJECT["dependencies"])
-    conda = pins([line for line in ENVIRONMENT["dependencies"] if isinstance(line, str)])
-    assert conda == {name: locked[name] for name in direct}
+    *conda, pip = ENVIRONMENT["dependencies"]
+    assert pins(conda + pip["pip"]) == {name: locked[name] for name in direct}
 
 
 def test_environment_stands_alone_and_the_project_comes_after_it(tmp_path: Path) -> None:
     """Snakemake copies the file away, where `-e .` would have no project."""
-    assert all(isinstance(line, str) for line in ENVIRONMENT["dependencies"])
+    *conda, pip = ENVIRONMENT["dependencies"]
+    assert all(isinstance(line, str) for line in conda)
+    assert pins(pip["pip"]).keys() == {"shfmt-py"}
     python = tmp_path / "python"
     python.write_text('#!/bin/sh\nprintf "%s " "$PWD" "$@"\n')
     python.chmod(0o755)
@@ -93,7 +95,7 @@ NOT_IMPORTED = {
     "pytest-xdist": "--numprocesses",
     "ruff": "a check of bench",
     "scipy-stubs": "types for mypy",
-    "shfmt-py": "snakefmt calls its binary",
+    "shfmt-py": "its program parses launch scripts; snakefmt calls it",
     "snakemake-executor-plugin-slurm": "profiles/slurm",
     "snakefmt": "a check of bench",
     "types-pyyaml": "types for mypy",

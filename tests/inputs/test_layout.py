@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from rematbench.inputs.layout import Layout, LayoutError, check_layout
+from rematbench.inputs.layout import Layout, LayoutError
+from rematbench.inputs.layout_rules import check_layout
 from rematbench.inputs.load import load_model, load_system
 from rematbench.workload import Workload
 

@@ -20,13 +20,7 @@ from rematbench.measure.parts import layers
 from rematbench.measure.parts.checks import Finding, Summary
 from rematbench.measure.parts.layers import TurnLog
 from rematbench.measure.predicted_steps import PREDICTED
-from rematbench.measure.records import (
-    Prediction,
-    Turn,
-    append_line,
-    by_cell,
-    read_lines,
-)
+from rematbench.measure.records import Prediction, Turn, append_line, by_cell, read_lines
 from rematbench.paper.tables.gpu_checks import checks_table
 from rematbench.paper.tables.gpu_layers import build, layer_rows, layers_table, ratios_table
 from rematbench.plan import Plan

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from rematbench.engine.lowering.lower import lower
-from rematbench.engine.program.action import HOST
+from rematbench.engine.program.storage import HOST
 from rematbench.evaluate.evaluation import evaluate
 from rematbench.evaluate.method_contract import check_plan
 from rematbench.evaluate.proof import check
@@ -82,8 +82,8 @@ def test_it_plans_or_refuses_in_a_users_words(spec: str, system: str, layout: st
 def offloaded(given: Problem, **settings: Any) -> set[str]:
     """The activations of a layer of which memo copies bytes to the host."""
     (rank,) = lower(plan_of(given, "memo", **settings), given).ranks
-    allocs = (x.name for block in rank.blocks for a in block.actions for x in a.allocs)
-    return {name.split(".")[1].removesuffix(HOST) for name in allocs if name.endswith(HOST)}
+    made = (x.storage for block in rank.blocks for a in block.actions for x in a.allocs)
+    return {storage.tensor for storage in made if storage.place == HOST}
 
 
 def test_a_held_layer_input_leaves_whole_where_tokens_are_rebuilt() -> None:

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from rematbench.engine.lowering.lower import lower
-from rematbench.engine.program.action import Kind
+from rematbench.engine.program.action import ALONE, Kind
+from rematbench.engine.program.storage import Event
 from rematbench.engine.simulate.op_level import simulate
 from rematbench.engine.simulate.seconds import action_seconds
 from rematbench.evaluate.proof import check
@@ -297,16 +298,17 @@ def test_hidden_work_and_its_collective_lose_to_each_other() -> None:
     assert stalls
     seconds = action_seconds(p)
     for stall in stalls:
-        assert stall.comm is not None
-        kernel = replace(stall, kind=Kind.RECOMPUTE, comm=None)
-        shorter = min(seconds(kernel, 0), p.cost.comm_s(stall.comm, 0))
+        assert stall.exchange.comm is not None
+        kernel = replace(stall, kind=Kind.RECOMPUTE, exchange=ALONE)
+        shorter = min(seconds(kernel, 0), p.cost.comm_s(stall.exchange.comm, 0))
         assert seconds(stall, 0) == pytest.approx(p.cost.stack.tp_stall * shorter)
     for block in (b for rank in lowered.ranks for b in rank.blocks if b.label == "B"):
-        pending: set[str] = set()
+        pending: set[Event] = set()
         for action in block.actions:
             if action.stream == "tp" and action.event:
                 pending.add(action.event)
-            pending.discard(action.wait)
+            if action.wait:
+                pending.discard(action.wait)
             assert action.kind is not Kind.STALL or not pending
 
 

@@ -9,6 +9,7 @@ from rematbench.engine.lowering.lower import lower
 from rematbench.engine.program.action import Kind
 from rematbench.engine.program.ledger import issue_order, pool_bytes
 from rematbench.engine.program.program import Block, Program
+from rematbench.engine.program.storage import COPIED_OUT
 from rematbench.engine.simulate.op_level import simulate
 from rematbench.engine.simulate.seconds import action_seconds
 from rematbench.evaluate.evaluation import evaluate
@@ -144,7 +145,7 @@ def test_attention_never_runs_again_and_the_last_two_layers_never_do() -> None:
     again = [a for b in rank.blocks for a in b.actions if a.kind is Kind.RECOMPUTE]
     assert "attention" not in {a.op for a in again}
     assert {a.part for a in again} == {"L0", "L1", "L2", "L3"}
-    assert {a.fraction for a in again} == {0.5}
+    assert {a.rows.fraction for a in again} == {0.5}
     moved = {a.part for b in rank.blocks for a in b.actions if a.kind in (Kind.D2H, Kind.H2D)}
     assert moved == {"L0", "L1", "L2", "L3"}
 
@@ -223,8 +224,8 @@ def test_copies_run_on_beside_the_next_pass() -> None:
     send = next(i for i in moved if i.action.kind is Kind.SEND)
     copies = [i for i in moved if i.action.kind is Kind.D2H and i[-2:] == send[-2:]]
     assert send.start_s < copies[-1].end_s
-    order = [i for i in moved if i.action.kind is Kind.FORWARD or i.action.event == "d2h"]
-    last = max(order.index(i) for i in order if i.action.event == "d2h" and i[-2:] == (0, 0))
+    order = [i for i in moved if i.action.kind is Kind.FORWARD or i.action.event is COPIED_OUT]
+    last = max(order.index(i) for i in order if i.action.event is COPIED_OUT and i[-2:] == (0, 0))
     follower = next(i for i in order[last:] if i.action.kind is Kind.FORWARD)
     assert follower[-2:] != (0, 0)
     assert follower.start_s < order[last].end_s

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from rematbench.inputs.configfile import ConfigError
+from rematbench.paper.builders.documents import MARKED, PLACES, TEXTS, with_numbers, write_documents
 from rematbench.paper.catalog import table_files
-from rematbench.paper.made.documents import MARKED, PLACES, TEXTS, with_numbers, write_documents
 from tests.workflow.checkout import ROOT
 
 EXPECTED = ROOT / "results" / "expected"

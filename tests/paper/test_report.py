@@ -12,6 +12,7 @@ import pytest
 from msgspec.structs import replace
 
 from rematbench.host import chart_style
+from rematbench.host.declared import facts
 from rematbench.host.table import write_sheet
 from rematbench.inputs.system import System
 from rematbench.paper import expected

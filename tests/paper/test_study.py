@@ -12,7 +12,7 @@ from rematbench.evidence.published.sheets import CONFIGURATION, SCORED, TABLED
 from rematbench.host.table import write_sheet
 from rematbench.inputs.configfile import ConfigError
 from rematbench.inputs.paths import data_dir
-from rematbench.paper.made.answers import build
+from rematbench.paper.builders.answers import build
 from rematbench.paper.studies import answers
 from rematbench.paper.studies.answers import StudyAnswer, ask_study, dump, read_answers
 from rematbench.paper.studies.measures import part_peak_bytes, saved_layer_bytes

@@ -107,7 +107,7 @@ def interpreters() -> list[str]:
 MATRIX = """
 import sys
 from pathlib import Path
-from rematbench.paper.made.matrix import build
+from rematbench.paper.builders.matrix import build
 suite, cells = Path("config/paper.yaml"), Path("results/searched/cells.csv")
 build(Path(sys.argv[1]), {"model": "llama3-8b", "seq_lens": "16384"}, suite, cells)
 """

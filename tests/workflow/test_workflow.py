@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from rematbench.evidence.published.sheets import read_sheet
-from rematbench.paper.targets import targets as found_targets
+from rematbench.paper.targets import targets as all_targets
 from tests.installed import needs
 from tests.workflow.checkout import GUIDES, ROOT, Checkout
 from tests.worlds.slurm.slow import leave_methods
@@ -161,7 +161,7 @@ def test_the_guides_only_use_targets_of_bench_and_snakemake() -> None:
     files = [ROOT / "Snakefile", *(ROOT / "workflows").glob("*.smk")]
     text = "\n".join(path.read_text() for path in files)
     rules = set(re.findall(r"^rule (\w+):", text, re.MULTILINE))
-    rules |= {target.name for target in found_targets()}
+    rules |= {target.name for target in all_targets()}
     assert {word for target, word in targets if target == "reproduce" and word} <= rules
 
 

@@ -222,9 +222,9 @@ def _our_option(message: str) -> str:
     unknown = re.match(r"No such option:? '?--([\w-]+)", message)
     if unknown is None:
         return ""
-    megatron = importlib.import_module("rematbench.foreign.megatron")
+    keys = importlib.import_module("rematbench.foreign.keys")
     job = importlib.import_module("rematbench.inputs.job")
-    name = megatron.NUMBERS.get(unknown[1], "")
+    name = keys.dialect("megatron")[""].numbers.get(unknown[1].replace("-", "_"), "")
     known = {field.name for field in job.options()}
     return f"; here it is {job.flag(name)}" if name in known else ""
 

@@ -6,7 +6,7 @@ import typer
 from typer import Argument, Option
 
 from rematbench.host.console import CommandError, align_left, console, grid, plain
-from rematbench.paper.targets import found, targets
+from rematbench.paper.targets import find_target, targets
 
 
 def make(
@@ -29,7 +29,7 @@ def make(
         console().print(shown)
     elif not paths:
         raise CommandError("give a TARGET, or use --list")
-    asked = [found(path) for path in paths or ()]
-    once = {(target.name, *values.items()): (target, values) for target, values in asked}
-    for target, values in once.values():  # a target has several files
+    chosen = [find_target(path) for path in paths or ()]
+    once = {(target.name, *values.items()): (target, values) for target, values in chosen}
+    for target, values in once.values():  # one target may have several files
         typer.echo(target.make(values))

@@ -14,8 +14,8 @@ from typer import Option
 from rematbench.cli.options import Request, RunOptions, request, takes_run
 from rematbench.cli.show import as_json, heading, method_line, show
 from rematbench.cli.targets import Json, Out, need_file
-from rematbench.engine.lowering.chunk_ops import ChunkOps
-from rematbench.engine.lowering.fates import Resolved, resolve
+from rematbench.engine.lowering.blocks.chunk_ops import ChunkOps
+from rematbench.engine.lowering.blocks.fates import Resolved, resolve
 from rematbench.engine.lowering.lower import lower
 from rematbench.evaluate.evaluation import PlanEvaluation
 from rematbench.evaluate.perfetto import write_timeline

@@ -34,20 +34,31 @@ def read(  # an option of the command line each
         Path,
         Option("-o", "--output", metavar="DIR", help="Where model and stack files are written."),
     ] = Path(),
+    variables: Annotated[
+        list[str] | None,
+        Option("--set", metavar="NAME=VALUE", help="A variable of the environment."),
+    ] = None,
     run: Annotated[bool, Option("--run", help="Also run the command.")] = False,
+    anyway: Annotated[
+        bool, Option("--anyway", help="Run it also where keys are unknown, without them.")
+    ] = False,
 ) -> None:
     """Read the files of a training job and print the equal `simulate` command.
 
     FILE: a script with a launch line of Megatron or of a Hugging Face trainer (Transformers, TRL,
     LLaMA-Factory, ms-swift, OpenRLHF, verl), a DeepSpeed JSON, a YAML of accelerate, TRL,
     LLaMA-Factory, axolotl or nanotron, a TOML of torchtitan, and the model's config.json.  Nothing
-    is executed.  Options replace values of the files.
+    is executed.  Options replace values of the files.  A key that is neither read nor known to be
+    without effect stops --run.
 
     \b
     Example:
       rematbench read train.yaml ds_z3.json config.json --cluster h100-80gb --gpus 8 --run
     """
-    reading = read_files(files)
+    wrong = [text for text in variables or () if "=" not in text]
+    if wrong:
+        raise CommandError(f"--set {wrong[0]}: expected NAME=VALUE")
+    reading = read_files(files, dict(text.split("=", 1) for text in variables or ()))
     given = {**facts, "vocab": vocab}
     job = _named(file_job(reading, given, method, files[0].stem))
     _write(job, output)
@@ -55,7 +66,10 @@ def read(  # an option of the command line each
     if not run:
         return
     if reading.refused:
-        raise CommandError(f"not run: {'; '.join(reading.refused)}")
+        raise CommandError(f"not run: {'; '.join(_grouped(reading.refused))}")
+    if reading.unknown and not anyway:
+        keys = ", ".join(dict.fromkeys(reading.unknown))
+        raise CommandError(f"not run: unknown keys: {keys} (--anyway runs it without them)")
     if job.missing:
         raise CommandError(f"not run: no file gives {', '.join(job.missing)}")
     from rematbench.cli.app import command_line  # noqa: PLC0415  # it imports this module
@@ -85,6 +99,15 @@ def _words(job: FileJob, output: Path) -> list[str]:
     return [str(output / word) if word in job.files else word for word in job.words]
 
 
+def _grouped(lines: list[str]) -> list[str]:
+    """The lines `key: reason`, those with one reason as one line."""
+    keys: dict[str, list[str]] = {}
+    for line in lines:
+        key, colon, reason = line.partition(": ")
+        keys.setdefault(reason if colon else "", []).append(key)
+    return [": ".join(filter(None, (", ".join(keys[reason]), reason))) for reason in keys]
+
+
 def _print(job: FileJob, reading: Reading, output: Path) -> None:
     typer.echo(f"rematbench simulate {shlex.join(_words(job, output))}")
     if job.missing:
@@ -93,7 +116,7 @@ def _print(job: FileJob, reading: Reading, output: Path) -> None:
         ("not modelled", reading.refused),
         ("note", reading.notes),
     ):
-        for line in lines:
+        for line in _grouped(lines):
             typer.echo(f"{kind}: {line}")
     if reading.unknown:
         typer.echo(f"unknown keys, not read: {', '.join(dict.fromkeys(reading.unknown))}")

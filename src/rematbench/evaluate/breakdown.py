@@ -88,11 +88,12 @@ class WithoutTraffic:
         """Return the seconds on the action's stream."""
         if action.stream in self.streams:
             return 0.0
-        comm = action.comm
+        exchange = action.exchange
+        comm = exchange.comm
         if action.kind is Kind.STALL and comm is not None and comm.stream in self.streams:
             return 0.0
-        if action.overlaps in self.streams:
-            action = replace(action, overlaps="")
+        if exchange.overlaps in self.streams:
+            action = replace(action, exchange=replace(exchange, overlaps=""))
         return self.seconds.timing(action, rank).seconds
 
     def timing(self, action: Action, rank: int) -> Timing:
@@ -117,7 +118,7 @@ def _streams(program: Program) -> set[str]:
         stream
         for block, _ in program.block_runs
         for action, _ in block.counted()
-        for stream in (action.stream, action.overlaps)
+        for stream in (action.stream, action.exchange.overlaps)
     }
 
 

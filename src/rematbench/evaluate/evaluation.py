@@ -10,10 +10,10 @@ from msgspec import Struct
 from rematbench.costs.flops import hfu, mfu
 from rematbench.costs.operators.kernels import Attention, Gemm, Kernel
 from rematbench.costs.states import reduce_buckets
-from rematbench.engine.lowering.held_states import lends_gradients
-from rematbench.engine.lowering.host_states import host_states, on_device
 from rematbench.engine.lowering.lower import lower
-from rematbench.engine.lowering.state_shards import sharded
+from rematbench.engine.lowering.states.held_states import lends_gradients
+from rematbench.engine.lowering.states.host_states import host_states, on_device
+from rematbench.engine.lowering.states.state_shards import sharded
 from rematbench.engine.program.action import STATE_COPIES, Kind
 from rematbench.engine.program.ledger import RankLedger, issue_order, pool_bytes
 from rematbench.engine.program.program import Late, Program
@@ -302,7 +302,7 @@ def _work(problem: Problem, program: Program) -> tuple[float, int]:
             elif action.kind is Kind.RECOMPUTE:
                 table = ends.get(action.part) or problem.layer_kinds[action.variant]
                 op = table.op(action.op)
-                share = action.fraction * action.columns
+                share = action.rows.fraction * action.rows.columns
                 work = sum(kernel_flop(k) for k in op.forward) * share
                 flop += work * count * runs
     return flop, moved

@@ -79,7 +79,8 @@ def _slice(item: Interval) -> Event:
     action = item.action
     operator = ".".join(word for word in (action.part, action.op) if word)
     event = _span(item.rank, STREAM_INDEX[item.stream], item.start_s, item.end_s)
-    moved = action.comm.nbytes if action.comm else action.nbytes
+    comm = action.exchange.comm
+    moved = comm.nbytes if comm else action.nbytes
     args: Event = {"block": item.block}
     if moved:
         args["bytes"] = moved

@@ -13,19 +13,13 @@ storages.
 
 from msgspec import Struct
 
-from rematbench.engine.program.action import (
-    STREAM_INDEX,
-    STREAMS,
-    Action,
-    is_held,
-    is_local,
-    tenant,
-)
+from rematbench.engine.program.action import STREAM_INDEX, STREAMS, Action, Alloc
 from rematbench.engine.program.program import Program, RankProgram
+from rematbench.engine.program.storage import HELD, Event, ModelPart, Slot, Storage
 from rematbench.engine.simulate.op_level import simulate
 from rematbench.evaluate.state_order import COMPUTE, StateCheck, VectorClock
 
-Key = tuple[str, int, int]
+Key = tuple[Storage, int, int]
 REUSING = frozenset(STREAM_INDEX[name] for name in ("tp", "cp", "ep", "h2d"))
 """Streams whose tensors reuse memory that compute freed; tensors of dp and pp_recv have their
 own."""
@@ -67,12 +61,12 @@ class _RankCheck:
     def __init__(self, rank: RankProgram) -> None:
         self.rank = rank
         self.clocks: list[VectorClock] = [[0] * len(STREAMS) for _ in STREAMS]
-        self.events: dict[Key, VectorClock] = {}
-        self.local: dict[str, VectorClock] = {}
+        self.events: dict[tuple[Event, int, int], VectorClock] = {}
+        self.local: dict[Event, VectorClock] = {}
         self.made: dict[Key, tuple[int, int, int]] = {}  # stream, ticks of its start and end
-        self.held: dict[tuple[str, int], Key] = {}  # storages of a chunk, by name and chunk
+        self.held: dict[tuple[Storage, int], Key] = {}  # storages of a chunk, by chunk
         self.touched: dict[Key, list[tuple[int, int]]] = {}
-        self.slots: dict[str, set[Key]] = {}
+        self.slots: dict[Slot, dict[Key, ModelPart]] = {}  # the tenants of each slot
         self.states = StateCheck(rank)
         self.freed_at = 0  # tick of compute's last use of any freed tensor
         self.where = ""
@@ -91,9 +85,9 @@ class _RankCheck:
         if missing:
             raise CheckError(f"rank {self.rank.rank}: {missing}")
         if self.made:
-            name, micro_batch, chunk = next(iter(self.made))
+            storage, micro_batch, chunk = next(iter(self.made))
             raise CheckError(
-                f"rank {self.rank.rank}: {name} of {micro_batch}.{chunk} is never freed"
+                f"rank {self.rank.rank}: {storage} of {micro_batch}.{chunk} is never freed"
             )
 
     def _step(self, action: Action, micro_batch: int, chunk: int) -> None:
@@ -101,38 +95,39 @@ class _RankCheck:
         clock = self.clocks[stream]
         if action.wait:
             self._merge(clock, action.wait, micro_batch, chunk)
-        if action.begin:  # a separate tick, which only streams that wait for `begin` have seen
+        begin = action.exchange.begin
+        if begin:  # a separate tick, which only streams that wait for `begin` have seen
             clock[stream] += 1
-            self.local[action.begin] = clock.copy()
+            self.local[begin] = clock.copy()
         clock[stream] += 1
-        for name in action.reads:
-            self._read((name, micro_batch, chunk), stream, clock, action)
+        for storage in action.reads:
+            self._read((storage, micro_batch, chunk), stream, clock, action)
         for alloc in action.allocs:
-            key = (alloc.name, micro_batch, chunk)
-            self._alloc(key, stream, clock, alloc.slot)
-            begun = clock[stream] - (1 if action.begin else 0)
+            key = (alloc.storage, micro_batch, chunk)
+            self._alloc(key, stream, clock, alloc)
+            begun = clock[stream] - (1 if begin else 0)
             self.made[key] = (stream, begun, clock[stream])
         wrong = self.states.fault(action, micro_batch, chunk, clock, self._alive)
         if wrong:
             raise CheckError(f"{self.where}: {wrong}")
-        for name in action.frees:
-            self._free((name, micro_batch, chunk))
+        for storage in action.frees:
+            self._free((storage, micro_batch, chunk))
         if action.event:
             self._record(action.event, micro_batch, chunk, clock)
 
-    def _alive(self, name: str, micro_batch: int, chunk: int) -> bool:
+    def _alive(self, storage: Storage, micro_batch: int, chunk: int) -> bool:
         """Whether a storage of a (micro-batch, chunk), or of its chunk, is alive."""
-        return self.held.get((name, chunk), (name, micro_batch, chunk)) in self.made
+        return self.held.get((storage, chunk), (storage, micro_batch, chunk)) in self.made
 
-    def _merge(self, clock: VectorClock, event: str, micro_batch: int, chunk: int) -> None:
+    def _merge(self, clock: VectorClock, event: Event, micro_batch: int, chunk: int) -> None:
         seen = self.local.get(event) or self.events.get((event, micro_batch, chunk))
         if seen is None:
-            raise CheckError(f"{self.where}: waits for {event!r}, but no action records it")
+            raise CheckError(f"{self.where}: waits for '{event}', but no action records it")
         for index, value in enumerate(seen):
             clock[index] = max(clock[index], value)
 
-    def _record(self, event: str, micro_batch: int, chunk: int, clock: VectorClock) -> None:
-        if is_local(event):
+    def _record(self, event: Event, micro_batch: int, chunk: int, clock: VectorClock) -> None:
+        if event.is_local:
             self.local[event] = clock.copy()
         else:
             self.events[(event, micro_batch, chunk)] = clock.copy()
@@ -142,7 +137,7 @@ class _RankCheck:
         if key not in self.made:
             raise CheckError(f"{self.where}: reads {key[0]}, which is not allocated")
         producer, begun, at = self.made[key]
-        pipelined = action.comm is not None or bool(action.overlaps)
+        pipelined = action.exchange.comm is not None or bool(action.exchange.overlaps)
         if clock[producer] < (begun if pipelined else at):
             raise CheckError(
                 f"{self.where}: reads {key[0]} without waiting until {STREAMS[producer]} has "
@@ -150,17 +145,17 @@ class _RankCheck:
             )
         self.touched[key].append((stream, clock[stream]))
 
-    def _alloc(self, key: Key, stream: int, clock: VectorClock, slot: str) -> None:
+    def _alloc(self, key: Key, stream: int, clock: VectorClock, alloc: Alloc) -> None:
         if key in self.made:
             raise CheckError(f"{self.where}: allocates {key[0]}, which is already allocated")
-        if slot:
-            tenants = {k for k in self.slots.get(slot, set()) if k in self.made}
-            mine = (*key[1:], tenant(key[0], slot))
-            conflicts = [k for k in tenants if (*k[1:], tenant(k[0], slot)) != mine]
+        if slot := alloc.slot:
+            tenants = {k: who for k, who in self.slots.get(slot, {}).items() if k in self.made}
+            mine = (*key[1:], alloc.tenant)
+            conflicts = [k for k, who in tenants.items() if (*k[1:], who) != mine]
             if conflicts:
                 raise CheckError(f"{self.where}: slot {slot} still holds {conflicts[0][0]}")
-            self.slots[slot] = tenants | {key}
-        if is_held(key[0]):
+            self.slots[slot] = tenants | {key: alloc.tenant}
+        if key[0].place == HELD:
             self.held[key[0], key[2]] = key
         if stream in REUSING and clock[COMPUTE] < self.freed_at:
             raise CheckError(

@@ -3,13 +3,13 @@
 from msgspec import Struct
 
 from rematbench.costs.operators.ops import Part
-from rematbench.engine.lowering.chunk_ops import ChunkOps
-from rematbench.engine.lowering.fates import Resolved, Site, resolve
+from rematbench.engine.lowering.blocks.chunk_ops import ChunkOps
+from rematbench.engine.lowering.blocks.fates import Resolved, Site, resolve
 from rematbench.engine.lowering.lower import rank_orders
 from rematbench.engine.lowering.schedule import phases
-from rematbench.engine.program.action import place
 from rematbench.engine.program.ledger import Live, live_at_peak
 from rematbench.engine.program.program import Program
+from rematbench.engine.program.storage import COPY, REBUILT, Role, Storage
 from rematbench.evaluate.evaluation import PlanEvaluation
 from rematbench.evaluate.evaluator import rank_reserved
 from rematbench.plan import Plan
@@ -83,16 +83,20 @@ def _saved_bytes(
         if key not in fates:
             ops = ChunkOps(problem, rank, item.chunk, plan.partition[rank][item.chunk])
             fates[key], _ = resolve(plan, ops.sites, phase[key], item.micro_batch)
-        fate = fates[key].get(_site(item.name))
-        if fate is None or item.name.endswith("#r") or fate.recompute_bytes == fate.nbytes:
+        site = _site(item.storage)
+        fate = fates[key].get(site) if site else None
+        if fate is None or fate.recompute_bytes == fate.nbytes:
             continue
         if not (staged and fate.offload_bytes):
             total += item.nbytes
     return total
 
 
-def _site(storage: str) -> Site:
-    """The site that a storage belongs to; a gradient or a copy gets a site that no chunk has."""
-    prefix, tensor = place(storage)
-    part = _PARTS.get(prefix[:1], "layer")
-    return part, int(prefix[1:] or 0) if part == "layer" else 0, tensor.partition("#")[0]
+def _site(storage: Storage | None) -> Site | None:
+    """The site whose tensor, or kept or offloaded rows, a storage has; None for all others."""
+    if storage is None or storage.role is not Role.ACTIVATION:
+        return None
+    part = _PARTS.get(storage.part.letter)
+    if part is None or storage.rows in (REBUILT, COPY) or storage.piece is not None:
+        return None
+    return part, max(0, storage.part.number), storage.tensor

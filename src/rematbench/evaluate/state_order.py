@@ -16,36 +16,18 @@ from rematbench.engine.program.action import (
     WEIGHTS_UP,
     Action,
     Kind,
-    expert_buffer,
-    gradient_buffer,
-    gradient_sums,
-    held,
-    is_gradient_buffer,
-    is_piece,
-    is_visit_buffer,
-    master_buffer,
-    parameter_buffer,
-    place,
 )
 from rematbench.engine.program.program import RankProgram
+from rematbench.engine.program.storage import EXPERTS, ModelPart, Role, Storage, UnitOf, storage_of
 
-Unit = tuple[str, int]
-"""(part, chunk) of one unit of a rank."""
-
-Alive = Callable[[str, int, int], bool]
-"""Whether a storage (name, micro-batch, chunk) is alive."""
+Alive = Callable[[Storage, int, int], bool]
+"""Whether a storage of a (micro-batch, chunk) is alive."""
 
 VectorClock = list[int]
 COMPUTE = STREAM_INDEX["compute"]
 BACKWARD = frozenset({Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT})
 KERNELS = BACKWARD | {Kind.FORWARD, Kind.RECOMPUTE}
 EXCHANGED = ("gradients", "norm_gradients", "tied", GRADIENTS_DOWN)
-
-
-def _unit(text: str) -> Unit:
-    """The unit of a text `L3.1`."""
-    part, _, chunk = text.rpartition(".")
-    return part, int(chunk)
 
 
 class _Uses:
@@ -73,12 +55,12 @@ class _Pieces:
     weights up; of a visit states up, the update, states down."""
 
     def __init__(self) -> None:
-        self.weights: dict[str, _Uses] = defaultdict(_Uses)
-        self.gradients: dict[str, _Uses] = defaultdict(_Uses)
-        self.updated: dict[str, str] = {}  # the stream of each piece's update
+        self.weights: dict[ModelPart, _Uses] = defaultdict(_Uses)
+        self.gradients: dict[ModelPart, _Uses] = defaultdict(_Uses)
+        self.updated: dict[ModelPart, str] = {}  # the stream of each piece's update
         self.up: set[str] = set()  # pieces whose weights are on the device again
         self.back: set[str] = set()  # pieces whose states are on the host again
-        self.units: dict[str, frozenset[Unit]] = {}  # of each piece that has not any unit's
+        self.units: dict[str, frozenset[UnitOf]] = {}  # of each piece that has not any unit's
         self.shards_up = False
 
     def fault(self, action: Action, stream: int, clock: VectorClock, *, writes: bool) -> str:
@@ -106,19 +88,18 @@ class _Pieces:
             late = late or self.weights[piece].add(stream, clock, write=True)
         return f"uses {piece} while {late} may still use it" if late else ""
 
-    def lost(self, frees: tuple[str, ...]) -> str:
+    def lost(self, frees: tuple[Storage, ...]) -> str:
         """A visit that is freed before its states are back, or master weights before their cast, in
         words; empty if none."""
-        for name in frees:
-            piece = place(name)[0]
-            if is_visit_buffer(name) and piece not in self.back:
-                return f"frees {name}, which is not back on the host"
-            if name == master_buffer(piece) and is_piece(piece) and piece not in self.up:
-                return f"frees {name}, which is not cast"
+        for storage in frees:
+            if storage.role is Role.STATES and storage.part not in self.back:
+                return f"frees {storage}, which is not back on the host"
+            if storage.role is Role.MASTER and storage.part and storage.part not in self.up:
+                return f"frees {storage}, which is not cast"
         return ""
 
     def late(
-        self, unit: Unit, stream: int, clock: VectorClock, *, write: bool
+        self, unit: UnitOf, stream: int, clock: VectorClock, *, write: bool
     ) -> tuple[str, str] | None:
         """A piece whose weights are still being written or read, and the stream that does it, of
         the pieces that may have weights of a unit (without a part: of its chunk)."""
@@ -137,7 +118,7 @@ class _Pieces:
         for piece, uses in (*self.gradients.items(), *self.weights.items()):
             if late := uses.late(clock, write=True):
                 return f"the step ends while {late} may still update {piece}"
-        numbers = sorted(int(piece[1:]) for piece in self.updated)
+        numbers = sorted(piece.number for piece in self.updated)
         gap = next((at for at, number in enumerate(numbers) if at != number), None)
         if gap is not None:
             return f"piece P{gap} is never updated"
@@ -147,10 +128,10 @@ class _Pieces:
         return f"weights of {left[0]} never go up after their update" if left else ""
 
 
-def _gathered(part: str) -> set[str]:
-    """The storage names that a part's gathered parameters may have."""
-    names = parameter_buffer(part), expert_buffer(part)
-    return {*names, *map(held, names)}
+def _gathered(part: ModelPart) -> set[Storage]:
+    """The storages that a part's gathered parameters may have."""
+    found = [storage_of(part, tensor, Role.WEIGHTS) for tensor in ("", EXPERTS)]
+    return {*found, *(storage.held for storage in found)}
 
 
 class StateCheck:
@@ -159,17 +140,17 @@ class StateCheck:
     gathers."""
 
     def __init__(self, rank: RankProgram) -> None:
-        self.weights: dict[Unit, _Uses] = defaultdict(_Uses)
-        self.gradients: dict[Unit, _Uses] = defaultdict(_Uses)
-        self.passed: dict[Unit, int] = {}  # micro-batch of the latest backward
-        self.reduced: set[Unit] = set()
-        self.sent: set[Unit] = set()  # units of which a piece's gradients are on the host
-        self.updated: set[Unit] = set()
+        self.weights: dict[UnitOf, _Uses] = defaultdict(_Uses)
+        self.gradients: dict[UnitOf, _Uses] = defaultdict(_Uses)
+        self.passed: dict[UnitOf, int] = {}  # micro-batch of the latest backward
+        self.reduced: set[UnitOf] = set()
+        self.sent: set[UnitOf] = set()  # units of which a piece's gradients are on the host
+        self.updated: set[UnitOf] = set()
         self.pieces = _Pieces()
         actions = [action for block in rank.blocks for action in block.actions]
-        self.buffers = {alloc.name for action in actions for alloc in action.allocs}
+        self.buffers = {alloc.storage for action in actions for alloc in action.allocs}
         self.weighted = {a.op for a in actions if not _gathered(a.part).isdisjoint(a.reads)}
-        self.reduces = any(a.op == "gradients" and a.comm for a in actions)
+        self.reduces = any(a.op == "gradients" and a.exchange.comm for a in actions)
 
     def fault(
         self,
@@ -181,7 +162,7 @@ class StateCheck:
     ) -> str:
         """The rule that an action on weights or gradients breaks, in words; empty if none."""
         stream, unit = STREAM_INDEX[action.stream], (action.part, chunk)
-        if action.frees or is_piece(action.part):
+        if action.frees or action.part.letter == "P":
             return self.pieces.lost(action.frees) or self._piece(action, stream, clock)
         if action.kind in KERNELS:
             words = self._unmet(action, micro_batch, chunk, alive)
@@ -203,8 +184,9 @@ class StateCheck:
         issued before its gather names no buffer in `reads`: the same operator elsewhere shows that
         it has weights."""
         part = action.part
-        names = (gradient_buffer(part), gradient_sums(part))
-        full = next((name for name in names if name in self.buffers), "")
+        sums = storage_of(part, role=Role.SUMS).held
+        either = (storage_of(part, role=Role.WEIGHT_GRADIENTS), sums)
+        full = next((storage for storage in either if storage in self.buffers), None)
         if action.kind in BACKWARD and full and not alive(full, micro_batch, chunk):
             return f"adds to {full}, which is not allocated"
         buffers = _gathered(part) & self.buffers
@@ -212,7 +194,7 @@ class StateCheck:
             return f"uses weights of {part}, which are not gathered"
         return ""
 
-    def _kernel(self, kind: Kind, unit: Unit, micro_batch: int, clock: VectorClock) -> str:
+    def _kernel(self, kind: Kind, unit: UnitOf, micro_batch: int, clock: VectorClock) -> str:
         part, _ = unit
         if unit in self.updated:
             return f"uses weights of {part} after their update"
@@ -229,7 +211,7 @@ class StateCheck:
         late = self.gradients[unit].add(COMPUTE, clock, write=True)
         return f"adds to gradients of {part} while {late} may still use them" if late else ""
 
-    def _gather(self, unit: Unit, stream: int, clock: VectorClock, *, in_place: bool) -> str:
+    def _gather(self, unit: UnitOf, stream: int, clock: VectorClock, *, in_place: bool) -> str:
         """Check a gather of the weights of one unit, or of all units of the chunk, into a new
         buffer or in place (where kernels or gathers read)."""
         used = self.pieces.late(unit, stream, clock, write=in_place)
@@ -242,7 +224,7 @@ class StateCheck:
                 return f"gathers weights of {one[0]} while {late} may still use them"
         return ""
 
-    def _exchanged(self, action: Action, micro_batch: int, chunk: int) -> list[Unit]:
+    def _exchanged(self, action: Action, micro_batch: int, chunk: int) -> list[UnitOf]:
         """The units whose gradients an action exchanges: one unit or all (norms, offload at the
         step's end), the embedding and the head (tied), the units whose buffers a copy to the host
         reads, or the chunk's units that are due (down to the named unit, as the runtime counts)."""
@@ -251,7 +233,7 @@ class StateCheck:
         if action.op == "tied":
             return [unit for unit in self.gradients if unit[0] in ("E", "H")]
         units = [unit for unit in self.gradients if unit[1] == chunk and unit not in self.reduced]
-        named = [(place(name)[0], chunk) for name in action.reads if is_gradient_buffer(name)]
+        named = [(a.part, chunk) for a in action.reads if a.role is Role.WEIGHT_GRADIENTS]
         if action.op == GRADIENTS_DOWN and named:
             units = named
         elif action.part:
@@ -260,7 +242,7 @@ class StateCheck:
         self.reduced.update(units)
         return units
 
-    def _exchange(self, kind: Kind, units: list[Unit], stream: int, clock: VectorClock) -> str:
+    def _exchange(self, kind: Kind, units: list[UnitOf], stream: int, clock: VectorClock) -> str:
         """Check an exchange of gradients: a sum over ranks, or a send to the opposite end of the
         pipeline."""
         for unit in units:
@@ -278,7 +260,7 @@ class StateCheck:
         piece = action.part
         if not piece:
             return ""
-        own = frozenset(_unit(text) for text in action.units)
+        own = frozenset(piece.units)
         if own:
             self.pieces.units[piece] = own
         updates = action.kind is Kind.OPTIMIZER
@@ -303,7 +285,7 @@ class StateCheck:
             self.sent.update(own)
         return self.pieces.fault(action, stream, clock, writes=writes)
 
-    def _unready(self, piece: str, own: frozenset[Unit], stream: int, clock: VectorClock) -> str:
+    def _unready(self, piece: str, own: frozenset[UnitOf], stream: int, clock: VectorClock) -> str:
         """Why the gradients of a piece cannot be used yet, in words; empty if they can."""
         if early := next(iter(own - self.gradients.keys()), None):
             return f"uses gradients of {early[0]} for {piece} before their backward"
@@ -316,7 +298,7 @@ class StateCheck:
 
     @staticmethod
     def _before_pieces(
-        uses: dict[Unit, "_Uses"], own: frozenset[Unit], stream: int, clock: VectorClock
+        uses: dict[UnitOf, "_Uses"], own: frozenset[UnitOf], stream: int, clock: VectorClock
     ) -> tuple[str, str] | None:
         """A unit of `uses` (of the piece's `own`, if any) with a use that a piece's action does not
         wait for, and its stream."""
@@ -326,7 +308,7 @@ class StateCheck:
                 return unit[0], late
         return None
 
-    def _update(self, unit: Unit, stream: int, clock: VectorClock) -> str:
+    def _update(self, unit: UnitOf, stream: int, clock: VectorClock) -> str:
         for one in [unit] if unit[0] else list(self.weights):
             if self.reduces and one in self.gradients and one not in self.reduced:
                 return f"updates {one[0]} with gradients that are not reduced"

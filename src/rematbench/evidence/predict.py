@@ -10,8 +10,8 @@ from typing import Any
 from msgspec.structs import replace
 
 from rematbench.costs.states import state_bytes
-from rematbench.engine.lowering.chunk_ops import ChunkOps
-from rematbench.engine.lowering.fates import resolve
+from rematbench.engine.lowering.blocks.chunk_ops import ChunkOps
+from rematbench.engine.lowering.blocks.fates import resolve
 from rematbench.engine.lowering.lower import rank_orders
 from rematbench.evaluate.result import Result, evaluate_method, told_fragmented
 from rematbench.evaluate.unread import unread

@@ -13,42 +13,61 @@ from pathlib import Path
 from typing import Any
 
 from rematbench.foreign.deepspeed import read_deepspeed
-from rematbench.foreign.reading import (
-    Options,
-    Reading,
-    first_value,
-    whole,
-    without_effect,
-)
+from rematbench.foreign.keys import is_off, read_keys
+from rematbench.foreign.megatron import ENGINE, read_factory
+from rematbench.foreign.reading import LAUNCHER, Options, Reading, first_value
 from rematbench.foreign.shell import Script, options_of
 from rematbench.foreign.trainers import merge, read_accelerate_deepspeed, read_trainer
 from rematbench.inputs.configfile import ConfigError, read_mapping
 from rematbench.inputs.foreign import Package, package_of
 
 SIGNS = {"per_device_train_batch_size", "model_name_or_path", "finetuning_type"}
-SIGNS |= {"micro_train_batch_size"}
+SIGNS |= {"micro_train_batch_size", "model.model_name_or_path"}
 PROGRAMS: dict[tuple[str, str], Package] = {
     ("swift", "sft"): "ms-swift",
     ("swift", "pt"): "ms-swift",
+    ("swift", "rlhf"): "ms-swift",
     ("llamafactory-cli", "train"): "LLaMA-Factory",
 }
+TASKS = {"dpo", "grpo", "kto", "orpo", "cpo", "ppo", "rloo", "reward", "rlhf", "gkd", "simpo", "rm"}
+TASKS |= {"prm", "xpo", "bco", "nash", "distill", "distillation", "distillm", "rft", "gspo", "dapo"}
+"""Words in names of programs that train something else than one model with one loss."""
 OPENRLHF = {
     "pretrain": "model_name_or_path",
     "micro_train_batch_size": "per_device_train_batch_size",
     "max_len": "max_length",
     "packing_samples": "packing",
+    "train.micro_batch_size": "per_device_train_batch_size",
+    "train.batch_size": "train_batch_size",
+    "data.max_len": "max_length",
+    "model.model_name_or_path": "model_name_or_path",
+    "model.gradient_checkpointing_enable": "gradient_checkpointing",
+    "ds.attn_implementation": "attn_implementation",
+    "ds.zero_stage": "zero_stage",
+    "ds.adam_offload": "adam_offload",
+    "ds.packing_samples": "packing",
+    "ds.use_liger_kernel": "use_liger_kernel",
+    "ds.tensor_parallel_size": "tensor_parallel_size",
+    "ds.ring_attn_size": "ring_attn_size",
+    "ds.load_in_4bit": "load_in_4bit",
+    "ds.lora.rank": "lora_rank",
 }
-"""Names of OpenRLHF, each with the name of Transformers."""
+"""Names of OpenRLHF (those with dots: since 2026), each with the name of Transformers."""
 VERL = {
     "model.partial_pretrain": "model_name_or_path",
+    "model.path": "model_name_or_path",
     "data.micro_batch_size_per_gpu": "per_device_train_batch_size",
     "data.train_batch_size": "train_batch_size",
     "data.max_length": "max_length",
     "model.enable_gradient_checkpointing": "gradient_checkpointing",
+    "model.use_liger": "use_liger_kernel",
+    "use_remove_padding": "use_remove_padding",
+    "model.use_remove_padding": "use_remove_padding",
     "ulysses_sequence_parallel_size": "sequence_parallel_size",
+    "engine.ulysses_sequence_parallel_size": "sequence_parallel_size",
 }
-"""Names of verl's trainer of supervised fine-tuning (verl 0.5, trainer/config/sft_trainer.yaml),
-each with the name of Transformers."""
+"""Names of verl's trainer of supervised fine-tuning (verl 0.5, trainer/config/sft_trainer.yaml, and
+0.9, sft_trainer_engine.yaml), each with the name of Transformers."""
 VERL_DEFAULTS: dict[str, Any] = {
     "per_device_train_batch_size": 4,
     "train_batch_size": 256,
@@ -60,21 +79,9 @@ VERL_DEFAULTS: dict[str, Any] = {
 }
 """The defaults of the same file; fsdp_sft_trainer.py has the kernel, the shards, the precision."""
 TRAINERS = ("TRL", "LLaMA-Factory", "axolotl")
-LAUNCHER = {
-    "ntasks_per_node": "gpus_per_node",
-    "gpus_per_node": "gpus_per_node",
-    "num_gpus": "gpus_per_node",
-    "nproc_per_node": "gpus_per_node",
-    "nodes": "nodes",
-    "num_nodes": "nodes",
-    "num_machines": "nodes",
-    "nnodes": "nodes",
-    "num_processes": "gpus",
-}
-"""Options of launchers and of Slurm, each with the value of a job; later ones count."""
 NAMES = {*LAUNCHER, "include", "exclude", "module", "hostfile", "local_rank", "standalone"}
 """Options that the launcher reads."""
-ENVIRONMENT = {"NPROC_PER_NODE": "gpus_per_node", "NNODES": "nodes"}
+ENVIRONMENT = {"NPROC_PER_NODE": "gpus_per_node", "NGPU": "gpus_per_node", "NNODES": "nodes"}
 PLUGIN = {"use_deepspeed", "zero_stage", "deepspeed_config_file", "offload_optimizer_device"}
 PLUGIN |= {"offload_param_device", "zero3_init_flag", "zero3_save_16bit_model"}
 """Options of `accelerate launch` about DeepSpeed."""
@@ -96,7 +103,7 @@ def trainer_of(script: Script, words: list[str]) -> Package | None:
         return package_of(content) if content else None
     if options & {"finetuning_type", "cutoff_len"}:
         return "LLaMA-Factory"
-    trl = programs[:1] == ["trl"] or "sft.py" in programs
+    trl = programs[:1] == ["trl"] or any("trl/" in word for word in words) or "sft.py" in programs
     return "TRL" if trl else "Transformers"
 
 
@@ -104,56 +111,76 @@ def read_command(script: Script, words: list[str], package: Package) -> Reading:
     """The reading of a trainer's command.  ConfigError for a wrong value."""
     options = {name.replace("-", "_"): value for name, value in options_of(words).items()}
     headers = {name.replace("-", "_"): value for name, value in script.headers.items()}
-    data = {name: _value(values) for name, values in options.items() if name not in NAMES}
-    if "micro_train_batch_size" in data:
-        _openrlhf(data, words)
-    if any(word.startswith("verl.trainer.") for word in words):
-        data = _verl(words)
-    precision = str(data.pop("mixed_precision", "")).lower()
-    if precision in ("bf16", "fp16"):
-        data.setdefault(precision, True)
-    config = data.pop("config_file", None)
-    package, data = _with_file(script, words, package, data)
-    batch = data.pop("train_batch_size", None)
+    package, data = _with_file(script, words, package, _data(words, options))
+    config, micro = data.pop("config_file", None), data.pop("data.micro_batch_size", None)
     plugin = {name: data.pop(name) for name in PLUGIN & data.keys()}
-    reading = read_trainer(data, script.file, package)
+    if package == "LLaMA-Factory" and (ENGINE & data.keys() or "USE_MCA" in script.variables):
+        reading = read_factory(data, script.file)
+    else:
+        reading = read_trainer(data, script.file, package)
     reading.command = True
-    if batch is not None:
-        reading.put("global_batch", whole(batch, script.file, "--train_batch_size"), "batch")
-    _launcher(reading, script, {**headers, **options})
-    if plugin:
+    read_launcher(reading, script, {**headers, **options})
+    if micro is not None:  # verl's number for all ranks
+        ranks = reading.get("gpus_per_node", 1) * reading.get("nodes", 1)
+        reading.put("micro_batch", max(1, int(micro) // ranks), "data.micro_batch_size")
+    if not is_off(plugin.get("use_deepspeed")) or plugin.keys() - {"use_deepspeed"}:
         reading.system = "huggingface-deepspeed"
         read_accelerate_deepspeed(reading, plugin)
     if config:
         reading.files.append(Path(str(config)))
     _document(reading, script)
-    slurm = sorted(set(headers) - LAUNCHER.keys())
-    reading.ignored += [f"#SBATCH {name}" for name in slurm if without_effect(name)]
+    read_keys(reading, headers, "launchers", prefix="#SBATCH ")
     return reading
 
 
-def _openrlhf(data: dict[str, Any], words: list[str]) -> None:
-    """Give OpenRLHF's options the names of Transformers and accelerate."""
-    for name, other in OPENRLHF.items():
-        if name in data:
-            data[other] = data.pop(name)
+def _data(words: list[str], options: Options) -> dict[str, Any]:
+    """The values of a command by the names of Transformers, and what it trains."""
+    data = {name: _value(values) for name, values in options.items() if name not in NAMES}
+    if any("openrlhf" in word for word in words):
+        data = _openrlhf(data, words)
+    if any(word.startswith("verl.trainer.") for word in words):
+        data |= _verl(words)
+    precision = str(data.pop("mixed_precision", "")).lower()
+    if precision in ("bf16", "fp16", "fp8"):
+        data.setdefault(precision, True)
+    if data.pop("dynamo_backend", None) == "inductor":
+        data["torch_compile"] = True
+    named = [name for name in data if name.startswith("parallelism_config_")]
+    if named:
+        data["parallelism_config"] = {name: data.pop(name) for name in named}
+    programs = [*words[:3], *(word for word in words if word.endswith(".py"))]
+    programs += [module for word, module in pairwise(words) if word in ("-m", "--module")]
+    parts = [re.split(r"[/._-]", word) for word in programs if not word.endswith(FILES)]
+    tasks = [part for name in parts for part in name if part in TASKS]
+    return {**data, "stage": tasks[-1]} if tasks else data
+
+
+def _openrlhf(data: dict[str, Any], words: list[str]) -> dict[str, Any]:
+    """OpenRLHF's options by the names of Transformers and accelerate."""
+    data = {OPENRLHF.get(name, name): value for name, value in data.items()}
     data["use_deepspeed"] = True
     data.setdefault("zero_stage", 2)
     if data.pop("adam_offload", None):
         data["offload_optimizer_device"] = "cpu"
-    if data.get("flash_attn") is True:
-        data["flash_attn"] = "flash_attention_2"
-    data["stage"] = "sft" if any("train_sft" in word for word in words) else "rl"
+    if not any("train_sft" in word for word in words):
+        data["stage"] = "rl"
+    if data.pop("ds.param_dtype", None) in ("bf16", None):
+        data.setdefault("bf16", True)
+    data["dtype"] = data.get("dtype", "bfloat16")
+    return data
 
 
 def _verl(words: list[str]) -> dict[str, Any]:
     """The options of verl, `data.max_length=1024`, by the names of Transformers."""
-    given = dict(
-        word.lstrip("+").split("=", 1) for word in words if re.match(r"\+?[a-z_.]+=", word)
-    )
-    data = {VERL.get(name, name): _value([value]) for name, value in given.items()}
+    pairs = [word.lstrip("+").split("=", 1) for word in words if re.match(r"\+*[\w.@/]+=", word)]
+    data = {VERL.get(name, name): _value([value]) for name, value in pairs}
     sft = any("sft_trainer" in word for word in words)
-    return {**VERL_DEFAULTS, **data, "stage": "sft" if sft else "rl"}
+    data = {**VERL_DEFAULTS, **data, "stage": "sft" if sft else "rl"}
+    by_tokens = data.pop("data.use_dynamic_bsz", "verl.trainer.sft_trainer" in words)
+    if not is_off(by_tokens):  # the default of verl 0.9
+        tokens = int(data.get("data.max_token_len_per_gpu", 8192))
+        data["per_device_train_batch_size"] = max(1, tokens // int(data["max_length"]))
+    return data
 
 
 def _with_file(
@@ -197,7 +224,7 @@ def _value(values: list[str]) -> Any:
     )
 
 
-def _launcher(reading: Reading, script: Script, options: Options) -> None:
+def read_launcher(reading: Reading, script: Script, options: Options) -> None:
     """Set GPUs and nodes: of the environment, of Slurm's headers, of the launcher's options."""
     for name, value in ENVIRONMENT.items():
         text = " ".join(script.variables.get(name, []))

@@ -1,6 +1,7 @@
 """A job as options of `simulate`, from the values that files give."""
 
 import re
+from math import lcm
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +12,26 @@ from rematbench.foreign.reading import Reading
 from rematbench.host.declared import facts, flat
 from rematbench.inputs.configfile import ConfigError
 from rematbench.inputs.job import flag
-from rematbench.inputs.load import load_model, load_system, names
+from rematbench.inputs.load import load_cluster, load_model, load_system, names
 from rematbench.inputs.system import StackChoice
 from rematbench.workload import Experts, Work
 
 LEADING = ("model", "cluster", "system", "gpus", "seq_len", "global_batch")
 """Options that every command needs, in the order of the printed command."""
 DEGREES = ("tp", "cp", "pp", "vpp", "ulysses", "ep", "shard_degree", "micro_batch")
+WIDE = {"param_bytes": 4, "grad_bytes": 4, "reduce_bytes": 4}
+WIDE |= {"optimizer_bytes": 8, "late_state_bytes": 8}
+"""The states of weights in fp32 under autocast; DeepSpeed narrows them, FSDP has them anyway."""
+CUDNN = ("hopper", "blackwell")
+"""GPU generations on which TransformerEngine prefers cuDNN's attention."""
+SIZES = ("num_layers", "hidden", "num_heads", "num_kv_heads", "head_dim", "ffn")
 UNSHARDED = "huggingface-flash"
 """The stack of a trainer without DeepSpeed and FSDP, where every rank holds all states."""
+ROTATING: dict[str, dict[str, Any]] = {
+    "torchtitan": {},
+    "torchtitan-compiled": {"compiled": True, "fused_swiglu": True},
+}
+"""Stacks of which a later one has context parallelism, with the facts that it then needs."""
 SUFFIXES = re.compile(r"-(instruct|chat|base|hf|it|v\d[\d.]*|\d{4})(?=-|$)")
 
 
@@ -54,12 +66,13 @@ def file_job(reading: Reading, overrides: dict[str, Any], method: str, prefix: s
     if reading.system == UNSHARDED:
         values.setdefault("zero_stage", 0)
     files: dict[str, str] = {}
+    values["model"] = _model(values, reading, files, prefix, overrides)
+    _of_model(values, reading)
     _degrees(values, reading)
     _shards(values)
     _batches(values, reading)
-    values["model"] = _model(values, reading, files, prefix, overrides)
     values["system"] = _system(values, reading, files, prefix, overrides)
-    name, settings = _method(reading, method)
+    name, settings = _method(values, reading, method)
     options = {key: str(values[key]) for key in LEADING if values.get(key) is not None}
     options |= {key: str(values[key]) for key in DEGREES if values.get(key, 1) != 1}
     options |= _rest(values)
@@ -73,28 +86,87 @@ def file_job(reading: Reading, overrides: dict[str, Any], method: str, prefix: s
     )
 
 
-def _method(reading: Reading, method: str) -> tuple[str, tuple[str, ...]]:
+def _method(values: dict[str, Any], reading: Reading, method: str) -> tuple[str, tuple[str, ...]]:
+    """The method and its settings, with the methods that divide the head or move a share of the
+    optimizer's states."""
     if method:
         return method, ()
     if reading.method is None:
         reading.notes.append("no file says what is recomputed: keep_all is assumed (--method NAME)")
-        return "keep_all", ()
-    name, settings = reading.method
-    return name, tuple(f"{key}={value}" for key, value in settings.items())
+    name, settings = reading.method or ("keep_all", {})
+    words = tuple(f"{key}={value}" for key, value in settings.items())
+    added = [values[part] for part in ("pieces", "moved") if values.get(part)]
+    if not added:
+        return name, words
+    base = f"{name}:{','.join(words)}" if words else name
+    return "+".join(added if base == "keep_all" else [base, *added]), ()
+
+
+def _of_model(values: dict[str, Any], reading: Reading) -> None:
+    """Derive what depends on the model, also on one that has a name: chunks, the layers of each
+    stage, and whether there is a shared expert."""
+    needed = {"layers_per_chunk", "first_layers", "last_layers", "first_less", "last_less"}
+    present = (needed | {"shared_overlap"}) & values.keys()
+    if not present:
+        return
+    layers, experts = reading.model.get("num_layers"), reading.model.get("experts") or {}
+    shared = experts.get("shared_ffn", 0)
+    if not layers and values.get("model"):
+        model = load_model(str(values["model"]))
+        layers, shared = model.num_layers, model.experts.shared_ffn if model.experts else 0
+    if values.get("shared_overlap") and shared:
+        text = "a shared expert beside the dispatch is not modelled"
+        reading.refused.append(f"{reading.keys['shared_overlap']}: {text}")
+    if not layers:
+        keys = ", ".join(reading.keys[name] for name in sorted(present))
+        reading.refused.append(f"{keys}: the number of the model's layers is not known (--model)")
+        return
+    _chunks(values, reading, layers)
+    _partition(values, reading, layers)
+
+
+def _chunks(values: dict[str, Any], reading: Reading, layers: int) -> None:
+    if "layers_per_chunk" not in values:
+        return
+    stages = values.get("pp", 1) * values["layers_per_chunk"]
+    if layers % stages:
+        key = reading.keys.get("layers_per_chunk", "")
+        problem = f"{layers} layers are not a multiple of pp x layers of a chunk = {stages}"
+        raise ConfigError(reading.file, key, problem)
+    values["vpp"] = layers // stages
+
+
+def _partition(values: dict[str, Any], reading: Reading, layers: int) -> None:
+    """The layers of each stage where first and last stages differ from the others; a stage with
+    the embedding or the loss can count it as a layer."""
+    pp = values.get("pp", 1)
+    less = {name: values.get(f"{name}_less", 0) for name in ("first", "last")}
+    whole = layers + sum(less.values())
+    ends = {
+        name: values.get(f"{name}_layers") or (less[name] and whole // pp - less[name])
+        for name in less
+    }
+    counts = [count for count in ends.values() if count]
+    if not (counts or sum(less.values())) or pp == 1:
+        return
+    rest, stages = layers - sum(counts), pp - len(counts)
+    uneven = rest < stages or rest % max(1, stages) or (not stages and rest)
+    if uneven or (sum(less.values()) and whole % pp):
+        key = next(reading.keys[key] for key in reading.keys if key.startswith(("first", "last")))
+        raise ConfigError(reading.file, key, f"{layers} layers do not divide over {pp} stages so")
+    sizes = [rest // stages] * stages if stages else []
+    sizes = [ends["first"]] * bool(ends["first"]) + sizes + [ends["last"]] * bool(ends["last"])
+    if len(set(sizes)) == 1:
+        return
+    values["partition"] = ",".join(map(str, sizes))
+    if values.get("vpp", 1) > 1:
+        reading.refused.append(f"stages of {values['partition']} layers with interleaving")
 
 
 def _degrees(values: dict[str, Any], reading: Reading) -> None:
-    """Derive `gpus` from nodes, and `vpp` from the layers of a chunk."""
+    """Derive `gpus` from nodes or from shards."""
     if values.get("gpus") is None and "gpus_per_node" in values:
         values["gpus"] = values["gpus_per_node"] * values.get("nodes", 1)
-    layers = reading.model.get("num_layers")
-    if "layers_per_chunk" in values and layers:
-        stages = values.get("pp", 1) * values["layers_per_chunk"]
-        if layers % stages:
-            key = reading.keys.get("layers_per_chunk", "")
-            problem = f"{layers} layers are not a multiple of pp x layers of a chunk = {stages}"
-            raise ConfigError(reading.file, key, problem)
-        values["vpp"] = layers // stages
     if values.get("gpus") is None and "shards" in values:
         ranks = values["shards"] * values.get("replicas", 1)
         model_ranks = values.get("tp", 1) * values.get("pp", 1) * values.get("cp", 1)
@@ -102,6 +174,11 @@ def _degrees(values: dict[str, Any], reading: Reading) -> None:
     one = values.get("tp", 1) * values.get("pp", 1) * values.get("cp", 1)
     if values.get("gpus") and values["gpus"] % one:
         reading.notes.append(f"{values['gpus']} GPUs are not a multiple of tp x cp x pp = {one}")
+    experts = values.get("ep", 1) * values.get("etp", values.get("tp", 1)) * values.get("pp", 1)
+    need = lcm(one, experts) if values.get("ep", 1) > 1 else 1
+    if values.get("gpus") and values["gpus"] % need:
+        reading.notes.append(f"{values['gpus']} GPUs are not a multiple of {need} (--gpus), as ")
+        reading.notes[-1] += f"etp x ep x pp = {experts} needs"
 
 
 def _shards(values: dict[str, Any]) -> None:
@@ -145,17 +222,31 @@ def _model(
         shape["vocab"] = values["vocab"]
     required = ("num_layers", "hidden", "num_heads", "vocab")
     lacking = [name for name in required if not shape.get(name)]
-    if lacking:
+    alike = _model_of_sizes(shape) if lacking == ["vocab"] else ""
+    if alike:
+        reading.notes.append(f"the vocabulary of {alike} is assumed (--vocab N)")
+        shape["vocab"] = load_model(alike).vocab
+    elif lacking:
         reading.notes.append(
             f"the model is incomplete: {', '.join(lacking)} (--vocab N, or --model FILE)"
         )
         return None
-    name = _equal_model(shape)
-    if name:
+    if name := _equal_model(shape):
         return name
     file = f"{prefix}-model.yaml"
     files[file] = _yaml({"name": prefix, **shape, "source": f"{reading.package}: {reading.file}"})
     return file
+
+
+def _model_of_sizes(shape: dict[str, Any]) -> str:
+    """The shipped model with these sizes, whose vocabulary a file without one has."""
+    count = (shape.get("experts") or {}).get("count", 0)
+    for name in names("model"):
+        model = load_model(name)
+        equal = all(getattr(model, key) == shape.get(key) for key in SIZES)
+        if equal and count == (model.experts.count if model.experts else 0):
+            return name
+    return ""
 
 
 def _equal_model(shape: dict[str, Any]) -> str:
@@ -204,13 +295,23 @@ def _system(
 ) -> str:
     """The stack's name, or a new file based on the package's stack with the facts that differ."""
     base = str(overrides.get("system") or reading.system or "huggingface-flash")
-    system = load_system(base)
     facts = dict(reading.facts)
+    if values.get("cp", 1) > 1 and not overrides.get("system") and base in ROTATING:
+        facts |= ROTATING[base]
+        base = "torchtitan-2026" if reading.package == "torchtitan" else "trl"
+    if values.get("wide_weights") and base == UNSHARDED:
+        facts |= WIDE
+        reading.notes.append("weights in fp32, which autocast narrows operator by operator")
+    system = load_system(base)
+    facts |= _kernel(values)
     overlaps = facts.get("reduce_overlap", system.zero.reduce_overlap)
     if values.get("bucket_elements") and (overlaps or system.zero.whole_buckets):
         facts["bucket_bytes"] = values["bucket_elements"] * system.states.reduce_bytes
     shipped = flat(system)
     changed = {key: value for key, value in facts.items() if shipped[key] != value}
+    moves = (reading.method or ("", {}))[1].get("inputs") == "host"
+    if moves and "activation_offload" not in shipped["features"]:
+        changed["features"] = [*shipped["features"], "activation_offload"]
     if not changed:
         return base
     file = f"{prefix}-stack.yaml"
@@ -221,11 +322,21 @@ def _system(
     return file
 
 
+def _kernel(values: dict[str, Any]) -> dict[str, str]:
+    """The kernel that TransformerEngine's attention takes: cuDNN's where it is asked for, and from
+    Hopper on by itself (TransformerEngine 2.x, attention/dot_product_attention/utils.py)."""
+    kernel, cluster = values.get("kernel"), values.get("cluster")
+    generation = load_cluster(str(cluster)).generation if kernel and cluster else ""
+    unknown = kernel == "fused" and not generation
+    taken = kernel in ("fused", "auto") and generation in CUDNN
+    return {"attention": "cudnn"} if unknown or taken else {}
+
+
 def _rest(values: dict[str, Any]) -> dict[str, str]:
     """The experts' TP where it is unlike TP; the options with words: ZeRO stage, sequence
     parallelism, kernel, precision, homes; and the length of documents."""
     options = {}
-    if values.get("etp", values.get("tp", 1)) != values.get("tp", 1):
+    if values.get("ep", 1) > 1 and values.get("etp", values.get("tp", 1)) != values.get("tp", 1):
         options["etp"] = str(values["etp"])
     if values.get("zero_stage", 1) != 1:
         options["zero_stage"] = str(values["zero_stage"])

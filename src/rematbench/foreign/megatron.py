@@ -8,121 +8,18 @@ from pathlib import Path
 from typing import Any
 
 from rematbench.foreign.deepspeed import read_deepspeed
-from rematbench.foreign.megatron_experts import READ as OF_EXPERTS
+from rematbench.foreign.keys import dialect, read_keys
 from rematbench.foreign.megatron_experts import read_experts
-from rematbench.foreign.reading import (
-    Options,
-    Reading,
-    first_value,
-    number,
-    put_numbers,
-    whole,
-    without_effect,
-)
+from rematbench.foreign.reading import LAUNCHER, Options, Reading, first_value, number, whole
 from rematbench.foreign.shell import Script, options_of
-from rematbench.foreign.trainers import merge
+from rematbench.foreign.trainers import merge, note_cap, read_trainer
 from rematbench.inputs.configfile import ConfigError
 
-NUMBERS = {
-    "model-parallel-size": "tp",
-    "tensor-model-parallel-size": "tp",
-    "pipeline-model-parallel-size": "pp",
-    "context-parallel-size": "cp",
-    "num-layers-per-virtual-pipeline-stage": "layers_per_chunk",
-    "num-virtual-stages-per-pipeline-rank": "vpp",
-    "batch-size": "micro_batch",
-    "micro-batch-size": "micro_batch",
-    "global-batch-size": "global_batch",
-    "seq-length": "seq_len",
-    "ds-sequence-parallel-size": "ulysses",
-    "vocab-size": "vocab",
-    "pad-vocab-size-to": "vocab",
-}
-"""Options with a positive whole number, each with the value of a job."""
-LAUNCHER = {
-    "ntasks-per-node": "gpus_per_node",
-    "gpus-per-node": "gpus_per_node",
-    "num_gpus": "gpus_per_node",
-    "nproc-per-node": "gpus_per_node",
-    "nproc_per_node": "gpus_per_node",
-    "nodes": "nodes",
-    "num_nodes": "nodes",
-    "nnodes": "nodes",
-}
-"""Options of launchers and of Slurm, each with the value of a job; later ones count."""
-SHAPES = {
-    "num-layers": "num_layers",
-    "hidden-size": "hidden",
-    "ffn-hidden-size": "ffn",
-    "num-attention-heads": "num_heads",
-    "num-query-groups": "num_kv_heads",
-    "num-key-value-heads": "num_kv_heads",
-    "kv-channels": "head_dim",
-    "max-position-embeddings": "max_positions",
-}
-"""Options with a dimension of the model, each with the field of Model."""
-FACTS: dict[str, tuple[str, object]] = {
-    "overlap-grad-reduce": ("reduce_overlap", True),
-    "overlap-param-gather": ("gather_overlap", True),
-    "cross-entropy-loss-fusion": ("fused_loss", True),
-    "grad-reduce-in-bf16": ("reduce_bytes", 2),
-    "tp-comm-overlap": ("tp_overlap", "gemm"),
-    "no-rope-fusion": ("rope", "eager"),
-    "cuda-graph-impl": ("cuda_graphs", True),
-    "enable-cuda-graph": ("cuda_graphs", True),
-}
-"""Options that state a fact of the stack."""
-ABSENT: dict[str, tuple[str, object]] = {
-    "overlap-grad-reduce": ("reduce_overlap", False),
-    "overlap-param-gather": ("gather_overlap", False),
-}
-"""Facts that hold where Megatron's switch is absent."""
-REFUSED = {
-    "multi-latent-attention": "latent attention is not modelled",
-    "mtp-num-layers": "multi-token prediction is not modelled",
-    "fp8-format": "FP8 is not modelled",
-    "fp8-hybrid": "FP8 is not modelled",
-    "fp4-format": "FP4 is not modelled",
-    "hybrid-override-pattern": "state-space layers are not modelled",
-    "optimizer-offload-fraction": "only the whole optimizer can be on the host",
-    "memory-centric-tiled-linear": "tiled linears are not modelled",
-    "pipeline-model-parallel-layout": "give the layers of each stage with --partition",
-}
-"""Options that turn on a feature which is not modelled, each with the reason."""
-SETTLED = {
-    *("DDP-impl", "account", "account-for-embedding-in-pipeline-split"),
-    *("account-for-loss-in-pipeline-split", "activations-checkpoint-method"),
-    *("activations-checkpoint-num-layers", "add-qkv-bias", "apply-layernorm-1p"),
-    *("attention-backend", "attention-dropout", "attention-softmax-in-fp32", "bf16"),
-    *("checkpoint-activations", "checkpoint-in-cpu", "checkpoint-num-layers", "constraint"),
-    *("cp-comm-type", "cpu-optimizer", "cpus-per-task", "cross-entropy-fusion-impl"),
-    *("ddp-bucket-size", "decoder-first-pipeline-num-layers"),
-    *("decoder-last-pipeline-num-layers", "deepspeed", "deepspeed-activation-checkpointing"),
-    *("deepspeed_config", "disable-bias-linear", "embed-layernorm", "eod-mask-loss"),
-    *("exclusive", "finetune", "force_multi", "fp16", "gres", "group-query-attention"),
-    *("hidden-dropout", "hostfile", "jobid", "load", "log-memory-to-tensorboard"),
-    *("make-vocab-size-divisible-by", "manual-gc", "mem", "model", "mpi"),
-    *("no-async-tensor-model-parallel-allreduce", "no-bias-dropout-fusion"),
-    *("no-bias-gelu-fusion", "no-bias-swiglu-fusion"),
-    *("no-create-attention-mask-in-dataloader", "no-gradient-accumulation-fusion"),
-    *("no-masked-softmax-fusion", "no-persist-layer-norm", "no-pipeline-parallel"),
-    *("no-position-embedding", "norm-epsilon", "normalization", "optimizer"),
-    *("optimizer-cpu-offload", "overlap-p2p-communication", "packing", "partition"),
-    *("partition-activations", "position-embedding-type", "pp-partition-method"),
-    *("qk-layernorm", "qos", "rampup-batch-size", "recompute-activations"),
-    *("recompute-granularity", "recompute-method", "recompute-modules"),
-    *("recompute-num-layers", "reservation", "reset-position-ids", "rope-scaling-factor"),
-    *("rotary-base", "rotary-percent", "rotary-seq-len-interpolation-factor"),
-    *("sequence-parallel", "squared-relu", "swiglu", "te-rng-tracker", "tile-factor"),
-    *("tokenizer-library", "tokenizer-type", "torch-dtype", "train-type", "transformer-impl"),
-    *("tuner-type", "untie-embeddings-and-output-weights", "use-cpu-initialization"),
-    *("use-distributed-optimizer", "use-flash-attn", "use-legacy-models", "use-mcore-models"),
-    *("use-precision-aware-optimizer", "use-rope-scaling", "use-rotary-position-embeddings"),
-    *("use-torch-fsdp2", "wait", "window-size", "zero-allgather-bucket-size"),
-    *("zero-contigious-gradients", "zero-reduce-bucket-size", "zero-reduce-scatter"),
-    *("zero-stage",),
-}
-"""Options that `_read` uses or that change nothing which is modelled."""
+ABSENT = {"reduce_overlap": False, "gather_overlap": False}
+"""Facts that hold where Megatron's switches are absent."""
+ADAM_BYTES = 12
+"""Bytes of a parameter's fp32 copy and fp32 moments."""
+MOMENTS = ("exp-avg-dtype", "exp-avg-sq-dtype")
 RECOMPUTE_MODULES = ("core_attn", "layernorm", "mlp", "moe", "moe_act", "shared_experts")
 """Megatron's modules that a plan can recompute."""
 VOCABULARIES = {"GPT2BPETokenizer": 50257, "Llama2Tokenizer": 32000}
@@ -134,23 +31,36 @@ SWIFT: Options = {
     "recompute-granularity": ["selective"],
     "micro-batch-size": ["1"],
     "global-batch-size": ["16"],
+    "attention-backend": ["flash"],
+    "cross-entropy-loss-fusion": [],
+    "moe-token-dispatcher-type": ["alltoall"],
+    "expert-tensor-parallel-size": ["1"],
 }
 """The defaults of ms-swift 4.6.0, swift/megatron/arguments/megatron_args.py."""
 OLD = {"activations-checkpoint-method", "checkpoint-activations", "checkpoint-num-layers"}
 OLD |= {"model-parallel-size", "batch-size", "DDP-impl"}
 """Options of Megatron-LM before 2023, which has neither Transformer Engine nor flash attention
 unless --use-flash-attn asks for it."""
+NVTE = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN")
+"""Variables with which TransformerEngine leaves a kernel out."""
+TODAY = "megatron-core-0.16"
+"""The stack of a launch line, which names no version."""
 LAYERS = ("recompute-num-layers", "activations-checkpoint-num-layers", "checkpoint-num-layers")
 """The layers of a recomputed group: today's name, that of 2021 and that of 2020."""
-SWIFT_TASKS = {("megatron", "sft"), ("megatron", "pt")}
+SWIFT_TASKS = {("megatron", "sft"), ("megatron", "pt"), ("megatron", "rlhf")}
+SLIME = "max-tokens-per-gpu"
+ENGINE = {"tensor_model_parallel_size", "pipeline_model_parallel_size", "use_mca"}
+ENGINE |= {"expert_model_parallel_size", "virtual_pipeline_model_parallel_size"}
+"""Keys of LLaMA-Factory that choose its Megatron."""
 SWIFT_NAMES = {"max_length": "seq-length"}
-BACKENDS = {"flash": "flash", "fused": "flash", "auto": "flash", "unfused": "unfused"}
 
 
 def is_launch(words: list[str]) -> bool:
     """Whether a command starts a Megatron."""
     options = options_of(words)
-    return "num-layers" in options and ("seq-length" in options or "micro-batch-size" in options)
+    return "num-layers" in options and bool(
+        {"seq-length", "micro-batch-size", SLIME} & set(options)
+    )
 
 
 def is_swift(words: list[str]) -> bool:
@@ -176,36 +86,39 @@ def read_swift(script: Script, words: list[str]) -> Reading:
     for name, option in (("NPROC_PER_NODE", "nproc-per-node"), ("NNODES", "nnodes")):
         if script.variables.get(name):
             options[option] = script.variables[name]
-    tuner = first_value(options, "tuner-type", first_value(options, "train-type", "full"))
     reading = _read(options, script)
-    if tuner != "full":
-        reading.refused.append(f"--tuner_type: {tuner} (adapters are not modelled)")
+    if ("megatron", "rlhf") in pairwise(words) and "rlhf-type" not in options:
+        reading.refused.append("rlhf: there is another model beside the one that trains")
     if "packing" in options:
         text = "attention stays inside documents: --document-len, else whole sequences"
         reading.notes.append(f"--packing: {text}")
+    else:
+        note_cap(reading)
     return reading
 
 
 def _read(options: Options, script: Script) -> Reading:
-    file = script.file
-    reading = Reading(file=file, package="Megatron", system="megatron-core", command=True)
-    reading.system = "megatron-lm" if OLD & options.keys() else "megatron-core"
+    reading = Reading(file=script.file, package="Megatron", command=True)
+    reading.system = "megatron-lm" if OLD & options.keys() else TODAY
     if "deepspeed" in options:
         reading.system = "megatron-deepspeed"
-    done = set(SETTLED)
     for option, name in LAUNCHER.items():
-        if first_value(options, option).isdigit():
-            reading.put(name, int(first_value(options, option)), f"--{option}")
-    put_numbers(reading, options, NUMBERS)
-    for option, name in SHAPES.items():
-        if options.get(option):
-            reading.model[name] = whole(options[option][0], file, f"--{option}")
-    done |= {*NUMBERS, *LAUNCHER, *SHAPES, *FACTS, *REFUSED, *OF_EXPERTS}
-    _refuse(reading, options)
-    _layout(reading, options)
+        for written in (option, option.replace("_", "-")):
+            if first_value(options, written).isdigit():
+                reading.put(name, int(first_value(options, written)), f"--{written}")
+    if SLIME in options:  # slime/backends/megatron_utils/arguments.py, set_default_megatron_args
+        options = {"bf16": [], "use-distributed-optimizer": [], **options}
+        tokens = whole(first_value(options, SLIME), script.file, f"--{SLIME}")
+        reading.put("seq_len", tokens, f"--{SLIME}")
+        reading.put("micro_batch", 1, f"--{SLIME}")
+        reading.notes.append(f"--{SLIME}: a micro-batch holds so many tokens at most")
+    reading.facts |= ABSENT
+    data = {name: values[0] if values else True for name, values in options.items()}
+    read_keys(reading, data, "megatron", prefix="--")
+    _layout(reading, options, script)
     _model(reading, options)
     read_experts(reading, options)
-    _facts(reading, options)
+    _states(reading, options)
     reading.method = _method(reading, options)
     _named_model(reading, options)
     _deepspeed(reading, options, script)
@@ -214,27 +127,75 @@ def _read(options: Options, script: Script) -> Reading:
         reading.notes.append(f"--partition-activations: {text}")
     if "rampup-batch-size" in options:
         reading.notes.append("--rampup-batch-size: the batch after the ramp is counted")
-    for option in sorted(set(options) - done):
-        (reading.ignored if without_effect(option) else reading.unknown).append(f"--{option}")
     return reading
 
 
-def _refuse(reading: Reading, options: Options) -> None:
-    for option, reason in REFUSED.items():
-        all_of_it = option == "optimizer-offload-fraction"
-        off = {"1", "1.0"} if all_of_it else {"0", "null", "none"}
-        if option in options and first_value(options, option) not in off:
-            reading.refused.append(f"--{option}: {reason}")
+def _states(reading: Reading, options: Options) -> None:
+    """The bytes and the home of the optimizer's states.  The precision-aware optimizer keeps of
+    the fp32 copy only what a bf16 parameter lacks (megatron-core 0.16.1, optimizer_config.py,
+    store_param_remainders), and moments of any type."""
+    wide = {"accumulate-allreduce-grads-in-fp32", "deepspeed"} & options.keys()
+    if reading.get("precision") == "fp16" and not wide:  # bf16 alone accumulates in fp32 by itself
+        reading.facts |= {"grad_bytes": 2, "reduce_bytes": 2}
+    if "use-precision-aware-optimizer" in options:
+        narrow = ("bf16", "fp16")
+        moments = sum(2 if first_value(options, name) in narrow else 4 for name in MOMENTS)
+        copy = 2 if reading.get("precision") == "bf16" else 4
+        if copy + moments != ADAM_BYTES:
+            reading.facts["optimizer_bytes"] = copy + moments
+    if not {"optimizer-cpu-offload", "cpu-optimizer"} & options.keys():
+        return
+    option = "optimizer-offload-fraction"
+    share = number(first_value(options, option, "1"), reading.file, f"--{option}")
+    if share == 1:
+        reading.put("optimizer", "host", "--optimizer-cpu-offload")
+    elif share:
+        reading.put("moved", f"optimizer_offload:share={share:g}", f"--{option}")
 
 
-def read_arguments(arguments: Mapping[str, Any], file: str) -> Reading:
-    """The reading of `MODEL_ARGS` in a configuration of Megatron-LM's own tests: options with their
-    values.  ConfigError for a wrong value."""
+def read_arguments(
+    arguments: Mapping[str, Any], file: str, variables: Mapping[str, list[str]]
+) -> Reading:
+    """The reading of `MODEL_ARGS` in a configuration of Megatron-LM's own tests or of its Model
+    Zoo: options with their values, of which `${TP}` is a variable of the environment.  ConfigError
+    for a wrong value."""
     options: Options = {}
+    unset: dict[str, str] = {}
     for name, value in arguments.items():
-        if value is not False and value is not None:
-            options[str(name).lstrip("-")] = [] if value is True else str(value).split()
-    return _read(options, Script(file=file))
+        if value is False or value is None:
+            continue
+        option = str(name).lstrip("-")
+        for match in re.finditer(r"\$\{?(\w+)(?::-([^}]*))?\}?", str(value)):
+            text = " ".join(variables.get(match[1], [match[2] or ""]))
+            if not text:
+                unset[f"--{option}"] = match[1]
+            value = str(value).replace(match[0], text)  # noqa: PLW2901
+        if f"--{option}" not in unset:
+            options[option] = [] if value is True else str(value).split()
+    reading = _read(options, Script(file=file))
+    reading.unknown += unset
+    for option, name in unset.items():
+        reading.notes.append(f"{option} is a variable of the environment: --set {name}=VALUE")
+    return reading
+
+
+def read_factory(data: Mapping[str, Any], file: str) -> Reading:
+    """The reading of a LLaMA-Factory file that trains with Megatron.  ConfigError for a wrong
+    value."""
+    ours = dialect("trainers")[""].keys
+    options: Options = {}
+    for key, value in data.items():
+        both = key in ("bf16", "fp16")
+        if (both or key not in ours) and value not in (None, False):
+            options[key.replace("_", "-")] = [] if value is True else [str(value)]
+    trainer = {key: value for key, value in data.items() if key in ours}
+    reading = _read(options, Script(file=file))
+    more = read_trainer(trainer, file, "LLaMA-Factory")
+    more.facts, more.values = {}, more.values | reading.values
+    reading.values |= more.values
+    reading.keys |= more.keys
+    merge(reading, more)
+    return reading
 
 
 def _named_model(reading: Reading, options: Options) -> None:
@@ -269,7 +230,7 @@ def _deepspeed(reading: Reading, options: Options, script: Script) -> None:
         reading.notes.append("--zero-stage 0 with --bf16: DeepSpeed shards the states as stage 1")
 
 
-def _layout(reading: Reading, options: Options) -> None:
+def _layout(reading: Reading, options: Options, script: Script) -> None:
     stage = "1" if "use-distributed-optimizer" in options else "0"
     if "deepspeed" in options:
         stage = first_value(options, "zero-stage", "")
@@ -285,32 +246,16 @@ def _layout(reading: Reading, options: Options) -> None:
     if "precision" not in reading.values:
         reading.put("precision", "fp32", "neither --bf16 nor --fp16")
     backend = first_value(options, "attention-backend", "auto")
-    if backend not in BACKENDS:
-        reading.refused.append(f"--attention-backend: {backend} (allowed: {', '.join(BACKENDS)})")
+    no_flash, no_fused = (script.variables.get(name) == ["0"] for name in NVTE)
+    if backend == "auto" and (no_flash or no_fused):
+        backend = "unfused" if no_flash and no_fused else "fused" if no_flash else "flash"
     local = first_value(options, "transformer-impl") == "local" or "deepspeed" in options
     local = local or bool(OLD & options.keys()) or reading.get("precision") == "fp32"
-    unfused = local and "use-flash-attn" not in options and backend == "auto"
-    attention = "unfused" if unfused else BACKENDS.get(backend, "flash")
-    reading.put("attention", attention, "--attention-backend")
-    if {"optimizer-cpu-offload", "cpu-optimizer"} & options.keys():
-        reading.put("optimizer", "host", "--optimizer-cpu-offload")
-    if first_value(options, "optimizer", "adam") != "adam":
-        reading.refused.append(f"--optimizer: {first_value(options, 'optimizer')} (only adam)")
-    _stages(reading, options)
-
-
-def _stages(reading: Reading, options: Options) -> None:
-    """The layers of each stage where first and last stages differ from the others."""
-    names = ("decoder-first-pipeline-num-layers", "decoder-last-pipeline-num-layers")
-    layers, pp = reading.model.get("num_layers", 0), reading.get("pp", 1)
-    first, last = (int(first_value(options, name, "0") or 0) for name in names)
-    ends = [count for count in (first, last) if count]
-    if not ends or pp <= len(ends):
-        return
-    middle = (layers - sum(ends)) // (pp - len(ends))
-    sizes = [middle] * (pp - len(ends))
-    sizes = ([first] if first else []) + sizes + ([last] if last else [])
-    reading.put("partition", ",".join(map(str, sizes)), f"--{names[0]}")
+    flash = {"use-flash-attn", "use-flash-attn-v2", "use-flash-attn-triton"} & options.keys()
+    unfused = backend == "unfused" or (local and not flash and backend == "auto")
+    reading.put("attention", "unfused" if unfused else "flash", "--attention-backend")
+    if not unfused and not local:
+        reading.put("kernel", backend, "--attention-backend")
 
 
 def _model(reading: Reading, options: Options) -> None:
@@ -321,8 +266,6 @@ def _model(reading: Reading, options: Options) -> None:
     position = first_value(options, "position-embedding-type", "learned_absolute")
     if "use-rotary-position-embeddings" in options:
         position = "rope"
-    if position not in POSITIONS:
-        reading.refused.append(f"--position-embedding-type: {position}")
     hidden, heads = model.get("hidden", 0), model.get("num_heads", 0)
     bias = "disable-bias-linear" not in options
     if hidden and "ffn" not in model:
@@ -344,10 +287,20 @@ def _model(reading: Reading, options: Options) -> None:
         "embedding_norm": "embed-layernorm" in options,
         "dropout": _number(reading, options, "hidden-dropout", "0.1"),
     }
-    if options.get("window-size"):
-        window = re.sub(r"[^\d,]", "", "".join(options["window-size"])).split(",")[0]
-        if window and "num_layers" in model:
-            model["attention_window"] = [int(window)] * model["num_layers"]
+    if options.get("attention-dropout"):
+        model["attention_dropout"] = _number(reading, options, "attention-dropout", "0.1")
+        if model["attention_dropout"] == model["dropout"]:
+            del model["attention_dropout"]
+    window = re.sub(r"[^\d,]", "", ",".join(options.get("window-size", []))).split(",")[0]
+    if window and "num_layers" in model:
+        model["attention_window"] = [int(window)] * model["num_layers"]
+    _vocabulary(reading, options)
+
+
+def _vocabulary(reading: Reading, options: Options) -> None:
+    """The vocabulary of a tokenizer that comes with its files, and its padding."""
+    if options.get(multiple := "make-vocab-size-divisible-by"):
+        reading.facts["vocab_multiple"] = whole(options[multiple][0], reading.file, f"--{multiple}")
     tokenizer = first_value(options, "tokenizer-type")
     if {"vocab-file", "merge-file"} & options.keys() and not tokenizer:
         tokenizer = "GPT2BPETokenizer"  # the default of pretrain_gpt.py
@@ -357,22 +310,6 @@ def _model(reading: Reading, options: Options) -> None:
 
 def _number(reading: Reading, options: Options, name: str, default: str) -> float:
     return number(first_value(options, name, default), reading.file, f"--{name}")
-
-
-def _facts(reading: Reading, options: Options) -> None:
-    for option, (fact, value) in ABSENT.items():
-        if option not in options:
-            reading.facts[fact] = value
-    for option, (fact, value) in FACTS.items():
-        if option in options and first_value(options, option) != "none":
-            reading.facts[fact] = value
-    kind = first_value(options, "cp-comm-type")
-    if kind:
-        kinds = {"p2p": "ring", "all_gather": "allgather", "a2a": "ulysses"}
-        if kind not in kinds:
-            reading.refused.append(f"--cp-comm-type: {kind} (allowed: {', '.join(kinds)})")
-        else:
-            reading.facts["cp_kind"] = kinds[kind]
 
 
 def _method(reading: Reading, options: Options) -> tuple[str, dict[str, object]]:

@@ -7,14 +7,7 @@ Source of names and defaults: Megatron-LM d98e8a64, megatron/training/arguments.
 import re
 from typing import Any
 
-from rematbench.foreign.reading import (
-    Options,
-    Reading,
-    first_value,
-    number,
-    put_numbers,
-    whole,
-)
+from rematbench.foreign.reading import Options, Reading, first_value, number, whole
 from rematbench.inputs.configfile import ConfigError
 
 WIDTHS = {
@@ -25,49 +18,30 @@ WIDTHS = {
     "moe-router-num-groups": "groups",
 }
 """Options with a positive whole number, each with the field of Experts."""
-DEGREES = {
-    "expert-model-parallel-size": "ep",
-    "moe-expert-parallel-size": "ep",
-    "expert-tensor-parallel-size": "etp",
-}
 DISPATCHERS = {"allgather": "allgather", "alltoall": "alltoall", "alltoall_seq": "alltoall"}
 FLEXIBLE = {"deepep": "deepep", "hybridep": "hybridep"}
 """Backends of the dispatcher `flex`."""
 BALANCED_BY_LOSS = ("aux_loss", "seq_aux_loss", "global_aux_loss")
-OVERLAPPING = "megatron-core-0.16"
-"""The first shipped stack with the option --overlap-moe-expert-parallel-comm."""
-REFUSED = {
-    "moe-shared-expert-overlap": "a shared expert beside the dispatch is not modelled",
-    "moe-train-capacity-factor": "a capacity of experts is not modelled",
-    "moe-layer-recompute": "use --recompute-modules moe",
-}
-"""Options that turn on a feature which is not modelled, each with the reason."""
-WITHOUT_EFFECT = {
-    *("moe-grouped-gemm", "moe-permute-fusion", "moe-router-fusion", "moe-router-dtype"),
-    *("moe-router-pre-softmax", "moe-router-topk-scaling-factor", "moe-router-group-topk"),
-    *("moe-router-enable-expert-bias", "moe-router-bias-update-rate", "moe-z-loss-coeff"),
-    *("moe-router-force-load-balancing", "moe-token-drop-policy", "moe-per-layer-logging"),
-    *("moe-input-jitter-eps", "moe-router-padding-for-fp8", "moe-use-legacy-grouped-gemm"),
-}
-READ = {
-    *(*WIDTHS, *DEGREES, *REFUSED, *WITHOUT_EFFECT, "moe-layer-freq", "moe-enable-deepep"),
-    *("moe-router-score-function", "moe-router-load-balancing-type", "moe-aux-loss-coeff"),
-    *("moe-token-dispatcher-type", "moe-flex-dispatcher-backend", "moe-shared-expert-gate"),
-    *("overlap-moe-expert-parallel-comm", "delay-wgrad-compute"),
-    *("moe-expert-capacity-factor", "moe-pad-expert-input-to-capacity"),
-}
-"""All options that `read_experts` reads."""
+TYPE = "moe-token-dispatcher-type"
 
 
 def read_experts(reading: Reading, options: Options) -> None:
-    """Set the model's experts, the degrees of the layout and the dispatcher of the stack.  Nothing
-    for a dense model.  ConfigError for a wrong value."""
-    put_numbers(reading, options, DEGREES)
-    for option, reason in REFUSED.items():
-        if option in options:
-            reading.refused.append(f"--{option}: {reason}")
-    if not options.get("num-experts"):
-        return
+    """Set the experts of a model that the line describes, and the capacity, the dispatcher and the
+    overlap of any model.  ConfigError for a wrong value."""
+    _capacity(reading, options)
+    if options.get("num-experts"):
+        _widths(reading, options)
+    if options.get("num-experts") or {TYPE, "moe-enable-deepep"} & options.keys():
+        _dispatcher(reading, options)
+    if "moe-shared-expert-overlap" in options:
+        reading.put("shared_overlap", 1, "--moe-shared-expert-overlap")
+    if (overlap := "overlap-moe-expert-parallel-comm") in options:
+        delayed = "delay-wgrad-compute" in options
+        reading.put("ep_overlap", "delayed_wgrad" if delayed else "on", f"--{overlap}")
+
+
+def _widths(reading: Reading, options: Options) -> None:
+    """The experts of a model that the line describes."""
     experts: dict[str, Any] = {"active": 2, "ffn": reading.model.get("ffn", 0)}
     for option, name in WIDTHS.items():
         if options.get(option):
@@ -79,12 +53,6 @@ def read_experts(reading: Reading, options: Options) -> None:
     if "moe-shared-expert-gate" in options:
         experts["shared_gate"] = True
     reading.model["experts"] = experts
-    _dispatcher(reading, options)
-    _capacity(reading, options)
-    if (overlap := "overlap-moe-expert-parallel-comm") in options:
-        reading.system = OVERLAPPING
-        delayed = "delay-wgrad-compute" in options
-        reading.put("ep_overlap", "delayed_wgrad" if delayed else "on", f"--{overlap}")
 
 
 def _capacity(reading: Reading, options: Options) -> None:
@@ -134,11 +102,11 @@ def _dense_layers(reading: Reading, options: Options) -> list[int]:
 
 
 def _dispatcher(reading: Reading, options: Options) -> None:
-    kind = first_value(options, "moe-token-dispatcher-type", "allgather")
+    kind = first_value(options, TYPE, "allgather")
     backend = first_value(options, "moe-flex-dispatcher-backend", "deepep")
     kinds = {**DISPATCHERS, "flex": FLEXIBLE.get(backend, "")}
     if not kinds.get(kind):
         allowed = ", ".join((*DISPATCHERS, *(f"flex with {name}" for name in FLEXIBLE)))
-        reading.refused.append(f"--moe-token-dispatcher-type: {kind} (allowed: {allowed})")
+        reading.refused.append(f"--{TYPE}: {kind} (allowed: {allowed})")
         return
     reading.facts["dispatcher"] = kinds[kind]

@@ -6,18 +6,22 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rematbench.foreign.command import read_command, trainer_of
+import yaml
+
+from rematbench.foreign.command import read_command, read_launcher, trainer_of
 from rematbench.foreign.deepspeed import read_deepspeed
 from rematbench.foreign.megatron import (
+    ENGINE,
     is_launch,
     is_swift,
     read_arguments,
+    read_factory,
     read_megatron,
     read_swift,
 )
 from rematbench.foreign.nanotron import read_nanotron
 from rematbench.foreign.reading import Reading
-from rematbench.foreign.shell import Script, read_script
+from rematbench.foreign.shell import Script, options_of, read_script
 from rematbench.foreign.torchtitan import read_torchtitan
 from rematbench.foreign.trainers import merge, read_accelerate, read_trainer
 from rematbench.inputs.configfile import ConfigError, read_mapping, read_text
@@ -27,12 +31,33 @@ from rematbench.inputs.huggingface import is_huggingface
 READ = "launch lines of Megatron and of Hugging Face trainers, DeepSpeed JSON, YAML of accelerate, "
 READ += "TRL, LLaMA-Factory, axolotl and nanotron, TOML of torchtitan, config.json of the model"
 STRUCTURED = {".json", ".yaml", ".yml", ".toml"}
+SIZES = {"hidden_size", "n_embd", "d_model", "dim", "architectures", "num_hidden_layers"}
+SIZES |= {"text_config", "llm_config", "language_config", "thinker_config"}
+"""Keys of a config.json, one of which stands beside its model_type."""
+ENVIRONMENT: dict[str, tuple[str, dict[str, Any]]] = {
+    "PYTORCH_CUDA_ALLOC_CONF": ("expandable_segments:true", {"expandable_segments": True}),
+    "PYTORCH_ALLOC_CONF": ("expandable_segments:true", {"expandable_segments": True}),
+    "CUDA_LAUNCH_BLOCKING": ("1", {"launch_blocking": True}),
+}
+"""Variables of the environment with the facts of the stack that they state."""
+RECIPES = {
+    "tune": "a torchtune recipe",
+    "run_recipe.py": "a Megatron-Bridge recipe",
+    "setup_experiment.py": "a Megatron-Bridge recipe",
+    "nemo": "a NeMo recipe",
+    "nemorun": "a NeMo recipe",
+    "torchtitan.train": "a torchtitan configuration in Python",
+    "run_train.sh": "a torchtitan configuration in Python",
+}
+"""Programs whose configuration is in their own package, with what it is."""
 
 
-def read_files(paths: list[Path]) -> Reading:
-    """The values of all files together, and of the files that they name and that exist.
-    ConfigError for an unknown kind of file or two different values."""
-    readings = [read_file(path) for path in paths]
+def read_files(paths: list[Path], variables: Mapping[str, str] | None = None) -> Reading:
+    """The values of all files together, and of the files that they name and that exist;
+    `variables`: those of the environment.  ConfigError for an unknown kind of file or two different
+    values."""
+    environment = {name: [value] for name, value in (variables or {}).items()}
+    readings = [read_file(path, environment) for path in paths]
     whole = max(readings, key=lambda reading: _RANK.index(reading.package))
     present = {path.resolve() for path in paths}
     for reading in readings:
@@ -42,7 +67,7 @@ def read_files(paths: list[Path]) -> Reading:
         beside = path.parent / named.name
         if beside.is_file() and beside.resolve() not in present:
             present.add(beside.resolve())
-            merge(whole, read_file(beside))
+            merge(whole, read_file(beside, environment))
     whole.files = [named for named in whole.files if not _read(named, present)]
     for named in whole.files if not _has_states(whole) else ():
         _by_name(whole, named)
@@ -82,19 +107,21 @@ def _has_states(reading: Reading) -> bool:
     return "zero_stage" in reading.values
 
 
-def read_file(path: Path) -> Reading:
+def read_file(path: Path, variables: dict[str, list[str]]) -> Reading:
     """The reading of one file.  ConfigError for a file of an unknown kind."""
     label = str(path)
     if path.suffix not in STRUCTURED:
-        return _launch(path, label)
+        return _launch(path, label, variables)
     data = _toml(path, label) if path.suffix == ".toml" else read_mapping(path, label)
-    if is_huggingface(data):
+    package = package_of(data)
+    if package is None and is_huggingface(data) and SIZES & data.keys():
         reading = Reading(file=label, package="config.json")
         reading.put("model", label, "config.json")
         return reading
-    package = package_of(data)
     if package is None:
         raise ConfigError(label, "", f"not a file that is read (read: {READ})")
+    if package == "Megatron":
+        return read_arguments(data["MODEL_ARGS"], label, variables)
     return _package(package, data, label)
 
 
@@ -105,8 +132,8 @@ def _package(package: Package, data: Mapping[str, Any], label: str) -> Reading:
         return read_deepspeed(data, label)
     if package == "accelerate":
         return read_accelerate(data, label)
-    if package == "Megatron":
-        return read_arguments(data["MODEL_ARGS"], label)
+    if package == "LLaMA-Factory" and ENGINE & data.keys():
+        return read_factory(data, label)
     if package == "nanotron":
         return read_nanotron(data, label)
     if package == "torchtitan":
@@ -114,26 +141,59 @@ def _package(package: Package, data: Mapping[str, Any], label: str) -> Reading:
     return read_trainer(data, label, package)
 
 
-def _launch(path: Path, label: str) -> Reading:
+def _launch(path: Path, label: str, variables: dict[str, list[str]]) -> Reading:
     if path.suffix == ".py":
         problem = "a Python configuration, which is not read: give its values as options"
         raise ConfigError(label, "", problem)
-    script = read_script(read_text(path, label), label)
-    reading = _command(script)
+    script = read_script(read_text(path, label), label, variables)
+    reading = _command(script) or _titan(script)
     if reading is None:
-        named = [
-            word for words in script.commands for word in words if Path(word).suffix in STRUCTURED
-        ]
-        problem = f"no launch line with --num-layers or --model_name_or_path (read: {READ})"
-        if named:
-            problem = f"the command names {named[-1]}, which is not beside it: read that file"
-        raise ConfigError(label, "", problem)
+        raise ConfigError(label, "", _unread(script))
+    for variable, (word, facts) in ENVIRONMENT.items():
+        if word in " ".join(script.variables.get(variable, [])).lower().replace(" ", ""):
+            reading.facts |= facts
     if script.undecided:
         tests = ", ".join(dict.fromkeys(script.undecided))
         reading.notes.append(
             f"these comparisons use a value that the script does not set, read as empty: {tests}"
         )
     return reading
+
+
+def _unread(script: Script) -> str:
+    """Why no command of a script is read: what it names or starts, as far as that is known."""
+    all_words = [word for words in script.commands for word in words]
+    all_words += [text for texts in script.variables.values() for text in texts]
+    named = [word for word in all_words if Path(word).suffix in STRUCTURED]
+    if named:
+        return f"the command names {named[-1]}, which is not beside it: read that file"
+    for word in all_words:
+        if recipe := RECIPES.get(word.rsplit("/", 1)[-1]):
+            return f"{recipe}, which is not read: give its values as options of simulate"
+    return f"no launch line with --num-layers or --model_name_or_path (read: {READ})"
+
+
+def _titan(script: Script) -> Reading | None:
+    """The reading of a torchtitan command: its TOML, which it names as an option or in CONFIG_FILE,
+    with the command's own values (`--training.local_batch_size 2`)."""
+    config = script.variables.get("CONFIG_FILE", [])
+    for words in reversed(script.commands):
+        for word in (*words, *config):
+            beside = Path(script.file).parent / Path(word.rpartition("=")[2]).name
+            if beside.suffix != ".toml" or not beside.is_file():
+                continue
+            data = _toml(beside, str(beside))
+            options = options_of(words)
+            for option, values in options.items():
+                section, _, key = option.partition(".")
+                if key and option != "job.config_file":
+                    written = values[0] if values else "true"
+                    part = data.setdefault(section, {})
+                    part[key.replace("-", "_")] = yaml.safe_load(written)
+            reading = read_torchtitan(data, script.file)
+            read_launcher(reading, script, options)
+            return reading
+    return None
 
 
 def _command(script: Script) -> Reading | None:

@@ -1,34 +1,36 @@
 """The commands of a shell script, with the values of its variables.  Nothing is executed.
 
-Read are assignments (also arrays, `+=` and defaults `${X:-8}`), calculations `$((A*B))`, `if` and
-`case` over values that the script sets, files that it sources from its own folder, and
-here-documents.  The output of a command, an argument (`$1`) and a variable of the environment are
-empty, in conditions too; a test of a file is false, negated or not, and so is a command.
+`shfmt` gives the syntax tree.  Read are assignments (also arrays, `+=` and defaults `${X:-8}`),
+calculations `$((A*B))`, `if` and `case` over values that the script sets, functions that it calls,
+files that it sources from its own folder, and here-documents.  The output of a command, an argument
+(`$1`) and a variable of the environment are empty, in conditions too; a test of a file is false,
+negated or not, and so is a command.
 """
 
 import fnmatch
-import operator
+import json
 import re
 import shlex
-from collections.abc import Callable
-from itertools import groupby
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from msgspec import Struct
 
 from rematbench.foreign.reading import Options
 from rematbench.foreign.shell_values import (
-    LONGEST,
+    OPERATIONS,
+    Node,
     Variables,
-    assigned,
+    calculate,
+    expand_document,
     expand_text,
     expand_words,
 )
-from rematbench.foreign.shell_words import Statement, split_statements
 from rematbench.inputs.configfile import ConfigError, read_text
 
-ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(?:\[[^\]]*\])?(\+?)=(.*)", re.DOTALL)
-DECLARATIONS = {"export", "local", "readonly", "declare", "typeset"}
 SBATCH = re.compile(r"^#SBATCH\s+([^#\n]*)", re.MULTILINE)
 SLURM = {
     "nodes": ("SLURM_NNODES", "SLURM_JOB_NUM_NODES"),
@@ -36,59 +38,47 @@ SLURM = {
     "gpus-per-node": ("SLURM_GPUS_ON_NODE", "SLURM_GPUS_PER_NODE"),
 }
 """Variables that Slurm sets from the headers of a job (sbatch's manual page)."""
-SHORT = {"-N": "nodes", "-n": "ntasks"}
-COMPARED: dict[str, Callable[[int, int], bool]] = {
-    "-eq": operator.eq,
-    "-ne": operator.ne,
-    "-gt": operator.gt,
-    "-ge": operator.ge,
-    "-lt": operator.lt,
-    "-le": operator.le,
-}
+SHORT = {r"(?<!\S)-N[ =]?": "--nodes=", r"(?<!\S)-n[ =]?": "--ntasks="}
+COMPARED = {"-eq": "==", "-ne": "!=", "-gt": ">", "-ge": ">=", "-lt": "<", "-le": "<="}
 SHELLS = {"bash", "sh", "/bin/bash", "/bin/sh"}
 LAUNCHERS = {"srun", "nohup"}
-BRACKETS = {"[", "[[", "]", "]]", "test", "((", "))"}
-FILE_TESTS = {"-f", "-d", "-e", "-r", "-x", "-s"}
+PREFIXES = {"eval", "exec"}
+"""Words before a command that change nothing which is read."""
 GPUS = re.compile(r"(?:[a-zA-Z][\w.-]*:)*(\d+)(?:\([^)]*\))?(?:,.*)?")
 """A number of GPUs, also with their kind (`gpu:a100:8`)."""
 DEPTH = 8
-"""Files that source files, at most."""
-
-
-class Block(Struct):
-    """An `if`, `case` or loop around a statement.
-
-    `taken`: the statements of this branch are read; `ended`: a branch was taken; `condition`:
-    the value so far while the words are a condition (None: they are not).
-    """
-
-    kind: str
-    taken: bool = False
-    ended: bool = False
-    condition: bool | None = None
-    joined: str = ""
-    value: str = ""
-    patterns: list[str] | None = None
+"""Files that source files and functions that call functions, at most."""
+LONGEST = 1 << 20
+"""The characters of a variable, at most."""
 
 
 class Script(Struct):
-    """The commands of a script, each a list of words; its variables; its here-documents by the file
-    into which they are written; the options of its Slurm headers; the conditions on values that are
-    not in the script."""
+    """The commands of a script, each a list of words; its variables; its functions; its
+    here-documents by the file into which they are written; the options of its Slurm headers; the
+    conditions on values that are not in the script.
+
+    `text`: what is read now; `depth`: the files and functions that it may still enter.
+    """
 
     file: str
     variables: Variables = {}
+    functions: dict[str, Node] = {}
     commands: list[list[str]] = []
     documents: dict[str, str] = {}
     headers: Options = {}
     undecided: list[str] = []
+    text: bytes = b""
+    depth: int = DEPTH
 
 
-def read_script(text: str, file: str) -> Script:
-    """The commands of a script.  ConfigError if the text is not a shell script."""
-    script = Script(file=file, variables={"#": ["0"]})
-    words = shlex.split(" ".join(SBATCH.findall(text)))
-    script.headers = options_of([_long(word) for word in words])
+def read_script(text: str, file: str, variables: Variables | None = None) -> Script:
+    """The commands of a script; `variables`: those of the environment.  ConfigError if the text is
+    not a shell script."""
+    script = Script(file=file, variables={"#": ["0"], **(variables or {})})
+    headers = " ".join(SBATCH.findall(text))
+    for short, option in SHORT.items():
+        headers = re.sub(short, option, headers)
+    script.headers = options_of(shlex.split(headers))
     for option in ("gpus-per-node", "gres"):
         gpus = GPUS.fullmatch(" ".join(script.headers.get(option, [])))
         if gpus:
@@ -97,17 +87,8 @@ def read_script(text: str, file: str) -> Script:
     for option, names in SLURM.items():
         for name in names if script.headers.get(option) else ():
             script.variables[name] = script.headers[option][-1:]
-    _read(script, text, Path(file).parent, DEPTH)
+    _read(script, text)
     return script
-
-
-def _long(word: str) -> str:
-    short = word[:2]
-    return (
-        f"--{SHORT[short]}={word[2:]}"
-        if short in SHORT and word[2:]
-        else (f"--{SHORT[word]}" if word in SHORT else word)
-    )
 
 
 def options_of(words: list[str]) -> Options:
@@ -130,137 +111,141 @@ def options_of(words: list[str]) -> Options:
     return options
 
 
-def _read(script: Script, text: str, folder: Path, depth: int) -> None:
-    blocks: list[Block] = []
-    for statement in split_statements(text, script.file):
-        words = _keywords(script, statement, blocks)
-        if not words:
-            continue
-        if words[0] in (".", "source") and len(words) > 1 and depth:
-            beside = folder / Path(expand_text(words[1], script.variables)).name
-            if beside.is_file():
-                _read(script, read_text(beside, str(beside)), beside.parent, depth - 1)
-            continue
-        _run(script, words, statement.document, depth)
+def syntax_tree(text: str, file: str) -> list[Node]:
+    """The statements of a text as bash parses it.  ConfigError if it is not a shell script, or
+    without the program shfmt."""
+    beside = Path(sys.executable).with_name("shfmt")
+    program = str(beside) if beside.is_file() else shutil.which("shfmt")
+    if program is None:
+        raise ConfigError(file, "", "shfmt reads shell scripts: python -m pip install shfmt-py")
+    done = subprocess.run(
+        [program, "--to-json", "--language-dialect", "bash"],
+        input=text.encode(),
+        capture_output=True,
+        check=False,
+    )
+    if done.returncode:
+        line, _, problem = done.stderr.decode().strip().partition(":")
+        problem = problem.partition(": ")[2].split(chr(10))[0]
+        raise ConfigError(file, "", f"not a shell command (line {line}: {problem})")
+    try:
+        statements: list[Node] = json.loads(done.stdout).get("Stmts", [])
+    except RecursionError as error:
+        raise ConfigError(file, "", "not a shell command (nested too deeply)") from error
+    return statements
 
 
-def _keywords(script: Script, statement: Statement, blocks: list[Block]) -> list[str]:
-    """The words of a statement that are read as a command: those after the keywords, which open and
-    close blocks; none in a pattern, in a condition, or in a branch that is not taken."""
-    words = list(statement.words)
-    while words and (not blocks or blocks[-1].patterns is None or words[0] == "esac"):
-        used = _keyword(script, words, blocks)
-        if not used:
-            break
-        words = words[used:]
-    block = blocks[-1] if blocks else None
-    if block is not None and block.patterns is not None:
-        _pattern(script, block, words, statement.end)
-        return []
-    if block is not None and block.condition is not None:
-        if all(outer.taken for outer in blocks[:-1]):
-            _decide(script, block, words, statement.end)
-        return []
-    taken = all(outer.taken for outer in blocks)
-    if block is not None and statement.end == ";;":
-        block.taken, block.patterns = False, []
-    return words if taken else []
+def _read(script: Script, text: str) -> None:
+    """Run the statements of a text.  A backslash before spaces at the end of a line continues it
+    here, which bash would not do."""
+    text = re.sub(r"\\[ \t]*\n", "\\\n", text.replace("\r", ""))
+    before, script.text = script.text, text.encode()
+    _run(script, syntax_tree(text, script.file))
+    script.text = before
 
 
-def _keyword(script: Script, words: list[str], blocks: list[Block]) -> int:
-    """Apply the keyword at the beginning of some words; the number of its words (0: none)."""
-    word = words[0]
-    if word in ("if", "while", "until"):
-        blocks.append(Block(kind=word, condition=False))
-    elif word in ("for", "case") and len(words) > 1:
-        blocks.append(_opened(script, words))
-        return 3 if word == "case" else len(words)
-    elif word in ("fi", "done", "esac") and blocks:
-        blocks.pop()
-    elif word in BRANCHES and blocks:
-        BRANCHES[word](blocks[-1])
-    else:
-        return int(word in PREFIXES)
-    return 1
+def _run(script: Script, statements: Iterable[Node]) -> bool | None:
+    """Run statements in order; the value of the last one as a condition (None: not decided)."""
+    value: bool | None = None
+    for statement in statements:
+        node = {"Type": "Redirection", **statement, **statement.get("Cmd", {})}
+        value = KINDS[node["Type"]](script, node) if node["Type"] in KINDS else None
+        if statement.get("Negated") and value is not None:
+            value = not value
+    return value
 
 
-def _then(block: Block) -> None:
-    if block.condition is not None:
-        block.taken = block.condition and not block.ended
-        block.ended, block.condition = block.ended or block.taken, None
+def _calculated(script: Script, node: Node) -> bool | None:
+    values = [calculate(tree, script.variables) for tree in node.get("Exprs", [node.get("X")])]
+    return values[-1] not in ("", "0")
 
 
-def _elif(block: Block) -> None:
-    block.taken, block.condition, block.joined = False, False, ""
+def _function(script: Script, node: Node) -> bool | None:
+    script.functions[node["Name"]["Value"]] = node["Body"]
+    return None
 
 
-def _else(block: Block) -> None:
-    block.taken, block.ended = not block.ended, True
+def _if(script: Script, node: Node) -> bool | None:
+    if "Cond" not in node or _run(script, node["Cond"]):
+        return _run(script, node["Then"])
+    return _if(script, node["Else"]) if "Else" in node else None
 
 
-BRANCHES = {"then": _then, "do": _then, "elif": _elif, "else": _else}
-PREFIXES = {"{", "}", "time", "function", "!", "eval", "exec"}
-"""Words before a command that change nothing which is read."""
+def _while(script: Script, node: Node) -> bool | None:
+    """Run the body of a loop once, if its condition holds."""
+    if bool(_run(script, node["Cond"])) != bool(node.get("Until")):
+        _run(script, node["Do"])
+    return None
 
 
-def _opened(script: Script, words: list[str]) -> Block:
-    """The block of `case WORD in` or `for NAME in WORDS`; a loop is read with its first word."""
-    if words[0] == "case":
-        return Block(kind="case", value=expand_text(words[1], script.variables), patterns=[])
-    values = [one for word in words[3:] for one in expand_words(word, script.variables)]
-    script.variables[words[1]] = values[:1]
-    return Block(kind="for", taken=True)
+def _for(script: Script, node: Node) -> bool | None:
+    """Run the body of a loop once, with its first word."""
+    loop = node["Loop"]
+    if loop["Type"] == "WordIter":
+        items = [text for word in loop.get("Items", ()) for text in _words(script, [word])]
+        script.variables[loop["Name"]["Value"]] = items[:1]
+    elif "Init" in loop:
+        calculate(loop["Init"], script.variables)
+    _run(script, node["Do"])
+    return None
 
 
-def _pattern(script: Script, block: Block, words: list[str], end: str) -> None:
-    """Add a pattern of `case`; its `)` decides whether the branch is taken."""
-    patterns = [*(block.patterns or []), *(expand_text(word, script.variables) for word in words)]
-    block.patterns = patterns
-    if end == ")" and patterns:
-        fits = any(fnmatch.fnmatchcase(block.value, pattern) for pattern in patterns)
-        block.taken = fits and not block.ended
-        block.ended, block.patterns = block.ended or fits, None
+def _joined(script: Script, node: Node) -> bool | None:
+    """Run both sides of `&&`, `||` or `|`; the right one not, where the left one decides."""
+    decides = {"&&": False, "||": True}.get(node["Op"])
+    left = _run(script, [node["X"]])
+    if decides is not None and left is decides:
+        return left
+    right = _run(script, [node["Y"]])
+    if decides is None or right is decides:
+        return right
+    return None if left is None else right
 
 
-def _decide(script: Script, block: Block, words: list[str], end: str) -> None:
-    """Join a test with the tests of a condition before it."""
-    value = bool(words) and _test(script, words)
-    before = bool(block.condition)
-    joins = {"": value, "&&": before and value, "||": before or value}
-    block.condition = joins.get(block.joined, before)
-    block.joined = end if end in ("&&", "||") else "\n"
+def _case(script: Script, node: Node) -> bool | None:
+    value = expand_text(node["Word"], script.variables)
+    for item in node.get("Items", ()):
+        patterns = [expand_text(word, script.variables) for word in item["Patterns"]]
+        if any(fnmatch.fnmatchcase(value, pattern) for pattern in patterns):
+            return _run(script, item.get("Stmts", ()))
+    return None
 
 
-def _test(script: Script, words: list[str]) -> bool:
-    """The value of a test; False for a test of a file or of a command."""
-    plain = [word for word in words if word not in BRACKETS]
-    for sign, joined in (("-o", any), ("-a", all)):
-        if sign in plain[1:-1] and len(plain) < len(words):
-            parts = [[*part] for apart, part in groupby(plain, sign.__eq__) if not apart]
-            return joined([_test(script, ["[", *part]) for part in parts])
-    if plain[:1] == ["!"]:
-        tested = plain[1:] if len(plain) < len(words) else words[1:]
-        return bool(tested) and tested[0] not in FILE_TESTS and not _test(script, ["[", *tested])
-    if len(plain) == len(words):
-        return words[0] == "true"
-    values = [expand_text(word, script.variables) for word in plain]
-    if len(values) == 2 and values[0] in ("-n", "-z"):
-        return bool(values[1]) == (values[0] == "-n")
-    if len(values) == 3:
-        return _compared(script, words, *values)
-    return len(values) == 1 and bool(values[0])
+def _test(script: Script, node: Node) -> bool | None:
+    return _tested(script, node["X"], _source(script, node))
 
 
-def _compared(script: Script, words: list[str], left: str, sign: str, right: str) -> bool:
+def _source(script: Script, node: Node) -> str:
+    return script.text[node["Pos"]["Offset"] : node["End"]["Offset"]].decode()
+
+
+def _tested(script: Script, node: Node, source: str) -> bool | None:
+    """The value of a part of `[[ ... ]]`; None for a test of a file."""
+    sign = node.get("Op")
+    if node["Type"] == "Word":
+        return bool(expand_text(node, script.variables))
+    if sign in ("&&", "||"):
+        sides = [bool(_tested(script, node[side], source)) for side in ("X", "Y")]
+        return all(sides) if sign == "&&" else any(sides)
+    if node["Type"] == "BinaryTest":
+        return _compared(script, node, source)
+    value = _tested(script, node["X"], source)
+    if sign is None or sign in ("-n", "-z"):  # brackets, or the length of a text
+        return value == (sign != "-z")
+    return not value if sign == "!" and value is not None else None
+
+
+def _compared(script: Script, node: Node, source: str) -> bool:
+    sign = str(node["Op"])
+    left, right = (expand_text(node[side], script.variables) for side in ("X", "Y"))
     if not left and right:
-        script.undecided.append(" ".join(words))
-    if sign in ("=", "==", "!="):
-        return fnmatch.fnmatchcase(left, right) == (sign != "!=")
+        script.undecided.append(source)
     if sign == "=~":
         return _matches(left, right)
-    if sign in COMPARED and left.isdigit() and right.isdigit():
-        return COMPARED[sign](int(left), int(right))
-    return False
+    if sign in COMPARED:
+        numbers = left.isdigit() and right.isdigit()
+        return numbers and bool(OPERATIONS[COMPARED[sign]](int(left), int(right)))
+    return fnmatch.fnmatchcase(left, right) == (sign != "!=")
 
 
 def _matches(text: str, pattern: str) -> bool:
@@ -270,79 +255,163 @@ def _matches(text: str, pattern: str) -> bool:
         return False
 
 
-def _quoted(document: str) -> str:
-    """A here-document as a word: its quotes are plain, its variables are not."""
-    joined = document.replace("\\\n", " ")
-    return "".join(f"\\{one}" if one in "\"'" else one for one in joined)
+def _test_tree(words: list[Node], texts: list[str]) -> Node:
+    """The words of `[ ... ]` as the tree that `[[ ... ]]` has; an empty word if there is none."""
+    for sign, joined in (("-o", "||"), ("-a", "&&")):
+        if sign in texts[1:-1]:
+            at = texts.index(sign, 1)
+            sides = (
+                _test_tree(words[part], texts[part]) for part in (slice(at), slice(at + 1, None))
+            )
+            return {"Type": "BinaryTest", "Op": joined, **dict(zip("XY", sides, strict=True))}
+    if len(words) == 2 or texts[:1] == ["!"]:
+        return {"Type": "UnaryTest", "Op": texts[0], "X": _test_tree(words[1:], texts[1:])}
+    if len(words) == 3:
+        return {"Type": "BinaryTest", "Op": texts[1], "X": words[0], "Y": words[2]}
+    return {"Type": "Word", "Parts": words[0]["Parts"] if words else []}
 
 
-def _nested(script: Script, words: list[str], depth: int) -> bool:
-    """Read the script that a command starts: `bash -c '...'`, whose own shell replaces the exported
-    variables, or a file beside the script with its arguments.  The options before it are those of
-    each of its commands."""
-    start = next((index for index, word in enumerate(words) if word in SHELLS), -1)
-    if start < 0 and (words[0] in LAUNCHERS or words[0].endswith(".sh")):
-        start = next((index - 1 for index, word in enumerate(words) if word.endswith(".sh")), -1)
-    rest = words[start + 1 :]
-    if not rest or not depth or (start < 0 and not words[0].endswith(".sh")):
-        return False
-    first = expand_text(rest[0], script.variables)
-    beside = Path(script.file).parent / Path(first).name
-    if first.startswith("-") and "c" in first and rest[1:]:
-        text = expand_text(rest[1], script.variables)
-    elif first.endswith(".sh") and beside.is_file():
-        text = read_text(beside, str(beside))
-        arguments = [one for word in rest[1:] for one in expand_words(word, script.variables)]
-        script.variables |= {str(number): [one] for number, one in enumerate(arguments, 1)}
-        script.variables |= {"@": arguments, "#": [str(len(arguments))]}
-    else:
-        return False
-    before = [one for word in words[: start + 1] for one in expand_words(word, script.variables)]
-    inner = Script(file=script.file, variables=script.variables, documents=script.documents)
-    try:
-        _read(inner, text, Path(script.file).parent, depth - 1)
-    except ConfigError:  # quotes that only one of the two shells removes
-        return False
-    script.commands += [before + command for command in inner.commands]
-    script.undecided += inner.undecided
-    return True
+def _words(script: Script, words: Iterable[Node]) -> list[str]:
+    return [text for word in words for text in expand_words(word, script.variables)]
 
 
-def _assign(script: Script, words: list[str]) -> list[str]:
-    """Set the variables at the beginning of a statement; the words after them.  ConfigError for a
-    variable that grows without end."""
-    declares = words[0] in DECLARATIONS
-    words = [word for word in words[declares:] if not (declares and word.startswith("-"))]
-    while words and (match := ASSIGNMENT.fullmatch(words[0])):
-        values = assigned(match[3], script.variables, script.file)
-        if match[2]:
-            before = script.variables.get(match[1], [])
-            joined = match[3].startswith("(") or not before
+def _declare(script: Script, node: Node) -> bool | None:
+    _assign(script, node.get("Args", ()))
+    return None
+
+
+def _assign(script: Script, assignments: Iterable[Node]) -> None:
+    """Set variables.  ConfigError for one that grows without end."""
+    for node in assignments:
+        if node.get("Naked"):
+            continue
+        name = node["Name"]["Value"]
+        values = [expand_text(node.get("Value"), script.variables)]
+        if "Array" in node:
+            elements = node["Array"].get("Elems", ())
+            keyed = ({"Name": node["Name"], **part} for part in elements if "Index" in part)
+            _assign(script, keyed)
+            values = _words(script, (part["Value"] for part in elements))
+        if "Index" in node:
+            name += f"[{expand_text(node['Index'], script.variables)}]"
+        if node.get("Append"):
+            before = script.variables.get(name, [])
+            joined = "Array" in node or not before
             values = before + values if joined else [*before[:-1], before[-1] + values[0]]
         if sum(map(len, values)) > LONGEST:
             raise ConfigError(script.file, "", "not a shell command (a variable has no end)")
-        script.variables[match[1]] = values
-        words = words[1:]
-    return words
+        script.variables[name] = values
 
 
-def _run(script: Script, words: list[str], document: str, depth: int) -> None:
-    """Set the variables of a statement, or add its command."""
-    words = _assign(script, words)
-    if not words:
-        return
-    if words[0] == "read" and document:
-        script.variables[words[-1]] = [expand_text(_quoted(document), script.variables)]
-        return
-    if _nested(script, words, depth):
-        return
-    command = [one for word in words for one in expand_words(word, script.variables)]
-    if document:
-        target = re.search(r">+\s*(\S+)", " ".join(command))
-        if target:
-            text = expand_text(_quoted(document), script.variables)
-            script.documents[Path(target[1]).name] = text
-    elif command[:1] and command[0].startswith("--") and script.commands:
-        script.commands[-1] += command  # a comment in a continued command
-    elif command:
-        script.commands.append(command)
+def _call(script: Script, node: Node) -> bool | None:
+    """Set the variables before a command, and run the command; the value of a test."""
+    _assign(script, node.get("Assigns", ()))
+    words = node.get("Args", [])
+    texts = [expand_text(word, script.variables) for word in words]
+    while texts and texts[0] in PREFIXES:
+        words, texts = words[1:], texts[1:]
+    if not texts:
+        return None
+    if texts[0] in ("[", "test"):
+        inside = slice(1, -1 if texts[0] == "[" else None)
+        return _tested(script, _test_tree(words[inside], texts[inside]), _source(script, node))
+    if texts[0] in ("true", "false"):
+        return texts[0] == "true"
+    written = _document(script, texts, node.get("Redirs", ()))
+    if not written and not _entered(script, words, texts):
+        command = _words(script, words)
+        if command[:1] and command[0].startswith("--") and script.commands:
+            script.commands[-1] += command  # a comment in a continued command
+        elif command:
+            script.commands.append(command)
+    return None
+
+
+def _document(script: Script, texts: list[str], redirections: Iterable[Node]) -> bool:
+    """Keep the here-document of a command, which it reads into a variable or writes to a file."""
+    documents = [node["Hdoc"] for node in redirections if "Hdoc" in node]
+    for document in documents:
+        text = expand_document(document, script.variables)
+        if texts[0] == "read":
+            script.variables[texts[-1]] = [text]
+        for target in redirections:
+            if target["Op"] in (">", ">>"):
+                name = Path(expand_text(target["Word"], script.variables)).name
+                script.documents[name] = text
+    return bool(documents)
+
+
+def _entered(script: Script, words: list[Node], texts: list[str]) -> bool:
+    """Run what a command starts: a function, a file beside the script, which it sources or starts
+    with arguments, or `bash -c '...'`, whose own shell replaces the exported variables.  The
+    options before it are those of each of its commands."""
+    if not script.depth:
+        return False
+    if texts[0] in script.functions:
+        before = {key: value for key, value in script.variables.items() if not key.isidentifier()}
+        _arguments(script, words[1:])
+        script.depth -= 1
+        _run(script, [script.functions[texts[0]]])
+        script.depth += 1
+        script.variables |= before
+        return True
+    start = next((index for index, text in enumerate(texts) if text in SHELLS), -1)
+    if start < 0 and (texts[0] in LAUNCHERS or texts[0].endswith(".sh")):
+        start = next((index - 1 for index, text in enumerate(texts) if text.endswith(".sh")), -1)
+    sources = texts[0] in (".", "source")
+    start = 0 if sources else start
+    rest = texts[start + 1 :]
+    if not rest or (start < 0 and not texts[0].endswith(".sh")):
+        return sources
+    beside = Path(script.file).parent / Path(rest[0]).name
+    if not sources and rest[0].startswith("-") and "c" in rest[0] and rest[1:]:
+        text = rest[1]
+    elif (sources or rest[0].endswith(".sh")) and beside.is_file():
+        text = read_text(beside, str(beside))
+        if not sources:
+            _arguments(script, words[start + 2 :])
+    else:
+        return sources
+    options = [] if sources else _words(script, words[: start + 1])
+    outer, script.commands = script.commands, []
+    script.depth -= 1
+    try:
+        _read(script, text)
+    except ConfigError:  # quotes that only one of the two shells removes
+        if sources:
+            raise
+        return False
+    finally:
+        script.depth += 1
+        inner, script.commands = script.commands, outer
+    script.commands += [options + command for command in inner]
+    return True
+
+
+def _arguments(script: Script, words: list[Node]) -> None:
+    arguments = _words(script, words)
+    script.variables |= {str(number): [text] for number, text in enumerate(arguments, 1)}
+    script.variables |= {"@": arguments, "#": [str(len(arguments))]}
+
+
+def _group(script: Script, node: Node) -> bool | None:
+    return _run(script, node.get("Stmts", [node["Stmt"]] if "Stmt" in node else ()))
+
+
+KINDS: dict[str, Callable[[Script, Node], bool | None]] = {
+    "ArithmCmd": _calculated,
+    "BinaryCmd": _joined,
+    "Block": _group,
+    "CallExpr": _call,
+    "CaseClause": _case,
+    "DeclClause": _declare,
+    "ForClause": _for,
+    "FuncDecl": _function,
+    "IfClause": _if,
+    "LetClause": _calculated,
+    "Subshell": _group,
+    "TestClause": _test,
+    "TimeClause": _group,
+    "WhileClause": _while,
+}
+"""What runs a statement, by the kind of its node; each gives its value as a condition."""

@@ -5,228 +5,173 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rematbench.foreign.deepspeed import read_deepspeed, read_optimizer, read_zero
-from rematbench.foreign.reading import (
-    AUTO,
-    Reading,
-    read_whole,
-    sort_rest,
-    switch,
-    without_effect,
-)
-from rematbench.inputs.configfile import ConfigError
+import yaml
 
-BATCHES = {
-    "per_device_train_batch_size": "micro_batch",
-    "micro_batch_size": "micro_batch",
-    "gradient_accumulation_steps": "accumulation",
-    "cutoff_len": "seq_len",
-    "sequence_len": "seq_len",
-    "max_length": "seq_len",
-    "max_seq_length": "seq_len",
-    "model_max_length": "seq_len",
-    "block_size": "seq_len",
-    "max_seq_len": "seq_len",
-    "sequence_parallel_degree": "cp",
-    "sequence_parallel_size": "ulysses",
-    "context_parallel_size": "cp",
-    "tensor_parallel_size": "tp",
-    "dp_shard_size": "shards",
-    "dp_replicate_size": "replicas",
-}
+from rematbench.foreign.deepspeed import read_deepspeed, read_zero
+from rematbench.foreign.keys import is_off, read_keys
+from rematbench.foreign.reading import AUTO, Reading, switch
+from rematbench.inputs.configfile import ConfigError, read_mapping
+
 MODELS = ("model_name_or_path", "base_model", "model_name", "model")
-ATTENTION_KEYS = ("flash_attn", "attn_implementation", "attn_impl", "attention", "attn")
-ATTENTION = {
-    "flash": "fa2",
-    "flash_attn": "fa2",
-    "flash_attention_2": "fa2",
-    "flash_attention_3": "fa3",
-    "fa2": "fa2",
-    "fa3": "fa3",
-    "sdpa": "flash",
-    "eager": "unfused",
-    "disabled": "unfused",
-    "auto": "flash",
-    "kernels-community/vllm-flash-attn3": "fa3",
-    "kernels-community/flash-attn3": "fa3",
-    "kernels-community/flash-attn2": "fa2",
-}
-ADAPTERS = ("lora", "qlora", "dora", "freeze", "oft", "prompt")
-REFUSED = {
-    "use_peft": "adapters are not modelled",
-    "use_lora": "adapters are not modelled",
-    "lora_enable": "adapters are not modelled",
-    "lora": "adapters are not modelled",
-    "vision_tower": "an encoder of images is not modelled",
-    "load_in_4bit": "quantised weights are not modelled",
-    "load_in_8bit": "quantised weights are not modelled",
-    "use_galore": "GaLore is not modelled",
-    "use_apollo": "Apollo is not modelled",
-    "use_badam": "BAdam is not modelled",
-    "quantization_bit": "quantised weights are not modelled",
-    "use_unsloth": "unsloth's kernels are not modelled",
-    "fp8": "FP8 is not modelled",
-    "alst_sequence_tiling": "give the mini-sequences as a method",
-    "tiled_mlp": "give the MLP's mini-sequences as a method",
-    "unfrozen_parameters": "frozen parameters are not modelled",
-    "flex_attention": "the kernel of flex attention is not modelled",
-    "use_hyper_parallel": "its layouts are not modelled",
-}
-"""Switches that turn on a feature which is not modelled, each with the reason."""
-LIGER = ("use_liger_kernel", "enable_liger_kernel", "use_liger")
-LIGER_FACTS = {
-    "norm": "fused",
-    "norm_keeps_steps": False,
-    "rope": "fused",
-    "fused_swiglu": True,
-    "fused_loss": True,
-    "loss_in_place": True,
-}
-"""The facts of Liger's kernels: https://github.com/linkedin/Liger-Kernel, README, "apply all"."""
-LIGER_KERNELS = {
-    "liger_rope": ("rope",),
-    "liger_rms_norm": ("norm", "norm_keeps_steps"),
-    "liger_glu_activation": ("fused_swiglu",),
-    "liger_swiglu": ("fused_swiglu",),
-    "liger_fused_linear_cross_entropy": ("fused_loss", "loss_in_place"),
-    "liger_layer_norm": (),
-}
-"""The facts of each kernel that axolotl's plugin turns on by its own key."""
+ADAPTERS = "adapters are not modelled"
 LIGER_PLUGIN = "axolotl.integrations.liger.LigerPlugin"
-PACKING = ("packing", "sample_packing", "neat_packing", "padding_free", "use_remove_padding")
+PACKING = {"packing", "sample_packing", "neat_packing", "padding_free", "use_remove_padding"}
+PACKING |= {"batch_flattening"}
+PRECISIONS = {"bf16": "bf16", "pure_bf16": "bf16", "bfloat16": "bf16"}
+PRECISIONS |= {"fp16": "fp16", "float16": "fp16", "float32": "fp32"}
 RECOMPUTES = {"TRL": True, "ms-swift": True, "Transformers": False}
 """Whether a trainer recomputes if no key says so: the default of `gradient_checkpointing`."""
 TUNERS = ("finetuning_type", "adapter", "tuner_type", "train_type")
+PIECES = "mst:mlp_chunks=1"
+"""A head in pieces of as many tokens as the vocabulary is wider than the model: TRL's chunks,
+Liger's fused linear loss (Liger-Kernel 0.8.5, ops/fused_linear_cross_entropy.py) and Cut Cross
+Entropy (arXiv 2411.09009), whose pieces are smaller."""
+WIDENS = ("TRL", "LLaMA-Factory")
+"""Trainers whose weights are fp32 unless a key says otherwise: TRL 1.16, trainer/model_config.py
+(dtype), LLaMA-Factory 0.9.5, model/adapter.py (init_adapter)."""
+TASKS = ("pt", "sft")
 
 
 def read_trainer(data: Mapping[str, Any], file: str, package: str) -> Reading:
     """The reading of a TRL, LLaMA-Factory or axolotl file.  ConfigError for a wrong value."""
     system = "huggingface-deepspeed" if data.get("deepspeed") else "huggingface-flash"
     reading = Reading(file=file, package=package, system=system)
-    done = read_whole(reading, data, BATCHES)
-    done |= _model(reading, data) | _precision(reading, data) | _attention(reading, data)
-    done |= _recomputation(reading, data) | _kernels(reading, data) | _refuse(reading, data)
-    if data.get("deepspeed"):
-        done.add("deepspeed")
-        _nested(reading, data["deepspeed"])
-    for key in ("fsdp", "fsdp_config"):
+    flat = {key for key in data if key.startswith("fsdp_") and key != "fsdp_config"}
+    read_keys(reading, {key: data[key] for key in data if key not in flat}, "trainers")
+    for key in MODELS:
         if data.get(key):
-            done.add(key)
-            _fsdp(reading, data[key], f"{key}.")
-    if "optim" in data or "optimizer" in data:
-        key = "optim" if "optim" in data else "optimizer"
-        done.add(key)
-        read_optimizer(reading, str(data[key]), key)
-    done |= _packing(reading, data) | _defaults(reading, data)
-    done |= {key for key, value in data.items() if value is None}
-    sort_rest(reading, set(data) - done, without_effect)
+            reading.put("model", str(data[key]), key)
+    _recomputation(reading, data)
+    _kernels(reading, data)
+    _task(reading, data)
+    if data.get("deepspeed"):
+        _nested(reading, data["deepspeed"])
+    options = {key: data[key] for key in flat}
+    read_keys(reading, options, "trainers", "fsdp_config")
+    if not is_off(data.get("fsdp")) or data.get("fsdp_config") or data.get("use_fsdp"):
+        _fsdp(reading, data, options)
+    _precision(reading, data)
+    _packing(reading, data)
+    if reading.package == "Transformers" and "precision" not in reading.values:
+        reading.notes.append("neither --bf16 nor --fp16: bf16 is assumed")
     return reading
 
 
-def _packing(reading: Reading, data: Mapping[str, Any]) -> set[str]:
+def _packing(reading: Reading, data: Mapping[str, Any]) -> None:
     """Packed documents, whose mean length no file gives.  LLaMA-Factory's `packing` and TRL's
-    strategy `wrapped` let attention cross documents; all other packing keeps it inside them."""
-    keys = {key for key in PACKING if data.get(key)}
+    strategy `wrapped` let attention cross documents; all other packing keeps it inside them.
+    Without packing, documents are shorter than the longest that the trainer takes."""
+    keys = {key for key in PACKING if not is_off(data.get(key))}
     crossing = data.get("packing_strategy") == "wrapped" or (
-        reading.package == "LLaMA-Factory" and not data.get("neat_packing")
+        reading.package == "LLaMA-Factory" and is_off(data.get("neat_packing"))
     )
     for key in sorted(keys):
         text = "attention crosses documents, so whole sequences are counted"
         if not crossing:
             text = "attention stays inside documents: --document-len, else whole sequences"
         reading.notes.append(f"{key}: {text}")
-    return {*PACKING, "packing_strategy"}
+    if not keys and is_off(data.get("pad_to_sequence_len")):
+        note_cap(reading)
 
 
-def _defaults(reading: Reading, data: Mapping[str, Any]) -> set[str]:
-    """Say what a command line leaves to its trainer: the precision, and ms-swift's adapters."""
-    words = ("bf16", "fp16", "torch_dtype", "dtype")
-    if reading.package == "Transformers" and not any(data.get(word) for word in words):
-        reading.notes.append("neither --bf16 nor --fp16: bf16 is assumed")
-    if reading.package == "ms-swift" and not any(data.get(key) for key in TUNERS):
-        reading.refused.append("tuner_type: lora is ms-swift's default (adapters are not modelled)")
-    return {"rope_scaling", "fsdp_version", "fsdp_transformer_layer_cls_to_wrap", "tf32"}
+def note_cap(reading: Reading) -> None:
+    """Say that a length is an upper bound where nothing packs."""
+    if "seq_len" in reading.values:
+        reading.notes.append(
+            f"{reading.keys['seq_len']}: nothing packs, so this is a cap, and shorter sequences "
+            "need less (--seq-len)"
+        )
 
 
-def _model(reading: Reading, data: Mapping[str, Any]) -> set[str]:
-    for key in MODELS:
-        if data.get(key):
-            reading.put("model", str(data[key]), key)
-    return set(MODELS)
-
-
-def _precision(reading: Reading, data: Mapping[str, Any]) -> set[str]:
-    done = set()
-    for word in ("bf16", "fp16", "pure_bf16"):
-        if word in data:
-            done.add(word)
-            if data[word] not in (AUTO, "full", None) and switch(data[word], reading.file, word):
-                reading.put("precision", word.removeprefix("pure_"), word)
-    wide = str(data.get("torch_dtype") or data.get("dtype") or "")
-    if wide.removeprefix("torch.") == "float32" and "precision" not in reading.values:
+def _precision(reading: Reading, data: Mapping[str, Any]) -> None:
+    """The precision of the step, and that of the weights where it is wider."""
+    for word, precision in PRECISIONS.items():
+        value = data.get(word)
+        if value not in (AUTO, "full", None) and switch(value, reading.file, word):
+            reading.put("precision", precision, word)
+    kwargs = _mapping(data, "model_init_kwargs")
+    weights = data.get("torch_dtype") or data.get("dtype") or data.get("param_dtype")
+    weights = str(weights or kwargs.get("dtype") or kwargs.get("torch_dtype") or "")
+    weights = weights.removeprefix("torch.")
+    if weights == "float32" and "precision" not in reading.values:
         reading.put("precision", "fp32", "dtype")
-    return done | {"torch_dtype", "dtype"}
+    scaled = reading.get("precision") == "fp16"  # torch's GradScaler takes fp32 gradients alone
+    wide = weights == "float32" or scaled or (reading.package in WIDENS and not weights)
+    narrow = reading.get("precision") == "fp32" or not is_off(data.get("pure_bf16"))
+    if wide and not narrow:
+        reading.put("wide_weights", 1, "dtype")
+    if not is_off(data.get("tf32")) and reading.get("precision") == "fp32":
+        reading.facts["tf32"] = True
 
 
-def _attention(reading: Reading, data: Mapping[str, Any]) -> set[str]:
-    done = {"flash_attention", "use_flash_attn", "sdp_attention", *ATTENTION_KEYS}
-    for key in ATTENTION_KEYS:
-        word = data.get(key)
-        if word is None:
-            continue
-        if word not in ATTENTION:
-            reading.refused.append(f"{key}: {word} (allowed: {', '.join(ATTENTION)})")
-        else:
-            reading.put("attention", ATTENTION[word], key)
-    if data.get("flash_attention") or data.get("use_flash_attn"):
-        reading.put("attention", "fa2", "flash_attention")
-    return done
-
-
-def _recomputation(reading: Reading, data: Mapping[str, Any]) -> set[str]:
+def _recomputation(reading: Reading, data: Mapping[str, Any]) -> None:
     """LLaMA-Factory recomputes unless a key turns it off; the other trainers follow their key."""
-    done = {"gradient_checkpointing", "disable_gradient_checkpointing"}
-    done |= {"gradient_checkpointing_kwargs", "activation_offloading", "use_gradient_checkpointing"}
-    checkpoint = data.get("gradient_checkpointing", data.get("use_gradient_checkpointing"))
+    checkpoint: Any = next(
+        (
+            data[key]
+            for key in ("gradient_checkpointing", "use_gradient_checkpointing")
+            if data.get(key) is not None
+        ),
+        data.get("activation_checkpointing"),
+    )
     if reading.package == "LLaMA-Factory":
         checkpoint = not data.get("disable_gradient_checkpointing", False)
     if checkpoint is None:
         checkpoint = RECOMPUTES.get(reading.package, False)
-    if checkpoint in ("offload", "offload_disk") or data.get("activation_offloading"):
-        reading.method = ("full_recompute", {"inputs": "host"})
-    else:
+    kwargs = _mapping(data, "gradient_checkpointing_kwargs", "activation_checkpointing_kwargs")
+    moved = data.get("activation_offloading")
+    for key, value in (("gradient_checkpointing", checkpoint), ("activation_offloading", moved)):
+        if value in ("offload_disk", "disk"):
+            reading.refused.append(f"{key}: {value} (inputs of layers on a disk are not modelled)")
+    unsloth = not is_off(data.get("use_unsloth_gc"))
+    if checkpoint not in ("offload", "offload_disk", "unsloth"):
         on = switch(checkpoint, reading.file, "gradient_checkpointing")
+        if not on and not is_off(moved):
+            text = "activations on the host without checkpointing are not modelled"
+            reading.refused.append(f"activation_offloading: {text}")
         reading.method = ("full_recompute" if on else "keep_all", {})
-    return done
+        if not on or (is_off(moved) and is_off(kwargs.get("offload")) and not unsloth):
+            return
+    reading.method = ("full_recompute", {"inputs": "host"})
 
 
-def _kernels(reading: Reading, data: Mapping[str, Any]) -> set[str]:
-    for key in LIGER:
-        if data.get(key) and switch(data[key], reading.file, key):
-            reading.facts |= LIGER_FACTS
-    if data.get("torch_compile"):
-        reading.facts["compiled"] = True
-    for key, facts in LIGER_KERNELS.items():
-        if data.get(key):
-            reading.facts |= {fact: LIGER_FACTS[fact] for fact in facts}
+def _mapping(data: Mapping[str, Any], *names: str) -> Mapping[str, Any]:
+    """The first of some sections that is there; a command line has it as a text."""
+    value: Any = next((data[name] for name in names if data.get(name)), {})
+    value = yaml.safe_load(value) if isinstance(value, str) else value
+    return value if isinstance(value, Mapping) else {}
+
+
+def _kernels(reading: Reading, data: Mapping[str, Any]) -> None:
+    if not is_off(data.get("torch_compile")):
+        reading.facts |= {"compiled": True, "norm_keeps_steps": False, "fused_swiglu": True}
     for plugin in data.get("plugins") or ():
-        if plugin != LIGER_PLUGIN:
+        if plugin.rpartition(".")[2] == "CutCrossEntropyPlugin":
+            reading.put("pieces", PIECES, "plugins")
+        elif plugin != LIGER_PLUGIN:
             reading.refused.append(f"plugins: {plugin} is not modelled")
-    return {*LIGER, *LIGER_KERNELS, "torch_compile", "plugins"}
+    loss = data.get("loss_type")
+    if reading.package == "TRL" and loss in (None, "chunked_nll"):
+        reading.put("pieces", PIECES, "loss_type")
+        if loss is None:
+            reading.notes.append("TRL of 2026 has the loss in chunks (older: loss_type: nll)")
+    if loss not in (None, "nll", "chunked_nll"):
+        reading.refused.append(f"loss_type: {loss} (this loss is not modelled)")
 
 
-def _refuse(reading: Reading, data: Mapping[str, Any]) -> set[str]:
-    for key, why in REFUSED.items():
-        if data.get(key):
-            reading.refused.append(f"{key}: {why}")
+def _task(reading: Reading, data: Mapping[str, Any]) -> None:
+    """Refuse what is not full training of one model with one loss."""
     for key in TUNERS:
-        if str(data.get(key, "")).lower() in ADAPTERS:
-            reading.refused.append(f"{key}: {data[key]} (adapters are not modelled)")
+        if data.get(key) and str(data[key]).lower() not in ("full", "none"):
+            reading.refused.append(f"{key}: {data[key]} ({ADAPTERS})")
+    if reading.package == "ms-swift" and not any(data.get(key) for key in TUNERS):
+        reading.refused.append(f"tuner_type: lora is ms-swift's default ({ADAPTERS})")
+    ranks = {key for key in ("lora_r", "lora_rank") if not is_off(data.get(key))}
+    if reading.package == "Transformers" and ranks:
+        reading.refused.append(f"{', '.join(sorted(ranks))}: {ADAPTERS}")
     stage = str(data.get("stage", "sft"))
-    if reading.package in ("LLaMA-Factory", "Transformers") and stage not in ("pt", "sft"):
+    if stage not in TASKS:
         reading.refused.append(f"stage: {stage} (only pt and sft have one model and one loss)")
-    lora = {key for key in data if str(key).startswith(("lora_", "peft_"))}
-    return {*REFUSED, *TUNERS, "stage", *lora}
 
 
 def _nested(reading: Reading, value: Any) -> None:
@@ -269,76 +214,77 @@ SHARDING = {
     "4": 3,
 }
 FSDP_SYSTEM = "torchtitan"
+FSDP_WORDS = {
+    "auto_wrap",
+    "true",
+    "fsdp2",
+    "full_shard",
+    "shard_grad_op",
+    "no_shard",
+    "hybrid_shard",
+}
 
 
-def _fsdp(reading: Reading, section: Any, prefix: str) -> None:
-    """Read a section of FSDP.  FSDP2 shards all states; `reshard_after_forward: false` keeps the
-    gathered parameters until the backward, as ZeRO-2's gradients with sharded parameters."""
+def _fsdp(reading: Reading, data: Mapping[str, Any], flat: Mapping[str, Any]) -> None:
+    """Read FSDP's words and its section; `flat`: keys of the section at the top level.  FSDP2
+    shards all states; `reshard_after_forward: false` keeps the gathered parameters until the
+    backward, as ZeRO-2's gradients with sharded parameters."""
     reading.system = FSDP_SYSTEM
+    listed = data.get("fsdp") or ()
+    words = listed if isinstance(listed, list) else str(listed or "").split()
+    words = [str(word).lower() for word in words]
+    for word in sorted(set(words) - FSDP_WORDS):
+        host = "FSDP's parameters on the host are not modelled"
+        reading.refused.append(f"fsdp: {word} ({host if word == 'offload' else 'not read'})")
+    section = _mapping(data, "fsdp_config") or data.get("fsdp_config") or {}
     if not isinstance(section, Mapping):
-        words = section if isinstance(section, list) else str(section).split()
-        kinds = [str(word).upper() for word in words if "shard" in str(word)]
-        section = {"sharding_strategy": (kinds or ["FULL_SHARD"])[0]}
+        path = Path(reading.file).parent / Path(str(section)).name
+        if not path.is_file():
+            reading.refused.append(f"fsdp_config: {section} is not beside {reading.file}")
+        section = read_mapping(path, str(path)) if path.is_file() else {}
+    read_keys(reading, section, "trainers", "fsdp_config", "fsdp_config.")
+    section = {**flat, **section}
     plain = {str(key).removeprefix("fsdp_"): value for key, value in section.items()}
-    strategy = str(plain.get("sharding_strategy", "FULL_SHARD")).upper()
+    kinds = [word for word in words if word.endswith(("shard", "grad_op"))] or ["FULL_SHARD"]
+    reshard = str(plain.get("reshard_after_forward", "true")).upper()
+    strategy = str(plain.get("sharding_strategy", kinds[0])).upper()
+    strategy = reshard if reshard in SHARDING else strategy
+    key = "fsdp_config.sharding_strategy"
     if strategy not in SHARDING:
         problem = f"{strategy} (allowed: {', '.join(SHARDING)})"
-        raise ConfigError(reading.file, f"{prefix}sharding_strategy", problem)
-    stage = SHARDING[strategy]
-    if "HYBRID" in strategy:
-        reading.put("inside_node", 1, f"{prefix}sharding_strategy")
-    if str(plain.get("reshard_after_forward", "true")).lower() == "false":
-        stage = 2
-    reading.put("zero_stage", stage, f"{prefix}sharding_strategy")
-    if plain.get("activation_checkpointing"):
+        raise ConfigError(reading.file, key, problem)
+    if strategy in ("HYBRID_SHARD", "4"):
+        reading.put("inside_node", 1, key)
+    reading.put("zero_stage", 2 if reshard == "FALSE" else SHARDING[strategy], key)
+    if not is_off(plain.get("activation_checkpointing")):
         reading.method = ("full_recompute", {})
-    if plain.get("offload_params") or plain.get("cpu_offload"):
-        reading.refused.append(f"{prefix}offload_params: FSDP's parameters on the host")
-    done = {"sharding_strategy", "reshard_after_forward", "activation_checkpointing"}
-    done |= {"offload_params", "cpu_offload", "version"}
-    sort_rest(reading, set(plain) - done, _fsdp_without_effect, prefix)
-
-
-def _fsdp_without_effect(key: str) -> bool:
-    words = ("auto_wrap", "cls_to_wrap", "state_dict", "sync_module", "cpu_ram", "use_orig", "xla")
-    return any(word in key for word in words) or without_effect(key)
-
-
-PROCESSES = {"num_processes": "gpus", "num_machines": "nodes"}
 
 
 def read_accelerate(data: Mapping[str, Any], file: str) -> Reading:
     """The reading of an accelerate configuration.  ConfigError for a wrong value."""
     kind = str(data.get("distributed_type", "NO")).upper()
     reading = Reading(file=file, package="accelerate", system="huggingface-flash")
-    done = read_whole(reading, data, PROCESSES) | {"distributed_type", "mixed_precision"}
-    word = str(data.get("mixed_precision", "no")).lower()
-    if word in ("bf16", "fp16"):
-        reading.put("precision", word, "mixed_precision")
-    elif word == "fp8":
-        reading.refused.append("mixed_precision: fp8 (FP8 is not modelled)")
+    sections = ("deepspeed_config", "fsdp_config")
+    read_keys(reading, {key: data[key] for key in data if key not in sections}, "accelerate")
     if kind == "DEEPSPEED":
         reading.system = "huggingface-deepspeed"
-        done.add("deepspeed_config")
         read_accelerate_deepspeed(reading, data.get("deepspeed_config") or {})
     elif kind == "FSDP":
-        done.add("fsdp_config")
-        _fsdp(reading, data.get("fsdp_config") or {}, "fsdp_config.")
+        _fsdp(reading, data, {})
     elif kind in ("MULTI_GPU", "NO"):
         reading.put("zero_stage", 0, "distributed_type")
         if kind == "NO":  # accelerate starts one process, whatever num_processes is
             reading.put("gpus", 1, "distributed_type")
     else:
         reading.refused.append(f"distributed_type: {kind} is not modelled")
-    if isinstance(data.get("parallelism_config"), Mapping):
-        done.add("parallelism_config")
-        _parallelism(reading, data["parallelism_config"])
-    sort_rest(reading, set(data) - done, without_effect)
+    if str((data.get("dynamo_config") or {}).get("dynamo_backend", "no")).lower() == "inductor":
+        _kernels(reading, {"torch_compile": True})
     return reading
 
 
 def read_accelerate_deepspeed(reading: Reading, section: Mapping[str, Any]) -> None:
     """Read the options of accelerate about DeepSpeed."""
+    read_keys(reading, section, "accelerate", "deepspeed_config", "deepspeed_config.")
     if section.get("deepspeed_config_file"):
         reading.files.append(Path(str(section["deepspeed_config_file"])))
         return
@@ -347,17 +293,3 @@ def read_accelerate_deepspeed(reading: Reading, section: Mapping[str, Any]) -> N
         device = section.get(f"offload_{word}_device", "none")
         zero[f"offload_{word}"] = {"device": device}
     read_zero(reading, zero, "deepspeed_config.zero_")
-    names = {"gradient_accumulation_steps": "accumulation"}
-    done = read_whole(reading, section, names, "deepspeed_config.")
-    done |= {"zero_stage", "offload_optimizer_device", "offload_param_device", "use_deepspeed"}
-    done |= {"zero3_init_flag", "zero3_save_16bit_model"}
-    sort_rest(reading, set(section) - done, without_effect, "deepspeed_config.")
-
-
-def _parallelism(reading: Reading, section: Mapping[str, Any]) -> None:
-    prefix = "parallelism_config_"
-    names = {"cp_size": "cp", "tp_size": "tp", "sp_size": "ulysses"}
-    names |= {"dp_shard_size": "shards", "dp_replicate_size": "replicas"}
-    plain = {str(key).removeprefix(prefix): value for key, value in section.items()}
-    done = read_whole(reading, plain, names, "parallelism_config.")
-    sort_rest(reading, set(plain) - done, without_effect, "parallelism_config.")

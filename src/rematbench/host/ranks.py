@@ -109,7 +109,7 @@ def _path(record: Path, rank: str) -> Path:
 
 
 def run_ranks(
-    start: Literal["fork", "spawn"],
+    start: Literal["fork", "forkserver", "spawn"],
     target: Callable[..., None],
     arguments: Sequence[tuple[Any, ...]],
     folder: Path,

@@ -16,6 +16,10 @@ Package = Literal[
     "nanotron",
     "GPT-NeoX",
     "NeMo",
+    "NeMo-RL",
+    "Automodel",
+    "torchtune",
+    "verl",
 ]
 
 SIGNS: tuple[tuple[Package, tuple[frozenset[str], ...]], ...] = (
@@ -36,6 +40,10 @@ SIGNS: tuple[tuple[Package, tuple[frozenset[str], ...]], ...] = (
             frozenset({"trainer", "model", "restore_from_path"}),
         ),
     ),
+    ("NeMo-RL", (frozenset({"policy", "loss_fn"}), frozenset({"policy", "cluster", "data"}))),
+    ("Automodel", (frozenset({"step_scheduler", "model"}),)),
+    ("torchtune", (frozenset({"tokenizer", "checkpointer"}),)),
+    ("verl", (frozenset({"actor_rollout_ref"}),)),
     (
         "axolotl",
         (
@@ -92,7 +100,8 @@ SIGNS: tuple[tuple[Package, tuple[frozenset[str], ...]], ...] = (
             frozenset({"parallelism", "training"}),
             frozenset({"activation_checkpoint", "training"}),
             frozenset({"experimental", "training", "model"}),
-            frozenset({"model", "training", "optimizer", "metrics"}),
+            frozenset({"model", "training", "optimizer"}),
+            frozenset({"job", "training"}),
         ),
     ),
 )
@@ -100,7 +109,7 @@ SIGNS: tuple[tuple[Package, tuple[frozenset[str], ...]], ...] = (
 their files also have keys of later ones."""
 
 
-REFUSED = ("GPT-NeoX", "NeMo")
+REFUSED = ("GPT-NeoX", "NeMo", "NeMo-RL", "Automodel", "torchtune", "verl")
 """Packages whose files are recognised and not read."""
 
 

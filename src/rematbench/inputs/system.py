@@ -246,7 +246,7 @@ class Host(Part, frozen=True, kw_only=True, forbid_unknown_fields=True):
     host_gradients: bool = False
     """If true, an optimizer in host memory has its gradients there: those of `host_grad_bytes` that
     the update reads, and beside them a buffer in compute precision
-    (engine/lowering/host_states.py).  Gradients that ZeRO 2 or 3 shards are then not on the
+    (lowering/states/host_states.py).  Gradients that ZeRO 2 or 3 shards are then not on the
     device."""
     host_grad_bytes: StateBytes = 4
     """A gradient on its way to an optimizer in host memory has so many bytes (DeepSpeed widens the

@@ -26,7 +26,7 @@ from rematbench.worlds.records.record import content_hash
 Values = Mapping[str, str]
 """The text behind each placeholder of a target's path."""
 METHODS = ("methods/*.py",)
-MADE = "rematbench.paper.made"
+BUILDERS = "rematbench.paper.builders"
 PAPER = f"results/{catalog.PAPER}"
 PUBLISHED = "results/published"
 LEFT_OUT = "config/left_out.csv"
@@ -45,8 +45,8 @@ class Target(Struct, frozen=True, kw_only=True):
     argument of `build`, as in catalog.py.  `module`: the module whose `build(output, values,
     **inputs)` writes the first output and returns a line on it; of a table file, the file itself.
     `reads`: patterns of the files that the code reads by itself, method files among them.
-    `content`: what counts of its facts, in place of file times.  `also`: further values.
-    `simulates`: a job that may leave this machine.  `folder`: the output is a folder.
+    `content`: what counts of a file that is no input.  `derived`: further values.  `simulates`: a
+    job that may leave this machine.  `folder`: the output is a folder.
     """
 
     name: str
@@ -55,7 +55,7 @@ class Target(Struct, frozen=True, kw_only=True):
     inputs: Mapping[str, str] = {}
     reads: Callable[[Values], Iterable[str]] = _nothing
     content: Callable[[Values], object] = _nothing
-    also: Callable[[Values], Values] = lambda _: {}
+    derived: Callable[[Values], Values] = lambda _: {}
     simulates: bool = False
     folder: bool = False
     priority: int = 0
@@ -65,14 +65,14 @@ class Target(Struct, frozen=True, kw_only=True):
     @property
     def log(self) -> str:
         """The pattern of the log's path, with the placeholders of the outputs."""
-        place, _, rest = self.outputs[0].removeprefix("results/").partition("/")
-        words = [self.name, *catalog.PLACEHOLDER.findall(rest)]
-        folder = f"results/{place}" if rest and place != "build" else "results/paper"
-        return f"{folder}/logs/{'_'.join([words[0], *(f'{{{word}}}' for word in words[1:])])}.log"
+        names = catalog.PLACEHOLDER.findall(self.outputs[0])
+        words = [self.name, *(f"{{{name}}}" for name in names if name != "suite")]
+        folder = "results/{suite}" if "suite" in names else PAPER
+        return f"{folder}/logs/{'_'.join(words)}.log"
 
     def files(self, values: Values) -> dict[str, list[str]]:
         """The files of all inputs, by name, and `reads`."""
-        every = {**values, **self.also(values)}
+        every = {**values, **self.derived(values)}
         found = {name: catalog.files([path], every) for name, path in self.inputs.items()}
         return found | {"reads": catalog.files(self.reads(every), every)}
 
@@ -92,7 +92,7 @@ class Target(Struct, frozen=True, kw_only=True):
                     raise CommandError(f"{name}: its inputs have no row for this table")
                 made[name].write(Path(output).parent)
             return f"{output}: {len(made[self.table.names[0]].rows)} rows"
-        every = {**values, **self.also(values)}
+        every = {**values, **self.derived(values)}
         given = catalog.arguments(self.inputs, every, output)
         Path(output).parent.mkdir(parents=True, exist_ok=True)
         return str(importlib.import_module(self.module).build(Path(output), every, **given))
@@ -176,10 +176,10 @@ def _predicted(name: str, output: str, hosts: str) -> Target:
     return Target(
         name=name,
         outputs=(output,),
-        module=f"{MADE}.predictions",
+        module=f"{BUILDERS}.predictions",
         inputs={"sheet": f"{PUBLISHED}/runs_more.csv"},
         reads=lambda _: [LEFT_OUT],
-        also=lambda _: {"hosts": hosts},
+        derived=lambda _: {"hosts": hosts},
         simulates=True,
     )
 
@@ -188,10 +188,10 @@ def _searched(name: str, kind: str, within: str = "", **inputs: str) -> Target:
     return Target(
         name=f"search_{name}",
         outputs=(f"build/searched/{name}.csv",),
-        module=f"{MADE}.searched",
+        module=f"{BUILDERS}.searched",
         inputs=inputs,
         reads=lambda _: METHODS,
-        also=lambda _: {"kind": kind, "within": within},
+        derived=lambda _: {"kind": kind, "within": within},
         threads=2,
     )
 
@@ -206,7 +206,7 @@ def targets() -> tuple[Target, ...]:
         Target(
             name="bundle",
             outputs=(f"results/{{suite}}/{records}",),
-            module=f"{MADE}.records",
+            module=f"{BUILDERS}.records",
             inputs={"suite": "config/{suite}.yaml"},
             reads=_method_files,
             simulates=True,
@@ -215,7 +215,7 @@ def targets() -> tuple[Target, ...]:
         Target(
             name="predict",
             outputs=(f"{PAPER}/predictions/{{method}}.csv",),
-            module=f"{MADE}.predictions",
+            module=f"{BUILDERS}.predictions",
             reads=lambda values: [LEFT_OUT, *_method_files(values)],
             # A change of other rows of the sheet reruns nothing.
             content=lambda values: content_hash(catalog.sheets()[values["method"]]),
@@ -227,7 +227,7 @@ def targets() -> tuple[Target, ...]:
         Target(
             name="study",
             outputs=(f"{PAPER}/studies/{{study}}.json",),
-            module=f"{MADE}.answers",
+            module=f"{BUILDERS}.answers",
             inputs={"study": "config/study/{study}.yaml"},
             reads=_study_methods,
             simulates=True,
@@ -236,10 +236,10 @@ def targets() -> tuple[Target, ...]:
         Target(
             name="matrix",
             outputs=(f"{PAPER}/matrix/{{part}}.csv",),
-            module=f"{MADE}.matrix",
+            module=f"{BUILDERS}.matrix",
             inputs={"suite": "config/paper.yaml", "cells": "results/searched/cells.csv"},
             reads=lambda _: ["config/compare.yaml", *METHODS],
-            also=_part,
+            derived=_part,
             simulates=True,
             priority=2,
         ),
@@ -257,40 +257,40 @@ def targets() -> tuple[Target, ...]:
         Target(
             name="stages",
             outputs=("results/{suite}/stages.csv",),
-            module=f"{MADE}.stages",
+            module=f"{BUILDERS}.stages",
             inputs=looked_into,
-            also=_looked_into,
+            derived=_looked_into,
         ),
         Target(
             name="trace",
             outputs=("results/{suite}/traces/{record}.json",),
-            module=f"{MADE}.timeline",
+            module=f"{BUILDERS}.timeline",
             inputs=looked_into,
-            also=_looked_into,
+            derived=_looked_into,
         ),
         Target(
             name="method_trace",
             outputs=(f"{PAPER}/method_traces/{{method}}/{{record}}.json",),
-            module=f"{MADE}.timeline",
+            module=f"{BUILDERS}.timeline",
             inputs={"records": f"{PAPER}/{records}"},
         ),
         Target(
             name="page",
             outputs=("results/index.html", "results/REPORT.md"),
-            module=f"{MADE}.page",
+            module=f"{BUILDERS}.page",
             inputs={"suite": "config/paper.yaml"},
             reads=lambda _: [*PAGE, *_tables(), *figures()],
         ),
         Target(
             name="documents",
             outputs=(f"{PAPER}/documents.txt",),
-            module=f"{MADE}.documents",
+            module=f"{BUILDERS}.documents",
             reads=lambda _: ["*.md", "docs/*.md", "config/artifact.yaml", *_tables()],
         ),
     )
 
 
-def found(path: str) -> tuple[Target, Values]:
+def find_target(path: str) -> tuple[Target, Values]:
     """The target of a path, and the values of its placeholders; CommandError if there is none."""
     for target in targets():
         for output in target.outputs:

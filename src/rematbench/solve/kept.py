@@ -8,8 +8,15 @@ from msgspec.json import encode
 from msgspec.structs import replace
 
 from rematbench.costs.operators.ops import Part, rebuild_ops
-from rematbench.engine.lowering.chunk_ops import ChunkOps
-from rematbench.engine.lowering.fates import ChunkPlace, Resolved, Site, covered, phased, resolve
+from rematbench.engine.lowering.blocks.chunk_ops import ChunkOps
+from rematbench.engine.lowering.blocks.fates import (
+    ChunkPlace,
+    Resolved,
+    Site,
+    covered,
+    phased,
+    resolve,
+)
 from rematbench.engine.lowering.lower import rank_orders
 from rematbench.engine.lowering.rank_steps import pass_kinds
 from rematbench.plan import Phase, Plan, Rule

@@ -11,15 +11,16 @@ from typing import NamedTuple
 
 from msgspec import Struct
 
-from rematbench.engine.program.action import HOST, Action, Kind, tenant
+from rematbench.engine.program.action import Action, Kind
 from rematbench.engine.program.program import RankProgram
+from rematbench.engine.program.storage import HOST, Slot, Storage
 from rematbench.solve.packing import Tensor, live_peak, pack
 
 KERNELS = frozenset((Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT, Kind.RECOMPUTE))
 MAX_TENSORS = 50_000
 BEST_FIT_TENSORS = 3_000
 """The number of tensors that best fit places within a tenth of a second."""
-Key = tuple[str, int, int]
+Key = tuple[Storage, int, int]
 
 
 class Lifetime(NamedTuple):
@@ -70,7 +71,7 @@ def memory_plan(rank: RankProgram) -> MemoryPlan:
 def is_placeable(rank: RankProgram) -> bool:
     """Whether a rank has few enough tensors for best fit to place them quickly."""
     made = sum(
-        runs * n * (sum(not a.name.endswith(HOST) for a in action.allocs) + bool(action.scratch))
+        runs * n * (sum(a.storage.place != HOST for a in action.allocs) + bool(action.scratch))
         for block, runs in zip(rank.blocks, rank.runs, strict=True)
         for action, n in block.counted()
     )
@@ -88,21 +89,21 @@ def planned_peak(rank: RankProgram) -> int:
 def lifetimes(rank: RankProgram) -> Iterator[Lifetime]:
     """Every device tensor (and kernel scratch) of a rank's program; pools exist throughout."""
     alive: dict[Key, tuple[int, int, int]] = {}
-    slots: dict[str, dict[tuple[object, ...], int]] = {}
+    slots: dict[Slot, dict[tuple[object, ...], int]] = {}
     clock = 0
     for segment, action, micro_batch, chunk in _segments(rank):
         for alloc in action.allocs:
             if alloc.slot:
-                who = (micro_batch, chunk, tenant(alloc.name, alloc.slot), segment)
+                who = (micro_batch, chunk, alloc.tenant, segment)
                 held = slots.setdefault(alloc.slot, {})
                 held[who] = held.get(who, 0) + alloc.nbytes
-            elif not alloc.name.endswith(HOST):
-                alive[(alloc.name, micro_batch, chunk)] = (alloc.nbytes, clock, segment)
+            elif alloc.storage.place != HOST:
+                alive[(alloc.storage, micro_batch, chunk)] = (alloc.nbytes, clock, segment)
         if action.scratch:
             yield Lifetime(Tensor(action.scratch, clock, clock + 1), segment, segment)
         clock += 1
-        for name in action.frees:
-            birth = alive.pop((name, micro_batch, chunk), None)
+        for freed in action.frees:
+            birth = alive.pop((freed, micro_batch, chunk), None)
             if birth is not None:
                 nbytes, start, first_segment = birth
                 yield Lifetime(Tensor(nbytes, start, clock), first_segment, segment)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from msgspec import Struct
 
 from rematbench.costs.operators.ops import OpTable
-from rematbench.engine.lowering.host_states import host_states
+from rematbench.engine.lowering.states.host_states import host_states
 from rematbench.plan import Plan
 from rematbench.problem import Problem
 from rematbench.solve.layer_costs import forward_s, layers_in_flight

@@ -8,26 +8,20 @@ a slot that is filled too soon spoils what it held.
 """
 
 import hashlib
-import re
 from collections import defaultdict
 from functools import lru_cache
 
-from rematbench.engine.program.action import (
-    HOST,
-    SHARD_UP,
-    STATE_COPIES,
-    Action,
-    Kind,
-    is_held,
-    tenant,
-)
+from rematbench.engine.program.action import SHARD_UP, STATE_COPIES, Action, Alloc, Kind
 from rematbench.engine.program.program import Program, RankProgram
+from rematbench.engine.program.storage import COPY, HELD, HOST, REBUILT, Event, Slot, Storage
 
 DIGEST, SLOT_BYTES = 16, 1 << 20
 LATE = frozenset({"compute"})
 EARLY = frozenset({"compute", "tp", "cp", "dp", "d2h", "h2d"})
 COPIES = (Kind.SPLIT, Kind.JOIN, Kind.D2H, Kind.H2D, Kind.SEND, Kind.RECV)
-Key = tuple[str, int, int]
+Key = tuple[Storage, int, int]
+Message = tuple[str, int, int]
+"""A message: its direction, and its micro-batch and stage (of tied embeddings its receiver)."""
 
 
 class TwinError(AssertionError):
@@ -40,31 +34,31 @@ def contents(digest: bytes, nbytes: int) -> bytes:
     return (hashlib.shake_256(digest).digest(nbytes)[::-1] + digest)[-nbytes:]
 
 
-def identity(name: str) -> str:
-    """A tensor's name whether made by the forward or rebuilt (`#r` rows, `.r` copies)."""
-    return re.sub(r"(#r|\.r)(?=$|%)", "", name)
+def identity(storage: Storage) -> Storage:
+    """A tensor whether made by the forward or rebuilt (`#r` rows, `.r` copies)."""
+    return storage.with_rows("") if storage.rows in (REBUILT, COPY) else storage
 
 
 class Rank:
     """One rank's memory, queues and gradients' digests."""
 
     def __init__(
-        self, program: RankProgram, pp: int, mail: dict[Key, bytes], at_issue: frozenset[str]
+        self, program: RankProgram, pp: int, mail: dict[Message, bytes], at_issue: frozenset[str]
     ) -> None:
         self.number, self.pp, self.mail, self.at_issue = program.rank, pp, mail, at_issue
         self.actions = list(program.actions())
         self.position = 0
         self.memory: dict[Key, memoryview] = {}
-        self.held: dict[tuple[str, int], Key] = {}  # what a chunk's micro-batches share
+        self.held: dict[tuple[Storage, int], Key] = {}  # what a chunk's micro-batches share
         self.device = self.host = self.peak = 0
         self.after: list[tuple[int, int]] = []  # (device, host) bytes after each action
-        self.arenas: dict[str, tuple[memoryview, list[int]]] = {}
-        self.owner: dict[str, tuple[int, int, str]] = {}
-        self.tenants: dict[str, set[Key]] = defaultdict(set)
+        self.arenas: dict[Slot, tuple[memoryview, list[int]]] = {}
+        self.owner: dict[Slot, tuple[int, int, str]] = {}
+        self.tenants: dict[Slot, set[Key]] = defaultdict(set)
         self.in_slot: set[Key] = set()
         self.queues: dict[str, list[tuple[Action, int, int]]] = defaultdict(list)
         self.done: dict[str, int] = defaultdict(int)
-        self.events: dict[Key, tuple[str, int]] = {}
+        self.events: dict[tuple[Event, int, int], tuple[str, int]] = {}
         self.rows: dict[Key, int] = {}
         self.gradients: dict[tuple[str, ...], str] = {}
         self.moved = {kind: 0 for kind in Kind}  # bytes each kind of action wrote
@@ -73,7 +67,8 @@ class Rank:
         """Issue actions until a message is missing (False) or all are done (True)."""
         while self.position < len(self.actions):
             action, mb, chunk = self.actions[self.position]
-            if action.wait.startswith("recv_") and self.message(action.wait[-1], mb, chunk) is None:
+            message = action.wait.message if action.wait else ""
+            if message and self.message(message, mb, chunk) is None:
                 return False
             self.issue(action, mb, chunk)
             self.after.append((self.device, self.host))
@@ -91,28 +86,29 @@ class Rank:
 
     def issue(self, action: Action, mb: int, chunk: int) -> None:
         for alloc in action.allocs:
-            self.allocate((alloc.name, mb, chunk), alloc.nbytes, alloc.slot)
+            self.allocate((alloc.storage, mb, chunk), alloc)
         self.peak = max(self.peak, self.device + action.scratch)
         self.queues[action.stream].append((action, mb, chunk))
         at = self.done[action.stream] + len(self.queues[action.stream])
-        for event in filter(None, (action.begin, action.event)):
+        for event in filter(None, (action.exchange.begin, action.event)):
             self.events[event, mb, chunk] = (action.stream, at)
         if action.stream in self.at_issue or action.kind is Kind.SEND:
             self.run_until(action.stream, at)
-        for name in action.frees:
-            self.free((name, mb, chunk))
+        for freed in action.frees:
+            self.free((freed, mb, chunk))
 
-    def allocate(self, key: Key, nbytes: int, slot: str) -> None:
+    def allocate(self, key: Key, alloc: Alloc) -> None:
+        nbytes, slot = alloc.nbytes, alloc.slot
         if key in self.memory:
             raise TwinError(f"{key} is allocated twice")
-        if is_held(key[0]):
+        if key[0].place == HELD:
             self.held[key[0], key[2]] = key
         if not slot:
             self.memory[key] = memoryview(bytearray(b"\xdd") * nbytes)
             self.count(key, nbytes)
             return
         arena, used = self.arenas.setdefault(slot, (memoryview(bytearray(SLOT_BYTES)), [0, 0]))
-        owner = (key[1], key[2], tenant(key[0], slot))
+        owner = (key[1], key[2], alloc.tenant)
         if self.owner.get(slot) != owner or not self.tenants[slot] & self.in_slot:
             self.owner[slot], used[0] = owner, 0
             self.tenants[slot] = set()
@@ -130,8 +126,8 @@ class Rank:
     def free(self, key: Key) -> None:
         for stream, queue in self.queues.items():
             for action, mb, chunk in queue:
-                names = (*action.reads, *(alloc.name for alloc in action.allocs))
-                if key in [(name, mb, chunk) for name in names]:
+                used = (*action.reads, *(alloc.storage for alloc in action.allocs))
+                if key in [(storage, mb, chunk) for storage in used]:
                     raise TwinError(f"{key} is freed while {stream} has yet to use it")
         storage = self.get(key)
         if key not in self.in_slot:
@@ -140,7 +136,7 @@ class Rank:
         del self.memory[key]
 
     def count(self, key: Key, nbytes: int) -> None:
-        if key[0].endswith(HOST):
+        if key[0].place == HOST:
             self.host += nbytes
         else:
             self.device += nbytes
@@ -163,7 +159,7 @@ class Rank:
 
     def copy(self, action: Action, mb: int, chunk: int) -> None:
         """Move bytes as they are."""
-        data = b"".join(bytes(self.get((name, mb, chunk))) for name in action.reads)
+        data = b"".join(bytes(self.get((read, mb, chunk))) for read in action.reads)
         if action.kind is Kind.SEND:
             step = {"f": 1, "b": -1}.get(action.op)
             stage = chunk * self.pp + self.number
@@ -179,8 +175,8 @@ class Rank:
         for alloc in action.allocs:
             part, data = data[: alloc.nbytes], data[alloc.nbytes :]
             if len(part) != alloc.nbytes:
-                raise TwinError(f"{action.kind.value} {alloc.name}: {len(part)} bytes arrive")
-            self.get((alloc.name, mb, chunk))[:] = part
+                raise TwinError(f"{action.kind.value} {alloc.storage}: {len(part)} bytes arrive")
+            self.get((alloc.storage, mb, chunk))[:] = part
             self.moved[action.kind] += alloc.nbytes
         if data and action.kind is not Kind.SPLIT:
             raise TwinError(f"{action.kind.value} {action.op}: {len(data)} bytes are lost")
@@ -188,18 +184,20 @@ class Rank:
     def compute(self, action: Action, mb: int, chunk: int) -> None:
         """A kernel or collective: its outputs follow from its operator and the digests it reads.  A
         copy of weights makes what a gather of the same weights makes."""
-        digests = [self.read(action, (name, mb, chunk)) for name in action.reads]
-        op = "parameters" if action.op == SHARD_UP else identity(action.op)
+        digests = [self.read(action, (read, mb, chunk)) for read in action.reads]
+        op = "parameters" if action.op == SHARD_UP else action.op
+        if action.kind is Kind.ALLOC:
+            op = identity(action.allocs[0].storage).label
         what = hashlib.sha256(b"".join([action.part.encode(), op.encode(), *digests]))
         for alloc in action.allocs:
-            name = identity(alloc.name)
-            digest = hashlib.sha256(what.digest() + name.encode()).digest()[:DIGEST]
-            self.get((alloc.name, mb, chunk))[:] = contents(digest, alloc.nbytes)
-            self.rows.setdefault((name, mb, chunk), alloc.nbytes)  # the forward comes first
+            tensor = identity(alloc.storage)
+            digest = hashlib.sha256(what.digest() + str(tensor).encode()).digest()[:DIGEST]
+            self.get((alloc.storage, mb, chunk))[:] = contents(digest, alloc.nbytes)
+            self.rows.setdefault((tensor, mb, chunk), alloc.nbytes)  # the forward comes first
             self.moved[action.kind] += alloc.nbytes
         if action.kind in (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT):
             where = (str(mb), str(chunk), action.part, action.op, action.kind.value)
-            key = (*where, *(n for n in action.reads if "%" in n))
+            key = (*where, *(str(read) for read in action.reads if read.piece is not None))
             self.gradients[key] = what.hexdigest()
 
     def read(self, action: Action, key: Key) -> bytes:
@@ -216,15 +214,15 @@ class Rank:
 
     def share(self, action: Action, mb: int, chunk: int) -> float:
         """The share of its rows an action needs: a kernel says it, a collective makes it."""
-        if action.comm is None:
-            return action.fraction
-        made = ((a.nbytes, self.rows.get((identity(a.name), mb, chunk))) for a in action.allocs)
+        if action.exchange.comm is None:
+            return action.rows.fraction
+        made = ((a.nbytes, self.rows.get((identity(a.storage), mb, chunk))) for a in action.allocs)
         return max((nbytes / whole for nbytes, whole in made if whole), default=0.0)
 
 
 def interpret(program: Program, at_issue: frozenset[str] = LATE) -> list[Rank]:
     """Run all ranks to their end; TwinError on a wrong byte, a leak or a deadlock."""
-    mail: dict[Key, bytes] = {}
+    mail: dict[Message, bytes] = {}
     ranks = [Rank(rank, program.pp, mail, at_issue) for rank in program.ranks]
     waiting = ranks
     while waiting:

@@ -9,6 +9,7 @@ from msgspec.structs import replace
 from rematbench.engine.lowering.lower import lower
 from rematbench.engine.program.action import Action, Alloc, Kind
 from rematbench.engine.program.program import Block, Program
+from rematbench.engine.program.storage import COPIED_OUT, Event, part_of
 from rematbench.engine.simulate.op_level import DeadlockError
 from rematbench.evaluate.proof import CheckError, check
 from rematbench.plan import Offload, Pass, Plan
@@ -46,15 +47,15 @@ def without(wanted: Callable[[Action], bool]) -> Change:
     return lambda action: [] if wanted(action) else [action]
 
 
-def wait_for(stream: str, event: str) -> Callable[[Action], bool]:
-    return lambda a: a.kind is Kind.WAIT and a.stream == stream and a.wait == event
+def wait_for(stream: str, event: str | Event) -> Callable[[Action], bool]:
+    return lambda a: a.kind is Kind.WAIT and a.stream == stream and str(a.wait) == str(event)
 
 
 def frees(name: str) -> Change:
     """Forget one of a FREE's tensors."""
 
     def change(action: Action) -> list[Action]:
-        left = tuple(n for n in action.frees if n != name)
+        left = tuple(freed for freed in action.frees if str(freed) != name)
         return [replace(action, frees=left)] if left != action.frees else [action]
 
     return change
@@ -89,7 +90,7 @@ MUTATIONS: dict[str, tuple[str, Change, str, str]] = {
     ),
     "H2D may overwrite what compute still reads": (
         "H2D",
-        lambda a: [replace(a, wait="d2h")] if a.kind is Kind.WAIT else [a],
+        lambda a: [replace(a, wait=COPIED_OUT)] if a.kind is Kind.WAIT else [a],
         "allocates .* in memory that compute may still use",
         "",
     ),
@@ -307,8 +308,8 @@ def test_tied_ends_that_do_not_wait_are_caught() -> None:
             check(deaf)
 
 
-LATE = Action(kind=Kind.BACKWARD_WEIGHT, stream="compute", part="L1", op="late")
-EARLY_UPDATE = Action(kind=Kind.OPTIMIZER, stream="compute", part="L1", op="optimizer")
+LATE = Action(kind=Kind.BACKWARD_WEIGHT, stream="compute", part=part_of("L", 1), op="late")
+EARLY_UPDATE = Action(kind=Kind.OPTIMIZER, stream="compute", part=part_of("L", 1), op="optimizer")
 ORDERS: dict[str, tuple[Program, Change, str]] = {
     # name: program, what one action of a backward becomes, what is said
     "a gradient is added to after its reduction": (
@@ -318,7 +319,7 @@ ORDERS: dict[str, tuple[Program, Change, str]] = {
     ),
     "a gradient is added to when its buffer is gone": (
         states(3, "torchtitan"),
-        lambda a: [a, LATE] if "L1.gradients" in a.frees else [a],
+        lambda a: [a, LATE] if "L1.gradients" in map(str, a.frees) else [a],
         "adds to L1.gradients, which is not allocated",
     ),
     "weights are used after their update": (
@@ -345,7 +346,7 @@ def test_parameters_and_gradients_out_of_order_are_caught(name: str) -> None:
 @pytest.mark.parametrize("label", ["F", "B"])
 def test_a_kernel_that_knows_of_no_gather_is_caught(label: str) -> None:
     def forget(action: Action) -> list[Action]:
-        left = tuple(name for name in action.reads if name != "L1.parameters")
+        left = tuple(each for each in action.reads if str(each) != "L1.parameters")
         kernel = action.op == "fc1" and left != action.reads
         return [replace(action, reads=left)] if kernel else [action]
 
@@ -362,7 +363,7 @@ def test_offloading_one_byte_less_is_caught() -> None:
         if action.kind is not Kind.D2H:
             return [action]
         (host,) = action.allocs
-        short = Alloc(host.name, host.nbytes - 1)
+        short = Alloc(host.storage, host.nbytes - 1)
         return [replace(action, allocs=(short,), nbytes=host.nbytes - 1)]
 
     with pytest.raises(TwinError, match=r"D2H .*: 1 bytes are lost"):
@@ -402,7 +403,7 @@ def test_a_split_that_drops_a_row_is_caught() -> None:
         if action.kind is not Kind.SPLIT:
             return [action]
         first, *others = action.allocs
-        return [replace(action, allocs=(Alloc(first.name, first.nbytes - 64), *others))]
+        return [replace(action, allocs=(Alloc(first.storage, first.nbytes - 64), *others))]
 
     with pytest.raises(TwinError, match=r"JOIN .* bytes arrive"):
         interpret(mutate(lower(plan, given), "F", shorten))

@@ -205,7 +205,7 @@ def test_pieces_read_what_their_consumer_rebuilds_whole(
     plan = keep.with_rules(rule(Recompute()), rule(Keep(), "layer_input"))
     held(given, plan, keep)
     again = [action for action, _, _ in lower(plan, given).ranks[0].actions()]
-    attention = [a.fraction for a in again if (a.kind, a.op) == (Kind.RECOMPUTE, "attention")]
+    attention = [a.rows.fraction for a in again if (a.kind, a.op) == (Kind.RECOMPUTE, "attention")]
     assert attention
     assert set(attention) == {1.0}
 

@@ -6,7 +6,7 @@ from collections import Counter
 import pytest
 
 from rematbench.costs.states import zero3_host_states
-from rematbench.engine.lowering.host_states import rank_tensors
+from rematbench.engine.lowering.states.host_states import rank_tensors
 from rematbench.evaluate.evaluation import evaluate, host_node_bytes
 from rematbench.evidence.accuracy import Accuracy, load_accuracy, validate
 from rematbench.evidence.published.host_rows import (

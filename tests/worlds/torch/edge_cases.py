@@ -124,7 +124,8 @@ def case_of(name: str) -> Case:
         return made[name]()
     layout, plan, *rest = name.split()
     changes = OVERLAP if rest else {}
-    return cases.case(layout, plan, precision="bf16", system_changes=changes)
+    one = replace(cases.TINY, num_layers=1)
+    return cases.case(layout, plan, precision="bf16", system_changes=changes, model=one)
 
 
 def stages(case: Case) -> Iterator[int]:

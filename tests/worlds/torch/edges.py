@@ -20,7 +20,7 @@ import pytest
 from msgspec.structs import replace
 
 import rematbench
-from rematbench.engine.lowering.writer import BlockWriter
+from rematbench.engine.lowering.blocks.writer import BlockWriter
 from rematbench.engine.program.action import Action, Kind
 from rematbench.worlds.torch.case import Case
 from rematbench.worlds.torch.streams import Mark

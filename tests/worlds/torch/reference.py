@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rematbench.engine.lowering.chunk_ops import ChunkOps
+from rematbench.engine.lowering.blocks.chunk_ops import ChunkOps
 from rematbench.problem import Problem
 from rematbench.workload import Model
 from rematbench.worlds.torch.arithmetic import IGNORED, NORM_EPS, ROPE_BASE

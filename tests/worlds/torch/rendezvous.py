@@ -5,7 +5,7 @@ communicator runs in the order of its issue.  Streams of all ranks are walked un
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 
-from rematbench.engine.program.action import Kind, is_local
+from rematbench.engine.program.action import Kind
 from rematbench.engine.program.program import Program
 from rematbench.inputs.layout import Layout
 from rematbench.worlds.torch.exchanges import message
@@ -49,8 +49,8 @@ class Walk:
                     channel, tag = message(self.layout, stage, action, where)
                     meets = (channel, tag, action.kind is Kind.SEND)
                     item = self._put((stage, self.comm(channel)), Item([item], meets))
-                for event in filter(None, (action.begin, action.event)):
-                    marks[index if is_local(event) else where, event] = item
+                for event in filter(None, (action.exchange.begin, action.event)):
+                    marks[index if event.is_local else where, event] = item
 
     def stuck(self) -> list[Place]:
         """Streams that never end."""

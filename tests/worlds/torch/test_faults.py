@@ -14,6 +14,7 @@ from msgspec.structs import replace
 from rematbench.engine.lowering.lower import lower
 from rematbench.engine.program.action import Action, Alloc, Kind
 from rematbench.engine.program.program import Block, Program
+from rematbench.engine.program.storage import COPIED_IN
 from rematbench.host.ranks import KILLED
 from rematbench.worlds.torch import attention_backends, batch, devices, movers, worker
 from rematbench.worlds.torch.case import Case, Result, combine
@@ -49,13 +50,13 @@ def drop_a_row(action: Action) -> list[Action]:
         return [action]
     kept, *others = action.allocs
     row = kept.nbytes // 24  # the plan keeps 24 of 64 rows
-    return [replace(action, allocs=(Alloc(kept.name, kept.nbytes - row), *others))]
+    return [replace(action, allocs=(Alloc(kept.storage, kept.nbytes - row), *others))]
 
 
 def skip_a_piece(action: Action) -> list[Action]:
     """The weight gradient of the second mini-sequence is left out."""
-    is_piece = action.kind is Kind.BACKWARD_WEIGHT and action.op == "fc2" and action.offset > 0
-    return [] if is_piece and action.offset < 0.5 else [action]
+    is_piece = action.kind is Kind.BACKWARD_WEIGHT and action.op == "fc2" and action.rows.offset > 0
+    return [] if is_piece and action.rows.offset < 0.5 else [action]
 
 
 def skip_a_copy(action: Action) -> list[Action]:
@@ -65,7 +66,7 @@ def skip_a_copy(action: Action) -> list[Action]:
 
 def no_wait(action: Action) -> list[Action]:
     """Compute does not wait for reloads."""
-    return [] if action.kind is Kind.WAIT and action.wait == "h2d" else [action]
+    return [] if action.kind is Kind.WAIT and action.wait is COPIED_IN else [action]
 
 
 def run(case: Case) -> Result:

@@ -74,7 +74,7 @@ def test_the_gradient_of_a_tied_embedding_lives_from_the_head_on(plan: str) -> N
     assert laws.same_bits(a, b)
     assert laws.bytes_differ(given, b) == []
     rooms = [
-        (action.part, action.allocs[0].name)
+        (action.part, str(action.allocs[0].storage))
         for action, _, _ in lower(given.plan, given.problem).ranks[0].actions()
         if action.kind is Kind.ALLOC and action.op == "gradients"
     ]

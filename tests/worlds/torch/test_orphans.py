@@ -18,12 +18,17 @@ CODE = "import sys; from rematbench.cli.app import main; main()"
 
 def ranks_of(pid: int) -> list[int]:
     """Processes that a launcher has started to run a rank."""
-    children = Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="ascii").split()
-    found = []
-    for child in map(int, children):
-        words = Path(f"/proc/{child}/cmdline").read_text(encoding="ascii")
-        found += [child] if "spawn_main" in words else []
-    return found
+    servers = [child for child in children(pid) if "forkserver" in words_of(child)]
+    return [rank for server in servers for rank in children(server)]
+
+
+def children(pid: int) -> list[int]:
+    text = Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="ascii")
+    return [int(child) for child in text.split()]
+
+
+def words_of(pid: int) -> str:
+    return Path(f"/proc/{pid}/cmdline").read_text(encoding="ascii")
 
 
 def is_running(pid: int) -> bool:

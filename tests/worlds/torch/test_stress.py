@@ -12,6 +12,7 @@ import pytest
 
 from rematbench.engine.lowering.lower import lower
 from rematbench.engine.program.action import Action, Kind
+from rematbench.engine.program.storage import Event
 from rematbench.worlds.torch.case import Case, NotFinite, Result
 from rematbench.worlds.torch.rank_processes import execute_cases
 from tests.worlds.torch import cases, grid, laws
@@ -34,14 +35,14 @@ def threads(seed: int, delay_s: float, rank: int) -> ThreadStreams:
     return ThreadStreams(seed + rank, delay_s)
 
 
-def events(case: Case, wanted: Callable[[Action], bool]) -> set[str]:
+def events(case: Case, wanted: Callable[[Action], bool]) -> set[Event]:
     """Events of some actions, by block-local name."""
     program = lower(case.plan, case.problem)
     actions = (a for rank in program.ranks for b in rank.blocks for a in b.actions)
     return {a.event for a in actions if a.event and wanted(a)}
 
 
-def no_wait_for(events: set[str]) -> Edit:
+def no_wait_for(events: set[Event]) -> Edit:
     """Compute does not wait for these."""
 
     def edit(action: Action) -> list[Action]:

@@ -57,7 +57,7 @@ def test_stacks_differ_in_the_columns_that_recomputation_computes() -> None:
     def shares(system: str) -> set[float]:
         case = case_of(system, dropping)
         (rank,) = lower(case.plan, case.problem).ranks
-        return {action.columns for action, _, _ in rank.actions() if action.op == "qkv"}
+        return {action.rows.columns for action, _, _ in rank.actions() if action.op == "qkv"}
 
     assert shares("megatron-core") == {1.0}
     assert len(shares("torchtitan")) == 2

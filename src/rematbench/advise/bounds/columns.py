@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rematbench.costs.states import reduce_buckets
-from rematbench.engine.lowering.state_shards import shards_experts
+from rematbench.engine.lowering.states.state_shards import shards_experts
 from rematbench.inputs.layout import Layout
 from rematbench.problem import Problem, gathered_bytes, head_parameters, state_fates
 

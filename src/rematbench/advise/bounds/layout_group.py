@@ -21,8 +21,8 @@ from rematbench.advise.bounds.small_problems import placed_alike
 from rematbench.advise.candidates.layouts import LayoutChoice
 from rematbench.costs.bind import CostModel
 from rematbench.costs.operators.ops import Comm, OpTable
-from rematbench.engine.lowering.emit_states import gradient_reductions, parameter_gathers
-from rematbench.engine.lowering.state_shards import has_whole_gradients, rank_sharded
+from rematbench.engine.lowering.states.emit_states import gradient_reductions, parameter_gathers
+from rematbench.engine.lowering.states.state_shards import has_whole_gradients, rank_sharded
 from rematbench.engine.simulate.beside import Exposed, exposed_shares, op_seconds
 from rematbench.inputs.layout import Layout
 from rematbench.plan import Place, Plan

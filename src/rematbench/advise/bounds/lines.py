@@ -14,6 +14,7 @@ from rematbench.engine.program.action import Kind
 from rematbench.engine.program.ledger import pool_bytes
 from rematbench.engine.program.profile import Profile
 from rematbench.engine.program.program import Block, Part, Program
+from rematbench.engine.program.storage import COPIED_IN
 from rematbench.engine.simulate.block_rows import rows_with
 from rematbench.engine.simulate.copy_contention import (
     KERNELS,
@@ -193,7 +194,7 @@ class Chunk:
 COPIES = (Kind.D2H, Kind.H2D)
 
 
-ENTRIES = (COMPUTE, HOST, "h2d")
+ENTRIES = (COMPUTE, HOST, COPIED_IN)
 """The paths of a PassCost begin when compute or the host is free, or when copies are back."""
 
 
@@ -242,7 +243,8 @@ def pass_cost(block: Block, rank: int, costs: ActionCosts, profile: Profile) -> 
     _, called_s = _issued(block.parts, 1, iter(timed), kernels)
     ends = {target: dict(terms) for target, terms in macro.streams}
     compute = ends.get(COMPUTE, {})
-    landed = HOST + 1 + macro.waits.index("h2d") if "h2d" in macro.waits else HOST
+    copied = COPIED_IN in macro.waits
+    landed = HOST + 1 + macro.waits.index(COPIED_IN) if copied else HOST
     return pass_bytes(profile)._replace(
         compute_s=compute.get(COMPUTE, 0.0),
         issued_s=compute.get(HOST, 0.0),

@@ -38,8 +38,8 @@ from rematbench.advise.bounds.small_problems import (
     stored,
 )
 from rematbench.costs.copies import CopyTraffic
-from rematbench.engine.lowering.chunk_ops import ChunkOps
-from rematbench.engine.lowering.fates import ChunkPlace, covered, phased
+from rematbench.engine.lowering.blocks.chunk_ops import ChunkOps
+from rematbench.engine.lowering.blocks.fates import ChunkPlace, covered, phased
 from rematbench.engine.lowering.lower import lower
 from rematbench.engine.program.profile import program_profiles
 from rematbench.engine.program.program import Program

@@ -33,9 +33,9 @@ from rematbench.advise.bounds.schedule_walk import (
 from rematbench.costs.bind import CopyDirection, CostModel
 from rematbench.costs.copies import CopyTraffic
 from rematbench.costs.operators.ops import Comm
-from rematbench.engine.lowering.chunk_ops import ChunkOps
-from rematbench.engine.lowering.emit_states import gradient_reductions, parameter_gathers
+from rematbench.engine.lowering.blocks.chunk_ops import ChunkOps
 from rematbench.engine.lowering.schedule import passes
+from rematbench.engine.lowering.states.emit_states import gradient_reductions, parameter_gathers
 from rematbench.engine.lowering.step_end import emit_step_end
 from rematbench.engine.program.program import Block
 from rematbench.engine.simulate.block_rows import rows_with

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from rematbench.costs.copies import NO_TRAFFIC
-from rematbench.engine.lowering.state_shards import has_whole_gradients
+from rematbench.engine.lowering.states.state_shards import has_whole_gradients
 from rematbench.inputs.cluster import Cluster
 from rematbench.inputs.layout import Layout
 from rematbench.inputs.system import System, with_facts

@@ -11,7 +11,8 @@ from msgspec.structs import replace
 from rematbench.host.declared import facts, flat
 from rematbench.inputs.cluster import Cluster
 from rematbench.inputs.job import Job
-from rematbench.inputs.layout import Layout, LayoutError, check_layout, even_partition
+from rematbench.inputs.layout import Layout, LayoutError, even_partition
+from rematbench.inputs.layout_rules import check_layout
 from rematbench.inputs.system import System, ZeroStage
 from rematbench.plan import Plan, Unsupported
 from rematbench.plugins.registry import IDENTITY, Registry

@@ -7,7 +7,8 @@ from rematbench.advise.candidates.candidate import Variant
 from rematbench.advise.candidates.layouts import MOST_MICRO_BATCH
 from rematbench.advise.candidates.methods import LARGEST_UNIT
 from rematbench.advise.search.job import SearchSpace
-from rematbench.inputs.layout import GATHERED_CHUNKS, Layout
+from rematbench.inputs.layout import Layout
+from rematbench.inputs.layout_rules import GATHERED_CHUNKS
 
 
 def space_words(job: SearchSpace) -> str:

@@ -7,26 +7,12 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from rematbench.engine.lowering.chunk_ops import ChunkOps, Unit
-from rematbench.engine.lowering.emit_backward import BackwardEmitter
-from rematbench.engine.lowering.emit_buckets import BucketReducer, buckets_of
-from rematbench.engine.lowering.emit_fetches import (
-    MatrixGatherer,
-    backward_order,
-    forward_order,
-    kept_matrices,
-    layers_ahead,
-)
-from rematbench.engine.lowering.emit_forward import Fates, ForwardEmitter, trailing_unit
-from rematbench.engine.lowering.emit_states import GradReducer, ParameterGatherer
-from rematbench.engine.lowering.fates import covered, phased
-from rematbench.engine.lowering.held_states import (
-    GradientSums,
-    HeldParameters,
-    holds_parameters,
-    sums_gradients,
-)
-from rematbench.engine.lowering.late_tensors import late_tensors
+from rematbench.engine.lowering.blocks.chunk_ops import ChunkOps, Unit, trailing_unit
+from rematbench.engine.lowering.blocks.fates import Fates, covered, phased
+from rematbench.engine.lowering.blocks.writer import BlockWriter
+from rematbench.engine.lowering.passes.emit_backward import BackwardEmitter
+from rematbench.engine.lowering.passes.emit_forward import ForwardEmitter
+from rematbench.engine.lowering.passes.emit_op import Storages
 from rematbench.engine.lowering.plan_checks import check_plan, check_ready_order, check_rules
 from rematbench.engine.lowering.rank_steps import (
     ChunkEnds,
@@ -39,13 +25,28 @@ from rematbench.engine.lowering.rank_steps import (
     pass_kinds,
     rank_steps,
 )
-from rematbench.engine.lowering.ready_pieces import ReadyWriter, ready_pieces
 from rematbench.engine.lowering.repeated_layers import block_of
 from rematbench.engine.lowering.schedule import passes
-from rematbench.engine.lowering.state_pieces import gradients_that_leave, piece_widths
-from rematbench.engine.lowering.state_shards import has_whole_gradients
+from rematbench.engine.lowering.states.emit_buckets import BucketReducer, buckets_of
+from rematbench.engine.lowering.states.emit_fetches import (
+    MatrixGatherer,
+    backward_order,
+    forward_order,
+    kept_matrices,
+    layers_ahead,
+)
+from rematbench.engine.lowering.states.emit_states import GradReducer, ParameterGatherer
+from rematbench.engine.lowering.states.held_states import (
+    GradientSums,
+    HeldParameters,
+    holds_parameters,
+    sums_gradients,
+)
+from rematbench.engine.lowering.states.late_tensors import late_tensors
+from rematbench.engine.lowering.states.ready_pieces import ReadyWriter, ready_pieces
+from rematbench.engine.lowering.states.state_pieces import gradients_that_leave, piece_widths
+from rematbench.engine.lowering.states.state_shards import has_whole_gradients
 from rematbench.engine.lowering.step_blocks import (
-    Storages,
     d2h_block,
     h2d_block,
     held_block,
@@ -55,8 +56,8 @@ from rematbench.engine.lowering.step_blocks import (
     wait_block,
 )
 from rematbench.engine.lowering.step_end import emit_step_end
-from rematbench.engine.lowering.writer import BlockWriter
 from rematbench.engine.program.program import Block, Program, RankProgram, Step
+from rematbench.engine.program.storage import COPIED_OUT, SENT, Slot, Storage
 from rematbench.plan import Pass, Plan
 from rematbench.problem import Problem, gathered_bytes, gathers_by_layer, tied_on_one_rank
 
@@ -201,7 +202,7 @@ class _RankLowering:
         return StepFacts(
             order=self.order,
             windows=windows,
-            chunks=tuple(ChunkEnds(c.first, c.last, c.output_name) for c in self.chunks),
+            chunks=tuple(ChunkEnds(c.first, c.last, c.output) for c in self.chunks),
             classes=self._classes(windows),
             release_lag=transfers.release_lag,
             reload_slots=transfers.reload_slots,
@@ -253,7 +254,7 @@ class _RankLowering:
             units = [last] if last else []
         stored = chunk.stored(fates)
         return [
-            (part.name, part.nbytes)
+            (part.storage, part.nbytes)
             for unit in units
             for _, _, where in chunk.saved(unit)
             for part in stored[where]
@@ -278,30 +279,30 @@ class _RankLowering:
         match key:
             case ("D2H", int(number)):
                 return d2h_block(self.holders[number][1].offloaded)
-            case ("H2D", int(number), str(slot)):
+            case ("H2D", int(number), (Slot() | None) as slot):
                 return h2d_block(self.holders[number][1].offloaded, slot)
             case ("free_d2h", int(number)):
-                names = tuple(name for name, _ in self.holders[number][1].offloaded)
-                return release_block("d2h", names)
+                storages = tuple(storage for storage, _ in self.holders[number][1].offloaded)
+                return release_block(COPIED_OUT, storages)
             case ("hold",):
-                return wait_block("hold", "d2h", "pp_send")
+                return wait_block("hold", COPIED_OUT, "pp_send")
         return None
 
     def _message_block(self, key: Key) -> Block:
         boundary = self.chunks[0].boundary
         match key:
             case ("recv_f",):
-                return recv_block(boundary, self.chunks[0].input_name, forward=True)
-            case ("recv_b", str(output)):
+                return recv_block(boundary, self.chunks[0].input, forward=True)
+            case ("recv_b", Storage() as output):
                 return recv_block(boundary, output, forward=False)
-            case ("send_f" | "send_b" as what, str(output)):
+            case ("send_f" | "send_b" as what, Storage() as output):
                 return send_block(boundary, output, forward=what == "send_f")
-            case ("sent_f" | "free_held" as what, str(output)):
+            case ("sent_f" | "free_held" as what, Storage() as output):
                 return held_block(output, sent=what == "sent_f")
-            case ("free_f", str(output)):
-                return release_block("sent_f", (output,))
-            case ("free_b", str(output)):
-                return release_block("sent_b", (f"d:{output}",))
+            case ("free_f", Storage() as output):
+                return release_block(SENT["f"], (output,))
+            case ("free_b", Storage() as output):
+                return release_block(SENT["b"], (output.gradient,))
         raise AssertionError(f"no block of {key}")
 
     def _forward_block(self, chunk: ChunkOps, fates: Fates, gather: bool, *, beside: bool) -> Block:

@@ -6,7 +6,7 @@ from msgspec.structs import asdict
 
 from rematbench.costs.operators.ops import ACTIVATIONS
 from rematbench.costs.states import shard
-from rematbench.engine.lowering.state_pieces import master_bytes
+from rematbench.engine.lowering.states.state_pieces import master_bytes
 from rematbench.inputs.configfile import closest
 from rematbench.plan import (
     ByteBudget,

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from rematbench.engine.lowering.schedule import phases
 from rematbench.engine.program.program import Step
+from rematbench.engine.program.storage import Slot, Storage
 from rematbench.plan import Pass, Phase
 
 Key = tuple[object, ...]
@@ -38,11 +39,11 @@ class PassFacts(NamedTuple):
 
 
 class ChunkEnds(NamedTuple):
-    """Whether a chunk is the first or the last of the model, and the name of its output."""
+    """Whether a chunk is the first or the last of the model, and its output."""
 
     first: bool
     last: bool
-    output: str
+    output: Storage
 
 
 class StepFacts(NamedTuple):
@@ -238,7 +239,7 @@ class _Walk:
         self._release_copies(item)
         number, _, whole = self.class_of[item[1:]]
         slots = self.facts.reload_slots if whole else 0
-        slot = f"slot/reload{self.fetches % slots}" if slots else ""
+        slot = Slot(by_layer=False, number=self.fetches % slots) if slots else None
         self.fetches += 1
         self._add(("H2D", number, slot), item)
 

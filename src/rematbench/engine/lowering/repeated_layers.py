@@ -1,7 +1,7 @@
 """Long chunks of equal layers: the emitters write a short chunk, and its middle layer is repeated.
 
 Deep in a chunk of equal layers, every layer has the same actions as the layer before, with the next
-number in each storage name and later events.  So the emitters write a chunk without most of the
+number in each storage and later events.  So the emitters write a chunk without most of the
 equal layers, and the actions of one *period* in its middle are repeated.  A period is one layer, or
 as many layers as there are rounding buffers, because layers take the buffers in turn.  Three
 neighbouring periods must be alike, and only storages of the chunk's ends, such as the residual's
@@ -13,12 +13,13 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 from typing import NamedTuple, Protocol
 
-from rematbench.engine.lowering.chunk_ops import ChunkOps
-from rematbench.engine.lowering.emit_forward import Fates
-from rematbench.engine.lowering.repeated_pieces import Position
-from rematbench.engine.lowering.writer import BlockWriter
-from rematbench.engine.program.action import Action, in_layer
+from rematbench.engine.lowering.blocks.chunk_ops import ChunkOps
+from rematbench.engine.lowering.blocks.fates import Fates
+from rematbench.engine.lowering.blocks.repeated_pieces import Position
+from rematbench.engine.lowering.blocks.writer import BlockWriter
+from rematbench.engine.program.action import Action
 from rematbench.engine.program.program import Block, Periods
+from rematbench.engine.program.storage import Storage, part_of
 from rematbench.engine.program.template import LayerPeriods, LayerShift, waits_before
 from rematbench.plan import Group, Transfers
 
@@ -135,7 +136,7 @@ def repeat_period(
     block's order."""
     units = [unit.prefix for unit in short.chunk.units]
     order = units if forward else units[::-1]
-    at = order.index(f"L{short.first if forward else short.first + short.period - 1}")
+    at = order.index(part_of("L", short.first if forward else short.first + short.period - 1))
     edges = [unit_starts[at + k * short.period] for k in (-1, 0, 1, 2)]
     layers = short.period if forward else -short.period
     if not _alike(block, edges, short.shift(layers, edges[2].event - edges[1].event, 0)):
@@ -202,7 +203,7 @@ def _crossing(short: Short, lower: Iterable[Action], upper: Iterable[Action]) ->
 
 def _layers(actions: Iterable[Action]) -> set[int]:
     """The numbers of the layers that actions name."""
-    names: set[str] = set()
+    storages: set[Storage] = set()
     for action in actions:
-        names.update(action.reads, action.frees, [alloc.name for alloc in action.allocs])
-    return {words[1] for name in names if (words := in_layer(name)) is not None}
+        storages.update(action.reads, action.frees, [alloc.storage for alloc in action.allocs])
+    return {each.part.number for each in storages if each.part.letter == "L"}

@@ -6,103 +6,106 @@ from collections.abc import Sequence
 from msgspec.structs import replace
 
 from rematbench.costs.operators.ops import Activation, Comm
-from rematbench.engine.lowering.emit_op import emit_copies_in, emit_copies_out
-from rematbench.engine.lowering.writer import BlockWriter
-from rematbench.engine.program.action import (
-    COMPUTE,
-    WEIGHTS_DOWN,
-    Action,
-    Alloc,
-    Kind,
-    gradient_of,
-)
+from rematbench.engine.lowering.blocks.writer import BlockWriter
+from rematbench.engine.lowering.passes.emit_op import Storages, emit_copies_in, emit_copies_out
+from rematbench.engine.program.action import COMPUTE, WEIGHTS_DOWN, Action, Alloc, Kind
 from rematbench.engine.program.program import Block
-
-Storages = list[tuple[str, int]]
-"""(storage name, bytes)."""
+from rematbench.engine.program.storage import (
+    COPIED_IN,
+    COPIED_OUT,
+    ENDED,
+    NO_PART,
+    RECEIVED,
+    REDUCED,
+    SENT,
+    Event,
+    Slot,
+    Storage,
+)
 
 
 def tied_send_block(nbytes: int) -> Block:
     """Send the gradient of the tied embedding to the pipeline's other end."""
     w = BlockWriter()
     w.wait("pp_send", w.mark(COMPUTE))
-    w.add(Action(kind=Kind.SEND, stream="pp_send", op="tied", nbytes=nbytes, event="sent_e"))
+    w.add(Action(kind=Kind.SEND, stream="pp_send", op="tied", nbytes=nbytes, event=SENT["e"]))
     return Block("tied_send", tuple(w.actions))
 
 
 def tied_recv_block(nbytes: int) -> Block:
     """Wait for the tied embedding's gradient from the pipeline's other end."""
     w = BlockWriter()
-    w.wait(COMPUTE, "recv_e")
-    w.wait(COMPUTE, "sent_e")
-    recv = Action(kind=Kind.RECV, stream="pp_recv", op="tied", nbytes=nbytes, event="recv_e")
+    w.wait(COMPUTE, RECEIVED["e"])
+    w.wait(COMPUTE, SENT["e"])
+    recv = Action(kind=Kind.RECV, stream="pp_recv", op="tied", nbytes=nbytes, event=RECEIVED["e"])
     return Block("tied_recv", (recv, *w.actions))
 
 
-def recv_block(tensor: Activation, name: str, *, forward: bool) -> Block:
+def recv_block(tensor: Activation, storage: Storage, *, forward: bool) -> Block:
     """Receive a boundary activation (or its gradient) into new memory.  The event is its
     arrival."""
+    direction = "f" if forward else "b"
     action = Action(
         kind=Kind.RECV,
         stream="pp_recv",
-        op="f" if forward else "b",
-        allocs=(Alloc(name if forward else gradient_of(name), tensor.nbytes),),
+        op=direction,
+        allocs=(Alloc(storage if forward else storage.gradient, tensor.nbytes),),
         nbytes=tensor.nbytes,
-        event="recv_f" if forward else "recv_b",
+        event=RECEIVED[direction],
     )
-    return Block(action.event, (action,))
+    return Block(RECEIVED[direction].text, (action,))
 
 
-def send_block(tensor: Activation, name: str, *, forward: bool) -> Block:
+def send_block(tensor: Activation, storage: Storage, *, forward: bool) -> Block:
     """Send a boundary activation (or its gradient) to the neighbour, after the pass's compute."""
-    w = BlockWriter()
-    w.wait("pp_send", "f_end" if forward else "b_end")
+    w, direction = BlockWriter(), "f" if forward else "b"
+    w.wait("pp_send", ENDED[direction])
     w.add(
         Action(
             kind=Kind.SEND,
             stream="pp_send",
-            op="f" if forward else "b",
-            reads=(name if forward else gradient_of(name),),
+            op=direction,
+            reads=(storage if forward else storage.gradient,),
             nbytes=tensor.nbytes,
-            event="sent_f" if forward else "sent_b",
+            event=SENT[direction],
         )
     )
-    return Block("send_f" if forward else "send_b", tuple(w.actions))
+    return Block(f"send_{direction}", tuple(w.actions))
 
 
 def d2h_block(storages: Storages) -> Block:
     """Copy offloaded storages to the host after the chunk's forward."""
     w = BlockWriter()
-    w.wait("d2h", "f_end")
-    emit_copies_out(w, storages, "d2h")
+    w.wait("d2h", ENDED["f"])
+    emit_copies_out(w, storages, COPIED_OUT)
     return Block("D2H", tuple(w.actions))
 
 
-def h2d_block(storages: Storages, slot: str) -> Block:
+def h2d_block(storages: Storages, slot: Slot | None) -> Block:
     """Copy offloaded storages back to the device, into a staging slot if the plan has slots."""
     w = BlockWriter()
     w.wait("h2d", w.mark(COMPUTE))  # compute waited for the D2H copy and frees the memory needed
-    emit_copies_in(w, storages, "h2d", slot)
+    emit_copies_in(w, storages, COPIED_IN, slot)
     return Block("H2D", tuple(w.actions))
 
 
-def release_block(event: str, names: tuple[str, ...]) -> Block:
+def release_block(event: Event, storages: tuple[Storage, ...]) -> Block:
     """Wait for a copy or a send on the compute stream, then free its device storages."""
     w = BlockWriter()
     w.wait(COMPUTE, event)
-    if names:
-        w.add(Action(kind=Kind.FREE, stream=COMPUTE, frees=names))
+    if storages:
+        w.free(*storages)
     return Block(f"free_{event}", tuple(w.actions))
 
 
-def held_block(output: str, *, sent: bool) -> Block:
+def held_block(output: Storage, *, sent: bool) -> Block:
     """With `sent`, wait for the send of an output that stays; otherwise free the output."""
     if sent:
-        return wait_block("sent", "sent_f")
+        return wait_block("sent", SENT["f"])
     return Block("free_held", (Action(kind=Kind.FREE, stream=COMPUTE, frees=(output,)),))
 
 
-def wait_block(label: str, event: str, stream: str = COMPUTE) -> Block:
+def wait_block(label: str, event: Event, stream: str = COMPUTE) -> Block:
     """Let a stream wait for an event of the step's (micro-batch, chunk)."""
     w = BlockWriter()
     w.wait(stream, event)
@@ -114,23 +117,23 @@ def reduce_block(comms: Sequence[Comm], scratch: int = 0) -> Block:
     buckets and of the copy that is reduced."""
     w = BlockWriter()
     for comm in comms:
-        w.collective(comm, "", "gradients", [], [])
+        w.collective(comm, NO_PART, "gradients", [], [])
         w.actions[-1] = replace(w.actions[-1], scratch=scratch)
-    w.add(Action(kind=Kind.EVENT, stream="dp", event="reduced"))
+    w.add(Action(kind=Kind.EVENT, stream="dp", event=REDUCED))
     return Block("reduce", tuple(w.actions))
 
 
 def gather_block(comm: Comm) -> Block:
     """Gather a chunk's parameters after the optimizer step, without overlap."""
     w = BlockWriter()
-    w.wait(COMPUTE, w.collective(comm, "", "parameters", [], []))
+    w.wait(COMPUTE, w.collective(comm, NO_PART, "parameters", [], []))
     return Block("gather", tuple(w.actions))
 
 
 def norm_block(comm: Comm) -> Block:
     """Sum the norms' gradients over the tensor-parallel group."""
     w = BlockWriter()
-    w.wait(COMPUTE, w.collective(comm, "", "norm_gradients", [], []))
+    w.wait(COMPUTE, w.collective(comm, NO_PART, "norm_gradients", [], []))
     return Block("norms", tuple(w.actions))
 
 
@@ -143,5 +146,5 @@ def optimizer_block(nbytes: int, scratch: int, down: int) -> Block:
         Action(kind=Kind.OPTIMIZER, stream=COMPUTE, op="optimizer", nbytes=nbytes, scratch=scratch)
     )
     if down:
-        w.wait(COMPUTE, w.state_copy(Kind.D2H, "", WEIGHTS_DOWN, down, after=w.mark(COMPUTE)))
+        w.wait(COMPUTE, w.state_copy(Kind.D2H, NO_PART, WEIGHTS_DOWN, down, after=w.mark(COMPUTE)))
     return Block("OPT", tuple(w.actions))

@@ -5,14 +5,15 @@ from functools import partial
 from typing import Protocol
 
 from rematbench.costs.operators.ops import Comm
-from rematbench.engine.lowering.chunk_ops import ChunkOps
-from rematbench.engine.lowering.emit_buckets import buckets_of
-from rematbench.engine.lowering.emit_states import (
+from rematbench.engine.lowering.blocks.chunk_ops import ChunkOps
+from rematbench.engine.lowering.rank_steps import first_passes, last_backwards
+from rematbench.engine.lowering.states.emit_buckets import buckets_of
+from rematbench.engine.lowering.states.emit_states import (
     gradient_reductions,
     norm_reduction,
     parameter_gathers,
 )
-from rematbench.engine.lowering.held_states import (
+from rematbench.engine.lowering.states.held_states import (
     free_block,
     held_copies,
     holds_parameters,
@@ -20,11 +21,10 @@ from rematbench.engine.lowering.held_states import (
     sums_gradients,
     unit_sums,
 )
-from rematbench.engine.lowering.late_tensors import flat_update
-from rematbench.engine.lowering.rank_steps import first_passes, last_backwards
-from rematbench.engine.lowering.ready_pieces import ready_end_block, ready_pieces
-from rematbench.engine.lowering.state_pieces import piece_widths, update_block
-from rematbench.engine.lowering.state_shards import has_whole_gradients, rank_sharded
+from rematbench.engine.lowering.states.late_tensors import flat_update
+from rematbench.engine.lowering.states.ready_pieces import ready_end_block, ready_pieces
+from rematbench.engine.lowering.states.state_pieces import piece_widths, update_block
+from rematbench.engine.lowering.states.state_shards import has_whole_gradients, rank_sharded
 from rematbench.engine.lowering.step_blocks import (
     gather_block,
     norm_block,
@@ -35,6 +35,7 @@ from rematbench.engine.lowering.step_blocks import (
     wait_block,
 )
 from rematbench.engine.program.program import Block
+from rematbench.engine.program.storage import REDUCED
 from rematbench.plan import Pass, Plan
 from rematbench.problem import Problem, rank_parameters
 
@@ -68,7 +69,7 @@ def emit_step_end(steps: Steps, plan: Plan, problem: Problem) -> None:
                 scratch = buckets.opened + buckets.copy + buckets.part if buckets else 0
                 build = partial(reduce_block, comms, scratch)
                 steps.add(("reduce", comms), build, sites[chunk.chunk])
-            steps.add(("reduced",), partial(wait_block, "reduced", "reduced"), sites[chunk.chunk])
+            steps.add(("reduced",), partial(wait_block, "reduced", REDUCED), sites[chunk.chunk])
     summed = ready_pieces(steps.chunks, plan) is not None
     if lay.sequence_parallel and not updated and not summed:
         comm = _norm_reduction(plan, problem, steps.chunks)
@@ -93,8 +94,8 @@ def _end_held(steps: Steps, plan: Plan, problem: Problem) -> None:
     summing = first_passes(steps.order, forward=False)
     for chunk in reversed(steps.chunks):
         if holds_parameters(plan, problem):
-            names = held_copies(plan, problem, chunk)
-            steps.add(("release", names), partial(free_block, names), opening[chunk.chunk])
+            copies = held_copies(plan, problem, chunk)
+            steps.add(("release", copies), partial(free_block, copies), opening[chunk.chunk])
         if sums_gradients(plan):
             units = unit_sums(plan, problem, chunk)
             steps.add(("sums", units), partial(sums_block, units), summing[chunk.chunk])
@@ -104,8 +105,8 @@ def _free_shards(steps: Steps, plan: Plan, problem: Problem) -> None:
     """Free the shards of gradients that a rank has for its update alone."""
     summing = first_passes(steps.order, forward=False)
     for chunk in steps.chunks if sums_gradients(plan) else ():
-        names = tuple(unit.shard.name for unit in unit_sums(plan, problem, chunk))
-        steps.add(("release", names), partial(free_block, names), summing[chunk.chunk])
+        shards = tuple(unit.shard.storage for unit in unit_sums(plan, problem, chunk))
+        steps.add(("release", shards), partial(free_block, shards), summing[chunk.chunk])
 
 
 def _update(steps: Steps, plan: Plan, problem: Problem) -> None:

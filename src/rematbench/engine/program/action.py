@@ -1,18 +1,11 @@
-"""The actions of a lowered plan.  Each action runs on one stream and prints as one line.
+"""The actions of a lowered plan.  Each action runs on one stream and prints as one line."""
 
-A storage name is local to a (micro-batch, chunk).  `L3.q` is activation q of the chunk's layer 3.
-`E.` marks a tensor of the embedding, `H.` of the head, `d:` a gradient, `.full` a gathered copy,
-`.part` an output before its reduction, `@host` host memory.  `#k`, `#o` and `#r` mark the kept,
-offloaded and rebuilt rows; `^` a storage that all micro-batches of the chunk use.
-"""
-
-import re
 from enum import Enum
-from functools import cache, lru_cache
 
 from msgspec import Struct
 
 from rematbench.costs.operators.ops import Comm, CommKind
+from rematbench.engine.program.storage import NO_PART, Event, ModelPart, Slot, Storage
 
 
 class Kind(Enum):
@@ -47,7 +40,6 @@ COMPUTE, HOST_UPDATE = "compute", "host_update"
 """The streams of kernels, and of an optimizer that runs on the rank's own CPU cores."""
 STREAMS = (COMPUTE, "tp", "cp", "pp_send", "pp_recv", "dp", "d2h", "h2d", HOST_UPDATE, "ep")
 STREAM_INDEX = {name: index for index, name in enumerate(STREAMS)}
-HOST = "@host"
 
 STALL = "stall"
 """The operator name of a STALL that belongs to no kernel: the time by which a collective slows all
@@ -73,73 +65,99 @@ COMM_KIND: dict[CommKind, Kind] = {
 
 
 class Alloc(Struct, frozen=True, array_like=True, gc=False):
-    """A new storage: its local name, its bytes, and its staging slot (empty: fresh memory)."""
+    """A new storage: its bytes, and its staging slot (None: fresh memory)."""
 
-    name: str
+    storage: Storage
     nbytes: int
-    slot: str = ""
+    slot: Slot | None = None
+
+    @property
+    def tenant(self) -> ModelPart:
+        """What shares a staging slot at the same time: in a rounding buffer the tensors of a part,
+        elsewhere all tensors of a (micro-batch, chunk)."""
+        by_layer = self.slot is not None and self.slot.by_layer
+        return self.storage.part if by_layer else NO_PART
+
+
+class Rows(Struct, frozen=True, gc=False):
+    """The rows on which an action works, as shares of its operator's rows: `fraction` of them, with
+    `offset` before them.  `columns`: the share of the operator's output columns computed."""
+
+    fraction: float = 1.0
+    offset: float = 0.0
+    columns: float = 1.0
+
+
+class Exchange(Struct, frozen=True, gc=False):
+    """What an action exchanges, and what runs at the same time.  `comm`: its collective; `begin`:
+    the event that is recorded when the action starts; `overlaps`: the stream of a collective that
+    runs during a compute action; `beside`: the pass of another micro-batch, forward or backward,
+    during which an exchange of experts runs."""
+
+    comm: Comm | None = None
+    begin: Event | None = None
+    overlaps: str = ""
+    beside: str = ""
+
+
+WHOLE, ALONE = Rows(), Exchange()
+"""All rows and columns, and nothing exchanged."""
 
 
 class Action(Struct, frozen=True, kw_only=True, gc=False):
     """An action of a block, relative to the block's micro-batch and chunk.
 
-    `part`: the action's unit (L<i>, E or H), or a piece of optimizer states (P<i>); `variant`: the
-    index of its layer among the model's distinct layers; `op`: the operator or tensor.  `event` is
-    recorded when the action ends, `begin` when the action starts; a WAIT holds its stream until the
-    event `wait`.  `fraction`: the share of rows processed; `offset`: the share of rows before them;
-    `columns`: the share of an operator's output columns computed.  `comm`: the collective;
-    `nbytes`: a copy's payload; `overlaps`: the stream of a collective that runs during a compute
-    action; `beside`: the pass of another micro-batch, forward or backward, during which an exchange
-    of experts runs; `scratch`: bytes that only the action itself uses.  `units`: the units, each
-    with its chunk (`L3.1`), whose gradients and weights a piece has (empty: any unit's).
+    `part`: the action's unit, or a piece of optimizer states; `variant`: the index of its layer
+    among the model's distinct layers; `op`: the operator or tensor.  `event` is recorded when the
+    action ends; a WAIT holds its stream until the event `wait`.  `nbytes`: a copy's payload;
+    `scratch`: bytes that only the action itself uses.
     """
 
     kind: Kind
     stream: str
-    part: str = ""
+    part: ModelPart = NO_PART
     op: str = ""
-    reads: tuple[str, ...] = ()
+    reads: tuple[Storage, ...] = ()
     allocs: tuple[Alloc, ...] = ()
-    frees: tuple[str, ...] = ()
-    event: str = ""
-    begin: str = ""
-    wait: str = ""
-    fraction: float = 1.0
-    offset: float = 0.0
-    columns: float = 1.0
-    comm: Comm | None = None
+    frees: tuple[Storage, ...] = ()
+    event: Event | None = None
+    wait: Event | None = None
+    rows: Rows = WHOLE
+    exchange: Exchange = ALONE
     nbytes: int = 0
-    overlaps: str = ""
-    beside: str = ""
     scratch: int = 0
     variant: int = 0
-    units: tuple[str, ...] = ()
 
 
 def _fields(action: Action) -> list[str]:
+    rows, exchange = action.rows, action.exchange
     pairs = [
-        ("r", ",".join(action.reads)),
-        ("a", ",".join(_alloc_text(a) for a in action.allocs)),
-        ("f", ",".join(action.frees)),
-        ("e", action.event),
-        ("b", action.begin),
-        ("w", action.wait),
-        ("x", "" if action.fraction == 1.0 else repr(action.fraction)),
-        ("o", repr(action.offset) if action.offset else ""),
-        ("y", "" if action.columns == 1.0 else repr(action.columns)),
-        ("c", _comm_text(action.comm)),
-        ("n", str(action.nbytes) if action.nbytes else ""),
-        ("s", action.overlaps),
-        ("p", action.beside),
-        ("t", str(action.scratch) if action.scratch else ""),
-        ("v", str(action.variant) if action.variant else ""),
-        ("u", ",".join(action.units)),
+        ("r", _listed(action.reads)),
+        ("a", ",".join(map(_alloc_text, action.allocs))),
+        ("f", _listed(action.frees)),
+        ("e", action.event or ""),
+        ("b", exchange.begin or ""),
+        ("w", action.wait or ""),
+        ("x", "" if rows.fraction == 1.0 else repr(rows.fraction)),
+        ("o", repr(rows.offset) if rows.offset else ""),
+        ("y", "" if rows.columns == 1.0 else repr(rows.columns)),
+        ("c", _comm_text(exchange.comm)),
+        ("n", action.nbytes or ""),
+        ("s", exchange.overlaps),
+        ("p", exchange.beside),
+        ("t", action.scratch or ""),
+        ("v", action.variant or ""),
+        ("u", ",".join([f"{unit}.{chunk}" for unit, chunk in action.part.units])),
     ]
     return [f"{key}={value}" for key, value in pairs if value]
 
 
+def _listed(storages: tuple[Storage, ...]) -> str:
+    return ",".join([storage.text for storage in storages])
+
+
 def _alloc_text(alloc: Alloc) -> str:
-    return f"{alloc.name}:{alloc.nbytes}" + (f":{alloc.slot}" if alloc.slot else "")
+    return f"{alloc.storage}:{alloc.nbytes}" + (f":{alloc.slot}" if alloc.slot else "")
 
 
 def _comm_text(comm: Comm | None) -> str:
@@ -152,191 +170,3 @@ def to_text(action: Action, micro_batch: int, chunk: int) -> str:
     where = ".".join(word for word in (action.part, action.op) if word) or "-"
     head = f"{action.kind.value}{micro_batch}.{chunk} {action.stream} {where}"
     return " ".join([head, *_fields(action)])
-
-
-_PLACE = re.compile(r"(?:(E|H|L\d+|P\d+)\.)?(.*)")
-"""The name of a storage: its part (may be missing), and its operator or tensor."""
-
-
-@lru_cache(maxsize=1 << 15)
-def place(storage: str) -> tuple[str, str]:
-    """Split a storage name into (part, tensor); part is empty if the name has none."""
-    found = _PLACE.fullmatch(storage)
-    return (found[1] or "", found[2]) if found else ("", storage)
-
-
-GRADIENT, KEPT, OFFLOADED, REBUILT, COPY = "d:", "#k", "#o", "#r", ".r"
-_FORM = re.compile(rf"({KEPT}|{OFFLOADED}|{REBUILT}|{re.escape(COPY)})?(%\d+)?$")
-_BUFFER, _WEIGHTS, _STATES = ".gradients", ".parameters", ".states"
-_EXPERTS = f".experts{_WEIGHTS}"
-_SUMS, _SHARD, HELD = ".sums", ".shard", "^"
-
-
-def identity(storage: str) -> str:
-    """Return the tensor of a storage name, without the marks of gradient, rows, copy and piece."""
-    return _FORM.sub("", storage.removeprefix(GRADIENT))
-
-
-def gradient_of(storage: str) -> str:
-    """The storage name of an activation's gradient."""
-    return f"{GRADIENT}{storage}"
-
-
-def is_gradient(storage: str) -> bool:
-    """Whether a storage is an activation's gradient."""
-    return storage.startswith(GRADIENT)
-
-
-def piece_tag(number: int) -> str:
-    """The suffix of storage names in piece `number` of a mini-sequence."""
-    return f"%{number}"
-
-
-def gradient_buffer(part: str) -> str:
-    """The storage name of the buffer for the gradients of all parameters of a part."""
-    return f"{part}{_BUFFER}"
-
-
-def is_gradient_buffer(storage: str) -> bool:
-    """Whether a storage is a gradient buffer."""
-    return storage.endswith(_BUFFER)
-
-
-def parameter_buffer(part: str) -> str:
-    """The storage name of the buffer for the gathered parameters of a part."""
-    return f"{part}{_WEIGHTS}"
-
-
-def expert_buffer(part: str) -> str:
-    """The storage name of the buffer for the gathered parameters of a part's experts."""
-    return f"{part}{_EXPERTS}"
-
-
-def is_expert_buffer(storage: str) -> bool:
-    """Whether a storage is a buffer of gathered parameters of experts."""
-    return storage.removesuffix(HELD).endswith(_EXPERTS)
-
-
-def piece_part(number: int) -> str:
-    """The part of the actions on a piece of optimizer states."""
-    return f"P{number}"
-
-
-def is_piece(part: str) -> bool:
-    """Whether a part is a piece of optimizer states."""
-    return part.startswith("P")
-
-
-def visit_buffer(part: str) -> str:
-    """The storage name of a piece's states while they are on the device."""
-    return f"{part}{_STATES}"
-
-
-def is_visit_buffer(storage: str) -> bool:
-    """Whether a storage has the states of a piece that visits the device."""
-    return storage.endswith(_STATES)
-
-
-def master_buffer(part: str) -> str:
-    """The storage name of a piece's master weights that went up and are not cast yet."""
-    return f"{part}.master"
-
-
-def held(storage: str) -> str:
-    """The name of a storage that one micro-batch of a chunk allocates for all of them, until the
-    rank's last pass."""
-    return f"{storage}{HELD}"
-
-
-def is_held(storage: str) -> bool:
-    """Whether all micro-batches of a chunk use a storage of one of them."""
-    return storage.endswith(HELD)
-
-
-def gradient_sums(part: str) -> str:
-    """The storage name of the sums of a part's gradients over the micro-batches."""
-    return held(f"{part}{_SUMS}")
-
-
-def gradient_shard(part: str) -> str:
-    """The storage name of a rank's shard of a part's reduced gradients."""
-    return held(f"{part}{_SHARD}")
-
-
-def is_parameter_buffer(storage: str) -> bool:
-    """Whether a storage is a buffer of gathered parameters."""
-    return storage.endswith(_WEIGHTS)
-
-
-_LOCAL = "e"
-
-
-def local_event(number: int) -> str:
-    """The name of an event that only its block uses: e0, e1, ..."""
-    return f"{_LOCAL}{number}"
-
-
-@cache
-def is_local(event: str) -> bool:
-    """Whether an event is local to its block; other events belong to a (micro-batch, chunk)."""
-    return event.startswith(_LOCAL) and event[len(_LOCAL) :].isdigit()
-
-
-def event_number(event: str) -> int:
-    """The number of an event that is local to its block."""
-    return int(event[len(_LOCAL) :])
-
-
-def later_event(event: str, by: int) -> str:
-    """Return the event's name with its number raised by `by`.  An event that other blocks wait for
-    keeps its name."""
-    return local_event(event_number(event) + by) if is_local(event) else event
-
-
-_OF_LAYER = re.compile(rf"({GRADIENT}L|L)(\d+)(.*)")
-
-
-@lru_cache(maxsize=1 << 15)
-def in_layer(name: str) -> tuple[str, int, str] | None:
-    """Split the name of a layer's storage or part around the layer's number: (`d:L`, 3, `.q`); None
-    for a name without a layer."""
-    found = _OF_LAYER.fullmatch(name)
-    return (found[1], int(found[2]), found[3]) if found else None
-
-
-_OF_PIECE = re.compile(r"(.*%)(\d+)(.*)")
-
-
-@lru_cache(maxsize=1 << 15)
-def in_piece(name: str) -> tuple[str, int, str] | None:
-    """Split the name of a piece's storage around the piece's number: (`L3.act%`, 2, ``); None for a
-    name without a piece."""
-    found = _OF_PIECE.fullmatch(name) if "%" in name else None
-    return (found[1], int(found[2]), found[3]) if found else None
-
-
-_NUMBER = re.compile(r"(\d+)")
-
-
-@lru_cache(maxsize=1 << 15)
-def by_number(name: str) -> list[str | int]:
-    """A sort key of names in which numbers count by value: layer 9 comes before layer 10."""
-    words: list[str | int] = [*_NUMBER.split(name)]
-    words[1::2] = map(int, words[1::2])
-    return words
-
-
-LAYER_SLOT = "slot/layer"
-
-
-def layer_slot(position: int, slots: int) -> str:
-    """Return the rounding buffer of the unit at a position in its chunk.  Units take the buffers in
-    turn."""
-    return f"{LAYER_SLOT}{position % slots}"
-
-
-def tenant(alloc_name: str, slot: str) -> str:
-    """Return the key of the tensors that share a staging slot at the same time.  In a rounding
-    buffer the key is the part.  Elsewhere it is empty: all tensors of a (micro-batch, chunk) share
-    the slot."""
-    return place(alloc_name)[0] if slot.startswith(LAYER_SLOT) else ""

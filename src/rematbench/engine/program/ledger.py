@@ -11,9 +11,10 @@ from typing import NamedTuple
 import numpy as np
 from msgspec import Struct
 
-from rematbench.engine.program.action import HOST, Action, Alloc, tenant
+from rematbench.engine.program.action import Action, Alloc
 from rematbench.engine.program.profile import Profile, program_profiles
 from rematbench.engine.program.program import Part, Program, RankProgram
+from rematbench.engine.program.storage import HOST, Slot, Storage
 from rematbench.engine.program.template import LayerPeriods
 
 
@@ -27,10 +28,6 @@ class RankLedger(Struct, frozen=True, kw_only=True):
     peak_step: int
     device_left_bytes: int
     host_left_bytes: int
-
-
-SCRATCH = "scratch"
-"""The name of bytes that are alive inside one action only."""
 
 
 class Interval(NamedTuple):
@@ -47,9 +44,9 @@ class Interval(NamedTuple):
 
 
 class Live(NamedTuple):
-    """A live storage: its name, its (micro-batch, chunk), its bytes."""
+    """A live storage (None: scratch of an action), its (micro-batch, chunk), its bytes."""
 
-    name: str
+    storage: Storage | None
     micro_batch: int
     chunk: int
     nbytes: int
@@ -57,11 +54,11 @@ class Live(NamedTuple):
 
 def pool_bytes(rank: RankProgram) -> int:
     """Return the bytes of a rank's staging pools.  Each slot is as large as its largest tenant."""
-    slots: dict[str, int] = {}
+    slots: dict[Slot | None, int] = {}
     for block in rank.blocks:
-        here: dict[tuple[str, str], int] = {}
+        here: dict[tuple[Slot | None, str], int] = {}
         for alloc, pieces, layers in _slotted(block.parts, 1, 1):
-            who = tenant(alloc.name, alloc.slot)
+            who = alloc.tenant
             here.setdefault((alloc.slot, who), 0)
             here[alloc.slot, who] += alloc.nbytes * pieces * (1 if who else layers)
         for (slot, _), nbytes in here.items():
@@ -112,62 +109,63 @@ def _walk(rank: RankProgram, profiles: Sequence[Profile]) -> RankLedger:
 def live_bytes(actions: Iterable[tuple[Action, int, int]]) -> Iterable[tuple[int, int]]:
     """Return the (device, host) live bytes after each action in issue order.  Tests compare them
     with an interpreter that allocates real memory."""
-    sizes: dict[tuple[str, int, int], int] = {}
+    sizes: dict[tuple[Storage, int, int], int] = {}
     device = host = 0
     for action, micro_batch, chunk in actions:
         for alloc in action.allocs:
             nbytes = 0 if alloc.slot else alloc.nbytes
-            sizes[(alloc.name, micro_batch, chunk)] = nbytes
-            device, host = _move(alloc.name, nbytes, device, host)
-        for name in action.frees:
-            device, host = _move(name, -sizes.pop((name, micro_batch, chunk)), device, host)
+            sizes[(alloc.storage, micro_batch, chunk)] = nbytes
+            device, host = _move(alloc.storage, nbytes, device, host)
+        for freed in action.frees:
+            device, host = _move(freed, -sizes.pop((freed, micro_batch, chunk)), device, host)
         yield device, host
 
 
-def _move(name: str, nbytes: int, device: int, host: int) -> tuple[int, int]:
-    return (device, host + nbytes) if name.endswith(HOST) else (device + nbytes, host)
+def _move(storage: Storage, nbytes: int, device: int, host: int) -> tuple[int, int]:
+    on_host = storage.place == HOST
+    return (device, host + nbytes) if on_host else (device + nbytes, host)
 
 
 def live_at_peak(rank: RankProgram, peak_step: int) -> tuple[Live, ...]:
     """Return all storages on the device at the rank's peak, for tables and stacked bars.  The
-    scratch of the action at the peak is an entry named `scratch`.  Staging slots are left out,
+    scratch of the action at the peak is an entry without a storage.  Staging slots are left out,
     because they are in a pool."""
-    live: dict[tuple[str, int, int], int] = {}
-    best: dict[tuple[str, int, int], int] = {}
+    live: dict[tuple[Storage | None, int, int], int] = {}
+    best: dict[tuple[Storage | None, int, int], int] = {}
     best_bytes, total = -1, 0
     for position, step in enumerate(rank.steps[: peak_step + 1]):
         for action in rank.blocks[step.block].actions:
             for alloc in action.allocs:
-                if not alloc.name.endswith(HOST) and not alloc.slot:
-                    live[(alloc.name, step.micro_batch, step.chunk)] = alloc.nbytes
+                if alloc.storage.place != HOST and not alloc.slot:
+                    live[(alloc.storage, step.micro_batch, step.chunk)] = alloc.nbytes
                     total += alloc.nbytes
             if position == peak_step and total + action.scratch > best_bytes:
                 best_bytes = total + action.scratch
                 best = dict(live)
                 if action.scratch:
-                    best[(SCRATCH, step.micro_batch, step.chunk)] = action.scratch
-            for name in action.frees:
-                total -= live.pop((name, step.micro_batch, step.chunk), 0)
-    return tuple(Live(name, mb, chunk, nbytes) for (name, mb, chunk), nbytes in best.items())
+                    best[(None, step.micro_batch, step.chunk)] = action.scratch
+            for freed in action.frees:
+                total -= live.pop((freed, step.micro_batch, step.chunk), 0)
+    return tuple(Live(*key, nbytes) for key, nbytes in best.items())
 
 
 def timeline(intervals: Sequence[Interval], rank: int) -> list[tuple[float, int]]:
     """Return (seconds, live device bytes) of a rank at simulated times, for plots and for `active`.
     A storage lives from the start of its action until the stream reaches the free.  Changes at
     equal times keep their issue order.  Staging slots are counted with their pool."""
-    sizes: dict[tuple[str, int, int], int] = {}
+    sizes: dict[tuple[Storage, int, int], int] = {}
     deltas: list[tuple[float, int]] = []
     for item in intervals:
         if item.rank != rank:
             continue
         for alloc in item.action.allocs:
-            if not alloc.name.endswith(HOST):
+            if alloc.storage.place != HOST:
                 nbytes = 0 if alloc.slot else alloc.nbytes
-                sizes[(alloc.name, item.micro_batch, item.chunk)] = nbytes
+                sizes[(alloc.storage, item.micro_batch, item.chunk)] = nbytes
                 deltas.append((item.start_s, nbytes))
-        for name in item.action.frees:
-            freed = sizes.pop((name, item.micro_batch, item.chunk), 0)
-            deltas.append((item.end_s, -freed))
+        for freed in item.action.frees:
+            nbytes = sizes.pop((freed, item.micro_batch, item.chunk), 0)
+            deltas.append((item.end_s, -nbytes))
     total, points = 0, []
     for at, delta in sorted(deltas, key=lambda delta: delta[0]):
         total += delta

@@ -9,8 +9,9 @@ from itertools import chain
 from typing import NamedTuple
 
 from rematbench.costs.copies import pinned_block_bytes
-from rematbench.engine.program.action import HOST, Action
+from rematbench.engine.program.action import Action
 from rematbench.engine.program.program import Block, Part, Program, RankProgram
+from rematbench.engine.program.storage import HOST, Storage
 
 
 class Profile(NamedTuple):
@@ -39,15 +40,15 @@ class Profile(NamedTuple):
 
 class Lifetimes(NamedTuple):
     """Storages whose lifetimes cross a block's ends.  `births`: bytes of the storages that a block
-    leaves alive; `deaths`: names of earlier storages that the block frees."""
+    leaves alive; `deaths`: earlier storages that the block frees."""
 
-    births: dict[str, int]
-    deaths: list[str]
+    births: dict[Storage, int]
+    deaths: list[Storage]
 
-    def renamed(self, name_of: Callable[[str], str]) -> "Lifetimes":
-        """Return the same storages under other names."""
-        births = {name_of(name): nbytes for name, nbytes in self.births.items()}
-        return Lifetimes(births, [*map(name_of, self.deaths)])
+    def renamed(self, new: Callable[[Storage], Storage]) -> "Lifetimes":
+        """Return other storages with the same lifetimes."""
+        births = {new(storage): nbytes for storage, nbytes in self.births.items()}
+        return Lifetimes(births, [*map(new, self.deaths)])
 
 
 class LedgerError(ValueError):
@@ -74,7 +75,7 @@ class _Profiler:
         and chunk that the block runs for."""
         left = {id(block): block for block in rank.blocks if id(block) not in self.profiles}
         for key, block in list(left.items()):
-            sizes: dict[str, int] = {}
+            sizes: dict[Storage, int] = {}
             try:
                 self.profiles[key] = _profile(block.label, block.parts, sizes)
             except LedgerError:  # it frees a storage of another block
@@ -82,7 +83,7 @@ class _Profiler:
             self.outlives[key] = Lifetimes(sizes, [])
             del left[key]
         first = {step[0]: step[1:] for step in rank.first_steps} if left else {}
-        alive: dict[tuple[int, ...], dict[str, int]] = {
+        alive: dict[tuple[int, ...], dict[Storage, int]] = {
             where: {} for index, where in first.items() if id(rank.blocks[index]) in left
         }
         for step in rank.steps:
@@ -98,11 +99,11 @@ class _Profiler:
                 self.profiles[id(block)] = _profile(block.label, block.parts, here)
         return [self.profiles[id(block)] for block in rank.blocks]
 
-    def _replay(self, block: Block, sizes: dict[str, int]) -> None:
+    def _replay(self, block: Block, sizes: dict[Storage, int]) -> None:
         births, deaths = self._outlive(block)
         sizes.update(births)
-        for name in deaths:
-            sizes.pop(name, None)
+        for dead in deaths:
+            sizes.pop(dead, None)
 
     def _outlive(self, block: Block) -> Lifetimes:
         if id(block) not in self.outlives:
@@ -112,12 +113,12 @@ class _Profiler:
 
 def _outlive(parts: Sequence[Part]) -> Lifetimes:
     """The storages that parts leave alive, and the earlier storages that they free."""
-    births: dict[str, int] = {}
-    deaths: list[str] = []
+    births: dict[Storage, int] = {}
+    deaths: list[Storage] = []
     for part in parts:
         first = part_lifetimes(part)
-        for each in (first, *(first.renamed(shift.name) for shift in part.shifts)):
-            deaths += [name for name in each.deaths if births.pop(name, None) is None]
+        for each in (first, *(first.renamed(shift.storage) for shift in part.shifts)):
+            deaths += [dead for dead in each.deaths if births.pop(dead, None) is None]
             births |= each.births
     return Lifetimes(births, deaths)
 
@@ -129,18 +130,18 @@ def part_lifetimes(part: Part) -> Lifetimes:
 
 
 def _outlive_of(actions: Sequence[Action]) -> Lifetimes:
-    births: dict[str, int] = {}
-    deaths: list[str] = []
+    births: dict[Storage, int] = {}
+    deaths: list[Storage] = []
     for action in actions:
         for alloc in action.allocs:
-            births[alloc.name] = 0 if alloc.slot else alloc.nbytes
-        for name in action.frees:
-            if births.pop(name, None) is None:
-                deaths.append(name)
+            births[alloc.storage] = 0 if alloc.slot else alloc.nbytes
+        for freed in action.frees:
+            if births.pop(freed, None) is None:
+                deaths.append(freed)
     return Lifetimes(births, deaths)
 
 
-def _profile(label: str, parts: Sequence[Part], sizes: dict[str, int]) -> Profile:
+def _profile(label: str, parts: Sequence[Part], sizes: dict[Storage, int]) -> Profile:
     """The effect of parts of a block `label`; `sizes`: bytes of the storages of their micro-batch
     and chunk that are alive at entry (updated in place)."""
     found = Profile._make([0] * len(Profile._fields))
@@ -149,26 +150,26 @@ def _profile(label: str, parts: Sequence[Part], sizes: dict[str, int]) -> Profil
             found = found.then(_effect(label, part.written, sizes))
             continue
         outlive = part_lifetimes(part)
-        freed = [sizes.get(name) for name in outlive.deaths]
+        freed = [sizes.get(dead) for dead in outlive.deaths]
         one = _profile(label, part.inside, sizes)
         for number, shift in enumerate(part.shifts, 1):
-            births, deaths = outlive.renamed(shift.name)
-            if [sizes.pop(name, None) for name in deaths] != freed:
+            births, deaths = outlive.renamed(shift.storage)
+            if [sizes.pop(dead, None) for dead in deaths] != freed:
                 raise LedgerError(f"{label}: period {number} frees other bytes than period 0")
             sizes.update(births)
         found = found.then(one.times(part.times))
     return found
 
 
-def _effect(label: str, actions: Sequence[Action], sizes: dict[str, int]) -> Profile:
+def _effect(label: str, actions: Sequence[Action], sizes: dict[Storage, int]) -> Profile:
     """The effect of some actions of a block `label`.  The loop is plain because every simulation
     spends time here."""
     device = host = pinned = device_high = host_high = pinned_high = 0
     for action in actions:
         for alloc in action.allocs:
-            name, nbytes = alloc.name, 0 if alloc.slot else alloc.nbytes
-            sizes[name] = nbytes
-            if name.endswith(HOST):
+            storage, nbytes = alloc.storage, 0 if alloc.slot else alloc.nbytes
+            sizes[storage] = nbytes
+            if storage.place == HOST:
                 host += nbytes
                 pinned += pinned_block_bytes(nbytes)
             else:
@@ -177,12 +178,13 @@ def _effect(label: str, actions: Sequence[Action], sizes: dict[str, int]) -> Pro
             device_high = high
         if host > host_high or pinned > pinned_high:
             host_high, pinned_high = max(host_high, host), max(pinned_high, pinned)
-        for name in action.frees:
-            if name not in sizes:
-                raise LedgerError(f"{label} frees {name}: not alive")
-            if name.endswith(HOST):
-                host -= sizes[name]
-                pinned -= pinned_block_bytes(sizes.pop(name))
+        for storage in action.frees:
+            if storage not in sizes:
+                raise LedgerError(f"{label} frees {storage}: not alive")
+            nbytes = sizes.pop(storage)
+            if storage.place == HOST:
+                host -= nbytes
+                pinned -= pinned_block_bytes(nbytes)
             else:
-                device -= sizes.pop(name)
+                device -= nbytes
     return Profile(device, device_high, host, host_high, pinned, pinned_high)

@@ -16,7 +16,8 @@ from msgspec import Struct
 from msgspec.structs import replace
 from numpy.typing import NDArray
 
-from rematbench.engine.program.action import Action, Kind, is_piece, to_text
+from rematbench.engine.program.action import Action, Kind, to_text
+from rematbench.engine.program.storage import Event, ModelPart, event_of
 from rematbench.engine.program.template import LayerPeriods, LayerShift, PiecePeriods, PieceShift
 
 
@@ -60,7 +61,7 @@ class Periods(NamedTuple):
 
 def _moves_tensor(action: Action) -> bool:
     """Whether a copy between device and host is of a unit's tensor."""
-    return action.part != "" and not is_piece(action.part)
+    return action.part.letter not in ("", "P")
 
 
 class Part(NamedTuple):
@@ -164,7 +165,7 @@ class Late(Struct, frozen=True, kw_only=True):
     """The late tensors of a rank, by (chunk, unit).  They are allocated between activations, where
     the allocator has room.  A unit is E, L<i> or H."""
 
-    units: dict[tuple[int, str], LateUnit]
+    units: dict[tuple[int, ModelPart], LateUnit]
 
     @property
     def state_bytes(self) -> int:
@@ -259,10 +260,6 @@ class Program(Struct, frozen=True, kw_only=True, dict=True):
         return "".join(f"rank {r.rank}\n{r.text()}" for r in self.ranks)
 
 
-RECEIVED = "recv_"
-"""The prefix of events of received messages."""
-
-
 def without_neighbours(program: Program) -> Program:
     """Return the program of the first rank alone, as a single GPU can run it: messages take no
     time.  Use it for seconds only.  Its messages have no bytes, so bytes come from the whole
@@ -280,8 +277,11 @@ def _without_messages(block: Block) -> Block:
 
 def _instant(action: Action) -> Action:
     """A message becomes an event on its stream, under a name that no receive has."""
-    wait = action.wait.replace(RECEIVED, "there_")
     if action.kind in (Kind.SEND, Kind.RECV):
-        event = action.event.replace(RECEIVED, "there_")
-        return Action(kind=Kind.EVENT, stream=action.stream, event=event)
-    return action if wait == action.wait else replace(action, wait=wait)
+        return Action(kind=Kind.EVENT, stream=action.stream, event=_there(action.event))
+    wait = _there(action.wait)
+    return action if wait is action.wait else replace(action, wait=wait)
+
+
+def _there(event: Event | None) -> Event | None:
+    return event_of(f"there_{event.message}") if event is not None and event.message else event

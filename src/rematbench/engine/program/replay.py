@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from rematbench.engine.program.action import HOST, HOST_UPDATE, Action, Kind
+from rematbench.engine.program.action import HOST_UPDATE, Action, Kind
 from rematbench.engine.program.allocator import (
     Allocator,
     AllocatorPeaks,
@@ -15,12 +15,13 @@ from rematbench.engine.program.allocator import (
 )
 from rematbench.engine.program.profile import part_lifetimes
 from rematbench.engine.program.program import Block, Late, Part, RankProgram, Step
+from rematbench.engine.program.storage import HOST, ModelPart, Storage
 
-Request = tuple[str, int]
-"""(name, size): a request to the allocator.  size > 0: an allocation; size 0: a free; an empty
-name: scratch, which is freed at once.  UPDATED and DIFFERENTIATED: the unit `name` (empty: all
-units) was updated, or its backward ended.  WEIGHTED: the weights of `name`, a unit and its
-operator, got a gradient."""
+Request = tuple[Storage | tuple[ModelPart, str] | None, int]
+"""(subject, size): a request to the allocator.  size > 0: an allocation; size 0: a free; no
+subject: scratch, which is freed at once.  With UPDATED, DIFFERENTIATED and WEIGHTED the subject is
+a unit (empty: all units) and an operator: the unit was updated, its backward ended, or the
+operator's weights got a gradient."""
 
 UPDATED, DIFFERENTIATED, WEIGHTED = -1, -2, -3
 MemoryBlock = tuple[int, int]
@@ -57,9 +58,10 @@ def _of_parts(parts: Sequence[Part]) -> Iterator[RepeatedRequests]:
             continue
         yield from one
         for shift in part.shifts:  # storages inside a period can share names
-            new = {name: shift.name(name) for name in crossing}
+            new: dict[object, Storage] = {each: shift.storage(each) for each in crossing}
             for lines, times in one:
-                yield RepeatedRequests([(new.get(name, name), size) for name, size in lines], times)
+                moved = [(new.get(subject, subject), size) for subject, size in lines]
+                yield RepeatedRequests(moved, times)
 
 
 class CachedRequests:
@@ -81,26 +83,28 @@ class CachedRequests:
         self._rest = None
 
 
-def _requests(actions: Sequence[Action], ends: Mapping[int, str] | None = None) -> list[Request]:
+def _requests(
+    actions: Sequence[Action], ends: Mapping[int, ModelPart] | None = None
+) -> list[Request]:
     """The requests of some actions.  `ends`: the units whose backward ends, by the index of the
     action; None without late tensors."""
     lines: list[Request] = []
     late = ends is not None
     for index, action in enumerate(actions):
         for alloc in action.allocs:
-            if alloc.nbytes and not alloc.slot and not alloc.name.endswith(HOST):
-                lines.append((alloc.name, rounded(alloc.nbytes)))
+            if alloc.nbytes and not alloc.slot and alloc.storage.place != HOST:
+                lines.append((alloc.storage, rounded(alloc.nbytes)))
         if late and _updates(action):
-            lines.append((action.part, UPDATED))
+            lines.append(((action.part, ""), UPDATED))
         elif action.scratch:
-            lines.append(("", rounded(action.scratch)))
+            lines.append((None, rounded(action.scratch)))
         if late and action.kind is Kind.BACKWARD_WEIGHT:
-            lines.append((f"{action.part}.{action.op}", WEIGHTED))
-        for name in action.frees:
-            if not name.endswith(HOST):
-                lines.append((name, 0))
+            lines.append(((action.part, action.op), WEIGHTED))
+        for freed in action.frees:
+            if freed.place != HOST:
+                lines.append((freed, 0))
         if ends and index in ends:
-            lines.append((ends[index], DIFFERENTIATED))
+            lines.append(((ends[index], ""), DIFFERENTIATED))
     return lines
 
 
@@ -108,7 +112,7 @@ def _updates(action: Action) -> bool:
     return action.kind is Kind.OPTIMIZER and action.stream != HOST_UPDATE
 
 
-def _ends(block: Block) -> dict[int, str]:
+def _ends(block: Block) -> dict[int, ModelPart]:
     """The units whose weights get a gradient in the block, by the index of their last action."""
     weighted = {a.part for a in block.actions if a.kind is Kind.BACKWARD_WEIGHT}
     last = {a.part: index for index, a in enumerate(block.actions) if a.part in weighted}
@@ -162,11 +166,11 @@ class _Run:
     ) -> None:
         self.memory, self.lines = memory, lines
         self.units = late.units if late else {}
-        self.made: set[tuple[int, str]] = set()  # units whose states exist
+        self.made: set[tuple[int, ModelPart]] = set()  # units whose states exist
         self.gradients: dict[
-            tuple[int, str, str], list[MemoryBlock]
+            tuple[int, ModelPart, str], list[MemoryBlock]
         ] = {}  # by chunk, unit, operator
-        self.alive: dict[tuple[int, int], dict[str, MemoryBlock]] = {}
+        self.alive: dict[tuple[int, int], dict[object, MemoryBlock]] = {}
         self.rounds: list[tuple[object, list[int]]] = []
         self.done = 0
 
@@ -209,7 +213,7 @@ class _Run:
             del self.alive[micro_batch, chunk]
 
     def _repeated(
-        self, lines: list[Request], times: int, alive: dict[str, MemoryBlock], chunk: int
+        self, lines: list[Request], times: int, alive: dict[object, MemoryBlock], chunk: int
     ) -> None:
         """The same requests `times` times, or until one repetition changes nothing."""
         for _ in range(times - 1):
@@ -219,25 +223,25 @@ class _Run:
                 return
         self._lines(lines, alive, chunk)
 
-    def _lines(self, lines: list[Request], alive: dict[str, MemoryBlock], chunk: int) -> None:
+    def _lines(self, lines: list[Request], alive: dict[object, MemoryBlock], chunk: int) -> None:
         memory = self.memory
-        for name, size in lines:
+        for subject, size in lines:
             if not size:
-                block = alive.pop(name, None)  # None for a staging slot's tensor
+                block = alive.pop(subject, None)  # None for a staging slot's tensor
                 if block is not None:
                     memory.free(block)
             elif size < 0:
-                self._late(name, size, chunk)
-            elif name:
-                alive[name] = memory.allocate(size)
+                assert isinstance(subject, tuple)
+                self._late(*subject, size, chunk)
+            elif subject is not None:
+                alive[subject] = memory.allocate(size)
             else:
                 memory.free(memory.allocate(size))
 
-    def _late(self, part: str, event: int, chunk: int) -> None:
+    def _late(self, part: ModelPart, op: str, event: int, chunk: int) -> None:
         """Allocate the late tensors of an event of a unit (`part` empty: of all units)."""
         if event == WEIGHTED:
-            unit, _, op = part.partition(".")
-            self._gradient(chunk, unit, op)
+            self._gradient(chunk, part, op)
             return
         keys = [(chunk, part)] if part else list(self.units)
         if event == DIFFERENTIATED:
@@ -245,18 +249,18 @@ class _Run:
         else:
             self._updated(keys)
 
-    def _differentiated(self, keys: Sequence[tuple[int, str]]) -> None:
+    def _differentiated(self, keys: Sequence[tuple[int, ModelPart]]) -> None:
         for chunk, part in keys:
             unit = self.units.get((chunk, part))
             for op in unit.gradients if unit is not None else ():
                 self._gradient(chunk, part, op)
 
-    def _gradient(self, chunk: int, part: str, op: str) -> None:
+    def _gradient(self, chunk: int, part: ModelPart, op: str) -> None:
         unit, key = self.units.get((chunk, part)), (chunk, part, op)
         if unit is not None and op in unit.gradients and key not in self.gradients:
             self.gradients[key] = self._place(unit.gradients[op])
 
-    def _updated(self, keys: Sequence[tuple[int, str]]) -> None:
+    def _updated(self, keys: Sequence[tuple[int, ModelPart]]) -> None:
         units = {key: self.units[key] for key in keys if key in self.units}
         for key, unit in units.items():
             if key not in self.made:

@@ -1,54 +1,12 @@
 """Renames actions for the next layer or the next piece."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from rematbench.engine.program.action import (
-    Action,
-    Alloc,
-    Kind,
-    event_number,
-    in_layer,
-    in_piece,
-    is_local,
-    later_event,
-)
-
-
-class Renaming(dict[str, str]):
-    """New names of storages, parts and events, by old name.  `new` computes them."""
-
-    def __init__(self, new: Callable[[str], str]) -> None:
-        super().__init__()
-        self._new = new
-
-    def __missing__(self, name: str) -> str:
-        found = self[name] = self._new(name)
-        return found
-
-    def of(self, actions: Iterable[Action]) -> list[Action]:
-        """Return the actions with the new names."""
-        return [self._of(action) for action in actions]
-
-    def _of(self, action: Action) -> Action:
-        if action.kind is Kind.WAIT:
-            return replace(action, wait=self[action.wait], event=self[action.event])
-        frees = tuple([self[name] for name in action.frees])
-        if action.kind is Kind.FREE:
-            return replace(action, frees=frees)
-        return replace(
-            action,
-            part=self[action.part],
-            op=self[action.op],  # a storage where a gradient's memory is allocated
-            reads=tuple([self[name] for name in action.reads]),
-            allocs=tuple([Alloc(self[new.name], new.nbytes, new.slot) for new in action.allocs]),
-            frees=frees,
-            event=self[action.event],
-            begin=self[action.begin],
-            wait=self[action.wait],
-        )
+from rematbench.engine.program.action import Action, Alloc, Kind
+from rematbench.engine.program.storage import Event, ModelPart, Storage
 
 
 class LayerShift(NamedTuple):
@@ -64,17 +22,23 @@ class LayerShift(NamedTuple):
 
     def of(self, actions: Sequence[Action]) -> list[Action]:
         """Return the actions with the new names."""
-        return Renaming(self.name).of(actions)
+        return [_renamed(action, self) for action in actions]
 
-    def name(self, name: str) -> str:
-        """Return the new name of a storage, a part or an event."""
-        if is_local(name):
-            return later_event(name, self.events)
-        words = in_layer(name)
-        if words is None or words[1] <= self.low:
-            return name
-        before, number, after = words
-        return f"{before}{number + (self.layers if number < self.high else self.above)}{after}"
+    def storage(self, storage: Storage) -> Storage:
+        """Return the new storage."""
+        by = self._by(storage.part)
+        return storage.later(by) if by else storage
+
+    def part(self, part: ModelPart) -> ModelPart:
+        """Return the new part."""
+        by = self._by(part)
+        return part.later(by) if by else part
+
+    def _by(self, part: ModelPart) -> int:
+        number = part.number
+        if number <= self.low or part.letter != "L":
+            return 0
+        return self.layers if number < self.high else self.above
 
 
 class PieceShift(NamedTuple):
@@ -89,18 +53,51 @@ class PieceShift(NamedTuple):
 
     def of(self, actions: Sequence[Action]) -> list[Action]:
         """Return the actions with the new names and rows."""
-        again = Renaming(self.name).of(actions)
+        again = [_renamed(action, self) for action in actions]
         return [
-            replace(action, offset=self.offset) if works_on_piece else action
-            for action, works_on_piece in zip(again, self.works_on_piece, strict=True)
+            replace(action, rows=replace(action.rows, offset=self.offset)) if of_piece else action
+            for action, of_piece in zip(again, self.works_on_piece, strict=True)
         ]
 
-    def name(self, name: str) -> str:
-        """Return the new name of a storage or an event."""
-        if is_local(name):
-            return later_event(name, self.events)
-        words = in_piece(name)
-        return f"{words[0]}{words[1] + self.pieces}{words[2]}" if words else name
+    def storage(self, storage: Storage) -> Storage:
+        """Return the new storage."""
+        piece = storage.piece
+        return storage if piece is None else storage.of_piece(piece + self.pieces)
+
+    def part(self, part: ModelPart) -> ModelPart:
+        """Return the part, which pieces share."""
+        return part
+
+
+def _renamed(action: Action, shift: LayerShift | PieceShift) -> Action:
+    """The action with the storages, the part and the events of a shift."""
+    kind, events, new = action.kind, shift.events, shift.storage
+    event = _later(action.event, events)
+    if kind is Kind.WAIT:
+        return replace(action, wait=_later(action.wait, events), event=event)
+    frees = tuple([new(storage) for storage in action.frees])
+    if kind is Kind.FREE:
+        return replace(action, frees=frees)
+    allocs = tuple([Alloc(new(each.storage), each.nbytes, each.slot) for each in action.allocs])
+    op, exchange = action.op, action.exchange
+    if kind is Kind.ALLOC and allocs[0].storage.is_gradient:
+        op = allocs[0].storage.text
+    if exchange.begin is not None:
+        exchange = replace(exchange, begin=exchange.begin.later(events))
+    return replace(
+        action,
+        part=shift.part(action.part),
+        op=op,
+        reads=tuple([new(storage) for storage in action.reads]),
+        allocs=allocs,
+        frees=frees,
+        event=event,
+        exchange=exchange,
+    )
+
+
+def _later(event: Event | None, by: int) -> Event | None:
+    return None if event is None else event.later(by)
 
 
 class LayerPeriods(NamedTuple):
@@ -129,4 +126,4 @@ class PiecePeriods(NamedTuple):
 
 def waits_before(actions: Iterable[Action], oldest: int) -> bool:
     """Whether an action waits for an event with a number below `oldest`."""
-    return any(is_local(a.wait) and event_number(a.wait) < oldest for a in actions)
+    return any(a.wait is not None and 0 <= a.wait.number < oldest for a in actions)

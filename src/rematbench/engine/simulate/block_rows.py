@@ -10,16 +10,9 @@ than the host's clock before the row + h1 + ... + hj.  So the row starts no earl
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
-from rematbench.engine.program.action import (
-    STREAM_INDEX,
-    STREAMS,
-    Action,
-    Kind,
-    event_number,
-    is_local,
-    later_event,
-)
+from rematbench.engine.program.action import STREAM_INDEX, STREAMS, Action, Kind
 from rematbench.engine.program.program import Block, Part, Periods
+from rematbench.engine.program.storage import Event
 from rematbench.engine.simulate.op_level import TIMELESS, Timing
 
 SEND = Kind.SEND  # a local, because a lookup in an Enum is slow
@@ -40,16 +33,15 @@ class Row(NamedTuple):
     issue: float
     late: float
     held: bool
-    wait: str
-    begin: str
-    event: str
+    wait: Event | None
+    begin: Event | None
+    event: Event | None
     send: str
 
 
 Time = TypeVar("Time")
-Carried = tuple[tuple[str, str], ...]
-"""(new name, old name) of events that rows wait for and that earlier rows record under the old
-name."""
+Carried = tuple[tuple[Event, Event], ...]
+"""(new, old) of events that rows wait for and that earlier rows record as the old ones."""
 
 
 class RowPart(NamedTuple):
@@ -61,15 +53,15 @@ class RowPart(NamedTuple):
     times: int = 1
     inside: tuple["RowPart", ...] = ()
 
-    def old_names(self) -> Iterator[str]:
-        """The old names of all events that are renamed."""
+    def old_events(self) -> Iterator[Event]:
+        """The old events of all that are renamed."""
         yield from (old for _, old in self.carried)
         for part in self.inside:
-            yield from part.old_names()
+            yield from part.old_events()
 
-    def renamed(self, seen: Mapping[str, Time]) -> dict[str, Time]:
-        """Return the renamed events of `seen`, by new name."""
-        return {name: seen[before] for name, before in self.carried}
+    def renamed(self, seen: Mapping[Event, Time]) -> dict[Event, Time]:
+        """Return the renamed events of `seen`, by the new event."""
+        return {event: seen[before] for event, before in self.carried}
 
 
 class RowBlock(NamedTuple):
@@ -77,8 +69,8 @@ class RowBlock(NamedTuple):
     for which another block may wait, and the seconds during which it keeps each stream busy."""
 
     parts: tuple[RowPart, ...]
-    receives: tuple[str, ...]
-    shared: tuple[str, ...]
+    receives: tuple[Event, ...]
+    shared: tuple[Event, ...]
     busy_s: tuple[float, ...]
 
 
@@ -98,8 +90,8 @@ def rows_with(
         rows, busy = _rows(block.written, rank, timing, timed)
         parts = [RowPart(tuple(rows))]
     waits, events = dict.fromkeys([r.wait for r in rows]), dict.fromkeys([r.event for r in rows])
-    receives = tuple([name for name in waits if name.startswith("recv_")])
-    shared = tuple([name for name in events if name and not is_local(name)])
+    receives = tuple([event for event in waits if event is not None and event.message])
+    shared = tuple([event for event in events if event is not None and not event.is_local])
     return RowBlock(tuple(parts), receives, shared, tuple(busy))
 
 
@@ -145,36 +137,36 @@ def _carried(
     the block.  The events of each period have the names of the first period.  So event number n of
     a period is number n + `events` one period earlier; if that period does not record the event, an
     earlier period does."""
-    recorded = {name for row in _all_rows(period) for name in (row.begin, row.event)}
+    recorded = {event for row in _all_rows(period) for event in (row.begin, row.event)}
     events, back = periods.events, (periods.times - 1) * periods.events
-    awaited = [name for name in _awaited(rest) if event_number(name) >= periods.event]
-    behind = [(name, later_event(name, -back)) for name in awaited]
-    between: dict[str, str] = {}
+    awaited = [event for event in _awaited(rest) if event.number >= periods.event]
+    behind = [(event, event.later(-back)) for event in awaited]
+    between: dict[Event, Event] = {}
     for wanted in [*_awaited(period), *(before for _, before in behind)]:
-        name = wanted
+        event = wanted
         for _ in range(periods.times):
-            if name in recorded or name in between:
+            if event in recorded or event in between:
                 break
-            between[name] = later_event(name, events)
-            name = between[name]
+            between[event] = event.later(events)
+            event = between[event]
     return tuple(between.items()), tuple(behind)
 
 
-def _awaited(parts: Sequence[RowPart]) -> list[str]:
+def _awaited(parts: Sequence[RowPart]) -> list[Event]:
     """The local events that parts wait for before an action of the parts records them."""
-    found: dict[str, None] = {}
+    found: dict[Event, None] = {}
     _look(parts, set(), found)
     return [*found]
 
 
-def _look(parts: Sequence[RowPart], known: set[str], found: dict[str, None]) -> None:
+def _look(parts: Sequence[RowPart], known: set[Event | None], found: dict[Event, None]) -> None:
     for part in parts:
-        for name, before in part.carried:
-            if before not in known and is_local(before):
+        for event, before in part.carried:
+            if before not in known and before.is_local:
                 found[before] = None
-            known.add(name)
+            known.add(event)
         for row in part.rows:
-            if row.wait and row.wait not in known and is_local(row.wait):
+            if row.wait and row.wait not in known and row.wait.is_local:
                 found[row.wait] = None
             known.update((row.begin, row.event))
         _look(part.inside, known, found)
@@ -190,7 +182,9 @@ def _rows(
     plain because every simulation spends its time here."""
     rows: list[Row] = []
     busy = [0.0] * len(STREAMS)
-    open_stream, total, issued, late, wait, begin = NO_STREAM, 0.0, 0.0, NEVER, "", ""
+    wait: Event | None = None
+    begin: Event | None = None
+    open_stream, total, issued, late = NO_STREAM, 0.0, 0.0, NEVER
     for action in actions:
         if action.kind in TIMELESS:
             continue
@@ -198,12 +192,13 @@ def _rows(
         timed.append(found)
         stream = STREAM_INDEX[action.stream]
         busy[stream] += taken
-        if stream != open_stream or action.wait or action.begin:
+        before, starts = action.wait, action.exchange.begin
+        if stream != open_stream or before or starts:
             if open_stream != NO_STREAM:
-                row = Row(open_stream, total, issued, late, False, wait, begin, "", "")
+                row = Row(open_stream, total, issued, late, False, wait, begin, None, "")
                 rows.append(row)
             open_stream, total, issued, late = stream, 0.0, 0.0, NEVER
-            wait, begin = action.wait, action.begin
+            wait, begin = before, starts
         if issue:
             issued += issue
             late = max(late, issued - total)
@@ -213,5 +208,5 @@ def _rows(
             rows.append(Row(open_stream, total, issued, late, held, wait, begin, event, send))
             open_stream = NO_STREAM
     if open_stream != NO_STREAM:
-        rows.append(Row(open_stream, total, issued, late, False, wait, begin, "", ""))
+        rows.append(Row(open_stream, total, issued, late, False, wait, begin, None, ""))
     return rows, busy

@@ -21,9 +21,9 @@ from rematbench.engine.program.action import (
     WEIGHTS_UP,
     Action,
     Kind,
-    is_local,
 )
 from rematbench.engine.program.program import Block, Program, RankProgram
+from rematbench.engine.program.storage import COPIED_OUT, Event
 from rematbench.problem import Problem
 
 KERNELS = (Kind.FORWARD, Kind.RECOMPUTE, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
@@ -93,7 +93,7 @@ def piece_traffic(ranks: Iterable[Sequence[Block]], param_bytes: int) -> PieceTr
     beside = two_way = False
     for blocks in ranks:
         for block in blocks:
-            flying: dict[str, str] = {}  # the operator of each copy in flight, by its end event
+            flying: dict[Event | None, str] = {}  # the operator of each copy in flight, by its end
             for action in block.written:
                 if action.op in (WEIGHTS_UP, STATES_UP, STATES_DOWN):
                     flying[action.event] = action.op
@@ -102,7 +102,8 @@ def piece_traffic(ranks: Iterable[Sequence[Block]], param_bytes: int) -> PieceTr
                     two_way |= STATES_DOWN in flying.values()
                 if action.stream == HOST_UPDATE and action.kind is Kind.OPTIMIZER:
                     updated += action.nbytes // param_bytes
-                    beside |= bool(flying) or not is_local(action.event)
+                    event = action.event
+                    beside |= bool(flying) or event is None or not event.is_local
                 if flying and action.stream == COMPUTE:
                     flying.pop(action.wait, None)
     return PieceTraffic(
@@ -140,8 +141,9 @@ def collectives(block: Block) -> Counter[Comm]:
     """Return the collectives of a block, and how often each occurs."""
     found: Counter[Comm] = Counter()
     for action, count in block.counted():
-        if action.comm is not None and action.kind in COLLECTIVES:
-            found[action.comm] += count
+        comm = action.exchange.comm
+        if comm is not None and action.kind in COLLECTIVES:
+            found[comm] += count
     return found
 
 
@@ -152,7 +154,7 @@ def _kernels_s(program: Program, kernel_s: Callable[[Action, int], float]) -> fl
     ranked: dict[int, list[tuple[Action, int]]] = {}
     for block, runs in program.block_runs:
         kernels = [pair for pair in block.counted() if pair[0].kind in KERNELS]
-        if any(action.overlaps for action, _ in kernels):
+        if any(action.exchange.overlaps for action, _ in kernels):
             ranked[id(block)] = kernels
         else:
             found.append(fsum(kernel_s(action, 0) * count for action, count in kernels) * runs)
@@ -222,7 +224,7 @@ def _trailing_copies_bytes(rank: RankProgram) -> int:
 def trailing_bytes(block: Block) -> int:
     """Return the bytes of D2H copies in the part whose copies outlive the forward (event `d2h`)."""
     copies = _copies(block, Kind.D2H)
-    parts = {action.part for action, _ in copies if action.event == "d2h"}
+    parts = {action.part for action, _ in copies if action.event is COPIED_OUT}
     return sum(action.nbytes * n for action, n in copies if action.part in parts)
 
 

@@ -12,7 +12,8 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from rematbench.engine.program.action import STREAM_INDEX, STREAMS, is_local
+from rematbench.engine.program.action import STREAM_INDEX, STREAMS
+from rematbench.engine.program.storage import Event
 from rematbench.engine.simulate.block_rows import NEVER, Row, RowBlock, RowPart
 from rematbench.engine.simulate.op_level import HOST
 
@@ -40,10 +41,10 @@ class Macro(NamedTuple):
     events."""
 
     streams: tuple[Terms, ...]
-    events: tuple[tuple[str, AffineTerms], ...]
+    events: tuple[tuple[Event, AffineTerms], ...]
     sends: tuple[tuple[str, AffineTerms], ...]
-    waits: tuple[str, ...]
-    receives: tuple[str, ...]
+    waits: tuple[Event, ...]
+    receives: tuple[Event, ...]
 
 
 Matrix: TypeAlias = NDArray[np.float64]
@@ -108,15 +109,15 @@ class _Run:
     """The symbolic run of blocks: when streams and the host are free, and the events so far.
     `inputs`: the streams and outside events whose times at entry count (None: all)."""
 
-    def __init__(self, inputs: Container[int | str] | None = None) -> None:
+    def __init__(self, inputs: Container[int | Event] | None = None) -> None:
         self.inputs = inputs
         self.free = [self._input(index, index) for index in range(HOST + 1)]
         self.touched: set[int] = set()
-        self.externals: dict[str, int] = {}
-        self.events: dict[str, Shifted] = {}
+        self.externals: dict[Event, int] = {}
+        self.events: dict[Event, Shifted] = {}
         self.sends: list[tuple[str, Shifted]] = []
 
-    def run(self, parts: Sequence[RowPart], seen: dict[str, Shifted], later: Set[str]) -> None:
+    def run(self, parts: Sequence[RowPart], seen: dict[Event, Shifted], later: Set[Event]) -> None:
         """Issue and run parts in order; `seen`: the times of the events so far, to which the parts'
         are added; `later`: the events that other parts or blocks read."""
         for part in parts:
@@ -126,11 +127,11 @@ class _Run:
                 seen |= part.renamed(seen)
                 self._once(part, seen, later)
 
-    def _once(self, part: RowPart, seen: dict[str, Shifted], later: Set[str]) -> None:
+    def _once(self, part: RowPart, seen: dict[Event, Shifted], later: Set[Event]) -> None:
         self._rows(part.rows, seen)
         self.run(part.inside, seen, later)
 
-    def _rows(self, rows: tuple[Row, ...], seen: dict[str, Shifted]) -> None:
+    def _rows(self, rows: tuple[Row, ...], seen: dict[Event, Shifted]) -> None:
         """Issue and run rows.  The loop is plain because every simulation spends its time here."""
         free = self.free
         for stream, seconds, issue, late, held, wait, begin, event, send in rows:
@@ -153,26 +154,28 @@ class _Run:
             if held:
                 self._held(end)
 
-    def _again(self, part: RowPart, seen: dict[str, Shifted], later: Set[str]) -> None:
+    def _again(self, part: RowPart, seen: dict[Event, Shifted], later: Set[Event]) -> None:
         """Issue and run a part `times` times.  One turn is a (max, +) matrix from the times of
         streams, the host and events before it to those after it; all turns are a power of that
         matrix."""
         turn = _Run()
-        turn.externals = {name: HOST + 1 + at for at, name in enumerate(sorted(later))}
-        state: dict[str, Shifted] = {name: ({at: 0.0}, 0.0) for name, at in turn.externals.items()}
+        named = sorted(later, key=str)
+        turn.externals = {event: HOST + 1 + at for at, event in enumerate(named)}
+        state: dict[Event, Shifted]
+        state = {event: ({at: 0.0}, 0.0) for event, at in turn.externals.items()}
         state |= part.renamed(state)
         turn._once(part, state, later)
         assert not turn.sends
-        names = [*turn.externals]  # with those that the rows alone wait for
-        matrix = power([*turn.free, *(state[name] for name in names)], part.times)
-        before = [*self.free, *(seen.get(name) for name in names)]
+        events = [*turn.externals]  # with those that the rows alone wait for
+        matrix = power([*turn.free, *(state[event] for event in events)], part.times)
+        before = [*self.free, *(seen.get(event) for event in events)]
         after = [_latest(row, before) for row in matrix]
         for stream in turn.touched:
             end = after[stream]
             assert end is not None  # a stream is never free before it was
             self.free[stream] = end
         self.touched |= turn.touched
-        seen |= {name: end for name, end in zip(names, after[HOST + 1 :], strict=True) if end}
+        seen |= {event: end for event, end in zip(events, after[HOST + 1 :], strict=True) if end}
 
     def _issued(self, start: Shifted, issue: float, late: float) -> Shifted:
         """The start of a row that the host issues."""
@@ -186,34 +189,34 @@ class _Run:
         self.free[HOST] = _join(self.free[HOST], end)
         self.touched.add(HOST)
 
-    def _awaited(self, event: str, seen: dict[str, Shifted]) -> Shifted:
+    def _awaited(self, event: Event, seen: dict[Event, Shifted]) -> Shifted:
         """The time of an event; a new external input where no earlier row recorded the event."""
         if event not in seen:
             self.externals[event] = HOST + 1 + len(self.externals)
             seen[event] = self._input(event, self.externals[event])
         return seen[event]
 
-    def _input(self, name: int | str, index: int) -> Shifted:
-        return ({index: 0.0} if self.inputs is None or name in self.inputs else {}, 0.0)
+    def _input(self, source: int | Event, index: int) -> Shifted:
+        return ({index: 0.0} if self.inputs is None or source in self.inputs else {}, 0.0)
 
 
-def macro_of(*blocks: RowBlock, inputs: Container[int | str] | None = None) -> Macro:
+def macro_of(*blocks: RowBlock, inputs: Container[int | Event] | None = None) -> Macro:
     """Return the macro of blocks that are issued in sequence.  Local events are known only inside
     their block.  `inputs`: the streams and outside events whose times at entry count (None:
     all)."""
     run = _Run(inputs)
-    seen: dict[str, Shifted] = {}
+    seen: dict[Event, Shifted] = {}
     for block in blocks:
-        seen = {name: value for name, value in seen.items() if not is_local(name)}
-        later = {*block.shared, *(name for part in block.parts for name in part.old_names())}
+        seen = {event: value for event, value in seen.items() if not event.is_local}
+        later = {*block.shared, *(old for part in block.parts for old in part.old_events())}
         run.run(block.parts, seen, later)
-        run.events |= {name: seen[name] for name in block.shared}
+        run.events |= {event: seen[event] for event in block.shared}
     return Macro(
         streams=tuple([Terms(i, _frozen(run.free[i])) for i in sorted(run.touched)]),
-        events=tuple([(name, _frozen(value)) for name, value in run.events.items()]),
+        events=tuple([(event, _frozen(value)) for event, value in run.events.items()]),
         sends=tuple([(name, _frozen(value)) for name, value in run.sends]),
         waits=tuple(run.externals),
-        receives=tuple([name for block in blocks for name in block.receives]),
+        receives=tuple([event for block in blocks for event in block.receives]),
     )
 
 

@@ -10,6 +10,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from rematbench.engine.program.program import Program, RankProgram, Step
+from rematbench.engine.program.storage import Event
 from rematbench.engine.simulate.block_rows import NEVER, RowBlock, rows_with
 from rematbench.engine.simulate.macro import COMPUTE, AffineTerms, Macro, macro_of, prune
 from rematbench.engine.simulate.op_level import (
@@ -55,7 +56,7 @@ MacroSteps = tuple[list[Motion], Runs]
 """The motion of each distinct run of a rank, and the runs."""
 
 
-def _motion(macro: Macro, events: dict[str, Times], clock: Clock) -> Motion:
+def _motion(macro: Macro, events: dict[Event, Times], clock: Clock) -> Motion:
     """The motion of a macro on a clock's rank; `events`: the times of the events that a macro of
     the rank waits for."""
     ends: dict[AffineTerms, int] = {}
@@ -86,7 +87,7 @@ def rank_macros(
     """
     runs = _runs(rank.steps, tuple([_role(block) for block in code]), clock.pp)
     macros = prune([_fused([code[i] for i in key], cache) for key in runs.keys])
-    awaited: dict[str, Times] = {name: {} for macro in macros for name in macro.waits}
+    awaited: dict[Event, Times] = {event: {} for macro in macros for event in macro.waits}
     return [_motion(macro, awaited, clock) for macro in macros], runs
 
 

@@ -12,9 +12,10 @@ from typing import NamedTuple, Protocol, TypeVar, runtime_checkable
 
 from msgspec import Struct
 
-from rematbench.engine.program.action import STREAM_INDEX, STREAMS, Action, Kind, is_local
+from rematbench.engine.program.action import STREAM_INDEX, STREAMS, Action, Kind
 from rematbench.engine.program.ledger import Interval
 from rematbench.engine.program.program import Block, Program, RankProgram
+from rematbench.engine.program.storage import Event
 
 TIMELESS = (Kind.FREE, Kind.ALLOC, Kind.RECV)
 """Kinds of actions that the simulation leaves out (a RECV's event is the message's arrival)."""
@@ -67,7 +68,7 @@ def timings(seconds: Seconds) -> Callable[[Action, int], Timing]:
 
 
 Compiled = TypeVar("Compiled")
-EventKey = tuple[str, int, int]
+EventKey = tuple[Event, int, int]
 MessageNumber = tuple[int, int]
 """The scale of a pass's number (see `pass_number`) and the offset that give a message's number."""
 
@@ -120,11 +121,11 @@ class Clock:
         self.position = 0
         self.awaiting: int | None = None
 
-    def incoming(self, event: str) -> MessageNumber:
+    def incoming(self, event: Event) -> MessageNumber:
         """Return the message whose arrival is the event of a RECV."""
-        if event == "recv_e":
+        if event.message == "e":
             return 0, self.rank - self.pp
-        return 2, 2 * self.rank + (event == "recv_b")
+        return 2, 2 * self.rank + (event.message == "b")
 
     def outgoing(self, op: str) -> MessageNumber:
         """Return the message of a SEND.  It goes to the next (forward) or previous (backward) stage
@@ -147,9 +148,9 @@ class Timed(NamedTuple):
 
     stream: int
     timing: Timing
-    wait: str
-    begin: str
-    event: str
+    wait: Event | None
+    begin: Event | None
+    event: Event | None
     shared: bool
     send: str
     action: Action
@@ -160,7 +161,7 @@ class TimedBlock(NamedTuple):
     seconds during which it keeps each stream busy."""
 
     items: tuple[Timed, ...]
-    receives: tuple[str, ...]
+    receives: tuple[Event, ...]
     busy_s: tuple[float, ...]
     label: str
 
@@ -174,14 +175,15 @@ def compile_block(block: Block, rank: int, seconds: Seconds, record: bool = Fals
     for action in block.actions:
         if action.kind in TIMELESS:
             if record:
-                items.append(Timed(COMPUTE, NO_TIME, "", "", "", False, "", action))
+                items.append(Timed(COMPUTE, NO_TIME, None, None, None, False, "", action))
             continue
         stream, taken = STREAM_INDEX[action.stream], timing(action, rank)
         busy[stream] += taken.seconds
-        event, shared = action.event, bool(action.event) and not is_local(action.event)
+        event, begin = action.event, action.exchange.begin
+        shared = event is not None and not event.is_local
         send = action.op if action.kind is Kind.SEND else ""
-        items.append(Timed(stream, taken, action.wait, action.begin, event, shared, send, action))
-    receives = tuple(item.wait for item in items if item.wait.startswith("recv_"))
+        items.append(Timed(stream, taken, action.wait, begin, event, shared, send, action))
+    receives = tuple(item.wait for item in items if item.wait is not None and item.wait.message)
     return TimedBlock(tuple(items), receives, tuple(busy), block.label)
 
 
@@ -283,7 +285,7 @@ def _advance(
     while clock.position < len(steps):
         index, micro_batch, chunk = steps[clock.position]
         block = code[index]
-        arrived: dict[str, float] = {}
+        arrived: dict[Event, float] = {}
         for event in block.receives:
             scale, offset = clock.incoming(event)
             key = scale * pass_number(micro_batch, chunk, clock.pp) + offset
@@ -299,7 +301,7 @@ def _advance(
 def _run(
     block: TimedBlock,
     clock: Clock,
-    local: dict[str, float],
+    local: dict[Event, float],
     messages: dict[int, float],
     micro_batch: int,
     chunk: int,

@@ -77,9 +77,10 @@ class ActionCosts:
             return self._kernels_s(action, rank)
         if action.kind is Kind.STALL:
             return self._stall_s(action, rank)
-        if action.comm is not None:
-            seconds = self.cost.comm_s(action.comm, rank)
-            return seconds * self._exposed(action, rank) if action.beside else seconds
+        comm = action.exchange.comm
+        if comm is not None:
+            seconds = self.cost.comm_s(comm, rank)
+            return seconds * self._exposed(action, rank) if action.exchange.beside else seconds
         return _OTHERS[action.kind](self, action, rank)
 
     def timing(self, action: Action, rank: int) -> Timing:
@@ -93,15 +94,17 @@ class ActionCosts:
                 return Timing(0.0, 0.0, held) if held else NO_TIME
             if held or self._begins or kind is Kind.STALL:  # its place matters too
                 return Timing(self(action, rank), self.issue_s(action, rank), held)
-            where = (action.beside, action.variant) if action.beside else ()
-            what = (kind, action.stream, action.op, action.nbytes, action.comm, rank, *where)
+            comm, beside = action.exchange.comm, action.exchange.beside
+            where = (beside, action.variant) if beside else ()
+            what = (kind, action.stream, action.op, action.nbytes, comm, rank, *where)
             if (found := self._timings.get(what)) is None:
                 found = Timing(self(action, rank), self.issue_s(action, rank), held)
                 self._timings[what] = found
             return found
-        beside = (action.overlaps, rank) if action.overlaps else None
-        rows = (action.fraction, action.columns, action.offset > 0.0)
-        key = (kind, action.part[:1], action.variant, action.op, beside, rows)
+        rows, overlaps = action.rows, action.exchange.overlaps
+        shares = (rows.fraction, rows.columns, rows.offset > 0.0)
+        ranked = (overlaps, rank) if overlaps else None
+        key = (kind, action.part.letter, action.variant, action.op, ranked, shares)
         if (found := self._timings.get(key)) is None:
             issue = self.issue_s(action, rank)
             found = self._timings[key] = Timing(self(action, rank), issue, self.held(action))
@@ -118,7 +121,7 @@ class ActionCosts:
             return self.cost.host_launch_s
         op, direction = self._op(action, rank), DIRECTION[action.kind]
         calls, loops_s = self.cost.calls(op, direction), self.cost.loops_s(op, direction)
-        if self._begins and action.part.startswith("L"):
+        if self._begins and action.part.letter == "L":
             calls, loops_s = min(1, calls), 0.0
         return calls * self.cost.host_launch_s + loops_s
 
@@ -126,15 +129,16 @@ class ActionCosts:
         """Whether an action is in a layer's CUDA graph or compiled region but is not its first
         action.  A graph holds a layer's kernels and the collectives between them, but no reduction
         and no copy of gradients; a region holds kernels alone."""
-        if not self._begins or not action.part.startswith("L"):
+        if not self._begins or action.part.letter != "L":
             return False
         graphs = self.problem.system.kernels.cuda_graphs
-        if action.comm is not None:
-            return graphs and action.comm.stream in ("tp", "cp")
+        comm = action.exchange.comm
+        if comm is not None:
+            return graphs and comm.stream in ("tp", "cp")
         if action.kind not in DIRECTION:
             return graphs and action.kind not in (Kind.D2H, Kind.H2D)
         first = self._begins[action.variant].get(action.kind, frozenset())
-        return action.op not in first or (graphs and action.offset > 0)
+        return action.op not in first or (graphs and action.rows.offset > 0)
 
     def held(self, action: Action) -> bool:
         """Whether the host waits for the action: for a message to arrive if the stack makes
@@ -143,10 +147,10 @@ class ActionCosts:
         if self._blocks and action.kind not in (Kind.EVENT, Kind.STALL):
             return True
         if action.op == COUNTS:
-            return action.comm is not None or self._counts_alone
+            return action.exchange.comm is not None or self._counts_alone
         if action.kind in (Kind.D2H, Kind.H2D):
             return self.problem.system.host.blocking_copies and action.op not in STATE_COPIES
-        return self._waits_for_messages and action.wait.startswith("recv_")
+        return self._waits_for_messages and action.wait is not None and bool(action.wait.message)
 
     def alike(self, rank: int) -> Hashable:
         """Return a key that is equal for ranks with equal costs: the same kinds of links in their
@@ -160,32 +164,33 @@ class ActionCosts:
     def _kernels_s(self, action: Action, rank: int) -> float:
         """Seconds of a compute action, cached for all layers and micro-batches, and for all ranks
         unless a collective overlaps the action."""
-        share = action.fraction * action.columns
-        where = (action.part[:1], action.variant, action.op, rank if action.overlaps else -1)
-        key = (action.kind, *where, action.overlaps, share, action.fraction)
+        overlaps, rows = action.exchange.overlaps, action.rows
+        where = (action.part.letter, action.variant, action.op, rank if overlaps else -1)
+        key = (action.kind, *where, overlaps, rows.fraction * rows.columns, rows.fraction)
         if key not in self._kernels:
             self._kernels[key] = self._compute_s(action, rank)
         return self._kernels[key]
 
     def _compute_s(self, action: Action, rank: int) -> float:
-        op = self._op(action, rank)
-        seconds = self.cost.op_s(op, DIRECTION[action.kind], action.fraction * action.columns)
+        op, rows, overlaps = self._op(action, rank), action.rows, action.exchange.overlaps
+        seconds = self.cost.op_s(op, DIRECTION[action.kind], rows.fraction * rows.columns)
         seconds *= 1.0 + self.crowd.kernel_delay_share
-        if not action.overlaps:
+        if not overlaps:
             return seconds
         comms = _overlapping(op, action.kind)
         other_s = fsum(self.cost.comm_s(comm, rank) for comm in comms if comm is not None)
-        return self.cost.overlapped_s(seconds, other_s * action.fraction, action.overlaps)
+        return self.cost.overlapped_s(seconds, other_s * rows.fraction, overlaps)
 
     def _stall_s(self, action: Action, rank: int) -> float:
         """Seconds by which a collective slows compute: all compute that follows, or the single
         kernel that was moved into the collective's window."""
-        assert action.comm is not None
+        comm, rows = action.exchange.comm, action.rows
+        assert comm is not None
         if action.op == STALL:
-            return self.cost.stall_s(action.comm, rank)
-        share = action.fraction * action.columns
+            return self.cost.stall_s(comm, rank)
+        share = rows.fraction * rows.columns
         kernel_s = self.cost.op_s(self._op(action, rank), "forward", share)
-        return self.cost.stall_s(action.comm, rank, kernel_s)
+        return self.cost.stall_s(comm, rank, kernel_s)
 
     def _exposed(self, action: Action, rank: int) -> float:
         """The share of an exchange's seconds that the pass beside it leaves."""
@@ -194,11 +199,11 @@ class ActionCosts:
             table = self.problem.layer_kinds[action.variant]
             self._shares[key] = exposed_shares(self.problem, table, rank, self.cost.comm_s)
         found = self._shares[key][action.op]
-        return found.forward if action.beside == "backward" else found.backward
+        return found.forward if action.exchange.beside == "backward" else found.backward
 
     def _op(self, action: Action, rank: int) -> Op:
         """The operator that an action runs, from its layer's operator table."""
-        part = action.part[:1]
+        part = action.part.letter
         key = (part, action.variant, action.op)
         if key not in self._ops:
             problem = self.problem

@@ -7,7 +7,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from rematbench.costs.states import zero3_host_states
-from rematbench.engine.lowering.host_states import rank_tensors
+from rematbench.engine.lowering.states.host_states import rank_tensors
 from rematbench.evaluate.problems import make_problem
 from rematbench.evidence.published.sheets import Cell, read_sheet, whole
 from rematbench.host.table import GIB

@@ -11,8 +11,8 @@ import numpy as np
 from msgspec.structs import replace
 
 from rematbench.costs.states import shard, sub_groups
-from rematbench.engine.lowering.host_states import rank_tensors
-from rematbench.engine.lowering.state_pieces import piece_widths, update_block
+from rematbench.engine.lowering.states.host_states import rank_tensors
+from rematbench.engine.lowering.states.state_pieces import piece_widths, update_block
 from rematbench.engine.program.program import Program, RankProgram, Step
 from rematbench.engine.simulate.op_level import simulate
 from rematbench.engine.simulate.seconds import action_seconds

@@ -84,6 +84,6 @@ def by_key(actions: Iterable[TimedAction]) -> dict[Key, list[TimedAction]]:
     found: dict[Key, list[TimedAction]] = {}
     for timed in actions:
         action = timed.action
-        key = Key(action.part[:1], action.op, action.kind.value, action.stream)
+        key = Key(action.part.letter, action.op, action.kind.value, action.stream)
         found.setdefault(key, []).append(timed)
     return found

@@ -22,6 +22,7 @@ from rematbench.advise.search.rounds import LIMIT_S, ONE_PROCESS_WORK, SearchJob
 from rematbench.evaluate.evaluator import Evaluator, without_cluster
 from rematbench.evidence.published.sheets import Row, number
 from rematbench.host.console import CommandError
+from rematbench.host.declared import flat
 from rematbench.host.workers import Pool, collect_rarely
 from rematbench.inputs.layout import LayoutError
 from rematbench.inputs.load import load_cluster, load_system
@@ -128,7 +129,7 @@ class Answers:
     @property
     def at(self) -> tuple[Any, ...]:
         """The cell: its model, cluster and length."""
-        return tuple(getattr(self.cell.request.spec, key) for key in CELL)
+        return tuple(flat(self.cell.request.spec)[key] for key in CELL)
 
     def question(self, table: str, name: str) -> str:
         """The question of an answer in words: a method and its job. For the one layout, it adds the
@@ -319,6 +320,6 @@ def _read(row: Row, cell: SearchJob) -> CommittedPlan:
 
 
 def _choice(row: Row, cell: SearchJob) -> LayoutChoice:
-    layout = structs.replace(cell.request.spec, **{key: int(row[key]) for key in OPEN}).layout
+    layout = cell.request.spec.changed(**{key: int(row[key]) for key in OPEN}).layout
     sizes = tuple(int(layers) for layers in row["partition"].split(","))
     return next(one for one in partitions(layout, cell.model.num_layers) if one.sizes == sizes)

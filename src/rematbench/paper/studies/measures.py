@@ -5,10 +5,11 @@ from math import fsum
 from typing import TypeAlias
 
 from rematbench.costs.operators.kernels import Attention
-from rematbench.engine.lowering.chunk_ops import ChunkOps
-from rematbench.engine.lowering.fates import resolve
+from rematbench.engine.lowering.blocks.chunk_ops import ChunkOps
+from rematbench.engine.lowering.blocks.fates import resolve
 from rematbench.engine.lowering.lower import lower
 from rematbench.engine.program.replay import replay
+from rematbench.engine.program.storage import Storage
 from rematbench.evaluate.evaluation import fullest_rank, program_bytes
 from rematbench.evidence.published.estimators import fujii_estimate
 from rematbench.plan import Plan, Unsupported
@@ -74,16 +75,16 @@ def _peak(problem: Problem, plan: Plan, ops: frozenset[str]) -> int:
     one layer counts, because what several layers keep at once belongs to no operator."""
     rank = lower(plan, problem).ranks[0]
     parts = {"H"} if ops == HEAD_OPS else {"L0"}
-    alive: dict[str, int] = {}
+    alive: dict[Storage, int] = {}
     live = peak = 0
     for action, _, _ in rank.actions():
         if action.part in parts and action.op in ops:
             for alloc in action.allocs:
-                alive[alloc.name] = alloc.nbytes
+                alive[alloc.storage] = alloc.nbytes
                 live += alloc.nbytes
             peak = max(peak, live + action.scratch)
-        for name in action.frees:
-            live -= alive.pop(name, 0)
+        for freed in action.frees:
+            live -= alive.pop(freed, 0)
     return peak
 
 

@@ -13,8 +13,8 @@ import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
-from rematbench.engine.lowering.chunk_ops import ChunkOps
-from rematbench.engine.lowering.fates import PHASES, Resolved, resolve
+from rematbench.engine.lowering.blocks.chunk_ops import ChunkOps
+from rematbench.engine.lowering.blocks.fates import PHASES, Resolved, resolve
 from rematbench.evaluate.effects import acting
 from rematbench.evaluate.result import evaluate_plan
 from rematbench.evaluate.unread import fact_words

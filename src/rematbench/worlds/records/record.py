@@ -16,8 +16,8 @@ from msgspec import Struct
 from msgspec.structs import FieldInfo, asdict, fields, replace
 
 import rematbench
-from rematbench.engine.lowering.chunk_ops import ChunkOps
-from rematbench.engine.lowering.fates import PHASES, resolve
+from rematbench.engine.lowering.blocks.chunk_ops import ChunkOps
+from rematbench.engine.lowering.blocks.fates import PHASES, resolve
 from rematbench.evaluate.evaluation import RankBytes
 from rematbench.evaluate.result import Result, Status
 from rematbench.evaluate.verdict import Retries, retries

@@ -2,7 +2,7 @@
 
 from math import gcd
 
-from rematbench.engine.lowering.state_shards import has_whole_gradients
+from rematbench.engine.lowering.states.state_shards import has_whole_gradients
 from rematbench.inputs.shapes import shapes
 from rematbench.plan import Plan
 from rematbench.problem import Problem, gathered_bytes, tensor_parameters

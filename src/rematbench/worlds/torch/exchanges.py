@@ -19,8 +19,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from rematbench.costs.operators.ops import Activation
-from rematbench.engine.program.action import COMPUTE, Action, Kind, identity, is_gradient, place
+from rematbench.engine.program.action import COMPUTE, Action, Kind
 from rematbench.engine.program.program import Program
+from rematbench.engine.program.storage import ModelPart, Storage
 from rematbench.inputs.layout import Layout
 from rematbench.worlds.torch.groups import STEP, Channel, Group, Groups
 from rematbench.worlds.torch.parameters import Parameter
@@ -76,8 +77,8 @@ class Exchanges:
 
     def group(self, action: Action) -> Group:
         """The communicator that an action names."""
-        assert action.comm is not None
-        return self.groups.by_name[action.comm.group]
+        assert action.exchange.comm is not None
+        return self.groups.by_name[action.exchange.comm.group]
 
     def _output_pool(self, *, stays: bool) -> AbstractContextManager[object]:
         """The context in which to allocate a collective's output: the memory pool of storages if
@@ -106,13 +107,13 @@ class Exchanges:
         with self.streams.storage_pool():
             out = source.new_empty(source.shape[0] * group.size, source.shape[1])
         self.streams.run(action.stream, lambda: group.all_gather(out, source), out)
-        self.memory.put(span.key(action.allocs[0].name), Value(out, span.first, span.size))
+        self.memory.put(span.key(action.allocs[0].storage), Value(out, span.first, span.size))
 
     def all_to_all(self, action: Action, span: Span) -> None:
         """Send each rank of the group its rows. Under Ulysses, bring tensors into the other order,
         or their gradients back."""
         group, head_dim = self.group(action), self.model.kind.head_dim
-        back = is_gradient(action.reads[0])
+        back = action.reads[0].is_gradient
         to_heads = (action.op == "to_heads") != back
         move: Callable[[Tensor, Tensor, Group], None] = exchange_rows
         if action.op in ORDERS:
@@ -124,33 +125,36 @@ class Exchanges:
                 shape = (sent.shape[0], sent.shape[1])
             elif to_heads:
                 shape = (sent.shape[0] * group.size, width // group.size)
-            with self._output_pool(stays=target in {alloc.name for alloc in action.allocs}):
+            with self._output_pool(stays=target in {alloc.storage for alloc in action.allocs}):
                 out = sent.new_empty(shape)
             self.streams.run(action.stream, partial(move, out, sent, group), out)
             self._arrived(action, span, target, out)
 
-    def _pairs(self, action: Action, chunk: int, *, back: bool) -> list[tuple[str, str, int]]:
+    def _pairs(
+        self, action: Action, chunk: int, *, back: bool
+    ) -> list[tuple[Storage, Storage, int]]:
         """(storage sent, storage made, elements per row of the latter in the order of rows)."""
         unit = self.model.units[chunk][action.part]
         op = unit.table.op(action.op)
-        there = {identity(n): n for n in (*action.reads, *(a.name for a in action.allocs))}
+        named = (*action.reads, *(alloc.storage for alloc in action.allocs))
+        there = {storage.whole: storage for storage in named}
         ends = (op.outputs, op.inputs) if back else (op.inputs, op.outputs)
         found = []
         for source, target in zip(*ends, strict=True):
-            names = [self.model.chunks[chunk].storage(unit, name) for name in (source, target)]
-            if all(name in there for name in names):
+            ours = [self.model.chunks[chunk].storage(unit, name) for name in (source, target)]
+            if all(storage in there for storage in ours):
                 width = unit.table.activations[target].row_bytes // self.model.dtype.itemsize
-                found.append((there[names[0]], there[names[1]], width))
+                found.append((there[ours[0]], there[ours[1]], width))
         return found
 
-    def _arrived(self, action: Action, span: Span, target: str, out: Tensor) -> None:
+    def _arrived(self, action: Action, span: Span, target: Storage, out: Tensor) -> None:
         """Store an output as a new storage, or in rows of an existing one; add a gradient there."""
-        if target in {alloc.name for alloc in action.allocs}:
+        if target in {alloc.storage for alloc in action.allocs}:
             self.memory.put(span.key(target), Value(out, span.first, span.size))
             return
         rows = self.memory[span.key(target)].view(span.first, span.size)
-        place = rows.add_ if is_gradient(target) else rows.copy_
-        self.streams.run(action.stream, lambda: place(out.view(rows.shape)))
+        write = rows.add_ if target.is_gradient else rows.copy_
+        self.streams.run(action.stream, lambda: write(out.view(rows.shape)))
 
     def _several(self, action: Action, chunk: int) -> list[Activation]:
         """The tensors that an action gathers, or whose gradients it scatters: the operator's inputs
@@ -160,7 +164,7 @@ class Exchanges:
 
     def _gather_several(self, action: Action, span: Span, group: Group) -> None:
         """Gather tensors one after another into one buffer of bytes."""
-        by_name = {identity(name).rpartition(".")[2]: name for name in action.reads}
+        by_name = {storage.tensor: storage for storage in action.reads}
         tensors = self._several(action, span.chunk)
         own = [self.memory[span.key(by_name[tensor.name])].data for tensor in tensors]
         sizes = [group.size * tensor.nbytes for tensor in tensors]
@@ -172,7 +176,7 @@ class Exchanges:
                 group.all_gather(whole.view(part.dtype), part.view(-1))
 
         self.streams.run(action.stream, work, out)
-        self.memory.put(span.key(action.allocs[0].name), Value(out))
+        self.memory.put(span.key(action.allocs[0].storage), Value(out))
 
     def reduce_scatter(self, action: Action, span: Span) -> None:
         """Store this rank's rows of the sum as a new storage, or in rows of an existing one."""
@@ -187,16 +191,16 @@ class Exchanges:
         with self._output_pool(stays=bool(action.allocs)):
             own = part.new_empty(part.shape[0] // group.size, part.shape[1])
         for alloc in action.allocs:
-            self.memory.put(span.key(alloc.name), Value(own, span.first, span.size))
+            self.memory.put(span.key(alloc.storage), Value(own, span.first, span.size))
         targets = [
-            (name, self.memory[span.key(name)].view(span.first, span.size))
-            for name in action.reads[1:]
+            (storage, self.memory[span.key(storage)].view(span.first, span.size))
+            for storage in action.reads[1:]
         ]
 
         def work() -> None:
             group.reduce_scatter(own, part)
-            for name, target in targets:
-                if is_gradient(name):
+            for storage, target in targets:
+                if storage.is_gradient:
                     target.add_(own.view(target.shape))
                 else:
                     target.copy_(own.view(target.shape))
@@ -215,7 +219,7 @@ class Exchanges:
                 own = whole.new_empty(shape, dtype=dtype)
             work = partial(group.reduce_scatter, own.view(-1), part.view(dtype))
             self.streams.run(action.stream, work)
-            self.memory.put(span.key(alloc.name), Value(own, span.first, span.size))
+            self.memory.put(span.key(alloc.storage), Value(own, span.first, span.size))
 
     def all_reduce(self, action: Action, span: Span) -> None:
         """Sum over the group in place."""
@@ -233,16 +237,18 @@ class Exchanges:
 
     def _of_states(self, action: Action) -> bool:
         """Whether an action sums gradients or gathers weights over the ranks that share states."""
-        return action.comm is not None and action.comm.group in STATE_PEERS
+        comm = action.exchange.comm
+        return comm is not None and comm.group in STATE_PEERS
 
-    def _units_due(self, action: Action, chunk: int) -> list[str]:
+    def _units_due(self, action: Action, chunk: int) -> list[ModelPart]:
         """The units whose gradients an action sums over its peers: the chunk's units down to the
         action's unit."""
-        assert action.comm is not None
+        comm = action.exchange.comm
+        assert comm is not None
         units = [u.prefix for u in reversed(self.model.chunks[chunk].units)]
         if action.part:
             units = units[: units.index(action.part) + 1]
-        done = self.reduced.setdefault((chunk, action.comm.group), set())
+        done = self.reduced.setdefault((chunk, comm.group), set())
         due = [prefix for prefix in units if prefix not in done]
         done.update(due)
         return due
@@ -254,9 +260,9 @@ class Exchanges:
             self._reduce_gradients(action, span.chunk)
             return
         scatter = self.groups.by_name["dp"].reduce_scatter
-        for name in action.reads:
-            states = self.model.unit_states[span.chunk][place(name)[0]]
-            whole = self.memory[span.key(name)].data
+        for storage in action.reads:
+            states = self.model.unit_states[span.chunk][storage.part]
+            whole = self.memory[span.key(storage)].data
             self.streams.run(action.stream, partial(states.reduce, whole, scatter))
 
     def _reduce_gradients(self, action: Action, chunk: int) -> None:
@@ -273,9 +279,12 @@ class Exchanges:
 
         self.streams.run(action.stream, work)
 
-    def _sharing(self, action: Action, chunk: int, prefixes: Iterable[str]) -> list[Parameter]:
+    def _sharing(
+        self, action: Action, chunk: int, prefixes: Iterable[ModelPart]
+    ) -> list[Parameter]:
         """The parameters of units whose states the action's ranks share."""
-        of_experts = action.comm is not None and action.comm.group == "edp"
+        comm = action.exchange.comm
+        of_experts = comm is not None and comm.group == "edp"
         among = [p for prefix in prefixes for p in self.model.unit_parameters(chunk, prefix)]
         return [p for p in among if p.spec.expert == of_experts]
 
@@ -331,7 +340,7 @@ class Exchanges:
         with self.streams.storage_pool():
             whole = states.weights.new_empty(states.size)
         self.streams.run(action.stream, partial(group.all_gather, whole, states.weights), whole)
-        self.memory.put(span.key(action.allocs[0].name), Value(whole))
+        self.memory.put(span.key(action.allocs[0].storage), Value(whole))
         states.lend_weights(whole)
 
 
@@ -464,7 +473,7 @@ class Messages:
         data = torch.empty(tensor.rows, columns, dtype=self.model.dtype, device=self.model.device)
         self._receive(data, self._message(action, span))
         whole = Value(data, 0, self.model.shapes.shard_tokens)
-        self.memory.put(span.key(action.allocs[0].name), whole)
+        self.memory.put(span.key(action.allocs[0].storage), whole)
 
     def _send_tied(self, message: Message) -> None:
         tied, arrival = self.tied, self.arrival

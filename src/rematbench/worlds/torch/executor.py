@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from rematbench.engine.program.action import HOST_UPDATE, Action, Kind, is_local, piece_part
+from rematbench.engine.program.action import HOST_UPDATE, Action, Kind
 from rematbench.engine.program.program import RankProgram
+from rematbench.engine.program.storage import Event, Storage, part_of
 from rematbench.worlds.torch import operators
 from rematbench.worlds.torch.dispatch import Tracker
 from rematbench.worlds.torch.exchanges import Exchanges, Messages
@@ -28,7 +29,7 @@ from rematbench.worlds.torch.storages import (
 )
 from rematbench.worlds.torch.streams import Mark, Streams, make_streams
 
-FIRST = piece_part(0)
+FIRST = part_of("P", 0)
 
 
 class Executor:
@@ -61,9 +62,9 @@ class Executor:
             model, self.memory, self.slots, tracker, self.streams, self.host_updates
         )
         self.messages = Messages(model, groups, self.memory, self.streams)
-        self.events: dict[tuple[str, int, int], Mark] = {}
-        self.local: dict[str, Mark] = {}
-        self.counting: dict[str, bool] = {}  # loss_saved -> whether a forward made it
+        self.events: dict[tuple[Event, int, int], Mark] = {}
+        self.local: dict[Event, Mark] = {}
+        self.counting: dict[Storage, bool] = {}  # loss_saved -> whether a forward made it
         self.loss = torch.zeros((), dtype=torch.float64, device=model.device)
         self.step = 0
         self.bytes_after: list[tuple[int, int]] = []
@@ -156,20 +157,20 @@ class Executor:
             self.movers.move_to_slots(action, span)
         if action.stream != "compute":
             for alloc in action.allocs:
-                self.streams.share(action.stream, self.memory[span.key(alloc.name)].data)
-        for name in (action.begin, action.event):
-            if name:
-                self._record(name, action, span)
-        for name in action.frees:
-            self.movers.free(span.key(name))
+                self.streams.share(action.stream, self.memory[span.key(alloc.storage)].data)
+        for event in (action.exchange.begin, action.event):
+            if event:
+                self._record(event, action, span)
+        for storage in action.frees:
+            self.movers.free(span.key(storage))
 
     def span(self, action: Action, micro_batch: int, chunk: int) -> Span:
         """The span of an action, with rows counted in the rank's own shard."""
         rows = self.model.shapes.shard_tokens
-        first, count = round(rows * action.offset), round(rows * action.fraction)
+        first, count = round(rows * action.rows.offset), round(rows * action.rows.fraction)
         return Span(micro_batch, chunk, first, count)
 
-    def _record(self, name: str, action: Action, span: Span) -> None:
+    def _record(self, event: Event, action: Action, span: Span) -> None:
         """Record an event of an action. The event of a SEND or RECV also holds the message; the
         event of an update on the host also holds the update's thread."""
         mark = self.streams.mark(action.stream)
@@ -177,18 +178,18 @@ class Executor:
             self.messages.attach(mark)
         if action.stream == HOST_UPDATE:
             self.host_updates.attach(mark)
-        if is_local(name):
-            self.local[name] = mark
+        if event.is_local:
+            self.local[event] = mark
         else:
-            self.events[name, span.micro_batch, span.chunk] = mark
+            self.events[event, span.micro_batch, span.chunk] = mark
 
     def wait(self, action: Action, span: Span) -> None:
         """Block the action's stream until an event."""
-        mark = self.local.get(action.wait) or self.events.get(
-            (action.wait, span.micro_batch, span.chunk)
-        )
+        event = action.wait
+        assert event is not None
+        mark = self.local.get(event) or self.events.get((event, span.micro_batch, span.chunk))
         if mark is None:
-            raise ExecutionError(f"waits for {action.wait}, but no action records it")
+            raise ExecutionError(f"waits for {event}, but no action records it")
         self.streams.wait(action.stream, mark)
 
     # -- operators --------------------------------------------------------------------------------
@@ -221,12 +222,12 @@ class Executor:
         self.forward(action, span)
         self.recompute_flop += self.model.flop - before
 
-    def _loss_made(self, action: Action, span: Span, call: Call, name: str) -> None:
+    def _loss_made(self, action: Action, span: Span, call: Call, name: Storage) -> None:
         self.counting[name] = action.kind is Kind.FORWARD
         if call.op.reduce is None:
             self._finish_loss(call, name, span, action.stream)
 
-    def _finish_loss(self, call: Call, name: str, span: Span, stream: str) -> None:
+    def _finish_loss(self, call: Call, name: Storage, span: Span, stream: str) -> None:
         saved = {"loss_saved": self.memory[span.key(name)].rows(span.first, span.size)}
         counts = self.counting.pop(name)
 
@@ -273,9 +274,9 @@ class Executor:
         found = self.names.of(action, span.chunk)
         operators.BACKWARD_WEIGHT[action.op](self._backward_call(action, span, found))
 
-    def _put(self, name: str, span: Span, tensor: Tensor) -> None:
+    def _put(self, storage: Storage, span: Span, tensor: Tensor) -> None:
         rows = (span.first, span.size) if tensor.dim() > 1 else (0, 0)
-        self.memory.put(span.key(name), Value(compact(tensor), *rows))
+        self.memory.put(span.key(storage), Value(compact(tensor), *rows))
 
     def update(self, action: Action, span: Span) -> None:
         """AdamW on this rank's shard of every parameter, or (in the backward) of one unit's."""
@@ -286,7 +287,7 @@ class Executor:
         if self.model.sharing and self.model.sharing.gradients_on_host:
             self.host_updates.finish()
         # all gradients are summed before the first piece, or before the last in the backward
-        seen = pieces.last if pieces and action.units else FIRST
+        seen = pieces.last if pieces and action.part.units else FIRST
         if pieces is None or action.part in ("", seen):
             with _disable_current_modes():  # an observer of gradients is not of the program
                 self.before_update(parameters)

@@ -19,13 +19,8 @@ from rematbench.engine.program.action import (
     WEIGHTS_UP,
     Action,
     Alloc,
-    identity,
-    is_gradient,
-    is_gradient_buffer,
-    is_parameter_buffer,
-    is_piece,
-    place,
 )
+from rematbench.engine.program.storage import Role, Storage
 from rematbench.worlds.torch.arithmetic import wide
 from rematbench.worlds.torch.dispatch import Tracker
 from rematbench.worlds.torch.parameters import HostShard, Parameter
@@ -148,12 +143,12 @@ class Movers:
             self._alloc_gradients(action, span)
             return
         for alloc in action.allocs:
-            tensor = self._activation(alloc.name, span)
+            tensor = self._activation(alloc.storage, span)
             dtype = self.model.dtype_of(tensor)
-            make = torch.zeros if is_gradient(alloc.name) else torch.empty
+            make = torch.zeros if alloc.storage.is_gradient else torch.empty
             shape = (tensor.rows, tensor.row_bytes // dtype.itemsize)
             data = make(shape, dtype=dtype, device=self.model.device)
-            self.memory.put(span.key(alloc.name), Value(data, 0, self.model.shapes.shard_tokens))
+            self.memory.put(span.key(alloc.storage), Value(data, 0, self.model.shapes.shard_tokens))
 
     def _alloc_gradients(self, action: Action, span: Span) -> None:
         """Allocate a zero buffer for a unit's gradients. The unit's parameters hold ranges of the
@@ -164,27 +159,27 @@ class Movers:
         sizes = [parameter.size for parameter in parameters]
         if sum(sizes) * dtype.itemsize != alloc.nbytes:
             raise ExecutionError(
-                f"{alloc.name} has {alloc.nbytes} bytes for {sum(sizes)} gradients of {dtype}"
+                f"{alloc.storage} has {alloc.nbytes} bytes for {sum(sizes)} gradients of {dtype}"
             )
         buffer = torch.zeros(sum(sizes), dtype=dtype, device=self.model.device)
         for parameter, part in zip(parameters, torch.split(buffer, sizes), strict=True):
             parameter.grad_flat = part
-        self.memory.put(span.key(alloc.name), Value(buffer))
+        self.memory.put(span.key(alloc.storage), Value(buffer))
 
     def _drop_ranges(self, key: Key) -> None:
         """Drop the parameters' ranges of a buffer of gradients or weights that is being freed."""
-        if is_parameter_buffer(key[0]):
-            self.model.unit_states[key[2]][place(key[0])[0]].drop_weights()
-        if is_gradient_buffer(key[0]):
-            for parameter in self.model.unit_parameters(key[2], place(key[0])[0]):
+        storage, _, chunk = key
+        if storage.role is Role.WEIGHTS:
+            self.model.unit_states[chunk][storage.part].drop_weights()
+        if storage.role is Role.WEIGHT_GRADIENTS:
+            for parameter in self.model.unit_parameters(chunk, storage.part):
                 parameter.grad_flat = parameter.grad_flat.new_empty(0)
 
-    def _activation(self, storage: str, span: Span) -> Activation:
-        part, name = place(identity(storage))
-        unit = self.model.units[span.chunk].get(part)
+    def _activation(self, storage: Storage, span: Span) -> Activation:
+        unit = self.model.units[span.chunk].get(storage.part)
         if unit is None:  # the chunk's output is the input of the layer after its last
             return self.model.chunks[span.chunk].boundary
-        return unit.table.activations[name]
+        return unit.table.activations[storage.tensor]
 
     # -- parts ------------------------------------------------------------------------------------
 
@@ -204,7 +199,7 @@ class Movers:
         start, flat = 0, as_bytes(data)
         for alloc in allocs:
             part = flat[start : start + alloc.nbytes].clone()
-            self.memory.put(span.key(alloc.name), Value(part))
+            self.memory.put(span.key(alloc.storage), Value(part))
             start += alloc.nbytes
 
     def _split_rows(self, allocs: tuple[Alloc, ...], span: Span, whole: Value) -> None:
@@ -213,17 +208,17 @@ class Movers:
         for alloc in allocs:
             count, odd = divmod(alloc.nbytes, row_bytes)
             if odd:
-                raise ExecutionError(f"{alloc.name} has {alloc.nbytes} bytes: no whole rows")
+                raise ExecutionError(f"{alloc.storage} has {alloc.nbytes} bytes: no whole rows")
             part = whole.view(first, count).reshape(-1, data.shape[-1]).clone()
-            self.memory.put(span.key(alloc.name), Value(part, first, count))
+            self.memory.put(span.key(alloc.storage), Value(part, first, count))
             first += count
 
     def join(self, action: Action, span: Span) -> None:
         """Join the parts into the whole tensor, or cast master weights."""
-        if self.model.pieces and is_piece(action.part):
+        if self.model.pieces and action.part.letter == "P":
             self.model.pieces.cast(action, span, self.memory)
             return
-        name = action.allocs[0].name
+        name = action.allocs[0].storage
         form = self.forms.pop(span.key(name))
         data = torch.empty(form.shape, dtype=form.dtype, device=self.model.device)
         whole = Value(data, form.first, form.size)
@@ -234,7 +229,7 @@ class Movers:
             self._join_rows(whole, parts, name)
         self.memory.put(span.key(name), whole)
 
-    def _join_rows(self, whole: Value, parts: list[Value], name: str) -> None:
+    def _join_rows(self, whole: Value, parts: list[Value], name: Storage) -> None:
         """Write the parts into the whole: rebuilt rows come last; kept rows overwrite them."""
         for part in reversed(parts):
             target = whole.view(part.first, part.count)
@@ -247,7 +242,7 @@ class Movers:
 
     def to_host(self, action: Action, span: Span) -> None:
         """Offload a storage into the host pool, or copy the gradients of a host update there."""
-        if self.model.pieces and is_piece(action.part):
+        if self.model.pieces and action.part.letter == "P":
             self.model.pieces.to_host(action, span, self.memory, self.streams)
             return
         if action.op == GRADIENTS_DOWN and action.reads:
@@ -259,7 +254,7 @@ class Movers:
         source, alloc = self.memory[span.key(action.reads[0])], action.allocs[0]
         nbytes = source.data.numel() * source.data.element_size()
         with self.tracker.on_host() if self.tracker else nullcontext():
-            block = self.host.take(span.key(alloc.name), nbytes)
+            block = self.host.take(span.key(alloc.storage), nbytes)
         self._count_pinned(block)
         if block.free_at is not None:
             self.streams.wait(action.stream, block.free_at)
@@ -267,17 +262,17 @@ class Movers:
         copy = block.data[:nbytes].view(data.dtype).view(data.shape)
         self.streams.run(action.stream, lambda: copy.copy_(data, non_blocking=True))
         self.offload_bytes += nbytes
-        self.memory.put(span.key(alloc.name), Value(copy, source.first, source.count))
+        self.memory.put(span.key(alloc.storage), Value(copy, source.first, source.count))
 
     def _add_on_host(self, action: Action, span: Span) -> None:
         """Copy this rank's range of a unit's gradients to the host, which adds it to its sums. The
         copy waits until the range of the last micro-batch is added."""
-        for name in action.reads:
-            states = self.model.unit_states[span.chunk][place(name)[0]]
+        for storage in action.reads:
+            states = self.model.unit_states[span.chunk][storage.part]
             assert states.arrival is not None
             if states.added is not None:
                 states.added.wait()
-            source, arrival = states.part(self.memory[span.key(name)].data), states.arrival
+            source, arrival = states.part(self.memory[span.key(storage)].data), states.arrival
             self.streams.run(action.stream, _copy(arrival, source))
             sums = states.gradients
             states.added = self.updates.start(partial(_add, sums, arrival), action.stream)
@@ -292,7 +287,7 @@ class Movers:
 
     def to_device(self, action: Action, span: Span) -> None:
         """Reload a storage into new memory or a staging slot, or copy updated weights."""
-        if self.model.pieces and is_piece(action.part):
+        if self.model.pieces and action.part.letter == "P":
             self.model.pieces.to_device(action, span, self.memory, self.streams)
             return
         if action.op == WEIGHTS_UP:
@@ -303,7 +298,7 @@ class Movers:
             return
         source, alloc = self.memory[span.key(action.reads[0])], action.allocs[0]
         if alloc.slot:
-            room = self.slots.take(alloc.slot, span.key(alloc.name), alloc.nbytes)
+            room = self.slots.take(alloc.slot, span.key(alloc.storage), alloc.nbytes)
             data = room.view(source.data.dtype).view(source.data.shape)
         else:
             with self.streams.storage_pool():
@@ -311,7 +306,7 @@ class Movers:
         host = source.data
         fresh = None if alloc.slot else data  # the last tenant of a slot may still be read
         self.streams.run(action.stream, lambda: data.copy_(host, non_blocking=True), fresh)
-        self.memory.put(span.key(alloc.name), Value(data, source.first, source.count))
+        self.memory.put(span.key(alloc.storage), Value(data, source.first, source.count))
 
     def _shard_up(self, action: Action, span: Span) -> None:
         """Copy this rank's range of a unit's weights from the host to a new buffer of the unit."""
@@ -319,15 +314,15 @@ class Movers:
         with self.streams.storage_pool():
             whole = torch.empty(states.size, dtype=self.model.dtype, device=self.model.device)
         self.streams.run(action.stream, _copy(states.part(whole), states.weights), whole)
-        self.memory.put(span.key(action.allocs[0].name), Value(whole))
+        self.memory.put(span.key(action.allocs[0].storage), Value(whole))
         states.lend_weights(whole)
 
     def move_to_slots(self, action: Action, span: Span) -> None:
         """Move an action's outputs into the staging slots that the plan names for them."""
         for alloc in action.allocs:
-            if alloc.slot and span.key(alloc.name) not in self.slots.holder:
-                value = self.memory[span.key(alloc.name)]
-                room = self.slots.take(alloc.slot, span.key(alloc.name), alloc.nbytes)
+            if alloc.slot and span.key(alloc.storage) not in self.slots.holder:
+                value = self.memory[span.key(alloc.storage)]
+                room = self.slots.take(alloc.slot, span.key(alloc.storage), alloc.nbytes)
                 data = room.view(value.data.dtype).view(value.data.shape)
                 data.copy_(value.data)
                 value.data = data

@@ -1,18 +1,20 @@
-"""The operands of an operator on a rank: names of storages, and the tensors of one call.
+"""The operands of an operator on a rank: storages, and the tensors of one call.
 
-Every micro-batch and step has the same names. So the names are computed once for each action of a
+Every micro-batch and step has the same storages. So they are computed once for each action of a
 chunk; afterwards the host only looks up storages and issues kernels.
 """
 
 from collections.abc import Container
 from itertools import takewhile
+from operator import attrgetter
 from typing import NamedTuple
 
 from torch import Tensor
 
 from rematbench.costs.operators.ops import Op
-from rematbench.engine.lowering.chunk_ops import ChunkOps, Unit
-from rematbench.engine.program.action import Action, Kind, identity, is_gradient
+from rematbench.engine.lowering.blocks.chunk_ops import ChunkOps, Unit
+from rematbench.engine.program.action import Action, Kind
+from rematbench.engine.program.storage import Role, Storage, storage_of
 from rematbench.worlds.torch import arithmetic
 from rematbench.worlds.torch.parameters import Parameter
 from rematbench.worlds.torch.rank_model import RankModel
@@ -24,7 +26,7 @@ class Read(NamedTuple):
     operator reads the whole storage (a gathered copy) in place of the action's rows."""
 
     name: str
-    storage: str
+    storage: Storage
     whole: bool = False
 
 
@@ -40,11 +42,11 @@ class Operands(NamedTuple):
     unit: Unit
     op: Op
     reads: tuple[Read, ...]
-    places: dict[str, tuple[str, bool]]
-    incoming: tuple[str, ...]
-    fresh: dict[str, str]
-    part: str | None
-    adding: tuple[str, ...]
+    places: dict[str, tuple[Storage, bool]]
+    incoming: tuple[Storage, ...]
+    fresh: dict[str, Storage]
+    part: Storage | None
+    adding: tuple[Storage, ...]
 
 
 class Names:
@@ -65,10 +67,11 @@ class Names:
         unit = self.model.units[chunk][action.part]
         op = unit.table.op(action.op)
         ops = self.model.chunks[chunk]
-        incoming = tuple(takewhile(is_gradient, action.reads))  # before the saved tensors
-        new = {identity(alloc.name): alloc.name for alloc in action.allocs}
-        part = new.get(f"{unit.prefix}.{op.name}.part")
-        there = {identity(name): name for name in action.reads}
+        gradient = attrgetter("is_gradient")
+        incoming = tuple(takewhile(gradient, action.reads))  # before the saved tensors
+        new = {alloc.storage.whole: alloc.storage for alloc in action.allocs}
+        part = new.get(storage_of(unit.prefix, op.name, Role.PARTIAL))
+        there = {storage.whole: storage for storage in action.reads}
         inputs, outputs = (
             {name: ops.storage(unit, name) for name in names} for names in (op.inputs, op.outputs)
         )
@@ -80,7 +83,7 @@ class Names:
             incoming=incoming,
             fresh={name: new[storage] for name, storage in inputs.items() if storage in new},
             part=part,
-            adding=tuple(filter(is_gradient, action.reads[len(incoming) :])),
+            adding=tuple(filter(gradient, action.reads[len(incoming) :])),
         )
 
 
@@ -95,14 +98,14 @@ def _wants(action: Action, op: Op) -> tuple[str, ...]:
 def _reads(action: Action, ops: ChunkOps, unit: Unit, op: Op) -> tuple[Read, ...]:
     """The tensors that an action's operator reads. A gathered copy replaces a single input, or it
     has several tensors and is read beside the others (attention reads its queries too)."""
-    there = {identity(name): name for name in action.reads if not is_gradient(name)}
+    there = {each.whole: each for each in action.reads if not each.is_gradient}
     names = _wants(action, op) or op.inputs
     found = {
         name: Read(name, there[storage])
         for name in names
         if (storage := ops.storage(unit, name)) in there
     }
-    gathered = there.get(f"{unit.prefix}.{op.name}.full")
+    gathered = there.get(storage_of(unit.prefix, op.name, Role.GATHERED))
     if gathered is not None:
         key = "full" if len(op.inputs) > 1 else names[0]
         found[key] = Read(key, gathered, whole=True)
@@ -110,10 +113,13 @@ def _reads(action: Action, ops: ChunkOps, unit: Unit, op: Op) -> tuple[Read, ...
 
 
 def _places(
-    outputs: dict[str, str], existing: dict[str, str], new: dict[str, str], part: str | None
-) -> dict[str, tuple[str, bool]]:
+    outputs: dict[str, Storage],
+    existing: dict[Storage, Storage],
+    new: dict[Storage, Storage],
+    part: Storage | None,
+) -> dict[str, tuple[Storage, bool]]:
     """The storages of the outputs: new storages, or rows of storages that exist."""
-    places: dict[str, tuple[str, bool]] = {}
+    places: dict[str, tuple[Storage, bool]] = {}
     for output, storage in outputs.items():
         if fresh := new.get(storage) or part:
             places[output] = (fresh, True)

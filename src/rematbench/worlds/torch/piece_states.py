@@ -11,14 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from rematbench.engine.program.action import (
-    CAST,
-    GRADIENTS_DOWN,
-    STATES_DOWN,
-    STATES_UP,
-    Action,
-    piece_part,
-)
+from rematbench.engine.program.action import CAST, GRADIENTS_DOWN, STATES_DOWN, STATES_UP, Action
+from rematbench.engine.program.storage import ModelPart, part_of
 from rematbench.plan import Piece
 from rematbench.worlds.torch.parameters import AdamW, Parameter, adamw, host_memory
 from rematbench.worlds.torch.storages import ExecutionError, Memory, Span, Value
@@ -128,13 +122,13 @@ class Pieces:
         return [tensor for each in found for tensor in each.tensors()]
 
     @property
-    def last(self) -> str:
+    def last(self) -> ModelPart:
         """The part of the piece whose gradients are ready last."""
-        return piece_part(len(self.states) - 1)
+        return part_of("P", len(self.states) - 1)
 
-    def of(self, part: str) -> PieceStates:
+    def of(self, part: ModelPart) -> PieceStates:
         """The piece of an action's part."""
-        return self.states[int(part[1:])]
+        return self.states[part.number]
 
     def updating(
         self, action: Action, span: Span, memory: Memory, rule: AdamW, step: int
@@ -165,7 +159,7 @@ class Pieces:
         with streams.storage_pool():
             room = torch.empty(home.shape, dtype=home.dtype, device=piece.device)
         streams.run(action.stream, lambda: room.copy_(home, non_blocking=True), room)
-        memory.put(span.key(action.allocs[0].name), Value(room))
+        memory.put(span.key(action.allocs[0].storage), Value(room))
 
     def cast(self, action: Action, span: Span, memory: Memory) -> None:
         """Cast master weights that went up to compute precision."""

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from rematbench.costs.operators.experts import COUNTS
 from rematbench.costs.operators.ops import Activation
-from rematbench.engine.lowering.chunk_ops import ChunkOps, Unit
+from rematbench.engine.lowering.blocks.chunk_ops import ChunkOps, Unit
+from rematbench.engine.program.storage import ModelPart
 from rematbench.inputs.shapes import Shapes, shapes
 from rematbench.plan import Plan
 from rematbench.problem import Problem
@@ -238,7 +239,7 @@ class RankModel:
         found += [t for b in self.batches for t in (b.ids, b.labels)]
         return [*found, self.where, self.chosen, self.cos, self.sin]
 
-    def unit_parameters(self, chunk: int, prefix: str) -> list[Parameter]:
+    def unit_parameters(self, chunk: int, prefix: ModelPart) -> list[Parameter]:
         """The parameters whose gradients are complete after a unit's backward. If a projection
         shares its weight with an embedding on this rank, it is listed with the embedding."""
         units, local = self.units[chunk], self.local[chunk]

@@ -15,15 +15,16 @@ from dataclasses import dataclass
 from datetime import timedelta
 from math import prod
 from pathlib import Path
-from typing import cast
+from typing import Literal, cast
 
 import torch
 import torch.distributed as dist
 
-from rematbench.engine.lowering.chunk_ops import ChunkOps
+from rematbench.engine.lowering.blocks.chunk_ops import ChunkOps
 from rematbench.host.files import scratch
 from rematbench.host.memory import free_bytes
 from rematbench.host.ranks import RankError, error_of_job, run_ranks
+from rematbench.host.workers import start_server
 from rematbench.problem import rank_parameters
 from rematbench.worlds.torch import worker
 from rematbench.worlds.torch.arithmetic import wide
@@ -128,10 +129,13 @@ def execute_cases(cases: Sequence[Case], *, timeout_s: float = 120.0) -> list[Re
 
 def _launch(cases: list[Case], timeout_s: float) -> list[Result]:
     """The results up to the first failure (at least one result)."""
-    size = cases[0].world_size
+    size, on_cpus = cases[0].world_size, cases[0].device == "cpu"
+    if on_cpus:
+        start_server(worker.__name__)  # to import torch takes each rank longer than a small job
     with scratch() as folder:
         ranks = [(rank, size, folder, cases, timeout_s) for rank in range(size)]
-        failure = run_ranks("spawn", worker.run, ranks, folder, timeout_s)
+        start: Literal["forkserver", "spawn"] = "forkserver" if on_cpus else "spawn"
+        failure = run_ranks(start, worker.run, ranks, folder, timeout_s)
         results: list[Result] = []
         for number, case in enumerate(cases):
             paths = [folder / f"{number}.{rank}.pt" for rank in range(size)]

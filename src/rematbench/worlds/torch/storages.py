@@ -8,10 +8,11 @@ from torch import Tensor
 
 from rematbench.engine.program.action import Action
 from rematbench.engine.program.program import RankProgram
+from rematbench.engine.program.storage import Slot, Storage
 from rematbench.worlds.torch.streams import Mark
 
-Key = tuple[str, int, int]
-"""(name, micro-batch, chunk)."""
+Key = tuple[Storage, int, int]
+"""(storage, micro-batch, chunk)."""
 
 
 class Span(NamedTuple):
@@ -27,9 +28,9 @@ class Span(NamedTuple):
         """The row after the last row."""
         return self.first + self.size
 
-    def key(self, name: str) -> Key:
+    def key(self, storage: Storage) -> Key:
         """The key of a storage of this (micro-batch, chunk)."""
-        return (name, self.micro_batch, self.chunk)
+        return (storage, self.micro_batch, self.chunk)
 
 
 class ExecutionError(RuntimeError):
@@ -133,24 +134,24 @@ class Slots:
     """Staging slots: one arena per slot, sized by placing the tensors of the whole program once."""
 
     def __init__(self, program: RankProgram, device: torch.device) -> None:
-        self.layouts: dict[str, SlotLayout] = {}
-        self.holder: dict[Key, str] = {}
+        self.layouts: dict[Slot, SlotLayout] = {}
+        self.holder: dict[Key, Slot] = {}
         for action, micro_batch, chunk in program.actions():
             for alloc in action.allocs:
                 if alloc.slot:
-                    self._place(alloc.slot, (alloc.name, micro_batch, chunk), alloc.nbytes)
-            for name in action.frees:
-                self.release((name, micro_batch, chunk))
+                    self._place(alloc.slot, (alloc.storage, micro_batch, chunk), alloc.nbytes)
+            for freed in action.frees:
+                self.release((freed, micro_batch, chunk))
         self.arenas = {
-            name: torch.empty(room.size, dtype=torch.uint8, device=device)
-            for name, room in self.layouts.items()
+            slot: torch.empty(room.size, dtype=torch.uint8, device=device)
+            for slot, room in self.layouts.items()
         }
 
-    def _place(self, slot: str, key: Key, nbytes: int) -> int:
+    def _place(self, slot: Slot, key: Key, nbytes: int) -> int:
         self.holder[key] = slot
         return self.layouts.setdefault(slot, SlotLayout()).place(key, nbytes)
 
-    def take(self, slot: str, key: Key, nbytes: int) -> Tensor:
+    def take(self, slot: Slot, key: Key, nbytes: int) -> Tensor:
         """Bytes of a slot for a tensor."""
         start = self._place(slot, key, nbytes)
         return self.arenas[slot][start : start + nbytes]
@@ -213,4 +214,5 @@ class HostPool:
 def describe(action: Action, micro_batch: int, chunk: int) -> str:
     """An action in the words of an error message."""
     where = ".".join(word for word in (action.part, action.op) if word)
-    return f"{action.kind.value}{micro_batch}.{chunk} {where} {','.join(action.reads)}".strip()
+    reads = ",".join(map(str, action.reads))
+    return f"{action.kind.value}{micro_batch}.{chunk} {where} {reads}".strip()

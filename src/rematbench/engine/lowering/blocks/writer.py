@@ -3,39 +3,40 @@
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import msgspec
 
 from rematbench.costs.operators.ops import Comm, Op
-from rematbench.engine.lowering.liveness import free_action, frees_by_action
-from rematbench.engine.lowering.repeated_pieces import Position, RepeatedPiece
+from rematbench.engine.lowering.blocks.liveness import free_action, frees_by_action
+from rematbench.engine.lowering.blocks.repeated_pieces import Position, RepeatedPiece
 from rematbench.engine.program.action import (
+    ALONE,
     COMM_KIND,
     COMPUTE,
     STALL,
+    WHOLE,
     Action,
     Alloc,
+    Exchange,
     Kind,
-    is_expert_buffer,
-    local_event,
+    Rows,
 )
 from rematbench.engine.program.program import Block
+from rematbench.engine.program.storage import (
+    EXPERTS,
+    NO_PART,
+    Event,
+    ModelPart,
+    Slot,
+    Storage,
+    local_event,
+)
 
 # Locals, because a lookup in an Enum is slow and every action needs these.
 WAIT, UNTIMED, FORWARD_KINDS = Kind.WAIT, (Kind.FREE, Kind.ALLOC), (Kind.FORWARD, Kind.RECOMPUTE)
 
 
-class Share(NamedTuple):
-    """The rows on which an action works, as shares of its operator's rows."""
-
-    fraction: float
-    offset: float = 0.0
-
-
-WHOLE = Share(1.0)
-
-WeightReader = Callable[["BlockWriter", str, Op], tuple[str, ...]]
+WeightReader = Callable[["BlockWriter", ModelPart, Op], tuple[Storage, ...]]
 """Gathers the weights that a kernel (writer, part, operator) reads; returns their storages."""
 
 
@@ -45,9 +46,9 @@ class BlockWriter:
 
     def __init__(self) -> None:
         self.actions: list[Action] = []
-        self.parameters: dict[str, tuple[str, ...]] = {}  # gathered copies, by part that reads them
+        self.parameters: dict[ModelPart, tuple[Storage, ...]] = {}  # gathered, by reader
         self.weights: WeightReader | None = None
-        self.slots: dict[str, str] = {}  # storage -> staging slot
+        self.slots: dict[Storage, Slot] = {}
         self.beside = ""  # the pass of another micro-batch that runs beside the block
         self.unit_starts: list[Position] = []
         self.compact = True
@@ -57,8 +58,8 @@ class BlockWriter:
     def add(self, action: Action) -> int:
         """Append an action and return its index."""
         slots, allocs = self.slots, action.allocs
-        if slots and allocs and any([alloc.name in slots for alloc in allocs]):
-            allocs = tuple([Alloc(a.name, a.nbytes, slots.get(a.name, "")) for a in allocs])
+        if slots and allocs and any([alloc.storage in slots for alloc in allocs]):
+            allocs = tuple([Alloc(a.storage, a.nbytes, slots.get(a.storage)) for a in allocs])
             action = msgspec.structs.replace(action, allocs=allocs)
         self.actions.append(action)
         return len(self.actions) - 1
@@ -78,44 +79,81 @@ class BlockWriter:
         self.actions[start.action :] = actions
         self._events += events
 
-    def new_event(self) -> str:
+    def new_event(self) -> Event:
         self._events += 1
         return local_event(self._events - 1)
 
-    def mark(self, stream: str) -> str:
+    def mark(self, stream: str) -> Event:
         """Return an event that is recorded when all work issued so far on `stream` is done."""
         for index in range(len(self.actions) - 1, -1, -1):
             action = self.actions[index]
             if action.stream == stream and action.kind not in UNTIMED:
-                if not action.event:
-                    action = msgspec.structs.replace(action, event=self.new_event())
-                    self.actions[index] = action
-                return action.event
+                if action.event is not None:
+                    return action.event
+                event = self.new_event()
+                self.actions[index] = msgspec.structs.replace(action, event=event)
+                return event
         event = self.new_event()
         self.add(Action(kind=Kind.EVENT, stream=stream, event=event))
         return event
 
-    def mark_begin(self, index: int) -> str:
+    def mark_begin(self, index: int) -> Event:
         """Return an event that is recorded when the action at `index` starts."""
-        action = self.actions[index]
-        if not action.begin:
-            action = msgspec.structs.replace(action, begin=self.new_event())
-            self.actions[index] = action
-        return action.begin
+        begin = self.actions[index].exchange.begin
+        if begin is None:
+            begin = self.new_event()
+            self._exchange(index, begin=begin)
+        return begin
 
-    def wait(self, stream: str, event: str) -> None:
+    def _exchange(self, index: int, **changes: Event | str) -> None:
+        """Change what the action at `index` exchanges."""
+        action = self.actions[index]
+        exchange = msgspec.structs.replace(action.exchange, **changes)
+        self.actions[index] = msgspec.structs.replace(action, exchange=exchange)
+
+    def wait(self, stream: str, event: Event) -> None:
         self.actions.append(Action(kind=WAIT, stream=stream, wait=event))
+
+    def free(self, *storages: Storage) -> None:
+        """Append a FREE of storages on the compute stream."""
+        self.add(Action(kind=Kind.FREE, stream=COMPUTE, frees=storages))
+
+    def move(
+        self,
+        kind: Kind,
+        storage: Storage,
+        reads: tuple[Storage, ...],
+        allocs: tuple[Alloc, ...],
+        nbytes: int = 0,
+        *,
+        stream: str = COMPUTE,
+        event: Event | None = None,
+    ) -> None:
+        """Append an action that moves or allocates a storage, under the storage's name."""
+        gradient = storage.is_gradient
+        self.add(
+            Action(
+                kind=kind,
+                stream=stream,
+                part=NO_PART if gradient else storage.part,
+                op=storage.text if gradient else storage.label,
+                reads=reads,
+                allocs=allocs,
+                nbytes=nbytes,
+                event=event,
+            )
+        )
 
     def compute(
         self,
         kind: Kind,
-        part: str,
+        part: ModelPart,
+        variant: int,
         op: Op,
-        reads: list[str],
+        reads: list[Storage],
         allocs: list[Alloc],
         *,
-        variant: int = 0,
-        share: Share = WHOLE,
+        rows: Rows = WHOLE,
         overlaps: str = "",
     ) -> int:
         """Append a forward, backward or recomputation on the compute stream, and return its
@@ -124,7 +162,7 @@ class BlockWriter:
         scratch = op.scratch_forward_bytes if forward else op.scratch_backward_bytes
         if self.parameters and op.parameters and part in self.parameters:
             weights = self.parameters[part]
-            own = (name for name in weights if is_expert_buffer(name) == op.of_experts)
+            own = (each for each in weights if (each.tensor == EXPERTS) == op.of_experts)
             reads = [*reads, *own]
         if self.weights is not None and op.parameters:
             reads = [*reads, *self.weights(self, part, op)]
@@ -136,30 +174,28 @@ class BlockWriter:
                 op=op.name,
                 reads=tuple(dict.fromkeys(reads)),
                 allocs=tuple(allocs),
-                fraction=share.fraction,
-                offset=share.offset,
-                overlaps=overlaps,
-                scratch=int(scratch * share.fraction),
+                rows=rows,
+                exchange=Exchange(overlaps=overlaps) if overlaps else ALONE,
+                scratch=int(scratch * rows.fraction),
                 variant=variant,
             )
         )
 
     def stall(self, comm: Comm) -> None:
         """Append a STALL: the time by which a collective slows compute, because they share SMs."""
-        self.add(Action(kind=Kind.STALL, stream=COMPUTE, op=STALL, comm=comm))
+        self.add(Action(kind=Kind.STALL, stream=COMPUTE, op=STALL, exchange=Exchange(comm)))
 
     def state_copy(
         self,
         kind: Kind,
-        part: str,
+        part: ModelPart,
         op: str,
         nbytes: int,
         *,
-        after: str,
-        reads: tuple[str, ...] = (),
+        after: Event,
+        reads: tuple[Storage, ...] = (),
         allocs: tuple[Alloc, ...] = (),
-        units: tuple[str, ...] = (),
-    ) -> str:
+    ) -> Event:
         """Append a copy of states between device and host that starts after event `after`, and
         return its end event.  States have resident memory in host memory; `allocs` is a buffer on
         the device, if they have none there."""
@@ -176,7 +212,6 @@ class BlockWriter:
                 allocs=allocs,
                 nbytes=nbytes,
                 event=event,
-                units=units,
             )
         )
         return event
@@ -184,19 +219,19 @@ class BlockWriter:
     def collective(
         self,
         comm: Comm,
-        part: str,
+        part: ModelPart,
         op: str,
-        reads: list[str],
+        reads: list[Storage],
         allocs: list[Alloc],
-        share: Share = WHOLE,
+        rows: Rows = WHOLE,
         *,
-        after: str = "",
-    ) -> str:
+        after: Event | None = None,
+    ) -> Event:
         """Append a collective on its group's stream, after the compute issued so far (or after
         event `after`), and return its end event.  A share of the rows moves the same share of the
         payload."""
-        if share.fraction != 1.0:
-            comm = Comm(comm.kind, comm.group, int(comm.nbytes * share.fraction))
+        if rows.fraction != 1.0:
+            comm = Comm(comm.kind, comm.group, int(comm.nbytes * rows.fraction))
         self.wait(comm.stream, after or self.mark(COMPUTE))
         event = self.new_event()
         self.add(
@@ -208,9 +243,8 @@ class BlockWriter:
                 reads=tuple(reads),
                 allocs=tuple(allocs),
                 event=event,
-                fraction=share.fraction,
-                offset=share.offset,
-                comm=comm,
+                rows=rows,
+                exchange=Exchange(comm),
             )
         )
         return event
@@ -219,8 +253,8 @@ class BlockWriter:
         """Mark the collective just appended, an all-to-all of experts in a layer of kind `variant`:
         it runs beside a pass of another micro-batch, if one runs beside the block."""
         if self.beside:
-            found = msgspec.structs.replace(self.actions[-1], beside=self.beside, variant=variant)
-            self.actions[-1] = found
+            self.actions[-1] = msgspec.structs.replace(self.actions[-1], variant=variant)
+            self._exchange(-1, beside=self.beside)
 
     def repeat(self, piece: RepeatedPiece) -> None:
         """Note a piece that stands for further pieces.  Write all pieces if the block is not
@@ -239,12 +273,12 @@ class BlockWriter:
         self._repeated = [each.after_insert(end, len(more)) for each in others]
         self.unit_starts = [each.after_insert(end, len(more)) for each in self.unit_starts]
 
-    def finish(self, label: str, survivors: set[str], arrivals: set[str]) -> Block:
+    def finish(self, label: str, survivors: set[Storage], arrivals: set[Storage]) -> Block:
         """Return the block: its actions with a FREE behind each tensor's last reader
         (`liveness.freed`).  `unit_starts` then count the FREEs too.  If a piece does not free the
         same tensors as the piece before it, all pieces are written."""
         frees = frees_by_action(self.actions, survivors, arrivals)
-        ends: dict[int, set[str]] = defaultdict(
+        ends: dict[int, set[Storage]] = defaultdict(
             set
         )  # tensors that pieces free, by number of pieces
         for piece in self._repeated:

@@ -5,28 +5,38 @@ from functools import partial
 from typing import NamedTuple
 
 from rematbench.costs.operators.ops import Op
-from rematbench.engine.lowering.chunk_ops import (
+from rematbench.engine.lowering.blocks.chunk_ops import (
     ChunkOps,
     Unit,
-    graph_name,
+    graph_of,
     is_captured,
     piece_bytes,
 )
-from rematbench.engine.lowering.emit_forward import Fates
-from rematbench.engine.lowering.emit_op import emit_alloc
-from rematbench.engine.lowering.emit_rebuild import Rebuilder
-from rematbench.engine.lowering.emit_recompute import Recomputer
-from rematbench.engine.lowering.emit_reload import Reloader
-from rematbench.engine.lowering.emit_states import GradReducer, ParameterGatherer, Reduced
-from rematbench.engine.lowering.mini_sequences import MiniRun, Piece
-from rematbench.engine.lowering.pieces import write_pieces
-from rematbench.engine.lowering.ready_pieces import ReadyWriter
-from rematbench.engine.lowering.writer import WHOLE, BlockWriter, Share
-from rematbench.engine.program.action import COMPUTE, Action, Alloc, Kind, gradient_of
+from rematbench.engine.lowering.blocks.fates import Fates
+from rematbench.engine.lowering.blocks.mini_sequences import MiniRun, Piece
+from rematbench.engine.lowering.blocks.pieces import write_pieces
+from rematbench.engine.lowering.blocks.writer import BlockWriter
+from rematbench.engine.lowering.passes.emit_op import emit_alloc
+from rematbench.engine.lowering.passes.emit_recompute import Rebuilder, Recomputer
+from rematbench.engine.lowering.passes.emit_reload import Reloader
+from rematbench.engine.lowering.states.emit_states import GradReducer, ParameterGatherer, Reduced
+from rematbench.engine.lowering.states.ready_pieces import ReadyWriter
+from rematbench.engine.program.action import COMPUTE, WHOLE, Action, Alloc, Kind, Rows
 from rematbench.engine.program.program import Block
+from rematbench.engine.program.storage import (
+    ENDED,
+    NO_PART,
+    RECEIVED,
+    Event,
+    Role,
+    Storage,
+    storage_of,
+)
 from rematbench.plan import Transfers
 
-BESIDE = "beside"
+Storages = list[Storage]
+
+BESIDE = storage_of(NO_PART, "beside")
 """The storage of what the forward beside a backward keeps of one layer."""
 
 
@@ -68,9 +78,9 @@ class BackwardEmitter:
         self.w.beside = "forward" * beside
         self.updater = updater(self.w) if updater else None
         self.recomputer = Recomputer(chunk, fates, self.w)
-        self.share = WHOLE  # the rows of the piece in progress
-        self.grads: dict[str, str] = {}  # activation storage -> gradient storage
-        self.arrivals: set[str] = set()
+        self.rows = WHOLE  # the rows of the piece in progress
+        self.grads: dict[Storage, Storage] = {}  # gradients that exist, by activation
+        self.arrivals: set[Storage] = set()
         self.reload = Reloader(chunk, fates, transfers, self.w)
         ready = partial(_wait_for_inputs, self.w, self.reload, gatherer)
         self.rebuild = Rebuilder(self.recomputer, ready)
@@ -85,11 +95,11 @@ class BackwardEmitter:
         for position in range(len(order)):
             self._unit(order, position)
         if w.beside:
-            w.add(Action(kind=Kind.FREE, stream=COMPUTE, frees=(BESIDE,)))
-        survivors = set() if chunk.first else {self.grads[chunk.input_name]}
+            w.free(BESIDE)
+        survivors = set() if chunk.first else {self.grads[chunk.input]}
         if self.reducer:
             survivors |= self.reducer.survivors
-        w.add(Action(kind=Kind.EVENT, stream=COMPUTE, event="b_end"))
+        w.add(Action(kind=Kind.EVENT, stream=COMPUTE, event=ENDED["b"]))
         if self.updater:  # the message to the stage before does not wait for the last pieces
             self._start_pieces(self.updater, order[-1])
             survivors |= self.updater.finish(last=chunk.chunk == 0)
@@ -110,7 +120,7 @@ class BackwardEmitter:
         self.rebuild.scopes(unit)
         self._operators(unit)
         if is_captured(self.chunk.problem, unit):
-            w.add(Action(kind=Kind.FREE, stream=COMPUTE, frees=(graph_name(unit),)))
+            w.free(graph_of(unit))
         self.reload.after(unit)
         if self.gatherer:
             self.gatherer.after(w, unit)
@@ -142,14 +152,14 @@ class BackwardEmitter:
         """Declare the storages that are alive when the block starts."""
         chunk, w = self.chunk, self.w
         self.arrivals |= self.reload.start()
-        self.arrivals |= {graph_name(u) for u in chunk.units if is_captured(chunk.problem, u)}
+        self.arrivals |= {graph_of(u) for u in chunk.units if is_captured(chunk.problem, u)}
         if self.gatherer and self.gatherer.layerwise:
             self.arrivals |= self.gatherer.arrive(w, chunk.units)
         self.rebuild.before_receive()
         if not chunk.last:
-            w.wait(COMPUTE, "recv_b")
-            gradient = gradient_of(chunk.output_name)
-            self.grads[chunk.output_name] = gradient
+            w.wait(COMPUTE, RECEIVED["b"])
+            gradient = chunk.output.gradient
+            self.grads[chunk.output] = gradient
             self.arrivals.add(gradient)
 
     # -- gradients ------------------------------------------------------------------------------
@@ -169,39 +179,39 @@ class BackwardEmitter:
         for name in run.inputs:
             storage, tensor = self.chunk.storage(unit, name), unit.table.activations[name]
             if storage not in self.grads and tensor.differentiable:
-                self.grads[storage] = gradient_of(storage)
-                emit_alloc(self.w, gradient_of(storage), tensor.nbytes)
+                self.grads[storage] = storage.gradient
+                emit_alloc(self.w, storage.gradient, tensor.nbytes)
 
         def write(piece: Piece) -> None:
             self.recomputer.run, self.recomputer.piece = run, piece
-            self.share = Share(piece.fraction, piece.offset)
+            self.rows = Rows(piece.fraction, piece.offset)
             for op in reversed(run.ops):
                 self._backward_op(unit, op)
 
         write_pieces(self.w, run.pieces, write, self.recomputer.tensor_sets)
         self.recomputer.run = self.recomputer.piece = None
-        self.share = WHOLE
+        self.rows = WHOLE
 
     def _backward_op(self, unit: Unit, op: Op) -> None:
         w = self.w
         saved = [self.recomputer.ensure(unit, name) for name in op.saves]
-        names = self.recomputer.names(unit)
-        outputs = dict.fromkeys([names[n] for n in op.outputs])
+        storages = self.recomputer.storages(unit)
+        outputs = dict.fromkeys([storages[n] for n in op.outputs])
         incoming = [self.grads[o] for o in outputs if o in self.grads]
         for name in op.alias_inputs:
-            self.grads[names[name]] = incoming[0]
+            self.grads[storages[name]] = incoming[0]
         if op.exchanges:
             self._exchange(unit, op, incoming)
             self.rebuild.settle()
         if not op.backward_input and not op.backward_weight:
             return
-        overlapping = ""
+        overlapping = None
         if op.grad_gather is not None:
-            full = gradient_of(f"{unit.prefix}.{op.name}.full{self.recomputer.tag}")
-            size = int(op.grad_gather.nbytes * self.share.fraction)
+            full = self._between(unit, op, Role.GATHERED_GRADIENT)
+            size = int(op.grad_gather.nbytes * self.rows.fraction)
             gathered = op.grad_gather.kind == "all_gather"
             allocs = [Alloc(full, size)] if gathered else []
-            event = w.collective(op.grad_gather, unit.prefix, op.name, incoming, allocs, self.share)
+            event = w.collective(op.grad_gather, unit.prefix, op.name, incoming, allocs, self.rows)
             issued = len(w.actions) - 1
             self.rebuild.window(unit, op.name, "backward")
             if self._gather_overlaps(op):
@@ -215,12 +225,12 @@ class BackwardEmitter:
         self._kernels(unit, op, [*incoming, *saved], regathered, pending)
         self.rebuild.settle()
 
-    def _exchange(self, unit: Unit, op: Op, incoming: list[str]) -> None:
+    def _exchange(self, unit: Unit, op: Op, incoming: list[Storage]) -> None:
         """The backward of an all-to-all exchange: the gradients return by the same collective."""
         assert op.grad_gather is not None
         reads = [*incoming, *self._accumulated(unit, op)]
         made = self._gradients(unit, op).written
-        event = self.w.collective(op.grad_gather, unit.prefix, op.name, reads, made, self.share)
+        event = self.w.collective(op.grad_gather, unit.prefix, op.name, reads, made, self.rows)
         self.w.run_beside(unit.variant)
         self.rebuild.window(unit, op.name, "backward")
         self.w.wait(COMPUTE, event)
@@ -230,15 +240,19 @@ class BackwardEmitter:
         gemm = self.chunk.problem.tp_overlap == "gemm"
         return gemm and op.has_weight and bool(op.backward_input) and op.regather is None
 
-    def _regather(self, unit: Unit, op: Op, saved: list[str]) -> tuple[str, list[str]]:
+    def _between(self, unit: Unit, op: Op, role: Role) -> Storage:
+        """The storage between an operator's kernels and its gather or reduction."""
+        return storage_of(unit.prefix, op.name, role, piece=self.recomputer.number)
+
+    def _regather(self, unit: Unit, op: Op, saved: Storages) -> tuple[Event | None, Storages]:
         """Gather the saved input for the backward.  Return the gathered storages, and the gather's
-        end event if kernels need not wait for it yet (otherwise "")."""
+        end event if kernels need not wait for it yet (otherwise None)."""
         if op.regather is None:
-            return "", []
-        full = f"{unit.prefix}.{op.name}.full{self.recomputer.tag}"
-        size = int(op.gathered_bytes * self.share.fraction)
+            return None, []
+        full = self._between(unit, op, Role.GATHERED)
+        size = int(op.gathered_bytes * self.rows.fraction)
         allocs = [Alloc(full, size)] if size else []
-        event = self.w.collective(op.regather, unit.prefix, op.name, saved, allocs, self.share)
+        event = self.w.collective(op.regather, unit.prefix, op.name, saved, allocs, self.rows)
         ring = op.regather.kind == "ring"
         if ring:  # the kernel reads each part of the ring as it arrives
             self.w.wait(COMPUTE, self.w.mark_begin(len(self.w.actions) - 1))
@@ -246,85 +260,71 @@ class BackwardEmitter:
         overlaps = (self.overlap and op.has_weight) or ring
         if not overlaps:
             self.w.wait(COMPUTE, event)
-            event = ""
-        return event, [full] if allocs else []
+        return event if overlaps else None, [full] if allocs else []
 
     def _kernels(
-        self, unit: Unit, op: Op, reads: list[str], regathered: list[str], pending: str
+        self, unit: Unit, op: Op, reads: Storages, regathered: Storages, pending: Event | None
     ) -> None:
         """Emit input-gradient kernels, gradient reduction and weight-gradient kernels."""
         w = self.w
         if op.backward_input:
             pending = self._input_gradient(unit, op, reads, regathered, pending)
         if op.backward_weight:
-            w.compute(
-                Kind.BACKWARD_WEIGHT,
-                unit.prefix,
-                op,
-                [*reads, *regathered],
-                [],
-                variant=unit.variant,
-                share=self.share,
-                overlaps="tp" if pending else "",
-            )
+            where, read = (unit.prefix, unit.variant), [*reads, *regathered]
+            beside = "tp" if pending else ""
+            w.compute(Kind.BACKWARD_WEIGHT, *where, op, read, [], rows=self.rows, overlaps=beside)
         if pending:
             w.wait(COMPUTE, pending)
 
     def _input_gradient(
-        self, unit: Unit, op: Op, reads: list[str], regathered: list[str], pending: str
-    ) -> str:
+        self, unit: Unit, op: Op, reads: Storages, regathered: Storages, pending: Event | None
+    ) -> Event | None:
         """Emit the input-gradient kernels and their reduction.  Return the event of a reduction
-        that may overlap the weight gradient, otherwise ""."""
+        that may overlap the weight gradient, otherwise None."""
         w, reduced = self.w, op.grad_reduce
         added_into = self._accumulated(unit, op)
         made = self._gradients(unit, op)
         needs_full = [] if op.has_weight else regathered
-        w.compute(
-            Kind.BACKWARD_INPUT,
-            unit.prefix,
-            op,
-            [*reads, *needs_full, *added_into],
-            made.written,
-            variant=unit.variant,
-            share=self.share,
-            overlaps=(op.regather.group if op.regather else "tp") if pending else "",
-        )
+        where, read = (unit.prefix, unit.variant), [*reads, *needs_full, *added_into]
+        beside = (op.regather.group if op.regather else "tp") if pending else ""
+        kind, written = Kind.BACKWARD_INPUT, made.written
+        w.compute(kind, *where, op, read, written, rows=self.rows, overlaps=beside)
         if pending:
             w.wait(COMPUTE, pending)
         if reduced is None:
-            return ""
-        sources = [*(a.name for a in made.summed), *added_into]
-        event = w.collective(reduced, unit.prefix, op.name, sources, made.reduced, self.share)
+            return None
+        sources = [*(a.storage for a in made.summed), *added_into]
+        event = w.collective(reduced, unit.prefix, op.name, sources, made.reduced, self.rows)
         self.rebuild.window(unit, op.name, "backward")
         if self.overlap and op.has_weight:
             return event
         w.wait(COMPUTE, event)
-        return ""
+        return None
 
-    def _accumulated(self, unit: Unit, op: Op) -> list[str]:
+    def _accumulated(self, unit: Unit, op: Op) -> list[Storage]:
         """Existing gradients that this operator adds to in place (residual branches, slices)."""
-        names, grads = self.recomputer.names(unit), self.grads
-        return [grads[names[n]] for n in op.inputs if names[n] in grads]
+        storages, grads = self.recomputer.storages(unit), self.grads
+        return [grads[storages[n]] for n in op.inputs if storages[n] in grads]
 
     def _gradients(self, unit: Unit, op: Op) -> InputGradients:
         """The gradients that this operator is the first to write.  With a reduce-scatter the
         collective makes all of them except the query's gradient, because the query was never
         gathered."""
-        tensors, names = unit.table.activations, self.recomputer.names(unit)
+        tensors, storages = unit.table.activations, self.recomputer.storages(unit)
         fresh: dict[str, Alloc] = {}
         for name in op.inputs:
-            storage = names[name]
+            storage = storages[name]
             known = storage in self.grads or name in op.alias_inputs
             if known or not tensors[name].differentiable:
                 continue
-            self.grads[storage] = gradient_of(storage)
-            nbytes = piece_bytes(tensors[name], self.share.fraction)
-            fresh[name] = Alloc(gradient_of(storage), nbytes)
+            gradient = self.grads[storage] = storage.gradient
+            nbytes = piece_bytes(tensors[name], self.rows.fraction)
+            fresh[name] = Alloc(gradient, nbytes)
         reduced = op.grad_reduce
         if reduced is None or reduced.kind != "reduce_scatter":
             whole = list(fresh.values())
             return InputGradients(whole, whole, [])
-        size = int(reduced.nbytes * self.share.fraction)
-        part = Alloc(gradient_of(f"{unit.prefix}.{op.name}.part{self.recomputer.tag}"), size)
+        size = int(reduced.nbytes * self.rows.fraction)
+        part = Alloc(self._between(unit, op, Role.PARTIAL_GRADIENT), size)
         direct = [fresh.pop("q")] if "q" in fresh else []
         return InputGradients([part, *direct], [part], list(fresh.values()))

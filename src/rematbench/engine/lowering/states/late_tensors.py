@@ -5,8 +5,8 @@ from typing import NamedTuple
 
 from rematbench.costs.operators.ops import OpTable
 from rematbench.costs.states import shard
-from rematbench.engine.lowering.chunk_ops import ChunkOps
-from rematbench.engine.lowering.state_shards import sharded
+from rematbench.engine.lowering.blocks.chunk_ops import ChunkOps
+from rematbench.engine.lowering.states.state_shards import sharded
 from rematbench.engine.program.program import Late, LateUnit
 from rematbench.inputs.system import System
 from rematbench.plan import Plan

@@ -8,7 +8,7 @@ one row.
 from typing import NamedTuple
 
 from rematbench.costs.operators.ops import Op, OpTable
-from rematbench.engine.program.action import piece_tag
+from rematbench.engine.program.storage import Storage
 from rematbench.plan import MiniSequence, PlanError
 
 
@@ -19,11 +19,6 @@ class Piece(NamedTuple):
     number: int
     fraction: float
     offset: float
-
-    @property
-    def tag(self) -> str:
-        """The suffix of the piece's storage names."""
-        return piece_tag(self.number)
 
 
 class MiniRun(NamedTuple):
@@ -42,14 +37,10 @@ class MiniRun(NamedTuple):
         read = [name for op in self.ops for name in op.inputs if name not in made]
         return tuple(dict.fromkeys(read))
 
-    def piece_name(self, storage: str, piece: Piece) -> str:
-        """Return the storage name of a piece of an interior tensor."""
-        return storage + piece.tag
-
-    def names(self, whole: dict[str, str], piece: Piece) -> dict[str, str]:
-        """Return the storage names of a unit's activations in a piece.  Interior tensors have the
-        piece's name, and the remaining tensors keep their name in `whole`."""
-        return whole | {name: self.piece_name(whole[name], piece) for name in self.interior}
+    def storages(self, whole: dict[str, Storage], piece: Piece) -> dict[str, Storage]:
+        """Return the storages of a unit's activations in a piece: pieces of interior tensors, and
+        the storages in `whole` of all others."""
+        return whole | {name: whole[name].of_piece(piece.number) for name in self.interior}
 
 
 def mini_runs(table: OpTable, sequences: tuple[MiniSequence, ...]) -> dict[str, MiniRun]:

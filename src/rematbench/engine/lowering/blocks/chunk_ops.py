@@ -1,4 +1,4 @@
-"""A rank's model chunk as a list of units and operators, with storage names and fates."""
+"""A rank's model chunk as a list of units and operators, with storages and fates."""
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -6,18 +6,33 @@ from typing import NamedTuple, cast
 from weakref import ProxyType, proxy
 
 from rematbench.costs.operators.ops import Activation, OpTable, Part, with_saved, without_activation
-from rematbench.engine.lowering.fates import ChunkPlace, ChunkSites, Resolved, Site, phased, resolve
-from rematbench.engine.lowering.mini_sequences import MiniRun, mini_runs
-from rematbench.engine.lowering.state_shards import sharded
-from rematbench.engine.program.action import KEPT, OFFLOADED
-from rematbench.inputs.layout import Layout
-from rematbench.plan import MiniSequence, Phase, Plan, PlanError, StateFate
+from rematbench.engine.lowering.blocks.fates import (
+    ChunkPlace,
+    ChunkSites,
+    Fates,
+    Resolved,
+    Site,
+    phased,
+    resolve,
+)
+from rematbench.engine.lowering.blocks.mini_sequences import MiniRun, mini_runs
+from rematbench.engine.program.storage import (
+    EMBEDDING,
+    HEAD,
+    KEPT,
+    OFFLOADED,
+    ModelPart,
+    Storage,
+    part_of,
+    storage_of,
+)
+from rematbench.plan import MiniSequence, Phase, Plan, PlanError, Transfers
 from rematbench.problem import Problem, head_parameters
 
 MAX_RECENT_FATES = 64
 """The most results of `ChunkOps.fates` that a problem keeps."""
 
-ChunkFates = tuple[dict[Site, Resolved], frozenset[int]]
+ChunkFates = tuple[Fates, frozenset[int]]
 """The fates of a chunk's sites, and the rules that matched a site."""
 
 
@@ -41,7 +56,7 @@ def _weak(problem: Problem) -> Problem:
 class Unit(NamedTuple):
     """The embedding, a layer or the head of a chunk.  `prefix` is E, L<i> or H."""
 
-    prefix: str
+    prefix: ModelPart
     table: OpTable
     place: int  # inside the chunk
     layer: int  # global layer, -1 for embedding and head
@@ -58,14 +73,9 @@ class Unit(NamedTuple):
         """Of the parameters, those of experts."""
         return self.table.expert_parameters
 
-    def updated(self, optimizer: StateFate, layout: Layout) -> int:
-        """The number of parameters that one rank updates."""
-        experts = self.expert_parameters
-        return sharded(self.parameters - experts, experts, optimizer, layout)
-
 
 class ChunkOps:
-    """A chunk of a stage: its units, the storage name of each activation, and its boundary."""
+    """A chunk of a stage: its units, the storage of each activation, and its boundary."""
 
     def __init__(
         self,
@@ -85,22 +95,23 @@ class ChunkOps:
         self.first = stage == 0 and chunk == 0
         self.last = stage == pp - 1 and chunk == vpp - 1
         self._logits = True
-        self._names: dict[str, dict[str, str]] = {}  # by unit and activation
+        self._names: dict[str, dict[str, Storage]] = {}  # by unit and activation
         self._stored: tuple[Mapping[Site, Resolved], dict[Site, list[StoredPart]]] = ({}, {})
         self.units: list[Unit] = []
         if self.first:
-            self.units.append(Unit("E", problem.embedding, 0, -1, problem.embedding.parameters))
+            table = problem.embedding
+            self.units.append(Unit(EMBEDDING, table, 0, -1, table.parameters))
         kinds = [with_saved(table, held) if held else table for table in problem.layer_kinds]
         for i, layer in enumerate(layers):
             variant = problem.variant(layer)
             table = kinds[variant]
-            self.units.append(Unit(f"L{i}", table, i, layer, table.parameters, variant))
+            self.units.append(Unit(part_of("L", i), table, i, layer, table.parameters, variant))
         if self.last:
             # A training loop cannot hold logits that are computed in pieces.
             pieces = any("loss" in run.ops and run.count > 1 for run in mini_sequences)
             head = without_activation(problem.head, "logits_held") if pieces else problem.head
             self._logits = not pieces
-            self.units.append(Unit("H", head, 0, -1, head_parameters(problem)))
+            self.units.append(Unit(HEAD, head, 0, -1, head_parameters(problem)))
 
     @classmethod
     def of(
@@ -141,41 +152,40 @@ class ChunkOps:
         return (self.first, self.last, self.backward_next, units)
 
     @property
-    def input_name(self) -> str:
+    def input(self) -> Storage:
         """The boundary activation that enters the chunk's first layer."""
-        return "L0.layer_input"
+        return _layer_input(0)
 
     @property
-    def output_name(self) -> str:
+    def output(self) -> Storage:
         """The boundary activation that leaves the chunk's last layer."""
-        return f"L{len(self.layers)}.layer_input"
+        return _layer_input(len(self.layers))
 
     @property
     def boundary(self) -> Activation:
         """The activation that pipeline stages exchange."""
         return self.problem.layer_kinds[0].activations["layer_input"]
 
-    def storage(self, unit: Unit, activation: str) -> str:
-        """Return the local storage name of an activation.  A layer's output is the next layer's
-        input."""
-        return self.names(unit)[activation]
+    def storage(self, unit: Unit, activation: str) -> Storage:
+        """Return the storage of an activation.  A layer's output is the next layer's input."""
+        return self.storages(unit)[activation]
 
-    def names(self, unit: Unit) -> dict[str, str]:
-        """The local storage names of a unit's activations."""
+    def storages(self, unit: Unit) -> dict[str, Storage]:
+        """The storages of a unit's activations."""
         if unit.prefix not in self._names:
             named = {name: self._storage(unit, name) for name in unit.table.activations}
             self._names[unit.prefix] = named
         return self._names[unit.prefix]
 
-    def _storage(self, unit: Unit, activation: str) -> str:
+    def _storage(self, unit: Unit, activation: str) -> Storage:
         match unit.table.part, activation:
             case "embedding", "layer_input":
-                return "L0.layer_input"
+                return self.input
             case "layer", "layer_output":
-                return f"L{unit.place + 1}.layer_input"
+                return _layer_input(unit.place + 1)
             case "head", "layer_output":
-                return self.output_name
-        return f"{unit.prefix}.{activation}"
+                return self.output
+        return storage_of(unit.prefix, activation)
 
     def site(self, unit: Unit, activation: str) -> Site:
         """The site (see fates.py) of a unit's saved tensor."""
@@ -209,12 +219,12 @@ class ChunkOps:
             found = known[key] = resolve(plan, self.sites, phase, micro_batch)
         return found
 
-    def saved(self, unit: Unit) -> list[tuple[str, str, Site]]:
+    def saved(self, unit: Unit) -> list[tuple[str, Storage, Site]]:
         """Return (activation, storage, site) for each saved tensor of a unit."""
         return self._saved[unit.prefix]
 
     @cached_property
-    def _saved(self) -> dict[str, list[tuple[str, str, Site]]]:
+    def _saved(self) -> dict[str, list[tuple[str, Storage, Site]]]:
         return {
             unit.prefix: [(n, self.storage(unit, n), self.site(unit, n)) for n in unit.table.saved]
             for unit in self.units
@@ -246,7 +256,7 @@ class ChunkOps:
         }
 
     def parts(
-        self, unit: Unit, activation: str, storage: str, fate: Resolved
+        self, unit: Unit, activation: str, storage: Storage, fate: Resolved
     ) -> list["StoredPart"]:
         """Return the storages that a saved tensor leaves after the forward: whole, split by fate,
         or in pieces.  Raise PlanError if a tensor inside a mini-sequence is neither kept nor
@@ -263,7 +273,9 @@ class ChunkOps:
             return []
         tensor = unit.table.activations[activation]
         return [
-            StoredPart(run.piece_name(storage, piece), piece_bytes(tensor, piece.fraction), False)
+            StoredPart(
+                storage.of_piece(piece.number), piece_bytes(tensor, piece.fraction), offload=False
+            )
             for piece in run.pieces
         ]
 
@@ -289,20 +301,49 @@ def is_captured(problem: Problem, unit: Unit) -> bool:
     return problem.system.kernels.cuda_graphs and unit.table.part == "layer"
 
 
-def graph_name(unit: Unit) -> str:
-    """The storage name of the memory that a layer's CUDA graph holds in addition to activations."""
-    return f"{unit.prefix}.graph"
+def graph_of(unit: Unit) -> Storage:
+    """The memory that a layer's CUDA graph holds in addition to activations."""
+    return storage_of(unit.prefix, "graph")
+
+
+def _layer_input(place: int) -> Storage:
+    """The input of the layer at a place of the chunk, or the output of the chunk's last layer."""
+    return storage_of(part_of("L", place), "layer_input")
+
+
+def trailing_unit(chunk: ChunkOps, fates: Fates, transfers: Transfers) -> Unit | None:
+    """Return the last unit that offloads a tensor, with layer granularity.  Its copy runs during
+    the rank's next pass, so its tensors have separate memory, freed after that pass.  None if the
+    next pass is the chunk's own backward, which needs the rounding buffers from its start."""
+    if transfers.granularity != "layer" or chunk.backward_next:
+        return None
+    leaves = (
+        unit
+        for unit in reversed(chunk.units)
+        if any(fates[site].offload_bytes for _, _, site in chunk.saved(unit))
+    )
+    return next(leaves, None)
+
+
+def stays_in_slots(chunk: ChunkOps, fates: Fates, slots: int) -> list[Unit]:
+    """Return the last layers of a chunk, if their kept tensors stay in the rounding buffers.  Empty
+    unless the chunk's backward directly follows its forward, and neither these layers nor the head
+    offload a tensor."""
+    last = [unit for unit in chunk.units if unit.table.part == "layer"][-slots:]
+    after = [*last, *(unit for unit in chunk.units if unit.table.part == "head")]
+    swapped = any(fates[site].offload_bytes for u in after for _, _, site in chunk.saved(u))
+    return last if chunk.backward_next and not swapped else []
 
 
 class StoredPart(NamedTuple):
-    """A storage saved for the backward: its name, its bytes, and whether it is offloaded."""
+    """A storage saved for the backward, its bytes, and whether it is offloaded."""
 
-    name: str
+    storage: Storage
     nbytes: int
     offload: bool
 
 
-def stored_parts(storage: str, fate: Resolved) -> list[StoredPart]:
+def stored_parts(storage: Storage, fate: Resolved) -> list[StoredPart]:
     """Return the storages that a saved tensor leaves after the forward, given its fate."""
     if not fate.mixed:
         if fate.recompute_bytes:
@@ -310,9 +351,9 @@ def stored_parts(storage: str, fate: Resolved) -> list[StoredPart]:
         return [StoredPart(storage, fate.nbytes, fate.offload_bytes > 0)]
     parts = []
     if fate.keep_bytes:
-        parts.append(StoredPart(storage + KEPT, fate.keep_bytes, False))
+        parts.append(StoredPart(storage.with_rows(KEPT), fate.keep_bytes, False))
     if fate.offload_bytes:
-        parts.append(StoredPart(storage + OFFLOADED, fate.offload_bytes, True))
+        parts.append(StoredPart(storage.with_rows(OFFLOADED), fate.offload_bytes, True))
     return parts
 
 

@@ -9,10 +9,11 @@ the last, and the fourth becomes the last.  Tests compare the result with all pi
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 
-from rematbench.engine.lowering.mini_sequences import Piece
-from rematbench.engine.lowering.repeated_pieces import Position, RepeatedPiece
-from rematbench.engine.lowering.writer import BlockWriter
+from rematbench.engine.lowering.blocks.mini_sequences import Piece
+from rematbench.engine.lowering.blocks.repeated_pieces import Position, RepeatedPiece
+from rematbench.engine.lowering.blocks.writer import BlockWriter
 from rematbench.engine.program.action import Action
+from rematbench.engine.program.storage import Storage
 from rematbench.engine.program.template import PiecePeriods, PieceShift, waits_before
 
 WRITTEN = 4
@@ -26,10 +27,10 @@ def write_pieces(
     w: BlockWriter,
     pieces: Sequence[Piece],
     write: Callable[[Piece], None],
-    tensor_sets: Sequence[set[str]] = (),
+    tensor_sets: Sequence[set[Storage]] = (),
 ) -> None:
-    """Write the actions of all pieces.  `write` writes the actions of a single piece, and adds the
-    names of its tensors to the sets in `tensor_sets`."""
+    """Write the actions of all pieces.  `write` writes the actions of a single piece, and adds its
+    storages to the sets in `tensor_sets`."""
     larger = sum(piece.fraction == pieces[0].fraction for piece in pieces)
     for alike in (pieces[:larger], pieces[larger:]):  # the first may have one row more
         many = len(alike) >= WRITTEN + MIN_SPARED
@@ -43,7 +44,7 @@ def _repeat(
     w: BlockWriter,
     pieces: Sequence[Piece],
     write: Callable[[Piece], None],
-    tensor_sets: Sequence[set[str]],
+    tensor_sets: Sequence[set[Storage]],
 ) -> bool:
     """Write four of some pieces of equal size; the third stands for all up to the last.  False,
     with the first four written, if the second and the third are not alike."""
@@ -54,7 +55,7 @@ def _repeat(
         edges.append(w.position)
         write(piece)
     edges.append(w.position)
-    before = [{*names} for names in tensor_sets]
+    before = [{*storages} for storages in tensor_sets]
     write(pieces[WRITTEN - 1])
     edges.append(w.position)
     w.compact = compact
@@ -66,9 +67,9 @@ def _repeat(
     w.rewrite(edges[3], last.of(w.actions[edges[3].action :]), spared * events)
     offsets = tuple(piece.offset for piece in pieces[WRITTEN - 2 : -1])
     again = RepeatedPiece(PiecePeriods(offsets, rows), *edges[1:4])
-    for names, old in zip(tensor_sets, before, strict=True):
-        new = names - old
-        names.update(shift.name(name) for shift in again.periods.shifts for name in new)
+    for storages, old in zip(tensor_sets, before, strict=True):
+        new = storages - old
+        storages.update(shift.storage(each) for shift in again.periods.shifts for each in new)
     w.repeat(again)
     return True
 
@@ -84,6 +85,7 @@ def _rows_of_piece(
     if len({len(second), len(third), len(fourth)}) > 1 or len({*events}) > 1:
         return None
     own = (pieces[1].offset, pieces[2].offset)
-    rows = tuple([(a.offset, b.offset) == own for a, b in zip(second, third, strict=True)])
+    pairs = zip(second, third, strict=True)
+    rows = tuple([(a.rows.offset, b.rows.offset) == own for a, b in pairs])
     again = PieceShift(1, events[0], pieces[2].offset, rows).of(second)
     return rows if again == third and not waits_before(second, edges[0].event) else None

@@ -1,23 +1,24 @@
 """Writes a chunk's forward block: operators, collectives, gathers, splits, copies per layer."""
 
-from rematbench.engine.lowering.chunk_ops import (
+from rematbench.engine.lowering.blocks.chunk_ops import (
     ChunkOps,
     Unit,
-    graph_name,
+    graph_of,
     is_captured,
+    stays_in_slots,
     stored_parts,
+    trailing_unit,
 )
-from rematbench.engine.lowering.emit_op import Names, emit_alloc, emit_copies_out, emit_op
-from rematbench.engine.lowering.emit_states import ParameterGatherer
-from rematbench.engine.lowering.fates import Resolved, Site
-from rematbench.engine.lowering.mini_sequences import MiniRun, Piece
-from rematbench.engine.lowering.pieces import write_pieces
-from rematbench.engine.lowering.writer import BlockWriter, Share
-from rematbench.engine.program.action import COMPUTE, HOST, Action, Alloc, Kind, layer_slot, place
+from rematbench.engine.lowering.blocks.fates import Fates, Resolved
+from rematbench.engine.lowering.blocks.mini_sequences import MiniRun, Piece
+from rematbench.engine.lowering.blocks.pieces import write_pieces
+from rematbench.engine.lowering.blocks.writer import BlockWriter
+from rematbench.engine.lowering.passes.emit_op import Names, emit_alloc, emit_copies_out, emit_op
+from rematbench.engine.lowering.states.emit_states import ParameterGatherer
+from rematbench.engine.program.action import COMPUTE, Action, Alloc, Kind, Rows
 from rematbench.engine.program.program import Block
+from rematbench.engine.program.storage import COPIED_OUT, ENDED, RECEIVED, Event, Slot, Storage
 from rematbench.plan import Transfers
-
-Fates = dict[Site, Resolved]
 
 
 class ForwardEmitter:
@@ -36,8 +37,8 @@ class ForwardEmitter:
         self.stored = chunk.stored(fates)
         self.w = BlockWriter()
         self.w.beside = "backward" * beside
-        self.survivors: set[str] = set()
-        self.in_flight: list[tuple[str, tuple[str, ...], int]] = []
+        self.survivors: set[Storage] = set()
+        self.in_flight: list[tuple[Event, tuple[Storage, ...], int]] = []
         self.position = 0
         self.trailing = trailing_unit(chunk, fates, transfers)
         self.trails = False  # whether the trailing unit's copy, the last in flight, has started
@@ -47,7 +48,7 @@ class ForwardEmitter:
         that the backward reads."""
         chunk, w = self.chunk, self.w
         if not chunk.first:
-            w.wait(COMPUTE, "recv_f")
+            w.wait(COMPUTE, RECEIVED["f"])
         for position, unit in enumerate(chunk.units):
             w.begin_unit()
             if self.gatherer:
@@ -58,12 +59,12 @@ class ForwardEmitter:
             if self.gatherer:
                 self.gatherer.after(w, unit)
         self._drain(int(self.trails))
-        for _, names, _ in self.in_flight:
-            self.survivors.update(names)
+        for _, leaving, _ in self.in_flight:
+            self.survivors.update(leaving)
         if not chunk.last:
-            self.survivors.add(chunk.output_name)
-        w.add(Action(kind=Kind.EVENT, stream=COMPUTE, event="f_end"))
-        arrivals = set() if chunk.first else {chunk.input_name}
+            self.survivors.add(chunk.output)
+        w.add(Action(kind=Kind.EVENT, stream=COMPUTE, event=ENDED["f"]))
+        arrivals = set() if chunk.first else {chunk.input}
         if self.gatherer:
             self.survivors |= self.gatherer.survivors
         return w.finish("F", self.survivors, arrivals)
@@ -84,17 +85,17 @@ class ForwardEmitter:
             {}
             if unit is self.trailing
             else {
-                part.name: layer_slot(position, slots)
+                part.storage: Slot(by_layer=True, number=position % slots)
                 for _, _, site in self.chunk.saved(unit)
                 for part in self.stored[site]
-                if (part.offload or stays) and place(part.name)[0] == unit.prefix
+                if (part.offload or stays) and part.storage.part == unit.prefix
             }
         )
 
     def _operators(self, unit: Unit) -> None:
         runs = self.chunk.runs(unit)
         inside = {op.name for run in runs.values() for op in run.ops}
-        storages = self.chunk.names(unit)
+        storages = self.chunk.storages(unit)
         names = Names(storages, storages, {})
         for op in unit.table.ops:
             if op.name in runs:
@@ -104,17 +105,17 @@ class ForwardEmitter:
 
     def _store(self, unit: Unit) -> None:
         """Split tensors of mixed fates; with layer granularity, start the copies to the host."""
-        leaving: list[tuple[str, int]] = []
+        leaving: list[tuple[Storage, int]] = []
         for _, storage, site in self.chunk.saved(unit):
             parts = self.stored[site]
-            self.survivors.update([part.name for part in parts])
+            self.survivors.update([part.storage for part in parts])
             if self.fates[site].mixed:
                 self._split(storage, self.fates[site])
-            leaving += [(part.name, part.nbytes) for part in parts if part.offload]
+            leaving += [(part.storage, part.nbytes) for part in parts if part.offload]
         if is_captured(self.chunk.problem, unit):
             self._hold_graph(unit)
         if leaving and self.transfers.granularity == "layer":
-            self._copy_out(leaving, "d2h" if unit is self.trailing else "")
+            self._copy_out(leaving, COPIED_OUT if unit is self.trailing else None)
             self.trails = unit is self.trailing
 
     def _hold_graph(self, unit: Unit) -> None:
@@ -122,63 +123,29 @@ class ForwardEmitter:
         the kept tensors."""
         kept = (part.nbytes for _, _, site in self.chunk.saved(unit) for part in self.stored[site])
         share = self.chunk.problem.calibration.common.graph_bytes_share
-        emit_alloc(self.w, graph_name(unit), int(share * sum(kept)))
-        self.survivors.add(graph_name(unit))
+        emit_alloc(self.w, graph_of(unit), int(share * sum(kept)))
+        self.survivors.add(graph_of(unit))
 
-    def _split(self, storage: str, fate: Resolved) -> None:
-        allocs = tuple(Alloc(p.name, p.nbytes) for p in stored_parts(storage, fate))
-        part, tensor = place(storage)
-        self.w.add(
-            Action(
-                kind=Kind.SPLIT,
-                stream=COMPUTE,
-                part=part,
-                op=tensor,
-                reads=(storage,),
-                allocs=allocs,
-                nbytes=sum(alloc.nbytes for alloc in allocs),
-            )
-        )
+    def _split(self, storage: Storage, fate: Resolved) -> None:
+        allocs = tuple(Alloc(p.storage, p.nbytes) for p in stored_parts(storage, fate))
+        nbytes = sum(alloc.nbytes for alloc in allocs)
+        self.w.move(Kind.SPLIT, storage, (storage,), allocs, nbytes)
 
-    def _copy_out(self, leaving: list[tuple[str, int]], event: str) -> None:
+    def _copy_out(self, leaving: list[tuple[Storage, int]], event: Event | None) -> None:
         self._drain(self.transfers.release_lag)
         self.w.wait("d2h", self.w.mark(COMPUTE))
         event = emit_copies_out(self.w, leaving, event or self.w.new_event())
-        names = tuple(name for name, _ in leaving)
-        self.survivors.difference_update(names)
-        self.survivors.update(name + HOST for name in names)
-        self.in_flight.append((event, names, self.position))
+        storages = tuple(storage for storage, _ in leaving)
+        self.survivors.difference_update(storages)
+        self.survivors.update(storage.on_host for storage in storages)
+        self.in_flight.append((event, storages, self.position))
 
     def _drain(self, leave: int) -> None:
         """Wait for the copies of all but the last `leave` layers in flight; free their tensors."""
         while len(self.in_flight) > leave:
-            event, names, _ = self.in_flight.pop(0)
+            event, storages, _ = self.in_flight.pop(0)
             self.w.wait(COMPUTE, event)
-            self.w.add(Action(kind=Kind.FREE, stream=COMPUTE, frees=names))
-
-
-def trailing_unit(chunk: ChunkOps, fates: Fates, transfers: Transfers) -> Unit | None:
-    """Return the last unit that offloads a tensor, with layer granularity.  Its copy runs during
-    the rank's next pass, so its tensors have separate memory, freed after that pass.  None if the
-    next pass is the chunk's own backward, which needs the rounding buffers from its start."""
-    if transfers.granularity != "layer" or chunk.backward_next:
-        return None
-    leaves = (
-        unit
-        for unit in reversed(chunk.units)
-        if any(fates[site].offload_bytes for _, _, site in chunk.saved(unit))
-    )
-    return next(leaves, None)
-
-
-def stays_in_slots(chunk: ChunkOps, fates: Fates, slots: int) -> list[Unit]:
-    """Return the last layers of a chunk, if their kept tensors stay in the rounding buffers.  Empty
-    unless the chunk's backward directly follows its forward, and neither these layers nor the head
-    offload a tensor."""
-    last = [unit for unit in chunk.units if unit.table.part == "layer"][-slots:]
-    after = [*last, *(unit for unit in chunk.units if unit.table.part == "head")]
-    swapped = any(fates[site].offload_bytes for u in after for _, _, site in chunk.saved(u))
-    return last if chunk.backward_next and not swapped else []
+            self.w.free(*storages)
 
 
 def emit_run(w: BlockWriter, chunk: ChunkOps, unit: Unit, run: MiniRun, kind: Kind) -> None:
@@ -187,11 +154,11 @@ def emit_run(w: BlockWriter, chunk: ChunkOps, unit: Unit, run: MiniRun, kind: Ki
         emit_alloc(w, chunk.storage(unit, name), unit.table.activations[name].nbytes)
 
     def write(piece: Piece) -> None:
-        storages = run.names(chunk.names(unit), piece)
+        storages = run.storages(chunk.storages(unit), piece)
         writes = {name: storages[name] for name in run.interior}
         slices = {name: storages[name] for name in run.outputs}
-        names = Names(storages, writes, slices, piece.tag)
+        names = Names(storages, writes, slices, piece=piece.number)
         for op in run.ops:
-            emit_op(w, chunk, unit, op, kind, names, Share(piece.fraction, piece.offset))
+            emit_op(w, chunk, unit, op, kind, names, Rows(piece.fraction, piece.offset))
 
     write_pieces(w, run.pieces, write)

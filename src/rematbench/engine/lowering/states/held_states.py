@@ -11,24 +11,19 @@ reduced after the rank's last pass.  The seconds of adding to a sum are left out
 from typing import NamedTuple
 
 from rematbench.costs.operators.ops import Comm
-from rematbench.engine.lowering.chunk_ops import ChunkOps, Unit
-from rematbench.engine.lowering.emit_states import (
+from rematbench.engine.lowering.blocks.chunk_ops import ChunkOps, Unit
+from rematbench.engine.lowering.blocks.writer import BlockWriter
+from rematbench.engine.lowering.states.emit_states import (
     GradReducer,
     ParameterGatherer,
     allocate_gradients,
     gathered_parts,
     gradient_reductions,
+    updated,
 )
-from rematbench.engine.lowering.writer import BlockWriter
-from rematbench.engine.program.action import (
-    COMPUTE,
-    Action,
-    Alloc,
-    Kind,
-    gradient_shard,
-    gradient_sums,
-)
+from rematbench.engine.program.action import COMPUTE, Action, Alloc, Kind
 from rematbench.engine.program.program import Block
+from rematbench.engine.program.storage import ModelPart, Role, Storage, storage_of
 from rematbench.plan import Plan
 from rematbench.problem import Problem, gathered_bytes, gathers_by_layer
 
@@ -63,7 +58,7 @@ class HeldParameters(ParameterGatherer):
         """Name the copies that a unit's kernels read."""
         w.parameters[unit.prefix] = self.buffers(unit)
 
-    def arrive(self, w: BlockWriter, units: list[Unit]) -> set[str]:
+    def arrive(self, w: BlockWriter, units: list[Unit]) -> set[Storage]:
         """Return the storages that the block frees: none."""
         return set()
 
@@ -93,32 +88,37 @@ class GradientSums(GradReducer):
         """Add a buffer to the sum."""
         if self.apart and unit.parameters:
             self._begin(w, unit)
-            w.add(Action(kind=Kind.FREE, stream=COMPUTE, frees=(self.buffer(unit),)))
+            w.free(self.buffer(unit))
 
     def _begin(self, w: BlockWriter, unit: Unit) -> None:
         if self.first and unit.parameters:
-            name = gradient_sums(unit.prefix)
+            sums = _sums_of(unit.prefix)
             allocate_gradients(
-                w, unit, Alloc(name, self.system.states.reduce_bytes * unit.parameters)
+                w, unit, Alloc(sums, self.system.states.reduce_bytes * unit.parameters)
             )
-            self.survivors.add(name)
+            self.survivors.add(sums)
 
 
-def held_copies(plan: Plan, problem: Problem, chunk: ChunkOps) -> tuple[str, ...]:
-    """The storage names of a chunk's gathered parameters."""
+def _sums_of(unit: ModelPart) -> Storage:
+    """The sums of a unit's gradients over the micro-batches."""
+    return storage_of(unit, role=Role.SUMS).held
+
+
+def held_copies(plan: Plan, problem: Problem, chunk: ChunkOps) -> tuple[Storage, ...]:
+    """The storages of a chunk's gathered parameters."""
     fate, lay = plan.state("parameter"), problem.layout
-    return tuple(part.name for unit in chunk.units for part in gathered_parts(unit, fate, lay))
+    return tuple(part.storage for unit in chunk.units for part in gathered_parts(unit, fate, lay))
 
 
-def free_block(names: tuple[str, ...]) -> Block:
+def free_block(storages: tuple[Storage, ...]) -> Block:
     """Free a chunk's gathered parameters, or its shards of gradients."""
-    return Block("release", (Action(kind=Kind.FREE, stream=COMPUTE, frees=names),))
+    return Block("release", (Action(kind=Kind.FREE, stream=COMPUTE, frees=storages),))
 
 
 class UnitSums(NamedTuple):
     """A unit, the collectives that reduce its gradients, and the rank's shard of the result."""
 
-    part: str
+    part: ModelPart
     comms: tuple[Comm, ...]
     shard: Alloc
 
@@ -127,11 +127,11 @@ def sums_block(units: tuple[UnitSums, ...]) -> Block:
     """Reduce the sums of a chunk's gradients to shards, unit by unit, and free the sums."""
     w = BlockWriter()
     for part, comms, shard in units:
-        reads, allocs = [gradient_sums(part)], [shard]
+        reads, allocs = [_sums_of(part)], [shard]
         for comm in comms:
             w.wait(COMPUTE, w.collective(comm, part, "gradients", reads, allocs))
-            reads, allocs = [gradient_sums(part), shard.name], []
-        w.add(Action(kind=Kind.FREE, stream=COMPUTE, frees=(gradient_sums(part),)))
+            reads, allocs = [_sums_of(part), shard.storage], []
+        w.free(_sums_of(part))
     return Block("reduce", tuple(w.actions))
 
 
@@ -143,6 +143,7 @@ def unit_sums(plan: Plan, problem: Problem, chunk: ChunkOps) -> tuple[UnitSums, 
     for unit in reversed(chunk.units):
         count, experts = unit.parameters, unit.expert_parameters
         comms = gradient_reductions(lay, *shards, width * count, width * experts)
-        nbytes = system.states.grad_bytes * unit.updated(gradient, lay)
-        found.append(UnitSums(unit.prefix, comms, Alloc(gradient_shard(unit.prefix), nbytes)))
+        nbytes = system.states.grad_bytes * updated(unit, gradient, lay)
+        shard = storage_of(unit.prefix, role=Role.SHARD).held
+        found.append(UnitSums(unit.prefix, comms, Alloc(shard, nbytes)))
     return tuple(one for one in found if one.comms[0].nbytes)

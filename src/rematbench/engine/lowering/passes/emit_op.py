@@ -1,14 +1,19 @@
 """Writes one operator's forward or recomputation, and the copies of lists of storages."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
-import msgspec
+from msgspec.structs import replace
 
 from rematbench.costs.operators.ops import Comm, Op
-from rematbench.engine.lowering.chunk_ops import ChunkOps, Unit, piece_bytes
-from rematbench.engine.lowering.writer import WHOLE, BlockWriter, Share
-from rematbench.engine.program.action import COMPUTE, HOST, Action, Alloc, Kind, place
+from rematbench.engine.lowering.blocks.chunk_ops import ChunkOps, Unit, piece_bytes
+from rematbench.engine.lowering.blocks.writer import BlockWriter
+from rematbench.engine.program.action import COMPUTE, WHOLE, Alloc, Kind, Rows
+from rematbench.engine.program.storage import Event, Role, Slot, Storage, storage_of
 from rematbench.plan import PlanError
+
+Storages = Sequence[tuple[Storage, int]]
+"""Storages, each with its bytes."""
 
 NOT_AGAIN = (
     "disable moe in recompute_modules, and full recomputation, when enabling "
@@ -21,15 +26,20 @@ without a word."""
 
 class Names(NamedTuple):
     """The storages of an operator's activations.  `reads`: the inputs; `writes`: outputs to
-    allocate; `slices`: existing storages of which the operator writes a slice.  `columns`: the
-    share of output columns computed, less than 1 if some of several separate linears need not
-    run."""
+    allocate; `slices`: existing storages of which the operator writes a slice.  `rows`, `piece`:
+    of the storages of its collectives.  `columns`: the share of output columns computed, less than
+    1 if some of several separate linears need not run."""
 
-    reads: dict[str, str]
-    writes: dict[str, str]
-    slices: dict[str, str]
-    tag: str = ""
+    reads: dict[str, Storage]
+    writes: dict[str, Storage]
+    slices: dict[str, Storage]
+    rows: str = ""
+    piece: int | None = None
     columns: float = 1.0
+
+    def between(self, unit: Unit, op: Op, role: Role) -> Storage:
+        """Return the storage between an operator's kernels and its gather or reduction."""
+        return storage_of(unit.prefix, op.name, role, self.rows, self.piece)
 
 
 def emit_op(
@@ -39,53 +49,54 @@ def emit_op(
     op: Op,
     kind: Kind,
     names: Names,
-    share: Share = WHOLE,
+    rows: Rows = WHOLE,
 ) -> None:
     """Emit an operator's gather, kernels and reduction.  With GEMM overlap, and in ring attention,
     the collectives overlap the kernels, and compute waits for them afterwards."""
     if op.exchanges:
         if kind is Kind.RECOMPUTE and chunk.problem.ep_overlaps:
             raise PlanError(f"ep_overlap does not allow {op.name} to be recomputed: {NOT_AGAIN}")
-        _exchange(w, unit, op, names, share)
+        _exchange(w, unit, op, names, rows)
         return
-    fraction = share.fraction
+    fraction = rows.fraction
     gemm_overlap = chunk.problem.tp_overlap == "gemm"
     ring = op.gather is not None and op.gather.kind == "ring"
     by_tp = op.gather is None or op.gather.group == "tp"
     overlaps = ring or (gemm_overlap and by_tp and op.name != "attention")
     held = op.holds if kind is Kind.FORWARD else ()
     sources = [names.reads[name] for name in (*op.inputs, *held)]
-    pending, stream = "", ""
+    pending: Event | None = None
+    stream = ""
     if op.gather is not None:
-        full = f"{unit.prefix}.{op.name}.full{names.tag}"
+        full = names.between(unit, op, Role.GATHERED)
         allocs = [Alloc(full, int(op.gathered_bytes * fraction))] if op.gathered_bytes else []
-        pending = w.collective(op.gather, unit.prefix, op.name, sources, allocs, share)
+        pending = w.collective(op.gather, unit.prefix, op.name, sources, allocs, rows)
         sources = [*sources, full] if op.name == "attention" else [full]
         if overlaps:
             w.wait(COMPUTE, w.mark_begin(len(w.actions) - 1))
             stream = op.gather.group
         else:
             w.wait(COMPUTE, pending)
-            pending = ""
+            pending = None
     if op.reduce is not None and overlaps and op.has_weight:
         stream = op.reduce.group
-    index, reduced = _kernels(w, unit, op, kind, names, share, sources, stream)
+    index, reduced = _kernels(w, unit, op, kind, names, rows, sources, stream)
     if pending:
         w.wait(COMPUTE, pending)
     if op.reduce is not None and reduced != ([], []):  # else the output was kept
-        after = w.mark_begin(index) if overlaps and op.has_weight else ""
-        done = w.collective(op.reduce, unit.prefix, op.name, *reduced, share, after=after)
+        after = w.mark_begin(index) if overlaps and op.has_weight else None
+        done = w.collective(op.reduce, unit.prefix, op.name, *reduced, rows, after=after)
         w.wait(COMPUTE, done)
 
 
-def _exchange(w: BlockWriter, unit: Unit, op: Op, names: Names, share: Share) -> None:
+def _exchange(w: BlockWriter, unit: Unit, op: Op, names: Names, rows: Rows) -> None:
     """Emit an all-to-all without kernels, only of the tensors that `names` writes."""
     assert op.reduce is not None
     tensors = unit.table.activations
     reads, slices, allocs, moved = [], [], [], 0
     for source, out in zip(op.inputs, op.outputs, strict=True):
         if out in names.writes:
-            allocs.append(Alloc(names.writes[out], piece_bytes(tensors[out], share.fraction)))
+            allocs.append(Alloc(names.writes[out], piece_bytes(tensors[out], rows.fraction)))
         elif out in names.slices:
             slices.append(names.slices[out])
         else:
@@ -96,7 +107,7 @@ def _exchange(w: BlockWriter, unit: Unit, op: Op, names: Names, share: Share) ->
         return
     comm = Comm(op.reduce.kind, op.reduce.group, moved)
     reads += slices
-    done = w.collective(comm, unit.prefix, op.name, reads, allocs, share)
+    done = w.collective(comm, unit.prefix, op.name, reads, allocs, rows)
     w.run_beside(unit.variant)
     w.wait(COMPUTE, done)
 
@@ -107,12 +118,12 @@ def _kernels(
     op: Op,
     kind: Kind,
     names: Names,
-    share: Share,
-    sources: list[str],
+    rows: Rows,
+    sources: list[Storage],
     stream: str,
-) -> tuple[int, tuple[list[str], list[Alloc]]]:
+) -> tuple[int, tuple[list[Storage], list[Alloc]]]:
     """Emit the compute action; returns its index and the (reads, allocs) of its reduction."""
-    tensors, fraction = unit.table.activations, share.fraction
+    tensors, fraction = unit.table.activations, rows.fraction
     allocs = [
         Alloc(names.writes[name], piece_bytes(tensors[name], fraction))
         for name in op.outputs
@@ -121,78 +132,40 @@ def _kernels(
     slices = [names.slices[name] for name in op.outputs if name in names.slices]
     unreduced = op.reduce is not None and op.unreduced_bytes > 0
     if unreduced:
-        partial = Alloc(
-            f"{unit.prefix}.{op.name}.part{names.tag}", int(op.unreduced_bytes * fraction)
-        )
-        made, reads, reduced = [partial], sources, ([partial.name, *slices], allocs)
+        partial = names.between(unit, op, Role.PARTIAL)
+        made = [Alloc(partial, int(op.unreduced_bytes * fraction))]
+        reads, reduced = sources, ([partial, *slices], allocs)
     else:
         made, reads = allocs, [*sources, *slices]
-        reduced = ([*(a.name for a in allocs), *slices], [])
-    index = w.compute(
-        kind,
-        unit.prefix,
-        op,
-        reads,
-        made,
-        variant=unit.variant,
-        overlaps=stream,
-        share=share,
-    )
+        reduced = ([*(a.storage for a in allocs), *slices], [])
     if names.columns != 1.0:
-        w.actions[index] = msgspec.structs.replace(w.actions[index], columns=names.columns)
+        rows = replace(rows, columns=names.columns)
+    where = unit.prefix, unit.variant
+    index = w.compute(kind, *where, op, reads, made, overlaps=stream, rows=rows)
     return index, reduced
 
 
-def emit_alloc(w: BlockWriter, storage: str, nbytes: int) -> None:
+def emit_alloc(w: BlockWriter, storage: Storage, nbytes: int) -> None:
     """Allocate a tensor that is then written in slices."""
-    part, tensor = place(storage)
-    w.add(
-        Action(
-            kind=Kind.ALLOC,
-            stream=COMPUTE,
-            part=part,
-            op=tensor,
-            allocs=(Alloc(storage, nbytes),),
-        )
-    )
+    w.move(Kind.ALLOC, storage, (), (Alloc(storage, nbytes),))
 
 
-def emit_copies_out(w: BlockWriter, storages: list[tuple[str, int]], event: str) -> str:
+def emit_copies_out(w: BlockWriter, storages: Storages, event: Event) -> Event:
     """Emit D2H copies of the storages; the last copy records `event`."""
-    for position, (name, nbytes) in enumerate(storages):
-        part, tensor = place(name)
-        w.add(
-            Action(
-                kind=Kind.D2H,
-                stream="d2h",
-                part=part,
-                op=tensor,
-                reads=(name,),
-                allocs=(Alloc(name + HOST, nbytes),),
-                nbytes=nbytes,
-                event=event if position == len(storages) - 1 else "",
-            )
-        )
+    for storage, nbytes in storages:
+        end = event if storage is storages[-1][0] else None
+        host = Alloc(storage.on_host, nbytes)
+        w.move(Kind.D2H, storage, (storage,), (host,), nbytes, stream="d2h", event=end)
     return event
 
 
 def emit_copies_in(
-    w: BlockWriter, storages: list[tuple[str, int]], event: str, slot: str = ""
-) -> str:
-    """Emit H2D copies of the storages into a staging slot, or into fresh memory if the slot is "".
-    The last copy records `event`, which is returned."""
-    for position, (name, nbytes) in enumerate(storages):
-        part, tensor = place(name)
-        w.add(
-            Action(
-                kind=Kind.H2D,
-                stream="h2d",
-                part=part,
-                op=tensor,
-                reads=(name + HOST,),
-                allocs=(Alloc(name, nbytes, slot),),
-                nbytes=nbytes,
-                event=event if position == len(storages) - 1 else "",
-            )
-        )
+    w: BlockWriter, storages: Storages, event: Event, slot: Slot | None = None
+) -> Event:
+    """Emit H2D copies of the storages into a staging slot, or into fresh memory without one.  The
+    last copy records `event`, which is returned."""
+    for storage, nbytes in storages:
+        end = event if storage is storages[-1][0] else None
+        device = Alloc(storage, nbytes, slot)
+        w.move(Kind.H2D, storage, (storage.on_host,), (device,), nbytes, stream="h2d", event=end)
     return event

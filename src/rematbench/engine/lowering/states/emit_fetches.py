@@ -14,34 +14,29 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from rematbench.costs.operators.ops import Op
-from rematbench.engine.lowering.chunk_ops import ChunkOps, Unit
-from rematbench.engine.lowering.emit_states import ParameterGatherer
-from rematbench.engine.lowering.fates import Resolved, Site
-from rematbench.engine.lowering.writer import BlockWriter
+from rematbench.engine.lowering.blocks.chunk_ops import ChunkOps, Unit
+from rematbench.engine.lowering.blocks.fates import Resolved, Site
+from rematbench.engine.lowering.blocks.writer import BlockWriter
+from rematbench.engine.lowering.states.emit_states import ParameterGatherer, weights_of
 from rematbench.engine.program.action import COMPUTE, Action, Kind
+from rematbench.engine.program.storage import ModelPart, Storage, event_of, part_of
 from rematbench.inputs.layout import Layout
 from rematbench.inputs.system import System
 from rematbench.plan import StateFate
 from rematbench.problem import tied_on_one_rank
 
-FETCHED = "fetched"
+FETCHED = event_of("fetched")
 """The event at which the matrices that a forward leaves whole are gathered."""
 
 
 class Matrices(NamedTuple):
     """The sharded parameters that an operator reads, which are gathered at once.  `part`, `op`: the
-    reader; `owner`: the part and the operator whose parameters they are (of a tied head, the
-    embedding's)."""
+    reader; `buffer`: the storage of the gathered parameters (of a tied head, the embedding's)."""
 
-    part: str
+    part: ModelPart
     op: str
-    owner: str
+    buffer: Storage
     parameters: int
-
-    @property
-    def buffer(self) -> str:
-        """The storage name of the gathered parameters."""
-        return f"{self.owner}.parameters"
 
 
 def forward_order(chunk: ChunkOps) -> list[Matrices]:
@@ -64,7 +59,7 @@ def kept_matrices(chunk: ChunkOps, order: Sequence[Matrices], system: System) ->
     """The matrices at the beginning of a backward's order that are whole at the end of the forward:
     fetched ahead, or used by the forward and not released.  None if another pass comes between, or
     if nothing is fetched ahead."""
-    found: dict[str, Matrices] = {}
+    found: dict[Storage, Matrices] = {}
     for one in order if chunk.backward_next and system.zero.gather_overlap else ():
         if sum(each.parameters for each in found.values()) >= system.zero.live_elements:
             break
@@ -84,8 +79,8 @@ def _matrices(chunk: ChunkOps, unit: Unit) -> list[Matrices]:
     found, tied = [], unit.table.part == "head" and tied_on_one_rank(chunk.problem)
     for op in unit.table.ops:
         if op.parameters and (op.has_weight or unit.table.part == "embedding"):
-            owner = f"{chunk.units[0].prefix}.embedding" if tied else f"{unit.prefix}.{op.name}"
-            found.append(Matrices(unit.prefix, op.name, owner, op.parameters))
+            owner = (chunk.units[0].prefix, "embedding") if tied else (unit.prefix, op.name)
+            found.append(Matrices(unit.prefix, op.name, weights_of(*owner), op.parameters))
     return found
 
 
@@ -108,13 +103,13 @@ class MatrixGatherer(ParameterGatherer):
         self.order = [*order, *kept] if forward else order
         self.at = {(one.part, one.op): place for place, one in enumerate(order)}
         self.kept, self.forward = {one.buffer: one for one in kept}, forward
-        self.whole: dict[str, Matrices] = {}  # gathered and not released, by buffer
-        self.waited: set[str] = set()
+        self.whole: dict[Storage, Matrices] = {}  # gathered and not released
+        self.waited: set[Storage] = set()
 
-    def arrive(self, w: BlockWriter, units: list[Unit]) -> set[str]:
+    def arrive(self, w: BlockWriter, units: list[Unit]) -> set[Storage]:
         """Begin a backward with the matrices that the forward left."""
         self.whole = dict(self.kept)
-        self.pending = dict.fromkeys(self.kept, FETCHED)
+        self.pending = {**dict.fromkeys(self.kept, FETCHED)}
         return {*self.kept}
 
     def before(self, w: BlockWriter, units: list[Unit], position: int) -> None:
@@ -125,7 +120,7 @@ class MatrixGatherer(ParameterGatherer):
         """Gather nothing yet, as in `before`."""
         w.weights = self.read
 
-    def read(self, w: BlockWriter, part: str, op: Op) -> tuple[str, ...]:
+    def read(self, w: BlockWriter, part: ModelPart, op: Op) -> tuple[Storage, ...]:
         """Gather the matrices that a kernel reads, wait for them, and fetch the next ones; returns
         the storages that the kernel reads."""
         place = self.at.get((part, op.name))
@@ -142,7 +137,8 @@ class MatrixGatherer(ParameterGatherer):
     def _fetch(self, w: BlockWriter, one: Matrices) -> None:
         if one.buffer not in self.whole:
             self.whole[one.buffer] = one
-            self.pending[one.buffer] = self._issue(w, one.owner, one.buffer, one.parameters)
+            owner = part_of(one.buffer.part.letter, one.buffer.part.number, one.buffer.tensor)
+            self.pending[one.buffer] = self._issue(w, owner, one.buffer, one.parameters)
 
     def _ahead(self, w: BlockWriter, place: int) -> None:
         """Fetch matrices that are used after `place` and are not whole."""
@@ -167,7 +163,7 @@ class MatrixGatherer(ParameterGatherer):
             for buffer in gone:
                 del self.whole[buffer], self.pending[buffer]
             self.waited.difference_update(gone)
-            w.add(Action(kind=Kind.FREE, stream=COMPUTE, frees=tuple(gone)))
+            w.free(*gone)
         if stay and unit.table.part == "head":
             for one in stay.values():
                 self._fetch(w, one)

@@ -11,15 +11,16 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from rematbench.engine.lowering.chunk_ops import ChunkOps
-from rematbench.engine.lowering.emit_states import Reduced
-from rematbench.engine.lowering.state_pieces import (
+from rematbench.engine.lowering.blocks.chunk_ops import ChunkOps
+from rematbench.engine.lowering.blocks.writer import BlockWriter
+from rematbench.engine.lowering.states.emit_states import Reduced
+from rematbench.engine.lowering.states.state_pieces import (
     PieceWidths,
     device_update,
     host_update,
     unit_ranges,
+    visit_of,
 )
-from rematbench.engine.lowering.writer import BlockWriter
 from rematbench.engine.program.action import (
     COMPUTE,
     GRADIENTS_DOWN,
@@ -27,13 +28,11 @@ from rematbench.engine.program.action import (
     STATES_DOWN,
     STATES_UP,
     WEIGHTS_UP,
-    Action,
     Alloc,
     Kind,
-    piece_part,
-    visit_buffer,
 )
 from rematbench.engine.program.program import Block
+from rematbench.engine.program.storage import Event, ModelPart, Storage, UnitOf, event_of, part_of
 from rematbench.plan import Piece, Pieces, Plan
 
 
@@ -41,10 +40,15 @@ class Ready(NamedTuple):
     """A piece, and the units (each with its chunk) whose gradients and weights it has."""
 
     piece: Piece
-    units: tuple[str, ...]
+    units: tuple[UnitOf, ...]
+
+    @property
+    def part(self) -> ModelPart:
+        """The part of the piece, with its units."""
+        return part_of("P", self.piece.number, units=self.units)
 
 
-ReadyPieces = tuple[dict[str, tuple[Ready, ...]], ...]
+ReadyPieces = tuple[dict[ModelPart, tuple[Ready, ...]], ...]
 """For each chunk, the pieces that are ready when a unit's gradients are reduced, by the unit."""
 
 
@@ -55,11 +59,11 @@ def ready_pieces(chunks: Sequence[ChunkOps], plan: Plan) -> ReadyPieces | None:
         return None
     held = sum(unit.parameters for chunk in chunks for unit in chunk.units)
     ranges = list(unit_ranges(chunks, optimizer.shards))
-    found: list[dict[str, tuple[Ready, ...]]] = [{} for _ in chunks]
+    found: list[dict[ModelPart, tuple[Ready, ...]]] = [{} for _ in chunks]
     for piece in optimizer.cut(-(-held // optimizer.shards)):
         within = [one for one in ranges if piece.within(one[2], one[3])]
         chunk, unit, _, _ = within[-1]
-        units = tuple(f"{unit.prefix}.{chunk.chunk}" for chunk, unit, _, _ in within)
+        units = tuple((unit.prefix, chunk.chunk) for chunk, unit, _, _ in within)
         due = found[chunk.chunk]
         due[unit.prefix] = (*due.get(unit.prefix, ()), Ready(piece, units))
     return tuple(found)
@@ -69,13 +73,17 @@ class ReadyWriter:
     """Writes the updates of a chunk's pieces into the chunk's last backward."""
 
     def __init__(
-        self, w: BlockWriter, due: Mapping[str, tuple[Ready, ...]], cut: Pieces, widths: PieceWidths
+        self,
+        w: BlockWriter,
+        due: Mapping[ModelPart, tuple[Ready, ...]],
+        cut: Pieces,
+        widths: PieceWidths,
     ) -> None:
         self.w, self.due, self.widths, self.slots = w, due, widths, cut.slots
-        self.landing: list[tuple[Ready, tuple[str, ...], str]] = []
+        self.landing: list[tuple[Ready, tuple[Event, ...], Storage | None]] = []
         """Updates on the device that are not issued yet: the piece, the events that they wait for,
-        and the storage of the states (empty: resident)."""
-        self.visiting: list[str] = []  # visits whose states go back
+        and the storage of the states (None: resident)."""
+        self.visiting: list[ModelPart] = []  # visits whose states go back
 
     def after(self, reduced: Sequence[Reduced]) -> None:
         """Start the pieces that are ready after these units."""
@@ -85,35 +93,33 @@ class ReadyWriter:
         for one, events in due:
             match one.piece.place:
                 case "device":
-                    self.landing.append((one, events, ""))
+                    self.landing.append((one, events, None))
                 case "host":
                     self._hosted(one, events)
                 case "visit":
                     self._visit(one, events)
 
-    def finish(self, *, last: bool) -> set[str]:
+    def finish(self, *, last: bool) -> set[Storage]:
         """Issue the updates that are left, and end all visits unless the chunk is the `last` one;
         returns the storages of visits on their way back."""
         self._land(len(self.landing))
         while self.visiting and not last:
             _end_visit(self.w, self.visiting.pop(0))
-        return set(map(visit_buffer, self.visiting))
+        return set(map(visit_of, self.visiting))
 
-    def _hosted(self, one: Ready, events: tuple[str, ...]) -> None:
-        part, nbytes = piece_part(one.piece.number), self.widths.down * one.piece.count
+    def _hosted(self, one: Ready, events: tuple[Event, ...]) -> None:
+        part, nbytes = one.part, self.widths.down * one.piece.count
         if nbytes:
-            down = self.w.state_copy(
-                Kind.D2H, part, GRADIENTS_DOWN, nbytes, after=events[0], units=one.units
-            )
+            down = self.w.state_copy(Kind.D2H, part, GRADIENTS_DOWN, nbytes, after=events[0])
             events = (down,)
         for event in events:
             self.w.wait(HOST_UPDATE, event)
-        self.w.add(host_update(part, one.piece, self.widths, _updated(part), one.units))
+        self.w.add(host_update(part, one.piece, self.widths, _updated(part)))
 
-    def _visit(self, one: Ready, events: tuple[str, ...]) -> None:
+    def _visit(self, one: Ready, events: tuple[Event, ...]) -> None:
         """Copy a piece's states to the device; one of `slots` visits must be free."""
         while self.visiting or self.landing:
-            flying = len(self.visiting) + sum(bool(name) for _, _, name in self.landing)
+            flying = len(self.visiting) + sum(states is not None for _, _, states in self.landing)
             if flying < self.slots:
                 break
             if self.visiting:
@@ -121,22 +127,22 @@ class ReadyWriter:
                 _end_visit(self.w, part)
             else:
                 self._land(1)
-        part, nbytes = piece_part(one.piece.number), self.widths.states * one.piece.count
-        name = visit_buffer(part)
-        allocs = (Alloc(name, nbytes),)
+        part, nbytes = part_of("P", one.piece.number), self.widths.states * one.piece.count
+        states = visit_of(part)
+        allocs = (Alloc(states, nbytes),)
         room = self.w.mark(COMPUTE)
         up = self.w.state_copy(Kind.H2D, part, STATES_UP, nbytes, after=room, allocs=allocs)
-        self.landing.append((one, (*events, up), name))
+        self.landing.append((one, (*events, up), states))
 
     def _land(self, count: int) -> None:
         """Issue the first `count` updates on the device that wait."""
-        for one, events, name in self.landing[:count]:
-            part, piece = piece_part(one.piece.number), one.piece
-            reads = (name,) if name else ()
+        for one, events, states in self.landing[:count]:
+            part, piece = part_of("P", one.piece.number), one.piece
+            reads = (states,) if states else ()
             for event in events:
                 self.w.wait(COMPUTE, event)
-            self.w.add(device_update(part, piece, self.widths, reads, one.units))
-            if name:
+            self.w.add(device_update(one.part, piece, self.widths, reads))
+            if states:
                 nbytes, done = self.widths.states * piece.count, self.w.mark(COMPUTE)
                 self.w.state_copy(Kind.D2H, part, STATES_DOWN, nbytes, after=done, reads=reads)
                 self.w.actions[-1] = replace(self.w.actions[-1], event=_back(part))
@@ -144,19 +150,19 @@ class ReadyWriter:
         del self.landing[:count]
 
 
-def _updated(part: str) -> str:
+def _updated(part: ModelPart) -> Event:
     """The event after which the host has updated a piece."""
-    return f"{part}.updated"
+    return event_of(f"{part}.updated")
 
 
-def _back(part: str) -> str:
+def _back(part: ModelPart) -> Event:
     """The event after which a piece's states are on the host again."""
-    return f"{part}.back"
+    return event_of(f"{part}.back")
 
 
-def _end_visit(w: BlockWriter, part: str) -> None:
+def _end_visit(w: BlockWriter, part: ModelPart) -> None:
     w.wait(COMPUTE, _back(part))
-    w.add(Action(kind=Kind.FREE, stream=COMPUTE, frees=(visit_buffer(part),)))
+    w.free(visit_of(part))
 
 
 def ready_end_block(
@@ -164,16 +170,16 @@ def ready_end_block(
 ) -> Block:
     """The end of the updates of a chunk's pieces: weights that the host updated go up, and of the
     `last` chunk the last visits end."""
-    w, up = BlockWriter(), ""
+    w = BlockWriter()
+    up: Event | None = None
     pieces = [one for each in due for one in each]
     for one in pieces:
         if one.piece.place == "host":
-            part, nbytes = piece_part(one.piece.number), widths.up * one.piece.count
-            after = _updated(part)
-            up = w.state_copy(Kind.H2D, part, WEIGHTS_UP, nbytes, after=after, units=one.units)
+            part, nbytes = one.part, widths.up * one.piece.count
+            up = w.state_copy(Kind.H2D, part, WEIGHTS_UP, nbytes, after=_updated(part))
     if up:
         w.wait(COMPUTE, up)
     visits = [one.piece.number for one in pieces if one.piece.place == "visit"]
     for number in visits[-cut.slots :] if last else ():
-        _end_visit(w, piece_part(number))
+        _end_visit(w, part_of("P", number))
     return Block("OPT_HOST", tuple(w.actions))

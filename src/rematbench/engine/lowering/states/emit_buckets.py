@@ -11,16 +11,18 @@ Deviation: the gradients of a unit enter the bucket together, after the unit's b
 from collections.abc import Mapping, Sequence
 
 from rematbench.costs.states import Buckets, reduce_buckets
-from rematbench.engine.lowering.chunk_ops import ChunkOps, Unit
-from rematbench.engine.lowering.emit_states import GradReducer
-from rematbench.engine.lowering.writer import BlockWriter
+from rematbench.engine.lowering.blocks.chunk_ops import ChunkOps, Unit
+from rematbench.engine.lowering.blocks.writer import BlockWriter
+from rematbench.engine.lowering.states.emit_states import GradReducer
 from rematbench.engine.program.action import COMPUTE, Action, Alloc, Kind
+from rematbench.engine.program.storage import NO_PART, ModelPart, storage_of
 from rematbench.plan import Plan, StateFate
 from rematbench.problem import Problem, gathered_bytes, operator_tensors, weighted_operators
 
-BUCKET, PART, COPY = "bucket", "gradient_part", "bucket_copy"
-"""The storage names of a bucket, of the rank's part of the gradients that reductions fill, and of
-the copy of a bucket that is reduced."""
+BUCKET = "bucket"
+PART, COPY = storage_of(NO_PART, "gradient_part"), storage_of(NO_PART, "bucket_copy")
+"""The name of a bucket, the rank's part of the gradients that reductions fill, and the copy of a
+bucket that is reduced."""
 
 
 def buckets_of(plan: Plan, problem: Problem, chunks: Sequence[ChunkOps]) -> Buckets | None:
@@ -43,13 +45,14 @@ class BucketReducer(GradReducer):
         problem: Problem,
         tied: Unit | None,
         buckets: Buckets,
-        leaving: Mapping[str, int] | None = None,
+        leaving: Mapping[ModelPart, int] | None = None,
     ) -> None:
         width = gathered_bytes(problem)
         super().__init__(gradient, optimizer, problem.system, problem.layout, width, tied, leaving)
         self.problem, self.buckets, self.opened = problem, buckets, False
         size, count = buckets.copy, buckets.opened // buckets.copy
-        self.held = tuple(Alloc(f"{BUCKET}{number}", size) for number in range(count))
+        names = [f"{BUCKET}{number}" for number in range(count)]
+        self.held = tuple(Alloc(storage_of(NO_PART, name), size) for name in names)
         if buckets.part and not self.leaves:
             self.held += (Alloc(PART, buckets.part),)
 
@@ -66,7 +69,7 @@ class BucketReducer(GradReducer):
             if self._filled() + self._size(unit) > self.system.zero.bucket_bytes:
                 self._empty(w)
             if self.transient:
-                w.add(Action(kind=Kind.FREE, stream=COMPUTE, frees=(self.buffer(unit),)))
+                w.free(self.buffer(unit))
             self.bucket.append(unit)
         if last or self._filled() >= self.system.zero.bucket_bytes:
             self._empty(w)
@@ -95,6 +98,6 @@ class BucketReducer(GradReducer):
     def _close(self, w: BlockWriter) -> None:
         self._drain(w, 0)
         if self.held and self.opened:
-            names = tuple(alloc.name for alloc in self.held)
-            w.add(Action(kind=Kind.FREE, stream=COMPUTE, frees=names))
+            held = tuple(alloc.storage for alloc in self.held)
+            w.free(*held)
         self._record_end(w)

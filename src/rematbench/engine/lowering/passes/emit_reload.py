@@ -1,10 +1,16 @@
 """Reloads the tensors that the forward offloaded to the host, in a backward block."""
 
-from rematbench.engine.lowering.chunk_ops import ChunkOps, Unit
-from rematbench.engine.lowering.emit_forward import Fates, stays_in_slots, trailing_unit
-from rematbench.engine.lowering.emit_op import emit_copies_in
-from rematbench.engine.lowering.writer import BlockWriter
-from rematbench.engine.program.action import COMPUTE, HOST, Action, Kind, layer_slot, place
+from rematbench.engine.lowering.blocks.chunk_ops import (
+    ChunkOps,
+    Unit,
+    stays_in_slots,
+    trailing_unit,
+)
+from rematbench.engine.lowering.blocks.fates import Fates
+from rematbench.engine.lowering.blocks.writer import BlockWriter
+from rematbench.engine.lowering.passes.emit_op import emit_copies_in
+from rematbench.engine.program.action import COMPUTE
+from rematbench.engine.program.storage import COPIED_IN, Event, ModelPart, Slot, Storage
 from rematbench.plan import Transfers
 
 
@@ -17,43 +23,43 @@ class Reloader:
         self.chunk, self.transfers, self.w = chunk, transfers, w
         self.stored = chunk.stored(fates)
         self.layerwise = transfers.granularity == "layer"
-        self.fetched: dict[str, str] = {}  # unit -> event of its reloads
-        self.waited: set[str] = set()
-        self.tenants: dict[str, str] = {}  # rounding buffer -> unit whose backward still needs it
+        self.fetched: dict[ModelPart | None, Event] = {}  # unit -> event of its reloads
+        self.waited: set[ModelPart] = set()
+        self.tenants: dict[Slot | None, ModelPart] = {}  # units whose backward needs a buffer
         self.positions = {unit.prefix: i for i, unit in enumerate(chunk.units)}
         if self.layerwise and transfers.reload_slots:
             for unit in stays_in_slots(chunk, fates, transfers.reload_slots):
                 self._slot(unit)
         self.offloaded = self._offloaded()
         ahead = trailing_unit(chunk, fates, transfers)
-        self.ahead = ahead.prefix if ahead else ""  # the unit that an earlier block reloads
+        self.ahead = ahead.prefix if ahead else None  # the unit that an earlier block reloads
         if self.ahead:
-            self.fetched[self.ahead] = "h2d"
+            self.fetched[self.ahead] = COPIED_IN
 
-    def _offloaded(self) -> dict[str, list[tuple[str, int]]]:
-        """Offloaded storages (name, bytes) by unit prefix."""
-        table: dict[str, list[tuple[str, int]]] = {}
+    def _offloaded(self) -> dict[ModelPart, list[tuple[Storage, int]]]:
+        """Offloaded storages, each with its bytes, by unit."""
+        table: dict[ModelPart, list[tuple[Storage, int]]] = {}
         for unit in self.chunk.units:
             for _, _, site in self.chunk.saved(unit):
-                leaving = [(p.name, p.nbytes) for p in self.stored[site] if p.offload]
+                leaving = [(p.storage, p.nbytes) for p in self.stored[site] if p.offload]
                 if leaving:
                     table.setdefault(unit.prefix, []).extend(leaving)
         return table
 
-    def start(self) -> set[str]:
+    def start(self) -> set[Storage]:
         """Declare the storages that the forward left alive, on the device and on the host.  With
         chunk granularity, compute first waits for all reloads."""
-        arrivals: set[str] = set()
+        arrivals: set[Storage] = set()
         for unit in self.chunk.units:
             for _, _, site in self.chunk.saved(unit):
                 for part in self.stored[site]:
                     if not part.offload or not self.layerwise or unit.prefix == self.ahead:
-                        arrivals.add(part.name)
+                        arrivals.add(part.storage)
                     if part.offload:
-                        arrivals.add(part.name + HOST)
+                        arrivals.add(part.storage.on_host)
         if self.offloaded and not self.layerwise:
-            self.w.wait(COMPUTE, "h2d")
-            self._free_on_host([name for parts in self.offloaded.values() for name, _ in parts])
+            self.w.wait(COMPUTE, COPIED_IN)
+            self._free_on_host([each for parts in self.offloaded.values() for each, _ in parts])
         return arrivals
 
     def before(self, order: list[Unit], position: int) -> None:
@@ -76,27 +82,27 @@ class Reloader:
         self.waited.add(unit.prefix)
         self._fetch(unit)
         self.w.wait(COMPUTE, self.fetched[unit.prefix])
-        self._free_on_host([name for name, _ in self.offloaded[unit.prefix]])
+        self._free_on_host([each for each, _ in self.offloaded[unit.prefix]])
 
-    def _free_on_host(self, names: list[str]) -> None:
-        frees = tuple([name + HOST for name in names])
-        self.w.add(Action(kind=Kind.FREE, stream=COMPUTE, frees=frees))
+    def _free_on_host(self, storages: list[Storage]) -> None:
+        frees = tuple([storage.on_host for storage in storages])
+        self.w.free(*frees)
 
     def _fetch(self, unit: Unit) -> None:
         if unit.prefix in self.offloaded and unit.prefix not in self.fetched:
             self.w.wait("h2d", self.w.mark(COMPUTE))
             coming, slot = self.offloaded[unit.prefix], self._slot(unit)
-            names = [name for name, _ in coming if place(name)[0] == unit.prefix]
-            self.w.slots = dict.fromkeys(names, slot) if slot else {}
+            own = [each for each, _ in coming if each.part == unit.prefix]
+            self.w.slots = dict.fromkeys(own, slot) if slot else {}
             self.fetched[unit.prefix] = emit_copies_in(self.w, coming, self.w.new_event())
             self.w.slots = {}
 
-    def _slot(self, unit: Unit) -> str:
-        """The unit's rounding buffer; "" (new memory) while a group's rebuild needs the buffer."""
+    def _slot(self, unit: Unit) -> Slot | None:
+        """The unit's rounding buffer; None (new memory) while a group's rebuild needs it."""
         slots = self.transfers.reload_slots
-        slot = layer_slot(self.positions[unit.prefix], slots) if slots else ""
+        slot = Slot(by_layer=True, number=self.positions[unit.prefix] % slots) if slots else None
         if slot in self.tenants:
-            return ""
+            return None
         if slot:
             self.tenants[slot] = unit.prefix
         return slot

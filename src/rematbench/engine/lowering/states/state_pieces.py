@@ -11,8 +11,8 @@ from itertools import pairwise
 
 from msgspec import Struct
 
-from rematbench.engine.lowering.chunk_ops import ChunkOps, Unit
-from rematbench.engine.lowering.writer import BlockWriter
+from rematbench.engine.lowering.blocks.chunk_ops import ChunkOps, Unit
+from rematbench.engine.lowering.blocks.writer import BlockWriter
 from rematbench.engine.program.action import (
     CAST,
     COMPUTE,
@@ -25,11 +25,17 @@ from rematbench.engine.program.action import (
     Action,
     Alloc,
     Kind,
-    master_buffer,
-    piece_part,
-    visit_buffer,
 )
 from rematbench.engine.program.program import Block
+from rematbench.engine.program.storage import (
+    NO_PART,
+    Event,
+    ModelPart,
+    Role,
+    Storage,
+    part_of,
+    storage_of,
+)
 from rematbench.plan import Piece, Pieces, Plan
 from rematbench.problem import Problem
 
@@ -76,7 +82,7 @@ def master_bytes(problem: Problem) -> int:
     return problem.system.states.optimizer_bytes // MASTERS
 
 
-Leaving = tuple[dict[str, int], ...]
+Leaving = tuple[dict[ModelPart, int], ...]
 """For each chunk, the parameters of each unit whose gradients go to the host when reduced."""
 
 
@@ -108,12 +114,13 @@ def unit_ranges(
             start = stop
 
 
+def visit_of(part: ModelPart) -> Storage:
+    """A piece's states while they are on the device."""
+    return storage_of(part, role=Role.STATES)
+
+
 def device_update(
-    part: str,
-    piece: Piece,
-    widths: PieceWidths,
-    reads: tuple[str, ...],
-    units: tuple[str, ...] = (),
+    part: ModelPart, piece: Piece, widths: PieceWidths, reads: tuple[Storage, ...]
 ) -> Action:
     """Return the update of a piece on the device, which `reads` its states (empty: resident)."""
     return Action(
@@ -124,13 +131,10 @@ def device_update(
         reads=reads,
         nbytes=widths.param * piece.count,
         scratch=widths.scratch * piece.count,
-        units=units,
     )
 
 
-def host_update(
-    part: str, piece: Piece, widths: PieceWidths, event: str, units: tuple[str, ...] = ()
-) -> Action:
+def host_update(part: ModelPart, piece: Piece, widths: PieceWidths, event: Event) -> Action:
     """Return the update of a piece on the host, which ends with an event."""
     return Action(
         kind=Kind.OPTIMIZER,
@@ -139,7 +143,6 @@ def host_update(
         op="optimizer",
         nbytes=widths.param * piece.count,
         event=event,
-        units=units,
     )
 
 
@@ -158,10 +161,10 @@ class _Writer:
         self.w = BlockWriter()
         self.ready = self.w.mark(COMPUTE)
         """All gradients and their norm; without slots also the end of the piece before."""
-        self.visiting: list[tuple[str, str]] = []  # the end of each visit in flight, its storage
-        self.updated: tuple[Piece, str] | None = None  # on the host; its weights are not up yet
-        self.down: dict[int, str] = {}  # the arrival of each piece's gradients on the host
-        self.back: list[str] = []
+        self.visiting: list[tuple[Event, Storage]] = []  # the end of each visit in flight
+        self.updated: tuple[Piece, Event] | None = None  # on the host; its weights are not up yet
+        self.down: dict[int, Event] = {}  # the arrival of each piece's gradients on the host
+        self.back: list[Event] = []
         hosted = [piece for piece in pieces if piece.place == "host"]
         self.next = {one.number: other for one, other in pairwise(hosted)} if self.slots else {}
 
@@ -177,13 +180,13 @@ class _Writer:
             self.w.wait(COMPUTE, event)
         return self.w.actions
 
-    def _part(self, piece: Piece) -> str:
-        return piece_part(piece.number) if self.named else ""
+    def _part(self, piece: Piece) -> ModelPart:
+        return part_of("P", piece.number) if self.named else NO_PART
 
     def _resident(self, piece: Piece) -> None:
         self._on_device(piece, ())
 
-    def _on_device(self, piece: Piece, reads: tuple[str, ...]) -> None:
+    def _on_device(self, piece: Piece, reads: tuple[Storage, ...]) -> None:
         widths, part = self.widths, self._part(piece)
         self.w.add(device_update(part, piece, widths, reads))
         if widths.back:
@@ -204,9 +207,9 @@ class _Writer:
             self._weights_up()
             self.ready = self.w.mark(COMPUTE)
 
-    def _gradients(self, piece: Piece) -> str:
+    def _gradients(self, piece: Piece) -> Event:
         """The event after which a piece's gradients are on the host."""
-        arrived, nbytes = self.down.pop(piece.number, ""), self.widths.down * piece.count
+        arrived, nbytes = self.down.pop(piece.number, None), self.widths.down * piece.count
         if arrived or not nbytes:
             return arrived or self.ready
         part = self._part(piece)
@@ -219,7 +222,8 @@ class _Writer:
             return
         (piece, done), self.updated = self.updated, None
         part, nbytes = self._part(piece), self.widths.up * piece.count
-        allocs = (Alloc(master_buffer(part), nbytes),) if self.widths.master else ()
+        master = storage_of(part, role=Role.MASTER)
+        allocs = (Alloc(master, nbytes),) if self.widths.master else ()
         if allocs:  # their memory may be what compute has freed
             self.w.wait("h2d", self.w.mark(COMPUTE))
         if nbytes:
@@ -235,30 +239,30 @@ class _Writer:
                     stream=COMPUTE,
                     part=part,
                     op=CAST,
-                    reads=(alloc.name,),
+                    reads=(alloc.storage,),
                     nbytes=nbytes,
                 )
             )
-            self.w.add(Action(kind=Kind.FREE, stream=COMPUTE, frees=(alloc.name,)))
+            self.w.free(alloc.storage)
 
     def _visit(self, piece: Piece) -> None:
         """Copy a piece's states to the device, update them there, and copy them back."""
         self._end_visits(max(0, self.slots - 1))
         part, nbytes = self._part(piece), self.widths.states * piece.count
-        name = visit_buffer(part)
+        states = visit_of(part)
         up = self.w.state_copy(
             Kind.H2D,
             part,
             STATES_UP,
             nbytes,
             after=self.w.mark(COMPUTE),
-            allocs=(Alloc(name, nbytes),),
+            allocs=(Alloc(states, nbytes),),
         )
         self.w.wait(COMPUTE, up)
-        self._on_device(piece, (name,))
+        self._on_device(piece, (states,))
         done = self.w.mark(COMPUTE)
-        end = self.w.state_copy(Kind.D2H, part, STATES_DOWN, nbytes, after=done, reads=(name,))
-        self.visiting.append((end, name))
+        end = self.w.state_copy(Kind.D2H, part, STATES_DOWN, nbytes, after=done, reads=(states,))
+        self.visiting.append((end, states))
         if not self.slots:
             self._end_visits(0)
             self.ready = self.w.mark(COMPUTE)
@@ -266,6 +270,6 @@ class _Writer:
     def _end_visits(self, leave: int) -> None:
         """Wait for the oldest visits to be back, until `leave` are in flight, and free them."""
         while len(self.visiting) > leave:
-            end, name = self.visiting.pop(0)
+            end, states = self.visiting.pop(0)
             self.w.wait(COMPUTE, end)
-            self.w.add(Action(kind=Kind.FREE, stream=COMPUTE, frees=(name,)))
+            self.w.free(states)

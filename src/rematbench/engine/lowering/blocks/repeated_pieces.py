@@ -5,9 +5,10 @@ from typing import NamedTuple
 
 from rematbench.engine.program.action import Action
 from rematbench.engine.program.program import Periods
+from rematbench.engine.program.storage import Storage
 from rematbench.engine.program.template import PiecePeriods
 
-Frees = dict[int, list[str]]
+Frees = dict[int, list[Storage]]
 """The tensors that are freed after an action, by the action's index."""
 
 
@@ -50,17 +51,17 @@ class RepeatedPiece(NamedTuple):
             self.pieces, *(start.after_insert(end, count) for start in self.starts)
         )
 
-    def frees_alike(self, actions: Sequence[Action], frees: Frees, outside: Set[str]) -> bool:
+    def frees_alike(self, actions: Sequence[Action], frees: Frees, outside: Set[Storage]) -> bool:
         """Whether the lifetimes end in the same way for each piece.  The piece must free the
         tensors of the previous piece, one piece later; and each tensor that it allocates but does
         not free must be in `outside`."""
         first, start, end = (place.action for place in self.starts)
-        new = self.periods.shift(1).name
+        new = self.periods.shift(1).storage
         before = {at + start - first: {*map(new, frees[at])} for at in frees if first <= at < start}
         here = {at: {*frees[at]} for at in frees if start <= at < end}
         return before == here and self._born(actions) <= outside | self._gone(actions, frees)
 
-    def deaths(self, actions: Sequence[Action], frees: Frees) -> set[str]:
+    def deaths(self, actions: Sequence[Action], frees: Frees) -> set[Storage]:
         """The tensors that the piece frees but does not allocate."""
         return self._gone(actions, frees) - self._born(actions)
 
@@ -68,9 +69,9 @@ class RepeatedPiece(NamedTuple):
         """Remove from `frees` the tensors that the later pieces free.  No written action reads
         them, so they would be freed after their allocation, or at the block's end."""
         deaths = self.deaths(actions, frees)
-        later = {shift.name(name) for shift in self.periods.shifts for name in deaths}
-        for at, names in [*frees.items()] if later else ():
-            left = [name for name in names if name not in later]
+        later = {shift.storage(dead) for shift in self.periods.shifts for dead in deaths}
+        for at, freed in [*frees.items()] if later else ():
+            left = [storage for storage in freed if storage not in later]
             if left:
                 frees[at] = left
             else:
@@ -86,11 +87,11 @@ class RepeatedPiece(NamedTuple):
         pieces = self.pieces._replace(works_on_piece=tuple(works_on_piece))
         return self.periods._replace(start=start, length=end - start, naming=pieces)
 
-    def _born(self, actions: Sequence[Action]) -> set[str]:
+    def _born(self, actions: Sequence[Action]) -> set[Storage]:
         here = actions[self.start.action : self.end.action]
-        return {alloc.name for action in here for alloc in action.allocs}
+        return {alloc.storage for action in here for alloc in action.allocs}
 
-    def _gone(self, actions: Sequence[Action], frees: Frees) -> set[str]:
+    def _gone(self, actions: Sequence[Action], frees: Frees) -> set[Storage]:
         here = range(self.start.action, self.end.action)
-        found = {name for at in here for name in actions[at].frees}
+        found = {freed for at in here for freed in actions[at].frees}
         return found.union(*(frees[at] for at in here if at in frees))

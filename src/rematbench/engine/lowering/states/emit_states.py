@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 from rematbench.costs.operators.ops import Comm, CommKind, Group
 from rematbench.costs.states import OPTIMIZER_STAGE
-from rematbench.engine.lowering.chunk_ops import Unit
-from rematbench.engine.lowering.state_shards import has_whole_gradients
-from rematbench.engine.lowering.writer import BlockWriter
+from rematbench.engine.lowering.blocks.chunk_ops import Unit
+from rematbench.engine.lowering.blocks.writer import BlockWriter
+from rematbench.engine.lowering.states.state_shards import has_whole_gradients, sharded
 from rematbench.engine.program.action import (
     COMM_KIND,
     COMPUTE,
@@ -17,11 +17,17 @@ from rematbench.engine.program.action import (
     SHARD_UP,
     Action,
     Alloc,
+    Exchange,
     Kind,
-    expert_buffer,
-    gradient_buffer,
-    held,
-    parameter_buffer,
+)
+from rematbench.engine.program.storage import (
+    EXPERTS,
+    REDUCED,
+    Event,
+    ModelPart,
+    Role,
+    Storage,
+    storage_of,
 )
 from rematbench.inputs.layout import Layout
 from rematbench.inputs.system import System
@@ -32,17 +38,28 @@ class Reduced(NamedTuple):
     """A unit whose gradients are summed, and the events after which nothing works on these or on
     those of units before it."""
 
-    unit: str
-    events: tuple[str, ...]
+    unit: ModelPart
+    events: tuple[Event, ...]
 
 
 class Gathered(NamedTuple):
     """A part of a unit's parameters that is gathered at once: its storage, its number of
     parameters, and the peers that hold its shards."""
 
-    name: str
+    storage: Storage
     parameters: int
     group: Group
+
+
+def weights_of(unit: ModelPart, tensor: str = "") -> Storage:
+    """The buffer for a unit's gathered parameters, or for those of its experts or an operator."""
+    return storage_of(unit, tensor, Role.WEIGHTS)
+
+
+def updated(unit: Unit, fate: StateFate, layout: Layout) -> int:
+    """The number of a unit's parameters of which one rank holds a state."""
+    experts = unit.expert_parameters
+    return sharded(unit.parameters - experts, experts, fate, layout)
 
 
 def gathered_parts(unit: Unit, fate: StateFate, layout: Layout) -> list[Gathered]:
@@ -52,11 +69,11 @@ def gathered_parts(unit: Unit, fate: StateFate, layout: Layout) -> list[Gathered
     by_layer = fate.gather == "layer"
     found: list[Gathered] = []
     if unit.parameters > experts and not (by_layer and _is_here(fate, layout)):
-        found.append(Gathered(parameter_buffer(unit.prefix), unit.parameters - experts, "dp"))
+        found.append(Gathered(weights_of(unit.prefix), unit.parameters - experts, "dp"))
     if experts and layout.expert_shards > 1:
-        found.append(Gathered(expert_buffer(unit.prefix), experts, "edp"))
+        found.append(Gathered(weights_of(unit.prefix, EXPERTS), experts, "edp"))
     if fate.release == "step":
-        return [part._replace(name=held(part.name)) for part in found]
+        return [part._replace(storage=part.storage.held) for part in found]
     return found
 
 
@@ -97,29 +114,29 @@ class ParameterGatherer:
         self.fate, self.system, self.peers, self.release = fate, system, peers, release
         self.beside = system.zero.gather_overlap
         self.width = width
-        self.survivors: set[str] = set()
-        self.pending: dict[str, str] = {}
-        self.released = ""
+        self.survivors: set[Storage] = set()
+        self.pending: dict[object, Event] = {}  # the end of each gather, by what is gathered
+        self.released: Event | None = None
         self.for_the_head = False
 
     def parts(self, unit: Unit) -> list[Gathered]:
         """Return the parts of a unit's parameters that are gathered."""
         return gathered_parts(unit, self.fate, self.layout)
 
-    def own(self, unit: Unit) -> tuple[str, ...]:
+    def own(self, unit: Unit) -> tuple[Storage, ...]:
         """Return the storages of a unit's gathered parameters."""
-        return tuple(part.name for part in self.parts(unit))
+        return tuple(part.storage for part in self.parts(unit))
 
     def _read(self, unit: Unit) -> list[Unit]:
         """The units whose weights a unit's kernels read."""
         shared = self.tied if unit.table.part == "head" else None
         return [unit, shared] if shared else [unit]
 
-    def buffers(self, unit: Unit) -> tuple[str, ...]:
+    def buffers(self, unit: Unit) -> tuple[Storage, ...]:
         """Return the storages from which a unit's kernels read weights."""
         return tuple(chain.from_iterable(map(self.own, self._read(unit))))
 
-    def arrive(self, w: BlockWriter, units: list[Unit]) -> set[str]:
+    def arrive(self, w: BlockWriter, units: list[Unit]) -> set[Storage]:
         """Return the storages of parameters that the forward gathered and kept.  These are all
         units under ZeRO-2 in the form of FSDP's shard-grad-op, or embedding and head if the plan
         keeps them (`keeps_ends`)."""
@@ -129,10 +146,10 @@ class ParameterGatherer:
             for unit in units
             if fate.release == "backward" or (fate.keeps_ends and unit.table.part != "layer")
         ]
-        event = w.mark(COMPUTE) if kept else ""
         whole = [unit for unit in kept if self.parts(unit)]
+        if kept:
+            self.pending |= dict.fromkeys([unit.prefix for unit in whole], w.mark(COMPUTE))
         for unit in whole:
-            self.pending[unit.prefix] = event
             w.parameters[unit.prefix] = self.buffers(unit)
         return {*chain.from_iterable(map(self.own, whole))}
 
@@ -161,16 +178,16 @@ class ParameterGatherer:
         if self.layerwise:
             w.parameters[unit.prefix] = self.buffers(unit)
         for part in self.parts(unit):
-            event = self._issue(w, unit.prefix, part.name, part.parameters, part.group)
+            event = self._issue(w, unit.prefix, part.storage, part.parameters, part.group)
             self.pending[unit.prefix] = event
 
     def _issue(
-        self, w: BlockWriter, part: str, buffer: str, parameters: int, group: Group = "dp"
-    ) -> str:
+        self, w: BlockWriter, part: ModelPart, buffer: Storage, parameters: int, group: Group = "dp"
+    ) -> Event:
         """Issue the gather of `parameters` parameters of a part; returns its end event."""
         payload = (self.width if self.layerwise else self.system.states.gather_bytes) * parameters
         allocs = (Alloc(buffer, payload),) if self.layerwise else ()
-        reads: tuple[str, ...] = ()
+        reads: tuple[Storage, ...] = ()
         if self.layerwise and not self.beside:
             w.wait("dp", w.mark(COMPUTE))
         elif self.layerwise and self.released:
@@ -191,7 +208,7 @@ class ParameterGatherer:
                 reads=reads,
                 allocs=allocs,
                 event=event,
-                comm=Comm("all_gather", group, payload),
+                exchange=Exchange(Comm("all_gather", group, payload)),
             )
         )
         if self.beside:
@@ -199,8 +216,8 @@ class ParameterGatherer:
         return event
 
     def _shard_up(
-        self, w: BlockWriter, part: str, parameters: int, allocs: tuple[Alloc, ...]
-    ) -> str:
+        self, w: BlockWriter, part: ModelPart, parameters: int, allocs: tuple[Alloc, ...]
+    ) -> Event:
         """Copy this rank's shard of a part's parameters into their new buffer; returns the end
         event."""
         nbytes = self.system.states.param_bytes * -(-parameters // self.fate.shards)
@@ -222,7 +239,7 @@ class ParameterGatherer:
 
     def _free(self, w: BlockWriter, unit: Unit) -> None:
         del w.parameters[unit.prefix], self.pending[unit.prefix]
-        w.add(Action(kind=Kind.FREE, stream=COMPUTE, frees=self.own(unit)))
+        w.free(*self.own(unit))
 
 
 def norm_reduction(system: System, norms: int, shards: int = 1) -> Comm:
@@ -296,7 +313,7 @@ class GradReducer:
         layout: Layout,
         width: int,
         tied: Unit | None = None,
-        leaving: Mapping[str, int] | None = None,
+        leaving: Mapping[ModelPart, int] | None = None,
     ) -> None:
         self.leaving = leaving
         self.update = optimizer.update == "backward"
@@ -310,15 +327,15 @@ class GradReducer:
         self.width = system.states.grad_bytes if self.update else width
         self.bucket: list[Unit] = []
         self.sums_in_last = False  # norms are summed before each reduction, not after the passes
-        self.norms: list[str] = []
+        self.norms: list[Event] = []
         self.reduced: list[Reduced] = []
-        self.down = ""  # the end of the latest copy to the host
-        self.in_flight: list[tuple[str, str]] = []
-        self.survivors: set[str] = set()  # storages that the block leaves
+        self.down: Event | None = None  # the end of the latest copy to the host
+        self.in_flight: list[tuple[Event, Storage]] = []
+        self.survivors: set[Storage] = set()  # storages that the block leaves
 
-    def buffer(self, unit: Unit) -> str:
-        """Return the storage name of a unit's full gradients."""
-        return gradient_buffer(unit.prefix)
+    def buffer(self, unit: Unit) -> Storage:
+        """Return the storage of a unit's full gradients."""
+        return storage_of(unit.prefix, role=Role.WEIGHT_GRADIENTS)
 
     def before(self, w: BlockWriter, unit: Unit) -> None:
         """Allocate the buffer of the unit's gradients; before the head, also the buffer of the tied
@@ -364,7 +381,7 @@ class GradReducer:
         """Record the end of the block's reductions, if there are peers."""
         if self.shared:
             w.wait("dp", w.mark(COMPUTE))
-            w.add(Action(kind=Kind.EVENT, stream="dp", event="reduced"))
+            w.add(Action(kind=Kind.EVENT, stream="dp", event=REDUCED))
 
     def _apply(self, w: BlockWriter, unit: Unit) -> None:
         """Reduce a unit's gradients if there are peers, update its parameters, free its
@@ -378,7 +395,7 @@ class GradReducer:
             norms = norm_reduction(self.system, unit.norm_parameters)
             reads = [self.buffer(unit)]
             w.wait(COMPUTE, w.collective(norms, unit.prefix, "norm_gradients", reads, []))
-        count = unit.updated(self.optimizer, self.layout)
+        count = updated(unit, self.optimizer, self.layout)
         w.add(
             Action(
                 kind=Kind.OPTIMIZER,
@@ -389,31 +406,31 @@ class GradReducer:
                 nbytes=self.system.states.param_bytes * count,
             )
         )
-        w.add(Action(kind=Kind.FREE, stream=COMPUTE, frees=(self.buffer(unit),)))
+        w.free(self.buffer(unit))
 
     def _reduce(self, w: BlockWriter, size: int) -> None:
-        names = tuple(self.buffer(u) for u in self.bucket) if self.transient else ()
-        self._reduce_storages(w, size, names, ())
+        buffers = tuple(self.buffer(u) for u in self.bucket) if self.transient else ()
+        self._reduce_storages(w, size, buffers, ())
 
     def _reduce_storages(
-        self, w: BlockWriter, size: int, names: tuple[str, ...], allocs: tuple[Alloc, ...]
+        self, w: BlockWriter, size: int, storages: tuple[Storage, ...], allocs: tuple[Alloc, ...]
     ) -> None:
-        """Reduce the bucket's `size` bytes, which are in the storages `names` or in the new
-        `allocs`, and copy this rank's part to the host if gradients are there."""
-        event = self._exchange(w, size, names, allocs) if self.shared else w.mark(COMPUTE)
+        """Reduce the bucket's `size` bytes, which are in `storages` or in the new `allocs`, and
+        copy this rank's part to the host if gradients are there."""
+        event = self._exchange(w, size, storages, allocs) if self.shared else w.mark(COMPUTE)
         if self.norms and not self.shared:
             event = self.norms[-1]
         self.norms = []
-        names = (*names, *(alloc.name for alloc in allocs))
+        storages = (*storages, *(alloc.storage for alloc in allocs))
         if self.leaves:
             part = self.bucket[-1].prefix
             nbytes = self.system.host.host_grad_bytes * sum(map(self._leaving, self.bucket))
             if nbytes:
                 event = self.down = w.state_copy(
-                    Kind.D2H, part, GRADIENTS_DOWN, nbytes, after=event, reads=names
+                    Kind.D2H, part, GRADIENTS_DOWN, nbytes, after=event, reads=storages
                 )
-        self.in_flight += [(event, name) for name in names]
-        events = (event, self.down) if self.down not in ("", event) else (event,)
+        self.in_flight += [(event, storage) for storage in storages]
+        events = (event, self.down) if self.down not in (None, event) else (event,)
         self.reduced += [Reduced(unit.prefix, events) for unit in self.bucket]
         self.bucket = []
 
@@ -429,15 +446,14 @@ class GradReducer:
         return -(-unit.parameters // self.optimizer.shards)
 
     def _exchange(
-        self, w: BlockWriter, size: int, names: tuple[str, ...], allocs: tuple[Alloc, ...]
-    ) -> str:
+        self, w: BlockWriter, size: int, storages: tuple[Storage, ...], allocs: tuple[Alloc, ...]
+    ) -> Event:
         """Reduce the bucket over the data-parallel peers; returns the end event."""
         w.wait("dp", w.mark(COMPUTE))
         for norm in self.norms[-1:]:
             w.wait("dp", norm)
         experts = sum(unit.expert_parameters for unit in self.bucket)
         comms = self.reductions(size, self.system.states.reduce_bytes * experts)
-        event = ""
         for comm in comms:
             event = w.new_event()
             w.add(
@@ -446,13 +462,13 @@ class GradReducer:
                     stream="dp",
                     part=self.bucket[-1].prefix,
                     op="gradients",
-                    reads=names,
+                    reads=storages,
                     allocs=allocs,
                     event=event,
-                    comm=comm,
+                    exchange=Exchange(comm),
                 )
             )
-            names, allocs = (*names, *(alloc.name for alloc in allocs)), ()
+            storages, allocs = (*storages, *(alloc.storage for alloc in allocs)), ()
         for comm in comms if self.beside else ():
             w.stall(comm)
         if not self.beside:
@@ -461,6 +477,6 @@ class GradReducer:
 
     def _drain(self, w: BlockWriter, leave: int) -> None:
         while len(self.in_flight) > leave:
-            event, name = self.in_flight.pop(0)
+            event, storage = self.in_flight.pop(0)
             w.wait(COMPUTE, event)
-            w.add(Action(kind=Kind.FREE, stream=COMPUTE, frees=(name,)))
+            w.free(storage)

@@ -55,6 +55,10 @@ class Resolved(Struct, frozen=True, array_like=True, gc=False):
         return (self.keep_bytes > 0) + (self.offload_bytes > 0) + (self.recompute_bytes > 0) > 1
 
 
+Fates = dict[Site, Resolved]
+"""The fate of each saved tensor of a chunk."""
+
+
 class ChunkPlace(Struct, frozen=True, kw_only=True):
     """The place of a chunk: its stage, its number in the stage, and its layers (global indices)."""
 

@@ -1,0 +1,1 @@
+"""Parameters, gradients and optimizer states: their gathers, reductions, updates and bytes."""

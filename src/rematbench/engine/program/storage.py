@@ -1,0 +1,266 @@
+"""Storages, events, slots and parts: what actions name.  Equal storages, events and parts are one
+object.  Only this module knows how they print.
+
+A storage is local to a (micro-batch, chunk).  `L3.q` is activation q of the chunk's layer 3.
+`E.` marks a tensor of the embedding, `H.` of the head, `d:` a gradient, `.full` a gathered copy,
+`.part` an output before its reduction, `@host` host memory.  `#k`, `#o` and `#r` mark the kept,
+offloaded and rebuilt rows, `.r` a copy that is rebuilt beside the tensor, `%2` a piece of a
+mini-sequence; `^` a storage that all micro-batches of the chunk use.
+"""
+
+from collections.abc import Callable
+from enum import Enum
+from functools import wraps
+from typing import Any, NamedTuple, TypeVar, cast
+
+from msgspec import Struct
+
+Make = TypeVar("Make", bound=Callable[..., object])
+UnitOf = tuple["ModelPart", int]
+"""A unit of a rank and its chunk."""
+
+
+def _one_object(make: Make) -> Make:
+    """Let `make` return one object for equal fields, also if threads make it at the same time."""
+    known: dict[object, object] = {}
+
+    @wraps(make)
+    def find(*fields: object) -> object:
+        found = known.get(fields)
+        return known.setdefault(fields, make(*fields)) if found is None else found
+
+    return cast(Make, find)
+
+
+class ModelPart(str):
+    """The part of a model on which an action works, as its text: a unit (E, L<i> or H), or a piece
+    of optimizer states (P<i>).  `letter`: its kind; `number`: the layer or the piece, -1 without;
+    `op`: the operator, if only its parameters are meant; `units`: the units whose gradients and
+    weights a piece has (empty: any unit's)."""
+
+    __slots__ = ("letter", "number", "op", "units")
+    letter: str
+    number: int
+    op: str
+    units: tuple[UnitOf, ...]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _part, (self.letter, self.number, self.op, self.units)
+
+    def later(self, layers: int) -> "ModelPart":
+        """The part of a layer that comes `layers` layers later."""
+        return part_of(self.letter, self.number + layers, self.op)
+
+
+@_one_object
+def _part(letter: str, number: int, op: str, units: tuple[UnitOf, ...]) -> ModelPart:
+    text = letter + (str(number) if number >= 0 else "")
+    found = ModelPart(f"{text}.{op}" if op else text)
+    found.letter, found.number, found.op, found.units = letter, number, op, units
+    return found
+
+
+def part_of(
+    letter: str, number: int = -1, op: str = "", units: tuple[UnitOf, ...] = ()
+) -> ModelPart:
+    """Return the part of these fields; see `ModelPart`."""
+    return _part(letter, number, op, units)
+
+
+NO_PART, EMBEDDING, HEAD = part_of(""), part_of("E"), part_of("H")
+"""No part, and the units at the model's ends."""
+
+
+class Role(Enum):
+    """What a storage has: the mark before its name, and the word at its end."""
+
+    ACTIVATION = ("", "")
+    GATHERED = ("", "full")
+    PARTIAL = ("", "part")
+    GRADIENT = ("d:", "")
+    GATHERED_GRADIENT = ("d:", "full")
+    PARTIAL_GRADIENT = ("d:", "part")
+    WEIGHTS = ("", "parameters")
+    WEIGHT_GRADIENTS = ("", "gradients")
+    SUMS = ("", "sums")
+    SHARD = ("", "shard")
+    STATES = ("", "states")
+    MASTER = ("", "master")
+
+    __hash__ = object.__hash__  # by identity: Enum's own hashes the name each time
+
+
+_VALUES = {
+    Role.GRADIENT: Role.ACTIVATION,
+    Role.GATHERED_GRADIENT: Role.GATHERED,
+    Role.PARTIAL_GRADIENT: Role.PARTIAL,
+}
+_GRADIENTS = {value: gradient for gradient, value in _VALUES.items()}
+
+KEPT, OFFLOADED, REBUILT, COPY = "#k", "#o", "#r", ".r"
+"""The marks of a tensor's rows by their fate, and of a copy that is rebuilt beside the tensor."""
+HOST, HELD = "@host", "^"
+"""The marks of places other than the device memory of a micro-batch: host memory, and a storage
+that one micro-batch of a chunk allocates for all of them, until the rank's last pass."""
+EXPERTS = "experts"
+"""The tensor of gathered parameters that belong to experts."""
+
+
+class Named(Struct, frozen=True, eq=False, gc=False):
+    """A value with a printed form, which is equal to itself only."""
+
+    text: str
+
+    __hash__ = object.__hash__
+
+    def __str__(self) -> str:
+        return self.text
+
+    __repr__ = __str__
+
+
+class Storage(Named, frozen=True, eq=False, gc=False):
+    """A tensor in memory, or a part of one.
+
+    `tensor`: its activation, operator or buffer; `rows`, `place`: their marks; `piece`: its piece
+    of a mini-sequence.  `label`: its text without the part; `order`: a key that sorts by the text,
+    with numbers by value.  `known`: storages that differ in a field.
+    """
+
+    part: ModelPart
+    tensor: str
+    role: Role
+    rows: str
+    piece: int | None
+    place: str
+    label: str
+    order: tuple[str, int, str, int]
+    known: dict[object, "Storage"]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _storage, self._fields
+
+    @property
+    def _fields(self) -> tuple[Any, ...]:
+        return self.part, self.tensor, self.role, self.rows, self.piece, self.place
+
+    def _with(self, key: object, field: int, value: object) -> "Storage":
+        """The storage with another field; `key`: of this change, in `known`."""
+        found = self.known.get(key)
+        if found is None:
+            fields = [*self._fields]
+            fields[field] = value
+            found = self.known[key] = _storage(*fields)
+        return found
+
+    @property
+    def is_gradient(self) -> bool:
+        """Whether it is an activation's gradient."""
+        return self.role in _VALUES
+
+    @property
+    def gradient(self) -> "Storage":
+        """The gradient of an activation."""
+        return self._with("gradient", 2, _GRADIENTS.get(self.role))
+
+    @property
+    def whole(self) -> "Storage":
+        """The tensor of which it is the gradient, some rows, a copy or a piece."""
+        role = _VALUES.get(self.role, self.role)
+        return _storage(self.part, self.tensor, role, "", None, self.place)
+
+    @property
+    def on_host(self) -> "Storage":
+        """Its copy in host memory."""
+        return self._with(HOST, 5, HOST)
+
+    @property
+    def held(self) -> "Storage":
+        """The storage that all micro-batches of a chunk use in its place."""
+        return self._with(HELD, 5, HELD)
+
+    def with_rows(self, rows: str) -> "Storage":
+        """Its rows of a fate (KEPT, OFFLOADED, REBUILT), or a copy of it (COPY)."""
+        return self._with(rows, 3, rows)
+
+    def of_piece(self, piece: int) -> "Storage":
+        """Its piece of a mini-sequence."""
+        return self._with(("piece", piece), 4, piece)
+
+    def later(self, layers: int) -> "Storage":
+        """The storage of a layer that comes `layers` layers later."""
+        return self.known.get(layers) or self._with(layers, 0, self.part.later(layers))
+
+
+def storage_of(
+    part: ModelPart,
+    tensor: str = "",
+    role: Role = Role.ACTIVATION,
+    rows: str = "",
+    piece: int | None = None,
+) -> Storage:
+    """Return the storage of these fields (see `Storage`) in the device memory of a micro-batch."""
+    return _storage(part, tensor, role, rows, piece, "")
+
+
+@_one_object
+def _storage(
+    part: ModelPart, tensor: str, role: Role, rows: str, piece: int | None, place: str
+) -> Storage:
+    mark, word = role.value
+    name = ".".join(filter(None, (tensor, word))) + rows
+    number, numbered = (-1, "") if piece is None else (piece, f"%{piece}")
+    label = f"{name}{numbered}{place}"
+    text = mark + (f"{part}.{label}" if part else label)
+    order = (mark + part.letter, part.number, f"{part.op}.{name}", number)
+    return Storage(text, part, tensor, role, rows, piece, place, label, order, {})
+
+
+class Event(Named, frozen=True, eq=False, gc=False):
+    """What a stream waits for.  `number`: of an event that is local to its block (e0, e1, ...), -1
+    of the events of a (micro-batch, chunk).  `message`: the direction of the message that arrives
+    (f, b, or e for tied embeddings), empty for other events."""
+
+    number: int
+    message: str
+    is_local: bool
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (local_event, (self.number,)) if self.is_local else (event_of, (self.text,))
+
+    def later(self, by: int) -> "Event":
+        """The event whose number is higher by `by`.  An event that other blocks wait for stays."""
+        return local_event(self.number + by) if self.is_local else self
+
+
+@_one_object
+def event_of(text: str) -> Event:
+    """Return the event of a (micro-batch, chunk) with this name; see `Event`."""
+    return Event(text, -1, _MESSAGES.get(text, ""), is_local=False)
+
+
+@_one_object
+def local_event(number: int) -> Event:
+    """Return a block's event of this number."""
+    return Event(f"e{number}", number, "", is_local=True)
+
+
+_MESSAGES = {f"recv_{direction}": direction for direction in "fbe"}
+RECEIVED = {direction: event_of(text) for text, direction in _MESSAGES.items()}
+SENT = {direction: event_of(f"sent_{direction}") for direction in "fbe"}
+"""The arrival and the end of a message: forward, backward, of a tied embedding's gradient."""
+ENDED = {"f": event_of("f_end"), "b": event_of("b_end")}
+"""The end of a forward and of a backward."""
+COPIED_OUT, COPIED_IN, REDUCED = event_of("d2h"), event_of("h2d"), event_of("reduced")
+"""The end of the copies of activations to the host and back, and of the reduction of gradients."""
+
+
+class Slot(NamedTuple):
+    """A staging slot.  In a rounding buffer (`by_layer`), the tensors of one part share the slot at
+    the same time; elsewhere all tensors of a (micro-batch, chunk) do."""
+
+    by_layer: bool
+    number: int
+
+    def __str__(self) -> str:
+        return f"slot/{'layer' if self.by_layer else 'reload'}{self.number}"

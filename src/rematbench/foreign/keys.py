@@ -1,0 +1,143 @@
+"""What each key of a training package's files means: config/foreign/NAME.yaml, a file a dialect.
+
+A key that its section does not declare is named as unknown, whatever words are in it.
+"""
+
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+from msgspec import Struct
+
+from rematbench.foreign.reading import AUTO, Reading, switch, whole
+from rematbench.inputs.configfile import convert, read_mapping
+from rematbench.inputs.paths import data_dir
+
+OFF = {"", "false", "none", "null", "no", "off", "0", "0.0", "[]", "{}"}
+
+
+class Section(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The keys of one section of a file.
+
+    `numbers`, `shapes`: positive whole numbers, each with a value of the job or a field of Model;
+    `facts`: switches, each with the facts of the stack that it states; `words`: for each word
+    that is modelled the values of the job that it sets (`facts`: those of the stack); `refused`:
+    switches that turn on what is not modelled, each with the reason; `read`: keys that the
+    dialect's reader reads itself; `no_effect`: keys without an effect on bytes or seconds;
+    `prefix`: what the keys may begin with (`fsdp_`).
+    """
+
+    numbers: dict[str, str] = {}
+    shapes: dict[str, str] = {}
+    facts: dict[str, dict[str, Any]] = {}
+    words: dict[str, dict[str, dict[str, Any]]] = {}
+    refused: dict[str, str] = {}
+    read: list[str] = []
+    no_effect: list[str] = []
+    prefix: str = ""
+
+    @property
+    def keys(self) -> set[str]:
+        """All keys of the section."""
+        named = (self.numbers, self.shapes, self.facts, self.words, self.refused)
+        return {*self.read, *self.no_effect, *(key for kind in named for key in kind)}
+
+
+class Dialect(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The sections of a package's files by their path ("" is the top level); `base`: dialects
+    whose keys belong to this one's."""
+
+    source: str
+    sections: dict[str, Section]
+    base: list[str] = []
+
+
+@cache
+def dialect(name: str) -> dict[str, Section]:
+    """The sections of a dialect."""
+    path = data_dir("config") / "foreign" / f"{name}.yaml"
+    made = convert(read_mapping(path, str(path)), Dialect, str(path))
+    sections: dict[str, Section] = {}
+    for part in [*(dialect(base) for base in made.base), made.sections]:
+        for at, section in part.items():
+            sections[at] = _joined(sections.get(at, Section()), section)
+    return sections
+
+
+def _joined(base: Section, more: Section) -> Section:
+    """Both sections as one; what `more` says of a key counts."""
+    fields: dict[str, Any] = {}
+    for name in Section.__struct_fields__:
+        ours, theirs = getattr(base, name), getattr(more, name)
+        if name == "prefix":
+            fields[name] = theirs or ours
+        elif isinstance(ours, dict):
+            fields[name] = {key: ours[key] for key in ours if key not in more.keys} | theirs
+        else:
+            fields[name] = [key for key in ours if key not in more.keys] + theirs
+    return Section(**fields)
+
+
+def read_keys(
+    reading: Reading, data: Mapping[str, Any], name: str, at: str = "", prefix: str = ""
+) -> None:
+    """Read the keys of a section `at` of a dialect, and of the sections inside it; name the others
+    as refused, as without effect or as unknown.  ConfigError for a wrong number or word."""
+    sections = dialect(name)
+    for key, value in data.items():
+        plain = str(key).replace("-", "_").lower().removeprefix(sections[at].prefix)
+        inside = f"{at}.{plain}".lstrip(".")
+        if value is None:
+            continue
+        if inside in sections and isinstance(value, Mapping):
+            read_keys(reading, value, name, inside, f"{prefix}{key}.")
+        else:
+            _read_key(reading, sections[at], plain, value, f"{prefix}{key}")
+
+
+def _read_key(reading: Reading, section: Section, key: str, value: Any, where: str) -> None:
+    if key in section.numbers or key in section.shapes:
+        _number(reading, section, key, value, where)
+    elif key in section.facts:
+        on = not is_off(value) and switch(value, reading.file, where)
+        reading.facts |= section.facts[key] if on else {}
+    elif key in section.words:
+        _set(reading, section.words[key], value, where)
+    elif key in section.refused:
+        if not is_off(value):
+            reading.refused.append(f"{where}: {section.refused[key]}")
+    elif key in section.no_effect:
+        reading.ignored.append(where)
+    elif key not in section.read:
+        reading.unknown.append(where)
+
+
+def _number(reading: Reading, section: Section, key: str, value: Any, where: str) -> None:
+    if value is True:
+        reading.notes.append(f"{where} has no value: --set NAME=VALUE gives its variable")
+        reading.unknown.append(where)
+    elif value != AUTO:
+        size = whole(value, reading.file, where)
+        if key in section.numbers:
+            reading.put(section.numbers[key], size, where)
+        else:
+            reading.model[section.shapes[key]] = size
+
+
+def is_off(value: Any) -> bool:
+    """Whether a value, or a section with a switch `enabled`, turns its key off."""
+    value = value.get("enabled", value) if isinstance(value, Mapping) else value
+    return str(value).strip().lower() in OFF
+
+
+def _set(reading: Reading, words: Mapping[str, dict[str, Any]], value: Any, where: str) -> None:
+    """Set what a word stands for, or refuse it."""
+    word = str(value).lower()
+    if word not in words:
+        reading.refused.append(f"{where}: {value} (allowed: {', '.join(words)})")
+        return
+    for name, target in words[word].items():
+        if name == "facts":
+            reading.facts |= target
+        else:
+            reading.put(name, target, where)

@@ -1,0 +1,373 @@
+"""The rules that a layout must obey, for a workload on a stack."""
+
+from math import lcm
+
+from rematbench.inputs.layout import Layout, LayoutError
+from rematbench.inputs.load import load_system
+from rematbench.inputs.stackfacts import other_versions
+from rematbench.inputs.system import System
+from rematbench.workload import Workload
+
+DEGREE_WORDS = {
+    "tp": "tensor parallelism",
+    "pp": "pipeline parallelism",
+    "vpp": "interleaved pipelines",
+    "cp": "context parallelism",
+}
+GATHERED_CHUNKS = 3
+"""Chunks of a rank that torch keeps gathered in a pipeline: a further one is resharded and gathered
+again (torch 2.13, distributed/pipelining/schedules.py, _add_unshard_reshard: max_active_stages)."""
+
+MOST_GPUS, MOST_TOKENS, MOST_PASSES = 1 << 16, 1 << 36, 1 << 18
+
+
+def check_layout(layout: Layout, workload: Workload, system: System) -> None:
+    """Raise LayoutError for the first broken rule."""
+    _check(_size_rules(layout, workload))
+    _check(_batch_rules(layout))
+    _check(_rules(layout, workload, system))
+
+
+def _check(rules: list[tuple[bool, str]]) -> None:
+    for broken, rule in rules:
+        if broken:
+            raise LayoutError(rule)
+
+
+def _size_rules(lay: Layout, work: Workload) -> list[tuple[bool, str]]:
+    """Upper bounds of size, far beyond real training, that still simulate in seconds; and the rule
+    that ulysses divides dp."""
+    passes = lay.global_batch // lay.micro_batch // max(1, lay.replicas) * lay.num_chunks
+    return [
+        (lay.gpus > MOST_GPUS, f"{lay.gpus} GPUs exceed the limit of {MOST_GPUS}"),
+        (
+            work.seq_len * lay.global_batch > MOST_TOKENS,
+            f"seq_len {work.seq_len} x global_batch {lay.global_batch} exceed the limit of "
+            f"{MOST_TOKENS} tokens per step",
+        ),
+        (
+            passes > MOST_PASSES,
+            f"micro-batches x pp x vpp = {passes} exceed the limit of {MOST_PASSES} passes",
+        ),
+        (
+            lay.dp % lay.ulysses != 0,
+            f"dp {lay.dp} must be a multiple of ulysses = {lay.ulysses} (ulysses groups ranks of "
+            "dp)",
+        ),
+        (
+            lay.dp * lay.cp % lay.state_shards != 0,
+            f"dp x cp = {lay.dp * lay.cp} must be a multiple of shard_degree = {lay.shard_degree}",
+        ),
+    ]
+
+
+def _rules(lay: Layout, work: Workload, system: System) -> list[tuple[bool, str]]:
+    return [
+        *_model_rules(lay, work),
+        (
+            work.seq_len % (lay.cp * (2 if lay.cp > 1 else 1)) != 0,
+            f"seq_len {work.seq_len} must be a multiple of 2 x cp = {2 * lay.cp} (each cp rank "
+            "takes two slices)",
+        ),
+        (
+            lay.sp and work.seq_len % (lay.cp * lay.tp) != 0,
+            f"seq_len {work.seq_len} must be a multiple of cp x tp = {lay.cp * lay.tp} (with sp)",
+        ),
+        (
+            lay.cp > 1 and system.parallel.cp_kind == "ring" and any(work.model.attention_window),
+            f"cp = {lay.cp} around a ring has no sliding windows (TransformerEngine); a stack with "
+            "cp_kind: allgather has",
+        ),
+        *_ulysses_rules(lay, work, system),
+        *_expert_rules(lay, work, system),
+        *_ep_overlap_rules(lay, work, system),
+        *_stack_rules(lay, system),
+    ]
+
+
+def _stack_rules(lay: Layout, system: System) -> list[tuple[bool, str]]:
+    """The rules that the stack supports the degrees and the ZeRO stage."""
+    stages, stage = ", ".join(map(str, system.accepts.zero_stages)), lay.zero_stage
+    return [
+        *(
+            (
+                True,
+                f"system {system.name} has no {words}, but {name} = {getattr(lay, name)}"
+                f"{_other_version(system, name)}",
+            )
+            for name, words in DEGREE_WORDS.items()
+            if getattr(lay, name) > 1 and not _has(system, name)
+        ),
+        (
+            system.host.parameters_on_host and "param_offload" not in system.accepts.features,
+            f"system {system.name} has no parameters in host memory (param_offload)",
+        ),
+        (
+            system.host.parameters_on_host and stage != 3,
+            f"parameters in host memory need zero_stage = 3, but zero_stage = {stage}",
+        ),
+        *_shard_rules(lay, system),
+        (
+            lay.state_shards > 1 and stage not in system.accepts.zero_stages,
+            f"system {system.name} has no ZeRO stage {stage} (its stages: {stages})",
+        ),
+        (
+            lay.pp > 1 and stage not in system.accepts.pipeline_zero_stages,
+            f"zero_stage {stage} with pp = {lay.pp}: in a pipeline, system {system.name} has only "
+            f"ZeRO stages {', '.join(map(str, system.accepts.pipeline_zero_stages))}",
+        ),
+        (
+            stage > 1 and lay.vpp > GATHERED_CHUNKS,
+            f"zero_stage {stage} with vpp = {lay.vpp}: torch keeps at most {GATHERED_CHUNKS} "
+            "chunks of a rank gathered, and gathering a chunk again is not modelled",
+        ),
+    ]
+
+
+def _has(system: System, degree: str) -> bool:
+    """Whether the stack can raise a degree above 1."""
+    if degree == "cp":
+        return system.parallel.cp_kind != "none"
+    return degree in system.accepts.model_parallel
+
+
+def _other_version(system: System, degree: str) -> str:
+    """Words on shipped versions of the stack that can raise a degree above 1; empty if none can."""
+    able = [name for name in other_versions(system.name) if _has(load_system(name), degree)]
+    return f" (another version has it: {', '.join(able)})" if able else ""
+
+
+def _shard_rules(lay: Layout, system: System) -> list[tuple[bool, str]]:
+    degree = lay.shard_degree
+    hybrid = 0 < degree < lay.dp * lay.cp
+    return [
+        (
+            hybrid and "hybrid_sharding" not in system.accepts.features,
+            f"system {system.name} has no hybrid sharding (HSDP), but shard_degree = {degree}",
+        ),
+        (
+            hybrid and (degree == 1 or lay.zero_stage == 0),
+            f"shard_degree {degree} with zero_stage {lay.zero_stage} shards nothing: take "
+            "zero_stage 0, or a shard_degree of at least 2",
+        ),
+    ]
+
+
+def _ulysses_rules(lay: Layout, work: Workload, system: System) -> list[tuple[bool, str]]:
+    degree = lay.ulysses
+    kv_heads = max(1, work.model.num_kv_heads // lay.tp)
+    parts = degree * (lay.tp if lay.sp else 1)
+    if degree > 1 and lay.cp > 1:
+        return _nested_rules(lay, work, system, kv_heads)
+    return [
+        (
+            degree > 1 and "ulysses" not in system.accepts.features,
+            f"system {system.name} has no Ulysses all-to-all, but ulysses = {degree}",
+        ),
+        (
+            degree > 1 and work.seq_len % parts != 0,
+            f"seq_len {work.seq_len} must be a multiple of ulysses (x tp with sp) = {parts}",
+        ),
+        (
+            max(kv_heads, degree) % min(kv_heads, degree) != 0,
+            f"{kv_heads} KV heads per rank and ulysses = {degree}: one must divide the other",
+        ),
+    ]
+
+
+def _nested_rules(
+    lay: Layout, work: Workload, system: System, kv_heads: int
+) -> list[tuple[bool, str]]:
+    """The rules of an all-to-all inside context parallelism (TransformerEngine, a2a+p2p of
+    context_parallel.py: whole KV heads; no packed sequences, no sliding windows, no bias as of
+    ALiBi)."""
+    degree, ranks = lay.ulysses, lay.cp * lay.ulysses
+    parts = ranks * lcm(2, lay.tp if lay.sp else 1)
+    shared = f", and tp = {lay.tp} equal parts with sp" if lay.sp and lay.tp > 1 else ""
+    refused = {
+        "packed documents": work.packed,
+        "sliding windows": any(work.model.attention_window),
+        "ALiBi": work.model.position == "alibi",
+    }
+    return [
+        (
+            "ulysses_in_cp" not in system.accepts.features,
+            f"system {system.name} has no Ulysses inside context parallelism, but cp = {lay.cp} "
+            f"with ulysses = {degree}",
+        ),
+        (
+            work.seq_len % parts != 0,
+            f"seq_len {work.seq_len} must be a multiple of {parts}: each of cp x ulysses = {ranks} "
+            f"ranks takes two slices{shared}",
+        ),
+        (
+            kv_heads % degree != 0,
+            f"{kv_heads} KV heads per rank must be a multiple of ulysses = {degree} inside cp",
+        ),
+        *(
+            (holds, f"Ulysses inside context parallelism has no {words} (TransformerEngine)")
+            for words, holds in refused.items()
+        ),
+    ]
+
+
+def _expert_rules(lay: Layout, work: Workload, system: System) -> list[tuple[bool, str]]:
+    """The rules of experts, as Megatron-LM has them (megatron/training/arguments.py,
+    core/transformer/transformer_config.py, core/parallel_state.py)."""
+    experts, etp = work.model.experts, lay.expert_tp
+    if experts is None:
+        given = lay.ep > 1 or lay.etp is not None
+        capacity = work.capacity_factor > 0 or work.expert_padding != "none"
+        return [
+            (given, f"ep = {lay.ep} and etp = {etp} need a model with experts"),
+            (capacity, "capacity_factor and expert_padding need a model with experts"),
+            (work.imbalance > 1, f"imbalance {work.imbalance:g} needs a model with experts"),
+        ]
+    ranks = lay.tp * lay.cp * lay.dp
+    return [
+        (
+            lay.ep > 1 and "ep" not in system.accepts.model_parallel,
+            f"system {system.name} has no expert parallelism, but ep = {lay.ep}",
+        ),
+        (
+            ranks % (etp * lay.ep) != 0,
+            f"tp x cp x dp = {ranks} must be a multiple of etp x ep = {etp} x {lay.ep}",
+        ),
+        (
+            experts.count % lay.ep != 0,
+            f"{experts.count} experts must be a multiple of ep = {lay.ep}",
+        ),
+        (
+            experts.ffn % etp != 0,
+            f"ffn {experts.ffn} of an expert must be a multiple of etp = {etp}",
+        ),
+        (
+            experts.shared_ffn % lay.tp != 0,
+            f"ffn {experts.shared_ffn} of the shared expert must be a multiple of tp = {lay.tp}",
+        ),
+        (
+            lay.tp > 1 and not lay.sp,
+            f"experts with tp = {lay.tp} need sequence parallelism (sp)",
+        ),
+        *_capacity_rules(work, system),
+        (lay.ulysses > 1, f"experts with ulysses = {lay.ulysses} are not modelled"),
+        (
+            lay.shard_degree > 0 and lay.tp * lay.shard_degree % (etp * lay.ep) != 0,
+            f"tp x shard_degree = {lay.tp * lay.shard_degree} must be a multiple of etp x ep = "
+            f"{etp} x {lay.ep} (experts are spread inside a replica)",
+        ),
+    ]
+
+
+def _capacity_rules(work: Workload, system: System) -> list[tuple[bool, str]]:
+    """The rules of experts with a capacity, in Megatron-core's words (0.16.1,
+    core/transformer/transformer_config.py)."""
+    padded = work.expert_padding == "capacity"
+    option = "moe_pad_expert_input_to_capacity"
+    return [
+        (
+            padded and not work.capacity_factor,
+            "expert_padding without capacity_factor: moe_expert_capacity_factor must be set to "
+            f"use {option}",
+        ),
+        (
+            padded and system.experts.dispatcher == "deepep",
+            "expert_padding with the dispatcher deepep: Flex token dispatcher with deepep backend "
+            f"does not support {option}",
+        ),
+        (
+            padded and system.experts.dispatcher == "allgather",
+            "experts padded to their capacity with the dispatcher allgather are not modelled",
+        ),
+    ]
+
+
+def _ep_overlap_rules(lay: Layout, work: Workload, system: System) -> list[tuple[bool, str]]:
+    """The rules of exchanges beside another micro-batch, as Megatron-core asserts them
+    (0.16.1, core/transformer/transformer_config.py)."""
+    if system.experts.ep_overlap == "none":
+        return []
+    option = "ep_overlap: overlap_moe_expert_parallel_comm is"
+    return [
+        (
+            "ep_overlap" not in system.accepts.features,
+            f"system {system.name} has no overlap of experts' exchanges (ep_overlap)",
+        ),
+        (lay.ep == 1, f"{option} only supported with expert model parallelism, but ep = 1"),
+        (
+            lay.pp > 1 and lay.vpp == 1 and system.experts.ep_overlap == "interleaved",
+            "virtual_pipeline_model_parallel_size must be specified with ep_overlap over pipeline "
+            f"stages, but pp = {lay.pp} and vpp = {lay.vpp}",
+        ),
+        (
+            system.experts.dispatcher == "allgather",
+            f"{option} supported with alltoall/flex token dispatcher, but it is allgather",
+        ),
+        (
+            work.precision not in ("bf16", "fp16"),
+            f"{option} only supported with bf16 or fp16 model, but precision is {work.precision}",
+        ),
+    ]
+
+
+def _batch_rules(lay: Layout) -> list[tuple[bool, str]]:
+    per_pass = lay.replicas * lay.micro_batch
+    micro_batches = lay.num_micro_batches
+    return [
+        (
+            lay.global_batch % max(per_pass, 1) != 0,
+            f"global_batch {lay.global_batch} must be a multiple of replicas x micro_batch = "
+            f"{per_pass}",
+        ),
+        (lay.vpp > 1 and lay.pp == 1, f"vpp = {lay.vpp} needs pp > 1"),
+        (
+            lay.vpp > 1 and micro_batches % lay.pp != 0,
+            f"interleaved 1F1B needs micro-batches % pp == 0, but {micro_batches} % {lay.pp} != 0",
+        ),
+    ]
+
+
+def _document_rules(lay: Layout, work: Workload) -> list[tuple[bool, str]]:
+    """Context parallelism cuts every document into 2 x cp slices, as TransformerEngine's
+    variable-length attention does."""
+    length = work.document_len
+    return [
+        (
+            length > work.seq_len,
+            f"document_len {length} must be at most seq_len = {work.seq_len} (longer documents are "
+            "cut there)",
+        ),
+        (
+            work.packed and lay.cp > 1 and length < 2 * lay.cp,
+            f"document_len {length} must be at least 2 x cp = {2 * lay.cp} (each document is cut "
+            "into two slices for each rank)",
+        ),
+    ]
+
+
+def _model_rules(lay: Layout, work: Workload) -> list[tuple[bool, str]]:
+    model = work.model
+    return [
+        *_document_rules(lay, work),
+        (
+            model.position == "learned" and model.max_positions < work.seq_len,
+            f"seq_len {work.seq_len} exceeds the {model.max_positions} learned positions of "
+            f"{model.name}",
+        ),
+        (
+            model.num_layers < lay.num_chunks,
+            f"{model.num_layers} layers cannot fill pp x vpp = {lay.num_chunks} chunks",
+        ),
+        (
+            model.num_heads % (lay.tp * lay.ulysses) != 0,
+            f"{model.num_heads} heads must be a multiple of tp x ulysses = {lay.tp * lay.ulysses}",
+        ),
+        (
+            max(model.num_kv_heads, lay.tp) % min(model.num_kv_heads, lay.tp) != 0,
+            f"{model.num_kv_heads} KV heads and tp = {lay.tp}: one must divide the other",
+        ),
+        (
+            model.expert_layers < model.num_layers and model.ffn % lay.tp != 0,
+            f"ffn {model.ffn} must be a multiple of tp = {lay.tp}",
+        ),
+    ]

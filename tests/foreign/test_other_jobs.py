@@ -1,0 +1,279 @@
+"""A file is answered as the job that it is, or refused by name: kinds of other jobs."""
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from rematbench.foreign.packages import read_files
+from rematbench.inputs.configfile import ConfigError
+from tests.foreign.small_jobs import AXOLOTL, FACTORY, SIZES, SWIFT, TITAN, TRL, facts, job
+
+
+@pytest.mark.parametrize(
+    ("text", "word"),
+    [
+        (TRL + "beta: 0.1", "reinforcement"),
+        (TRL + "num_generations: 8", "reinforcement"),
+        (TRL.replace("nll", "dft"), "loss"),
+        (AXOLOTL + "rl: grpo\ntrl: {use_vllm: true}", "reinforcement"),
+        (AXOLOTL + "reward_model: true", "reinforcement"),
+        (FACTORY.replace("stage: sft", "stage: dpo"), "stage: dpo"),
+        (FACTORY + "use_adam_mini: true", "Adam-mini"),
+        (FACTORY + "use_kt: true", "KTransformers"),
+        (TRL + "label_smoothing_factor: 0.1", "loss"),
+        (TRL + "auto_find_batch_size: true", "searched"),
+    ],
+)
+def test_a_file_of_another_job_is_refused(tmp_path: Path, text: str, word: str) -> None:
+    assert any(word in line for line in job(tmp_path, text, "job.yaml")[1].refused)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "trl dpo --model_name_or_path m --max_length 512",
+        "accelerate launch x/trl/scripts/grpo.py --model_name_or_path m",
+        "python -m verl.trainer.main_ppo data.max_length=1 model.path=m",
+        "swift rlhf --model m --tuner_type full",
+        "NPROC_PER_NODE=8 megatron rlhf --model Qwen/Qwen3-8B",
+        "deepspeed --module openrlhf.cli.train_rm --model.model_name_or_path m",
+        "torchrun -m verl.trainer.fsdp_sft_trainer model.partial_pretrain=m model.lora_rank=8",
+        "torchrun -m verl.trainer.sft_trainer model.path=m engine=megatron",
+        "torchrun train.py --model_name_or_path m --lora_r 8",
+        "accelerate launch open_instruct/dpo_tune_cache.py --model_name_or_path m",
+        "accelerate launch --use_megatron_lm train.py --model_name_or_path m",
+        f"x.py {SIZES} --max-tokens-per-gpu 64 --rollout-batch-size 8 --colocate",
+    ],
+)
+def test_a_command_of_another_job_is_refused(tmp_path: Path, line: str) -> None:
+    assert job(tmp_path, line)[1].refused
+
+
+@pytest.mark.parametrize(
+    ("text", "package"),
+    [
+        ("tokenizer: {_component_: x}\ncheckpointer: {}", "torchtune"),
+        ("policy: {}\nloss_fn: {}", "NeMo-RL"),
+        ("step_scheduler: {}\nmodel: {}", "Automodel"),
+        ("actor_rollout_ref: {}\ndata: {}", "verl"),
+    ],
+)
+def test_a_file_of_a_package_that_is_not_read_is_named(
+    tmp_path: Path, text: str, package: str
+) -> None:
+    with pytest.raises(
+        ConfigError, match=f"a {package} configuration, which is not read|an {package}"
+    ):
+        job(tmp_path, text, "job.yaml")
+
+
+@pytest.mark.parametrize("out", ["runs/dpo", "grpo.out", "reward"])
+def test_a_name_of_a_file_chooses_no_task(tmp_path: Path, out: str) -> None:
+    line = f"torchrun train.py --model_name_or_path m --bf16 --output_dir {out}"
+    assert not job(tmp_path, line)[1].refused
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        "--use-megatron-fsdp",
+        "--data-parallel-sharding-strategy optim_grads_params",
+        "--fine-grained-activation-offloading",
+        "--cpu-offloading --cpu-offloading-num-layers 2",
+        "--softmax-type learnable",
+        "--window-attn-skip-freq 2",
+        "--quick-geglu",
+        "--exp-avg-dtype fp8",
+        "--q-lora-rank 512",
+        "--optimizer muon",
+        "--pipeline-model-parallel-layout Et|tL",
+        "--num-experts 4 --moe-token-dispatcher-type other",
+    ],
+)
+def test_an_option_of_megatron_that_changes_the_job_is_refused(tmp_path: Path, option: str) -> None:
+    reading = job(tmp_path, f"x.py {SIZES} --bf16 {option}")[1]
+    assert any(option.split()[-2 if " " in option else 0] in line for line in reading.refused)
+
+
+OPTIMIZERS = ["adamw_torch_4bit", "galore_adamw", "apollo_adamw", "grokadamw", "paged_adamw_32bit"]
+
+
+@pytest.mark.parametrize("word", [*OPTIMIZERS, "adamw_torch_8bit", "lion_32bit", "adafactor"])
+def test_an_optimizer_is_known_by_its_whole_name(tmp_path: Path, word: str) -> None:
+    reading = job(tmp_path, f"{TRL}optim: {word}", "job.yaml")[1]
+    assert [line for line in reading.refused if line.startswith(f"optim: {word}")]
+    assert not job(tmp_path, f"{TRL}optim: adamw_torch_fused", "job.yaml")[1].refused
+
+
+def test_a_model_type_makes_no_file_a_model(tmp_path: Path) -> None:
+    plain = job(tmp_path, AXOLOTL, "job.yaml", gpus=8)[0]
+    assert job(tmp_path, AXOLOTL + "model_type: LlamaForCausalLM", "job.yaml", gpus=8)[0] == plain
+
+
+def test_another_engine_in_a_known_file_is_read(tmp_path: Path) -> None:
+    text = FACTORY + "gradient_accumulation_steps: 8\nbf16: true\ntensor_model_parallel_size: 4\n"
+    text += "pipeline_model_parallel_size: 2\nsequence_parallel: true\n"
+    text += "use_distributed_optimizer: true\nrecompute_granularity: full\n"
+    made, reading = job(tmp_path, text, "job.yaml", gpus=8)
+    names = ("tp", "pp", "global_batch")
+    assert [made.options[name] for name in names] == ["4", "2", "8"]
+    assert (made.method, reading.package) == ("full_recompute", "Megatron")
+    assert "zero_stage" not in made.options
+    assert not reading.unknown
+    lora = job(tmp_path, text.replace("full\n", "lora\n", 1), "job.yaml", gpus=8)[1]
+    assert any("adapters" in line for line in lora.refused)
+
+
+def test_a_command_can_choose_the_engine_of_its_file(tmp_path: Path) -> None:
+    (tmp_path / "full.yaml").write_text(FACTORY + "bf16: true\n")
+    for line in (
+        "USE_MCA=1 llamafactory-cli train full.yaml",
+        "llamafactory-cli train full.yaml tensor_model_parallel_size=2",
+    ):
+        made, reading = job(tmp_path, "NPROC_PER_NODE=8 " + line)
+        assert reading.package == "Megatron"
+        assert (made.options["gpus"], "tp" in made.options) == ("8", "=2" in line)
+    assert job(tmp_path, "llamafactory-cli train full.yaml")[1].package == "LLaMA-Factory"
+
+
+def test_a_model_type_alone_makes_no_config_json(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="not a file that is read"):
+        job(tmp_path, '{"model_type": "qwen3", "output_dir": "x"}', "args.json")
+
+
+def test_accelerates_options_about_fsdp_are_read(tmp_path: Path) -> None:
+    line = "accelerate launch --num_processes 8 --use_fsdp --fsdp_version 2 "
+    line += "--fsdp_reshard_after_forward {} trl/scripts/sft.py --model_name_or_path Qwen/Qwen3-8B "
+    line += "--per_device_train_batch_size 2 --bf16 --max_length 512 --loss_type nll"
+    for reshard, stage in (("true", "3"), ("false", "2")):
+        made = job(tmp_path, line.format(reshard))[0]
+        assert (made.options["zero_stage"], made.options["system"]) == (stage, "torchtitan")
+    refused = job(tmp_path, line.format("true") + " --fsdp_offload_params true")[1].refused
+    assert any("offload_params" in text for text in refused)
+
+
+@pytest.mark.parametrize(
+    ("text", "stage", "refused"),
+    [
+        ("fsdp: shard_grad_op auto_wrap\nfsdp_config: {transformer_layer_cls_to_wrap: X}", "2", ""),
+        ("fsdp: full_shard auto_wrap offload", "3", "fsdp: offload"),
+        ("fsdp: [full_shard, auto_wrap]", "3", ""),
+        ("fsdp: full_shard\nfsdp_config: here.json", "3", ""),
+        ("fsdp: full_shard\nfsdp_config: other.json", "3", "other.json is not beside"),
+    ],
+)
+def test_words_and_section_of_fsdp_are_one_strategy(
+    tmp_path: Path, text: str, stage: str, refused: str
+) -> None:
+    (tmp_path / "here.json").write_text(json.dumps({"activation_checkpointing": True}))
+    made, reading = job(tmp_path, TRL.replace("ing: true", "ing: false") + text, "job.yaml")
+    assert made.options["zero_stage"] == stage
+    assert any(refused in line for line in reading.refused) == bool(refused)
+    assert made.method == ("full_recompute" if "here" in text else "keep_all")
+
+
+def test_options_of_experts_hold_for_a_named_model(tmp_path: Path) -> None:
+    line = SWIFT + "--expert_model_parallel_size 8 --tensor_model_parallel_size 2 "
+    line += "--moe_expert_capacity_factor 2 --moe_pad_expert_input_to_capacity true "
+    line += "--moe_token_dispatcher_type flex --moe_enable_deepep true"
+    made = job(tmp_path, line)[0]
+    expected = {"capacity_factor": "2.0", "expert_padding": "capacity", "ep": "8", "etp": "1"}
+    assert {key: made.options.get(key) for key in expected} == expected
+    assert facts(made)["dispatcher"] == "deepep"
+
+
+def test_a_shared_expert_is_refused_where_there_is_one(tmp_path: Path) -> None:
+    line = SWIFT + "--moe_shared_expert_overlap true"
+    assert not job(tmp_path, line)[1].refused
+    line = f"x.py {SIZES} --num-experts 4 --moe-shared-expert-overlap"
+    assert not job(tmp_path, line)[1].refused
+    line += " --moe-shared-expert-intermediate-size 64"
+    assert any("shared" in text for text in job(tmp_path, line)[1].refused)
+
+
+def test_experts_that_do_not_fit_the_gpus_are_named(tmp_path: Path) -> None:
+    line = f"torchrun --nproc_per_node 8 x.py {SIZES} --num-experts 8 --bf16 "
+    line += "--pipeline-model-parallel-size 4 --expert-model-parallel-size 8"
+    assert any("multiple of 32" in note for note in job(tmp_path, line)[1].notes)
+
+
+def test_slime_is_read_with_its_defaults(tmp_path: Path) -> None:
+    line = "ray job submit -- python3 train.py --actor-num-nodes 2 --actor-num-gpus-per-node 8 "
+    line += SIZES.replace("--seq-length 128", "--max-tokens-per-gpu 256")
+    made, reading = job(tmp_path, line + " --use-dynamic-batch-size --global-batch-size 32")
+    assert (made.options["gpus"], made.options["seq_len"]) == ("16", "256")
+    assert "precision" not in made.options
+    assert not reading.unknown
+
+
+def test_variables_of_a_model_zoo_file_are_named_or_given(tmp_path: Path) -> None:
+    text = "MODEL_ARGS:\n  --num-layers: 32\n  --hidden-size: 4096\n  --num-attention-heads: 32\n"
+    text += "  --tensor-model-parallel-size: ${TP}\n  --ffn-hidden-size: 14336\n  --swiglu: true\n"
+    text += "  --num-query-groups: 8\n  --group-query-attention: true\n  --bf16: true\n"
+    made, reading = job(tmp_path, text, "model.yaml")
+    assert reading.unknown == ["--tensor-model-parallel-size"]
+    assert any("--set TP=VALUE" in note for note in reading.notes)
+    assert yaml.safe_load(made.files["run-model.yaml"])["vocab"] == 128256
+    reading = read_files([tmp_path / "model.yaml"], {"TP": "2"})
+    assert (reading.values["tp"], reading.unknown) == (2, [])
+
+
+def test_a_torchtitan_command_reads_its_toml(tmp_path: Path) -> None:
+    (tmp_path / "llama.toml").write_text(TITAN)
+    for line in (
+        "torchrun --nproc_per_node=8 -m torchtitan.train --job.config_file llama.toml {}",
+        'NGPU=8 CONFIG_FILE="./llama.toml" ./run_train.sh {}',
+    ):
+        options = "--training.local_batch_size 2 --training.compile --bogus.key 1"
+        made, reading = job(tmp_path, line.format(options))
+        assert (made.options["global_batch"], made.options["micro_batch"]) == ("16", "2")
+        assert made.options["system"] == "torchtitan-compiled"
+        assert reading.unknown == ["bogus"]
+
+
+@pytest.mark.parametrize(
+    ("line", "word"),
+    [
+        ("tune run full_finetune_distributed --config llama3_1/8B_full", "torchtune"),
+        ("torchrun -m torchtitan.train --module llama3 --config llama3_8b", "torchtitan"),
+        ("python scripts/performance/setup_experiment.py -m llama3 -s 8b", "Bridge"),
+    ],
+)
+def test_a_recipe_in_a_package_is_named(tmp_path: Path, line: str, word: str) -> None:
+    with pytest.raises(ConfigError, match=rf"{word}.*not read"):
+        job(tmp_path, line)
+
+
+def test_openrlhf_has_dots_in_its_options(tmp_path: Path) -> None:
+    text = "read -r -d '' cmd <<EOF\nopenrlhf.cli.train_sft --data.max_len 2048 "
+    text += "--train.batch_size 256 --train.micro_batch_size 2 --ds.zero_stage 3 --ds.adam_offload "
+    text += "--model.model_name_or_path Qwen/Qwen3-8B --model.gradient_checkpointing_enable\nEOF\n"
+    made, reading = job(tmp_path, text + "deepspeed --num_gpus 8 --module $cmd")
+    expected = {"global_batch": "256", "micro_batch": "2", "zero_stage": "3", "optimizer": "host"}
+    assert {key: made.options.get(key) for key in expected} == expected
+    assert made.method == "full_recompute"
+    assert not reading.unknown
+
+
+def test_a_micro_batch_of_verl_can_be_that_of_all_ranks_or_of_tokens(tmp_path: Path) -> None:
+    line = "torchrun --nnodes=1 --nproc_per_node=8 -m verl.trainer.{} data.train_batch_size=64 "
+    line += "model.{}=Qwen/Qwen3-8B data.max_length=2048 "
+    old = job(tmp_path, line.format("fsdp_sft_trainer", "partial_pretrain"))[0]
+    assert old.options["micro_batch"] == "4"
+    rank = line.format("fsdp_sft_trainer", "partial_pretrain") + "data.micro_batch_size=16"
+    assert job(tmp_path, rank)[0].options["micro_batch"] == "2"
+    new = line.format("sft_trainer", "path") + "data.max_token_len_per_gpu=16384"
+    assert job(tmp_path, new)[0].options["micro_batch"] == "8"
+
+
+def test_a_number_without_a_value_stops_the_run(tmp_path: Path) -> None:
+    line = f"x.py {SIZES} --bf16 --tensor-model-parallel-size $(expr 16 / 2)"
+    assert job(tmp_path, line)[1].unknown == ["--tensor-model-parallel-size"]
+
+
+def test_a_key_of_verl_is_named_whatever_its_letters(tmp_path: Path) -> None:
+    line = "torchrun --bogus 1 -m verl.trainer.fsdp_sft_trainer model.partial_pretrain=m "
+    reading = job(tmp_path, line + "data.Odd2=1 +model.extra=3")[1]
+    assert reading.unknown == ["bogus", "data.Odd2", "model.extra"]

@@ -1,0 +1,273 @@
+"""Bytes, stacks and lengths are those of the job that a file says."""
+
+from itertools import combinations
+from pathlib import Path
+
+import pytest
+import yaml
+
+from rematbench.foreign.job import FileJob
+from rematbench.inputs.configfile import ConfigError
+from rematbench.inputs.load import load_model, load_system
+from tests.foreign.small_jobs import AXOLOTL, FACTORY, SIZES, SWIFT, TITAN, TRL, facts, job
+
+
+@pytest.mark.parametrize(
+    ("text", "method", "refused"),
+    [
+        ("gradient_checkpointing_kwargs: {offload: true}", "full_recompute", ""),
+        ("activation_offloading: true", "full_recompute", ""),
+        ("activation_offloading: disk", "full_recompute", "disk"),
+        ("activation_offloading: true\ngradient_checkpointing: false", "keep_all", "without check"),
+        ("gradient_checkpointing_kwargs: {use_reentrant: false}", "full_recompute", ""),
+    ],
+)
+def test_offloaded_inputs_have_a_home(tmp_path: Path, text: str, method: str, refused: str) -> None:
+    trl = TRL.replace("gradient_checkpointing: true\n", "") if "ing: false" in text else TRL
+    made, reading = job(tmp_path, trl + text, "job.yaml")
+    assert made.method == method
+    assert (made.settings == ("inputs=host",)) == ("offload" in text and method == "full_recompute")
+    assert any(refused in line for line in reading.refused) == bool(refused)
+    if made.settings:
+        assert "activation_offload" in facts(made)["features"]  # type: ignore[operator]
+
+
+@pytest.mark.parametrize(
+    ("text", "wide"),
+    [
+        (FACTORY + "bf16: true", True),
+        (FACTORY + "pure_bf16: true", False),
+        (FACTORY + "bf16: true\ndeepspeed: {zero_optimization: {stage: 2}}", False),
+        (TRL, True),
+        (TRL + "dtype: bfloat16", False),
+        (TRL + "model_init_kwargs: {torch_dtype: bfloat16}", False),
+        (AXOLOTL, False),
+        (AXOLOTL.replace("bf16: auto", "fp16: true"), True),
+        (TRL + "fsdp: full_shard", False),
+        (TRL + "deepspeed: zero2.json", False),
+    ],
+)
+def test_weights_have_the_type_that_the_job_gives(tmp_path: Path, text: str, wide: bool) -> None:
+    stack = facts(job(tmp_path, text, "job.yaml")[0])
+    bytes_of = [stack.get(name) for name in ("param_bytes", "grad_bytes", "optimizer_bytes")]
+    assert bytes_of == ([4, 4, 8] if wide else [None] * 3)
+
+
+def test_gradients_of_fp16_are_fp16_unless_a_switch_widens_them(tmp_path: Path) -> None:
+    for switch, grad_bytes in (("", 2), ("--accumulate-allreduce-grads-in-fp32", None)):
+        assert (
+            facts(job(tmp_path, f"x.py {SIZES} --fp16 {switch}")[0]).get("grad_bytes") == grad_bytes
+        )
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ("", (None, None)),
+        ("--grad-reduce-in-bf16", (2, None)),
+        ("--use-precision-aware-optimizer", (None, 10)),
+        ("--use-precision-aware-optimizer --exp-avg-dtype bf16", (None, 8)),
+        (
+            "--use-precision-aware-optimizer --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16 "
+            "--main-grads-dtype bf16",
+            (2, 6),
+        ),
+    ],
+)
+def test_states_of_megatron_have_the_types_of_the_line(
+    tmp_path: Path, options: str, expected: tuple[int | None, int | None]
+) -> None:
+    stack = facts(job(tmp_path, f"x.py {SIZES} --bf16 --use-distributed-optimizer {options}")[0])
+    assert (stack.get("grad_bytes"), stack.get("optimizer_bytes")) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ('[optimizer]\nimplementation = "fused_opt_states_bf16"', {"optimizer_bytes": 4}),
+        ('mixed_precision_reduce = "bfloat16"', {"reduce_bytes": 2}),
+        ('dtype = "bfloat16"', {"param_bytes": 2, "optimizer_bytes": 4}),
+    ],
+)
+def test_states_of_torchtitan_have_the_types_of_the_file(
+    tmp_path: Path, text: str, expected: dict[str, int]
+) -> None:
+    stack = facts(job(tmp_path, TITAN + text, "titan.toml")[0])
+    assert {key: stack.get(key) for key in expected} == expected
+
+
+def test_a_pipeline_that_gathers_again_is_refused(tmp_path: Path) -> None:
+    text = TITAN + '[parallelism]\nfsdp_reshard_after_forward = "always"\n'
+    assert not job(tmp_path, text, "titan.toml")[1].refused
+    text += "pipeline_parallel_degree = 2\n"
+    assert any("always" in line for line in job(tmp_path, text, "titan.toml")[1].refused)
+
+
+def test_stages_of_a_named_model_are_those_of_its_layers(tmp_path: Path) -> None:
+    line = SWIFT + "--pipeline_model_parallel_size 2 --decoder_first_pipeline_num_layers 25"
+    assert job(tmp_path, line)[0].options["partition"] == "25,23"
+    line = SWIFT.replace("Qwen/Qwen3-30B-A3B-Base", "other/model")
+    line += "--pipeline_model_parallel_size 2 --decoder_first_pipeline_num_layers 25"
+    made, reading = job(tmp_path, line)
+    assert "partition" not in made.options
+    assert any("not known" in text for text in reading.refused)
+
+
+@pytest.mark.parametrize(
+    ("options", "partition"),
+    [
+        ("--decoder-first-pipeline-num-layers 1", "1,2,2,2"),
+        ("--decoder-last-pipeline-num-layers 1", "2,2,2,1"),
+        (
+            "--decoder-first-pipeline-num-layers 2 --decoder-last-pipeline-num-layers 1",
+            "2,2,2,1",
+        ),
+        ("--account-for-embedding-in-pipeline-split", "1,2,2,2"),
+        ("--account-for-loss-in-pipeline-split", "2,2,2,1"),
+    ],
+)
+def test_stages_at_the_ends_differ(tmp_path: Path, options: str, partition: str) -> None:
+    sizes = SIZES.replace("-layers 4", "-layers 7")
+    line = f"x.py {sizes} --bf16 --pipeline-model-parallel-size 4 {options}"
+    assert job(tmp_path, line)[0].options["partition"] == partition
+    with pytest.raises(ConfigError, match="do not divide"):
+        job(tmp_path, line.replace("-layers 7", "-layers 6", 1))
+
+
+@pytest.mark.parametrize(
+    ("text", "capped"),
+    [
+        (TRL, True),
+        (TRL + "packing: true", False),
+        (AXOLOTL + "pad_to_sequence_len: true", False),
+        (SWIFT.replace("--packing true", ""), True),
+        (SWIFT, False),
+    ],
+)
+def test_a_cap_is_named_where_nothing_packs(tmp_path: Path, text: str, capped: bool) -> None:
+    name = "run.sh" if text.startswith("NPROC") else "job.yaml"
+    assert any("is a cap" in note for note in job(tmp_path, text, name)[1].notes) == capped
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "system"),
+    [
+        (TITAN + "[parallelism]\ncontext_parallel_degree = 2", "t.toml", "torchtitan-2026"),
+        (
+            TITAN + "[parallelism]\ncontext_parallel_degree = 2\n[compile]\nenable = true",
+            "t.toml",
+            "run-stack.yaml",
+        ),
+        (TRL + "fsdp: full_shard\nparallelism_config: {cp_size: 2}", "j.yaml", "trl"),
+    ],
+)
+def test_context_parallelism_takes_a_stack_that_has_it(
+    tmp_path: Path, text: str, name: str, system: str
+) -> None:
+    made = job(tmp_path, text, name)[0]
+    assert (made.options["cp"], made.options["system"]) == ("2", system)
+    if "compile" in text:
+        assert yaml.safe_load(made.files["run-stack.yaml"])["base"] == "torchtitan-2026"
+
+
+@pytest.mark.parametrize(
+    ("backend", "cluster", "kernel"),
+    [
+        ("", "h100-80gb", "cudnn"),
+        ("--attention-backend auto", "b200-180gb", "cudnn"),
+        ("--attention-backend fused", None, "cudnn"),
+        ("--attention-backend flash", "h100-80gb", None),
+        ("", "a100-80gb", None),
+        ("NVTE_FUSED_ATTN=0", "h100-80gb", None),
+        ("NVTE_FLASH_ATTN=0", None, "cudnn"),
+        ("", None, None),
+    ],
+)
+def test_transformer_engine_prefers_cudnn_from_hopper_on(
+    tmp_path: Path, backend: str, cluster: str | None, kernel: str | None
+) -> None:
+    before, after = ("", backend) if backend.startswith("--") else (f"export {backend}\n", "")
+    line = f"{before if backend else ''}x.py {SIZES} --bf16 {after}"
+    made = job(tmp_path, line, cluster=cluster)[0]
+    assert facts(made).get("attention") == kernel
+    assert yaml.safe_load(made.files["run-stack.yaml"])["base"] == "megatron-core-0.16"
+
+
+@pytest.mark.parametrize(
+    ("text", "pieces"),
+    [
+        (TRL, False),
+        (TRL.replace("nll", "chunked_nll"), True),
+        (TRL.replace("loss_type: nll\n", ""), True),
+        (TRL + "use_liger_kernel: true", True),
+        (
+            TRL + "use_liger_kernel: true\n"
+            "liger_kernel_config: {fused_linear_cross_entropy: false}",
+            False,
+        ),
+        (AXOLOTL + "plugins: [axolotl.integrations.cut_cross_entropy.CutCrossEntropyPlugin]", True),
+        (AXOLOTL + "liger_fused_linear_cross_entropy: true", True),
+    ],
+)
+def test_a_loss_without_logits_divides_the_head(tmp_path: Path, text: str, pieces: bool) -> None:
+    method = job(tmp_path, text, "job.yaml")[0].method
+    assert method == ("full_recompute+mst:mlp_chunks=1" if pieces else "full_recompute")
+
+
+def test_compiled_norms_keep_no_steps(tmp_path: Path) -> None:
+    stack = facts(job(tmp_path, TRL + "torch_compile: true", "job.yaml")[0])
+    assert (stack["compiled"], stack["norm_keeps_steps"]) == (True, False)
+
+
+def test_variables_of_the_environment_state_facts(tmp_path: Path) -> None:
+    line = f"export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True\nx.py {SIZES} --bf16"
+    assert facts(job(tmp_path, line)[0])["expandable_segments"] is True
+
+
+SWITCHES = [
+    "use_liger_kernel: true",
+    "torch_compile: true",
+    "fp16: true",
+    "dtype: float32",
+    "fsdp: full_shard",
+    "deepspeed: {zero_optimization: {stage: 2, overlap_comm: true, contiguous_gradients: false}}",
+    "activation_offloading: true",
+    "liger_rms_norm: true",
+]
+
+
+@pytest.mark.parametrize("pair", [*combinations(SWITCHES, 2)])
+def test_a_written_stack_of_a_trainer_loads(tmp_path: Path, pair: tuple[str, str]) -> None:
+    text = TRL.replace("bf16: true\n", "" if "fp16: true" in pair else "bf16: true\n")
+    loads(tmp_path, job(tmp_path, text + "\n".join(pair), "job.yaml")[0])
+
+
+def loads(folder: Path, made: FileJob) -> None:
+    for name, text in made.files.items():
+        (folder / name).write_text(text)
+        (load_system if "stack" in name else load_model)(folder / name)
+
+
+OPTIONS = [
+    "--bf16 --grad-reduce-in-bf16 --use-precision-aware-optimizer --exp-avg-dtype bf16",
+    "--bf16 --cuda-graph-impl local",
+    "--bf16 --tp-comm-overlap --no-rope-fusion",
+    "--bf16 --cross-entropy-loss-fusion --make-vocab-size-divisible-by 1",
+    "--bf16 --cp-comm-type a2a --context-parallel-size 2",
+    "--fp16 --transformer-impl local",
+    "--fp16 --model-parallel-size 2 --DDP-impl local --checkpoint-activations",
+    "--num-experts 4 --bf16 --overlap-moe-expert-parallel-comm --moe-token-dispatcher-type flex",
+    "--fp16 --deepspeed --zero-stage 1",
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_a_written_stack_of_megatron_loads(tmp_path: Path, options: str) -> None:
+    loads(tmp_path, job(tmp_path, f"x.py {SIZES} {options}", cluster="h100-80gb")[0])
+
+
+def test_weights_in_fp32_are_those_of_the_stack_that_runs(tmp_path: Path) -> None:
+    line = "accelerate launch --use_deepspeed --zero_stage 2 --num_processes 8 trl/scripts/sft.py "
+    line += "--model_name_or_path Qwen/Qwen3-8B --max_length 512 --bf16 --loss_type nll "
+    made = job(tmp_path, line + "--per_device_train_batch_size 1")[0]
+    assert (made.options["system"], made.files) == ("huggingface-deepspeed", {})
