@@ -65,10 +65,8 @@ class Job(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, metacla
 
     def __post_init__(self) -> None:
         """Raise ConfigError for a value of a wrong type: `gpus="8"`, `tp=0`."""
-        own = parts(type(self))
-        for struct in (self, *(getattr(self, name) for name in own)):
-            if wrong := wrong_field(struct, type(struct)):
-                raise ConfigError("", *wrong)
+        if wrong := wrong_field(self, Job):
+            raise ConfigError("", *wrong)
 
     def changed(self, **facts: Any) -> Self:
         """The job with other values of some facts."""
