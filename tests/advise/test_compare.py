@@ -15,7 +15,7 @@ from rematbench.advise.compare.compositions import Contender
 from rematbench.advise.compare.tuning import Task, Tuning
 from rematbench.cli.compare import cells, safest, verdict
 from rematbench.engine.lowering.lower import lower
-from rematbench.engine.program.action import Kind
+from rematbench.engine.program.action import Exchange, Kind
 from rematbench.engine.simulate.op_level import simulate
 from rematbench.engine.simulate.seconds import action_seconds
 from rematbench.evaluate.breakdown import PARTS, WithoutTraffic, parts_of
@@ -216,7 +216,8 @@ def test_free_traffic_slows_no_kernel(system: str, zero_stage: Any) -> None:
     stalls = [action for action in actions if action.kind is Kind.STALL]
     assert stalls if zero_stage == 3 else slowed
     for action in slowed:
-        assert free(action, 0) == seconds(replace(action, overlaps=""), 0) < seconds(action, 0)
+        alone = seconds(replace(action, exchange=Exchange()), 0)
+        assert free(action, 0) == alone < seconds(action, 0)
     for action in stalls:
         assert free(action, 0) == 0.0 < seconds(action, 0)
 
