@@ -10,7 +10,6 @@ import json
 import re
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from functools import cache
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin
 
@@ -18,7 +17,7 @@ import msgspec
 import yaml
 from msgspec import Struct
 
-from rematbench.host.declared import facts, nested_inside, without_parts
+from rematbench.host.declared import facts, flat, nested_inside, without_parts
 from rematbench.host.errors import UserError
 from rematbench.inputs.paths import data_dir
 
@@ -253,19 +252,12 @@ def convert(data: Mapping[str, Any], kind: type[T], label: str) -> T:
         raise ConfigError(label, key, problem) from error
 
 
-@cache
-def _fields(kind: type[msgspec.Struct]) -> tuple[msgspec.structs.FieldInfo, ...]:
-    return msgspec.structs.fields(kind)
-
-
 def wrong_field(struct: msgspec.Struct, kind: type[msgspec.Struct]) -> tuple[str, str] | None:
     """(field, problem) of the first field whose value has a wrong type; None if all are right.
     It checks structs that code constructs; msgspec itself checks types only when it reads files."""
-    for field in _fields(kind):
-        value = getattr(struct, field.name)
-        declared = field.type
-        if isinstance(value, msgspec.Struct) and declared in type(value).__mro__:
-            continue  # msgspec refuses a part of a type derived from the declared one
+    values = flat(struct)
+    for field in facts(kind).values():
+        value = values[field.name]
         try:
             msgspec.convert(value, field.type)
         except msgspec.ValidationError as error:

@@ -65,11 +65,8 @@ class Job(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, metacla
 
     def __post_init__(self) -> None:
         """Raise ConfigError for a value of a wrong type: `gpus="8"`, `tp=0`."""
-        pairs: list[tuple[Struct, type[Struct]]] = [(self, Job)]
-        pairs += [(part, type(part)) for part in (getattr(self, name) for name in parts(Job))]
-        for struct, kind in pairs:
-            if wrong := wrong_field(struct, kind):
-                raise ConfigError("", *wrong)
+        if wrong := wrong_field(self, Job):
+            raise ConfigError("", *wrong)
 
     def changed(self, **facts: Any) -> Self:
         """The job with other values of some facts."""

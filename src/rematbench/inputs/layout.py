@@ -43,12 +43,10 @@ class Degrees(Part, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Layout(Degrees, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The degrees of all ranks.  `dp` excludes `cp`; `ulysses` is the degree of all-to-all sequence
-    parallelism, which takes ranks from dp (with `cp` each of its ranks is such a group of
-    neighbours, which share a slice's heads); the replicas of shards (`shard_degree`) all-reduce
-    their gradients; `sp` is Megatron's sequence parallelism (no effect at tp = 1).  Experts fold
-    onto the ranks of a pipeline stage: tp x cp x dp ranks are etp x ep x `expert_dp`.
-    """
+    """The degrees of all ranks.  `dp` excludes `cp`; with `cp`, each of its ranks is a group of
+    `ulysses` neighbours, which share a slice's heads; the replicas of shards all-reduce their
+    gradients; `sp` is Megatron's sequence parallelism (no effect at tp = 1).  Experts fold onto the
+    ranks of a pipeline stage: tp x cp x dp ranks are etp x ep x `expert_dp`."""
 
     dp: Annotated[PositiveInt, Fact(column="always")] = 1
     sp: Annotated[bool, Fact(column="own")] = True

@@ -106,12 +106,25 @@ EXPERTS = "experts"
 """The tensor of gathered parameters that belong to experts."""
 
 
-class Storage(Struct, frozen=True, eq=False, gc=False):
+class Named(Struct, frozen=True, eq=False, gc=False):
+    """A value with a printed form, which is equal to itself only."""
+
+    text: str
+
+    __hash__ = object.__hash__
+
+    def __str__(self) -> str:
+        return self.text
+
+    __repr__ = __str__
+
+
+class Storage(Named, frozen=True, eq=False, gc=False):
     """A tensor in memory, or a part of one.
 
     `tensor`: its activation, operator or buffer; `rows`, `place`: their marks; `piece`: its piece
-    of a mini-sequence.  `text`: its printed form; `label`: the same without the part; `order`: a
-    key that sorts by the text, with numbers by value.  `known`: storages that differ in a field.
+    of a mini-sequence.  `label`: its text without the part; `order`: a key that sorts by the text,
+    with numbers by value.  `known`: storages that differ in a field.
     """
 
     part: ModelPart
@@ -120,20 +133,12 @@ class Storage(Struct, frozen=True, eq=False, gc=False):
     rows: str
     piece: int | None
     place: str
-    text: str
     label: str
     order: tuple[str, int, str, int]
     known: dict[object, "Storage"]
 
-    __hash__ = object.__hash__
-
     def __reduce__(self) -> tuple[Any, ...]:
         return _storage, self._fields
-
-    def __str__(self) -> str:
-        return self.text
-
-    __repr__ = __str__
 
     @property
     def _fields(self) -> tuple[Any, ...]:
@@ -208,28 +213,20 @@ def _storage(
     label = f"{name}{numbered}{place}"
     text = mark + (f"{part}.{label}" if part else label)
     order = (mark + part.letter, part.number, f"{part.op}.{name}", number)
-    return Storage(part, tensor, role, rows, piece, place, text, label, order, {})
+    return Storage(text, part, tensor, role, rows, piece, place, label, order, {})
 
 
-class Event(Struct, frozen=True, eq=False, gc=False):
+class Event(Named, frozen=True, eq=False, gc=False):
     """What a stream waits for.  `number`: of an event that is local to its block (e0, e1, ...), -1
     of the events of a (micro-batch, chunk).  `message`: the direction of the message that arrives
     (f, b, or e for tied embeddings), empty for other events."""
 
-    text: str
     number: int
     message: str
     is_local: bool
 
-    __hash__ = object.__hash__
-
     def __reduce__(self) -> tuple[Any, ...]:
         return (local_event, (self.number,)) if self.is_local else (event_of, (self.text,))
-
-    def __str__(self) -> str:
-        return self.text
-
-    __repr__ = __str__
 
     def later(self, by: int) -> "Event":
         """The event whose number is higher by `by`.  An event that other blocks wait for stays."""
