@@ -331,6 +331,7 @@ class Builder:
         inside = (0, 0) if fused else self._inside_scores()
         repeated = self._repeated()
         chosen = tuple(name for name in (CHOSEN,) if name in self.activations)
+        beside = (*chosen, *self._with_values())
         comms = self._attention_comms()
         self.ops.append(
             Op(
@@ -338,7 +339,7 @@ class Builder:
                 inputs=("q", "k", "v", *chosen),
                 outputs=(out, *internals, *repeated),
                 saves=(
-                    *("q", *(repeated or ("k", "v")), *chosen, *internals),
+                    *("q", *(repeated or ("k", "v")), *beside, *internals),
                     *((out,) if fused else ()),
                 ),
                 forward=(kernel,),
@@ -353,6 +354,13 @@ class Builder:
                 parameters=s.heads * self.model.attention_sinks,
             )
         )
+
+    def _with_values(self) -> tuple[str, ...]:
+        """What stays with saved values of latent attention: code that runs each projection alone
+        saves a view of the projection up, so its columns of keys stay, too; other stacks copy the
+        values.  Source: traces of MiniCPM3 and Youtu (Transformers 5.23.0)."""
+        views = self.model.latent is not None and not self.system.kernels.fused_linears
+        return ("k_nope",) if views and self.ulysses == 1 else ()
 
     def _attention_comms(self) -> "_AttentionComms":
         """The collectives of attention under context parallelism.  allgather: KV of all cp ranks is
