@@ -1,5 +1,6 @@
 """The space of a search: what it has, and that its output says what it leaves out."""
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -11,6 +12,8 @@ from rematbench.advise.search.questions import reached
 from rematbench.advise.search.request import SearchRequest
 from rematbench.advise.search.rounds import SearchJob
 from rematbench.inputs.job import Job
+from rematbench.inputs.layout import Layout, LayoutError
+from rematbench.inputs.layout_rules import check_layout
 from rematbench.plugins.discover import discover
 from rematbench.plugins.registry import method_text
 from tests.everything import ALONE
@@ -22,14 +25,15 @@ LONG = Job(
 
 
 def job(fixed: Fixed = Fixed(), only: tuple[str, ...] = (), **others: Any) -> SearchJob:  # noqa: B008
-    """One of gpt-1.3b on a node."""
+    """One of gpt-1.3b, or of another model, on a node."""
     given: dict[str, Any] = {
+        "model": "gpt-1.3b",
         "system": "megatron-core",
         "seq_len": 2048,
         "global_batch": 8,
         **others,
     }
-    spec = Job(model="gpt-1.3b", cluster="a800-80gb", gpus=8, **given)
+    spec = Job(cluster="a800-80gb", gpus=8, **given)
     return SearchJob(SearchRequest(spec=spec, fixed=fixed, only=only))
 
 
@@ -48,6 +52,32 @@ def test_a_length_that_rows_do_not_divide_has_tensor_parallelism_without_rows() 
     layouts = [c.layout for c in job(Fixed(tp=8), seq_len=1028).space.choices]
     assert layouts
     assert not any(lay.sp for lay in layouts)
+
+
+@pytest.mark.parametrize("system", ["megatron-core", "torchtitan"])
+def test_experts_share_states_as_the_stack_can_on_every_layout(system: str) -> None:
+    """Of all degrees of 8 GPUs: no rank shares states in a stage that the stack lacks, also where
+    experts alone have peers, and the space has every other layout (one stage where no rank has a
+    peer)."""
+    made = job(Fixed(cp=1, vpp=1), model="mixtral-8x7b", system=system)
+    work, kept = made.request.spec.workload(made.model), set[Layout]()
+    degrees = (1, 2, 4, 8)
+    for tp, pp, ep, micro_batch, stage in product(*(degrees,) * 4, (0, 1, 2, 3)):
+        for etp in {1, tp} if tp * pp <= 8 else ():
+            layout = Layout(
+                tp=tp, pp=pp, dp=8 // tp // pp, sp=tp > 1, ep=ep, etp=etp, zero_stage=stage,
+                micro_batch=micro_batch, global_batch=8,
+            )  # fmt: skip
+            try:
+                check_layout(layout, work, made.system)
+            except LayoutError:
+                continue
+            shares = layout.dp > 1 or layout.expert_dp > 1
+            assert stage in made.system.accepts.zero_stages or not shares
+            again = system == "torchtitan" and pp > 1 and stage == 2  # it is stage 3 there
+            if (shares and not again) or stage == 1:
+                kept.add(layout)
+    assert kept == {c.layout for c in made.space.choices if c.even}
 
 
 def test_the_output_names_every_limit_that_applies() -> None:

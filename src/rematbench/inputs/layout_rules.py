@@ -108,7 +108,7 @@ def _stack_rules(lay: Layout, system: System) -> list[tuple[bool, str]]:
         ),
         *_shard_rules(lay, system),
         (
-            lay.state_shards > 1 and stage not in system.accepts.zero_stages,
+            lay.has_peers and stage not in system.accepts.zero_stages,
             f"system {system.name} has no ZeRO stage {stage} (its stages: {stages})",
         ),
         (
