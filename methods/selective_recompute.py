@@ -13,10 +13,17 @@ from typing import ClassVar
 from msgspec import Struct
 from msgspec.structs import replace
 
-from rematbench.plan import Plan, Recompute, Rule, Scope, Select, Unsupported
+from rematbench.plan import Plan, Rule, Scope, Unsupported
 from rematbench.problem import Problem
 from rematbench.solve.kept import holding_inputs, kept_activations
-from rematbench.solve.recompute_modules import CORE_ATTENTION, MODULES, Module, modules_dropped
+from rematbench.solve.recompute_modules import (
+    CORE_ATTENTION,
+    MODULES,
+    Module,
+    before_experts,
+    modules_dropped,
+    rebuilding,
+)
 
 AT_ONCE = ("moe", "shared_experts")
 """The modules that it runs again as a whole, before their backward."""
@@ -54,6 +61,8 @@ class SelectiveRecompute(Struct, frozen=True, kw_only=True, forbid_unknown_field
             return Unsupported(f"no layer of {model} has {' or '.join(self.modules)}")
         kept = kept_activations(problem, base) - {"layer_input"}
         modules = set(modules_dropped(self.modules))
+        routed = before_experts(problem) if "layernorm" in self.modules else ()
+        modules -= {"attn_norm_out"} if routed else set()
         wanted = {*modules, *self.activations, *(name for op in self.ops for name in made[op])}
         if self.keep:
             wanted |= kept - set(self.keep)
@@ -63,7 +72,7 @@ class SelectiveRecompute(Struct, frozen=True, kw_only=True, forbid_unknown_field
         base = holding_inputs(problem, base, dropped, whole=False)
         again = self._sent_back(problem)
         held = tuple(dict.fromkeys((*base.held, *self.held, *again)))
-        rules = self._rules((*dropped, *again))
+        rules = self._rules((*dropped, *again), () if "mlp" in self.modules else routed)
         return replace(base.with_rules(*rules), held=held).noting(dropped=", ".join(dropped))
 
     def _sent_back(self, problem: Problem) -> tuple[str, ...]:
@@ -71,19 +80,16 @@ class SelectiveRecompute(Struct, frozen=True, kw_only=True, forbid_unknown_field
         sent = "combined" if problem.layout.ep > 1 else "unsorted"
         return (sent,) if "moe" in self.modules else ()
 
-    def _rules(self, dropped: tuple[str, ...]) -> list[Rule]:
-        """A rule for the tensors of modules that run again as a whole, and one for all others."""
+    def _rules(self, dropped: tuple[str, ...], routed: tuple[int, ...]) -> list[Rule]:
+        """Rules for the tensors of modules that run again as a whole, and for all others; of the
+        norm before experts in the layers `routed`."""
         module = {name for one in self.modules if one in AT_ONCE for name in MODULES[one]}
         module |= {"combined", "unsorted"}
         parts: dict[Scope, tuple[str, ...]] = {
             "layer": tuple(name for name in dropped if name in module),
             self.scope: tuple(n for n in dropped if self.scope == "layer" or n not in module),
         }
-        return [
-            Rule(Select(parts=("layer",), activations=names, kept=True), Recompute(scope=scope))
-            for scope, names in parts.items()
-            if names
-        ]
+        return [rule for scope, names in parts.items() for rule in rebuilding(names, scope, routed)]
 
 
 def _why(problem: Problem, wanted: set[str]) -> str:
