@@ -111,7 +111,7 @@ NAMES = frozenset({
     *("moe_expert_capacity_factor", "moe_pad_expert_input_to_capacity"),
     *("moe_flex_dispatcher_backend", "moe_token_dispatcher_type", "moe_grouped_gemm"),
     *("optimizer_cpu_offload", "make_vocab_size_divisible_by", "cuda_graph_impl", "swiglu"),
-    *("untie_embeddings_and_output_weights", "disable_bias_linear", "vocab_size"),
+    *("softmax_type", "untie_embeddings_and_output_weights", "disable_bias_linear", "vocab_size"),
     *("group_query_attention", "max_position_embeddings", "position_embedding_type"),
     *("num_attention_heads", "num_experts", "moe_layer_freq", "num_layers", "normalization"),
     *("num_distributed_optimizer_instances",),
@@ -206,6 +206,7 @@ def model_words(model: Model) -> list[str]:
     words += ["--normalization RMSNorm"] * (model.norm == "rmsnorm")
     if model.position == "rope" and model.rotary_share < 1.0:
         words.append(f"--rotary-percent {model.rotary_share}")
+    words += ["--softmax-type learnable"] * model.attention_sinks
     words += ["--swiglu"] * (model.mlp == "swiglu")
     words += ["--untie-embeddings-and-output-weights"] * (not model.tied_embeddings)
     words += ["--disable-bias-linear"] * (not model.mlp_bias)

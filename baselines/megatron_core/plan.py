@@ -337,12 +337,12 @@ def _model(setup: Setup) -> list[Reason]:
     ]
 
 
-HAVE_OPTIONS = ("rotary positions on a part of the heads", "no positions")
+HAVE_OPTIONS = ("rotary positions on a part of the heads", "no positions", "attention sinks")
 """Features of a block that Megatron-LM has an option for, and this baseline does not run."""
 
 
 def _said(words: str) -> str:
-    return NOT_RUN if words in HAVE_OPTIONS else "(no option of megatron-core)"
+    return f"({NOT_RUN}" if words in HAVE_OPTIONS else "(no option of megatron-core)"
 
 
 def _experts(setup: Setup) -> list[Reason]:

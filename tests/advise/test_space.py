@@ -90,6 +90,10 @@ def test_the_output_names_every_limit_that_applies() -> None:
     held = "ZeRO 2 and 3 with more than 3 chunks of a rank (not modelled)"
     assert held in not_searched(job(system="torchtitan"))
     assert held not in whole
+    pieces = "optimizer states on the host in pieces (name optimizer_offload with --method)"
+    assert pieces in whole
+    experts = not_searched(job(model="mixtral-8x7b"))
+    assert pieces not in experts  # it would be refused
     last = discover().methods["mst"].grid[-1]
     assert f"more pieces than {method_text(discover().methods['mst'], last)}" in whole
 

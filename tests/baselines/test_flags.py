@@ -374,6 +374,17 @@ def test_a_job_that_is_not_run_here_has_options_all_the_same() -> None:
     assert any("not run here" in line for line in answer.not_run)
 
 
+def test_sinks_have_an_option() -> None:
+    """As has a job with rotary positions on a part of the heads: neither is run here."""
+    model = replace(TINY, attention_sinks=True, rotary_share=0.5)
+    answer = printed(model=model, whole=True)
+    assert not answer.missing
+    assert {"--softmax-type learnable", "--rotary-percent 0.5"} <= {
+        f"--{words}".strip() for words in answer.flags.split("--")
+    }
+    assert any("attention sinks (not run here)" in line for line in answer.not_run)
+
+
 def test_deepspeed_says_overlap_and_buckets() -> None:
     """Of the stack, where the stage has them."""
     layout = {"tp": 1, "pp": 1, "zero_stage": 3}
