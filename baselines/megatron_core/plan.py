@@ -25,6 +25,7 @@ from baselines.megatron_core.modules import (
 )
 from rematbench.engine.lowering.passes.emit_op import NOT_AGAIN
 from rematbench.engine.lowering.schedule import interleaved
+from rematbench.inputs.stages import stages_of
 from rematbench.plan import (
     Group,
     Offload,
@@ -183,8 +184,9 @@ class MegatronCore(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     @classmethod
     def partition(cls, problem: Problem, plan: Plan) -> bool:
-        """Whether options give the layers of each stage of a plan."""
-        return options.partition_words(_sizes(plan), problem.layout) is not None
+        """Whether options give the layers of each stage of a plan, as the text of all stages
+        does."""
+        return True
 
     @classmethod
     def facts_with_options(cls, problem: Problem) -> set[str]:
@@ -203,9 +205,8 @@ class MegatronCore(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             f"--global-batch-size {lay.global_batch}",
             f"--seq-length {work.seq_len}",
         ]
-        if lay.vpp > 1:
-            per_chunk = work.model.num_layers // (lay.pp * lay.vpp)
-            words.append(f"--num-layers-per-virtual-pipeline-stage {per_chunk}")
+        partition = (plan or problem.base_plan).partition
+        words += options.partition_words(stages_of(partition, work.model.num_layers), lay)
         words += ["--sequence-parallel"] * lay.sequence_parallel
         words += ["--use-distributed-optimizer"] * (lay.zero_stage == 1)
         words += [f"--{work.precision}"] * (work.precision in ("bf16", "fp16"))
@@ -213,8 +214,6 @@ class MegatronCore(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         words += ["--qk-layernorm"] * work.model.qk_norm
         words += options.expert_words(lay, work)
         words += options.stack_words(problem)
-        if plan is not None:
-            words += options.partition_words(_sizes(plan), lay) or []
         words += options.model_words(work.model) if whole else []
         fusion = fusion_argument(work.model)
         words += [fusion] * (bool(fusion) and not self.bias_activation_fusion)
@@ -267,11 +266,6 @@ def _overlapped(problem: Problem) -> Reason:
     return problem.ep_overlaps, f"exchanges beside another micro-batch ({option}, {NOT_RUN}"
 
 
-def _sizes(plan: Plan) -> list[int]:
-    """The layers of each stage."""
-    return [sum(len(layers) for layers in rank) for rank in plan.partition]
-
-
 def has_biases(model: Model) -> bool:
     """Whether every linear has a bias (`add_bias_linear`)."""
     return model.qkv_bias and model.proj_bias and model.mlp_bias
@@ -297,12 +291,12 @@ def _orders(problem: Problem) -> tuple[tuple[Pass, ...], ...]:
 
 
 def _per_chunk(setup: Setup) -> int:
-    return setup.model.num_layers // setup.layout.num_chunks
+    return max(1, setup.model.num_layers // setup.layout.num_chunks)
 
 
 def _chunk_sizes(base: Plan) -> set[int]:
-    """The numbers of layers that chunks have."""
-    return {len(layers) for rank in base.partition for layers in rank}
+    """The numbers of layers that chunks with layers have."""
+    return {len(layers) for rank in base.partition for layers in rank if layers}
 
 
 def _norms_in_linears(problem: Problem) -> bool:
@@ -392,8 +386,9 @@ def _layout(setup: Setup) -> list[Reason]:
 
 def _uneven(setup: Setup, uneven: bool | None = None) -> Reason:
     count, chunks = setup.model.num_layers, setup.layout.num_chunks
-    words = f"{count} layers in pp x vpp = {chunks} chunks: only even ones"
-    return (count % chunks != 0 if uneven is None else uneven, words)
+    words = f"{count} layers in pp x vpp = {chunks} chunks (only even ones are built, {NOT_RUN}"
+    uneven = count % chunks != 0 if uneven is None else uneven
+    return (uneven or bool(setup.layout.stages), words)
 
 
 def _policy(policy: MegatronCore, model: Model, sizes: set[int]) -> list[Reason]:
