@@ -153,7 +153,7 @@ class Shard:
     def end_s(self) -> Array:
         """Lower bound of the seconds after a rank's last pass: one gradient reduction and one
         parameter gather, if nothing hides them, and the update of states in host memory."""
-        _, layer, own = least_parameters(self.problem)
+        _, layer, own = least_parameters(self.problem, trained=True)
         begun = self.columns.first - first_dense(self.problem.workload.model)
         layers = np.minimum(begun, self.columns.last)
         found = [
