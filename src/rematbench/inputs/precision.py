@@ -5,7 +5,7 @@ Stacks and clusters are described in 16 bits, and fp16 has the bytes and rates o
 
 from rematbench.inputs.cluster import Cluster
 from rematbench.inputs.constants import Calibration
-from rematbench.inputs.system import System, with_facts
+from rematbench.inputs.system import OptimizerKind, System, with_facts
 from rematbench.workload import BYTES_PER_ELEMENT, Model, Precision, Trained
 
 WIDE: tuple[Precision, ...] = ("fp32", "fp64")
@@ -66,6 +66,30 @@ def of_trained(system: System, work: Trained, zero_stage: int) -> System:
         width = BYTES_PER_ELEMENT[work.base_dtype]
         changed |= {"param_bytes": width, "gather_bytes": width}
     return with_facts(system, **changed) if changed else system
+
+
+def with_optimizer(system: System, kind: OptimizerKind | None) -> System:
+    """The stack with another optimizer than its Adam, whose master weights stay.
+
+    Adam and Lion in 8 bits: one byte for each state (bitsandbytes, optim/optimizer.py; 1.6 % more
+    for the scales of blocks of 256 are left out, as are 8 bytes for the parameters of tensors below
+    4,096 elements); in 4 bits torchao, optim/subclass_4bit.py.  Adafactor: sums of rows and columns
+    (Shazeer & Stern 2018), no bytes a parameter.  Lion, SGD with momentum and Muon: one state of
+    the moments' width (Muon's Adam of embedding and head has two; their second is left out).
+    """
+    if kind is None:
+        return system
+    states = system.states
+    moment = FP32 if states.optimizer_bytes >= 2 * FP32 else states.optimizer_bytes // 2
+    own = {"adam8bit": 2, "adam4bit": 1, "adam_bf16": 4, "lion8bit": 1, "adafactor": 0, "sgd": 0}
+    nbytes = own.get(kind, moment)
+    late, master = states.late_state_bytes, states.optimizer_bytes - 2 * moment
+    return with_facts(
+        system,
+        optimizer_bytes=master + nbytes,
+        late_state_bytes=nbytes if late else 0,
+        step_scratch_bytes=states.step_scratch_bytes if states.flat_step else 0,
+    )
 
 
 def _states(system: System, width: int) -> tuple[int, int, int]:
