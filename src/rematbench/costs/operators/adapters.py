@@ -6,8 +6,9 @@ its own make x A, from a copy of x where the adapter drops a part of it or has a
 linear's operator multiplies by B.  Saved are the input of A if A trains (LoRA-FA trains B alone,
 arXiv 2308.03303), and x A.  Source of the copies and of the sums: PEFT, tuners/lora/layer.py.
 A linear in 4 or 8 bits is widened whole for each product (bitsandbytes, autograd/_functions.py).
-Deviation: the first layer's input has no gradient, also under reentrant checkpointing, for which
-packages give it one (enable_input_require_grads).
+Deviations: the first layer's input has no gradient, also under reentrant checkpointing, for which
+packages give it one (enable_input_require_grads); where a layer saves its input, the first layer
+does too, so that plans can compute from it again.
 """
 
 from collections.abc import Iterator
@@ -55,10 +56,10 @@ class _Trainer:
         self.e = work.element_bytes
         self.width = max(FP32, self.e) if work.trained_dtype == "fp32" else self.e
         self.old, self.activations = table, dict(table.activations)
-        first = {"layer": "layer_input", "head": "layer_output"}.get(table.part)
-        self.live = {first} if first and place.differentiated else set[str | None]()
-        if first and not place.differentiated:
-            self._still(first)
+        self.first = {"layer": "layer_input", "head": "layer_output"}.get(table.part, "")
+        self.live = {self.first} if place.differentiated else set[str]()
+        if self.first and not place.differentiated:
+            self._still(self.first)
         self.adapted = work.targets if table.part == "layer" and place.trains else ()
         self.unmade: list[str] = []
 
@@ -93,7 +94,8 @@ class _Trainer:
             yield replace(op, alias_inputs=tuple(n for n in op.alias_inputs if n in self.live))
             return
         self._still(*op.outputs)
-        op = replace(op, saves=(), backward_input=(), alias_inputs=(), scratch_backward_bytes=0)
+        kept = tuple(name for name in op.saves if name == self.first)
+        op = replace(op, saves=kept, backward_input=(), alias_inputs=(), scratch_backward_bytes=0)
         yield replace(op, grad_gather=None, grad_reduce=None, regather=None)
 
     def _trains(self, op: Op) -> bool:
