@@ -245,6 +245,11 @@ class Model(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         """The number of layers with experts."""
         return 0 if self.experts is None else self.num_layers - len(self.experts.dense_layers)
 
+    @property
+    def first_dense(self) -> int:
+        """The number of dense layers before the layers with experts; 0 without experts."""
+        return self.num_layers - self.expert_layers if self.experts else 0
+
     def mlp_matrix_parameters(self, ffn: int) -> int:
         """Parameters of the linears of an MLP with `ffn` columns."""
         return (3 if self.gated else 2) * self.hidden * ffn

@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from rematbench.advise.search.candidates import FixedCandidates, candidates_of
-from rematbench.advise.search.processes import in_one_process
-from rematbench.advise.search.search_job import SearchJob, SearchRequest
-from rematbench.advise.search.space import Fixed
+from rematbench.advise.candidates.layouts import Fixed
+from rematbench.advise.candidates.methods import candidates_of
+from rematbench.advise.search.families import FixedFamily
+from rematbench.advise.search.request import SearchRequest
+from rematbench.advise.search.rounds import SearchJob, in_one_process
 from rematbench.inputs.job import Job
 from rematbench.inputs.layout import LayoutError
 from rematbench.inputs.load import load_cluster, load_model, load_system
@@ -390,6 +391,6 @@ def test_the_best_layout_of_a_method_is_found(
     one = replace(drawn(seed), only=())
     registry = SearchJob(one).registry
     candidates = candidates_of(registry.resolve(text), registry)
-    found = some(one, MOST // 6, FixedCandidates(candidates).roots)
+    found = some(one, MOST // 6, FixedFamily(candidates).roots)
     for share in SHARES[2:3] if short else SHARES:
         held(at_the_edge(one, found, share), found, candidates)

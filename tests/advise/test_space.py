@@ -5,13 +5,15 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from rematbench.advise.candidates.layouts import MOST_MICRO_BATCH, Fixed
 from rematbench.advise.search.limits import not_searched
 from rematbench.advise.search.questions import reached
-from rematbench.advise.search.search_job import SearchJob, SearchRequest
-from rematbench.advise.search.space import MOST_MICRO_BATCH, Fixed
+from rematbench.advise.search.request import SearchRequest
+from rematbench.advise.search.rounds import SearchJob
 from rematbench.inputs.job import Job
 from rematbench.plugins.discover import discover
 from rematbench.plugins.registry import method_text
+from tests.everything import ALONE
 
 LONG = Job(
     model="llama-3.1-8b", cluster="h100-80gb", system="megatron-core", gpus=8,
@@ -69,7 +71,7 @@ def test_the_longest_context_is_not_that_of_a_short_grid() -> None:
     request = SearchRequest(spec=LONG, fixed=Fixed(cp=8), reserve_gib=0.0)
     shorter = replace(request, spec=LONG.changed(seq_len=1_507_328), reserve_gib=None)
     for one in (request, shorter):
-        found = reached(one, float("inf"), 1)
+        found = reached(one, float("inf"), ALONE)
         assert found is not None
         assert found.fits
         assert "exempt_layers=0" in found.method

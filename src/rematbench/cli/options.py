@@ -15,7 +15,7 @@ from msgspec import Struct
 from msgspec.structs import fields, replace
 from typer import Argument, BadParameter, Option
 
-from rematbench.advise.search.space import Fixed
+from rematbench.advise.candidates.layouts import Fixed
 from rematbench.evaluate.problems import make_problem
 from rematbench.evaluate.result import PlannedJob
 from rematbench.evidence.peaks import leaving_reserve

@@ -4,6 +4,7 @@ speed."""
 import dataclasses
 import math
 import shlex
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from msgspec import Struct
@@ -310,6 +311,12 @@ class Result(Struct, frozen=True, kw_only=True):
             **self.job.facts(),
             "run_with": self.command,
         }
+
+    def line(self, columns: Sequence[str], **more: Any) -> dict[str, Any]:
+        """A line of a table: `columns` of `row` and of `more`, the facts of the job, and the
+        command."""
+        values = self.row() | more
+        return {key: values[key] for key in (*columns, *self.job.facts(), "run_with")}
 
 
 def evaluate_method(
