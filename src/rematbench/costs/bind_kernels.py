@@ -101,12 +101,14 @@ class KernelCosts:
         return min(1, count) if self.system.kernels.compiled else count
 
     def loops_s(self, op: Op, direction: Direction) -> float:
-        """Seconds in which the host issues the further GEMMs of an operator's grouped ones."""
+        """Seconds in which the host issues the further GEMMs of an operator's grouped ones.  Behind
+        a weight's gradient autograd calls a hook, which takes as long as a launch."""
         if self.system.kernels.compiled:
             return 0.0
         kernels: tuple[Kernel, ...] = getattr(op, direction)
         more = sum(kernel.batch - 1 for kernel in kernels if isinstance(kernel, Gemm))
-        return more * self.common.grouped_gemm_s
+        hook_s = self.stack.host_launch_s if direction == "backward_weight" else 0.0
+        return more * (self.common.grouped_gemm_s + hook_s)
 
     def _launches(self, kernel: Kernel, direction: Direction) -> int:
         if isinstance(kernel, Named):
