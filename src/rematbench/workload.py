@@ -67,6 +67,7 @@ class Model(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     - `mlp`: gated (`swiglu`, `geglu`) or two matrices; `relu2` is the square of ReLU, `xielu` has
       two trainable scalars.  `activation_steps`: tensors of `ffn` columns that the activation saves
       in addition to its input if it is a formula of eager operators (tanh approximations of GELU).
+      `glu_clamp`: both halves of the input of a gated activation of experts are clamped first.
     - `block`: in `parallel` blocks attention and MLP read the same residual stream, through a norm
       each or through a shared norm.  `pre_norm`, `post_norm`: norms at the input and at the output
       of attention and MLP.  `embedding_norm`: a norm after the embedding.
@@ -123,6 +124,7 @@ class Model(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     head_bias: bool = False
     attention_chunked: bool = False
     attention_sinks: bool = False
+    glu_clamp: bool = False
     experts: Experts | None = None
     left_out: str = ""
     source: str = ""
@@ -181,6 +183,7 @@ class Model(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             "attention in chunks": self.attention_chunked,
             "attention sinks": self.attention_sinks,
             "experts": self.experts is not None,
+            "a clamped activation": self.glu_clamp,
             "norms of queries and keys without a weight": self.qk_norm
             and self.qk_norm_weights == "none",
             "different rates of dropout": self.drops_attention != (self.dropout > 0)

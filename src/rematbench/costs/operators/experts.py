@@ -49,8 +49,8 @@ class Launches(NamedTuple):
 
 
 ROUTER = {False: Launches(10, 8), True: Launches(3, 5)}
-"""Launches of a router beside its GEMMs, by the fact `fused_router`: casts of the gate; top-k, softmax
-and the scatters of probabilities and map, or one kernel for these."""
+"""Launches of a router beside its GEMMs, by the fact `fused_router`: casts of the gate; top-k,
+softmax and the scatters of probabilities and map, or one kernel for these."""
 ROUTER_LOSS = {False: Launches(15, 10), True: Launches(8, 5)}
 """What a balancing loss adds: its scores, sums, coefficients and its entry in a tracker."""
 LAUNCHES: dict[str, dict[str, Launches]] = {
@@ -72,7 +72,7 @@ permutes the gathered rows and selects their probabilities; DeepEP's indices bec
 probabilities through 13 operators (_indices_to_multihot) before a permutation; HybridEP permutes
 inside its exchange."""
 FUSED_INDICES = {"deepep": Launches(7, 3)}
-"""Launches of `sort` where one kernel makes the map and its probabilities (fact `fused_indices`)."""
+"""Launches of `sort` where one kernel makes the map and its probabilities (`fused_indices`)."""
 
 
 def add_experts(b: Builder, layout: Layout, experts: Experts, x: str, out: str) -> None:
@@ -96,11 +96,14 @@ def add_experts(b: Builder, layout: Layout, experts: Experts, x: str, out: str) 
 
 
 def _launches(b: Builder, name: str) -> Launches:
-    """The launches of an operator under the stack's dispatcher."""
+    """The launches of an operator under the stack's dispatcher; on ranks that exchange nothing
+    every dispatcher permutes as `alltoall`."""
     facts = b.system.experts
-    if name == "sort" and facts.fused_indices and facts.dispatcher in FUSED_INDICES:
-        return FUSED_INDICES[facts.dispatcher]
-    return LAUNCHES[facts.dispatcher].get(name, Launches(1, 1))
+    alone = b.ep == 1 and (facts.dispatcher != "allgather" or b.expert_tp == 1)
+    dispatcher = "alltoall" if alone else facts.dispatcher
+    if name == "sort" and facts.fused_indices and dispatcher in FUSED_INDICES:
+        return FUSED_INDICES[dispatcher]
+    return LAUNCHES[dispatcher].get(name, Launches(1, 1))
 
 
 def router_bytes(experts: Experts, width: int = FP32) -> int:
@@ -368,33 +371,63 @@ def _grouped(b: Builder, layout: Layout, experts: Experts, rows: int) -> None:
     )
     b.add("expert_fc2_in", rows, width * e)
     unweighted = () if model.gated else (b.add("expert_act_out", rows, width * e),)
+    clamped = (b.add("expert_clamped", rows, columns * e),) if model.glu_clamp else ()
     moved = b.nbytes("expert_fc1_out", "expert_probs", "expert_fc2_in")
+    clamp, unclamp = _clamping(b.nbytes(*clamped))
     b.ops.append(
         Op(
             name="expert_act",
             inputs=("expert_fc1_out", "expert_probs"),
-            outputs=("expert_fc2_in", *unweighted),
-            saves=("expert_fc1_out", "expert_probs", *unweighted),
-            forward=memory_kernel(moved, 2 * b.nbytes(*unweighted)),
-            backward_input=memory_kernel(
-                moved, b.nbytes("expert_fc1_out", "expert_probs"), 2 * b.nbytes(*unweighted)
+            outputs=("expert_fc2_in", *unweighted, *clamped),
+            saves=("expert_fc1_out", "expert_probs", *unweighted, *clamped),
+            forward=(*clamp, *memory_kernel(moved, 2 * b.nbytes(*unweighted))),
+            backward_input=(
+                *memory_kernel(
+                    moved, b.nbytes("expert_fc1_out", "expert_probs"), 2 * b.nbytes(*unweighted)
+                ),
+                *unclamp,
             ),
         )
     )
     b.add("expert_out", rows, h * e)
+    biased, unbiased = _biases(b, rows * h, count)
     b.ops.append(
         Op(
             name="expert_fc2",
             inputs=("expert_fc2_in",),
             outputs=("expert_out",),
             saves=("expert_fc2_in",),
-            forward=(Gemm(each, h, width, count),),
-            backward_input=(Gemm(each, width, h, count),),
+            forward=(Gemm(each, h, width, count), *biased),
+            backward_input=(*unbiased, Gemm(each, width, h, count)),
             backward_weight=(Gemm(width, h, each, count),),
             parameters=count * h * (width + model.mlp_bias),
             of_experts=True,
         )
     )
+
+
+def _clamping(nbytes: int) -> tuple[tuple[Elementwise, ...], tuple[Elementwise, ...]]:
+    """The kernels that clamp the halves of a gated activation's input of so many bytes, forward and
+    backward: both halves are read and written, and joined; the backward reads each half beside its
+    gradient.  Source: Megatron-core 0.16.1, core/fusions/fused_bias_geglu.py,
+    weighted_bias_quick_geglu_impl."""
+    return ((Elementwise(4 * nbytes, 3),), (Elementwise(5 * nbytes, 3),)) if nbytes else ((), ())
+
+
+def _biases(
+    b: Builder, elements: int, count: int
+) -> tuple[tuple[Elementwise, ...], tuple[Elementwise, ...]]:
+    """The kernels that add the last bias of `count` experts to outputs of so many elements, forward
+    and backward.  For each expert bias times probability, in fp32, is added to its rows (three
+    tensors are written, read, joined and cast); the backward casts, weights by both factors and
+    sums.  Source: Megatron-core 0.16.1, core/transformer/moe/experts.py, TEGroupedMLP._apply_bias.
+    """
+    if not b.model.mlp_bias:
+        return (), ()
+    e, wide = b.e, b.wide_bytes
+    forward = elements * (wide + (e + 2 * wide) + 2 * wide + (wide + e))
+    backward = elements * (2 * (e + wide) + 2 * (2 * wide + wide) + 2 * e)
+    return (Elementwise(forward, 2, count),), (Elementwise(backward, 5, count),)
 
 
 def _combine(b: Builder, layout: Layout, experts: Experts, out: str, once: bool) -> None:
