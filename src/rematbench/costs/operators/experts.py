@@ -51,7 +51,7 @@ class Launches(NamedTuple):
 ROUTER = {False: Launches(10, 8), True: Launches(3, 5)}
 """Launches of a router beside its GEMMs, by the fact `fused_router`: casts of the gate; top-k,
 softmax and the scatters of probabilities and map, or one kernel for these."""
-ROUTER_LOSS = {False: Launches(15, 10), True: Launches(8, 5)}
+ROUTER_LOSS = {False: Launches(15, 8), True: Launches(8, 5)}
 """What a balancing loss adds: its scores, sums, coefficients and its entry in a tracker."""
 LAUNCHES: dict[str, dict[str, Launches]] = {
     "alltoall": {
@@ -65,7 +65,7 @@ LAUNCHES: dict[str, dict[str, Launches]] = {
     "deepep": {COUNTS: Launches(3, 0), "sort": Launches(19, 8), "unsort": Launches(2, 1)},
     "hybridep": {COUNTS: Launches(2, 0), "sort": Launches(1, 1), "unsort": Launches(1, 1)},
 }
-"""Launches by dispatcher.  `alltoall`: traced (tests/baselines/test_experts.py), and five copies of
+"""Launches by dispatcher.  `alltoall`: traced (tests/baselines/test_launches.py), and five copies of
 counts to the host, which a trace on fake tensors leaves out (_maybe_dtoh_and_synchronize); fused
 permutations launch as many kernels.  The others by their source (token_dispatcher.py): allgather
 permutes the gathered rows and selects their probabilities; DeepEP's indices become a map and its
