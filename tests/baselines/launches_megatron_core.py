@@ -17,11 +17,10 @@ shim.install(real=False)
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
+from megatron.core.transformer.moe import router, token_dispatcher  # noqa: E402
 from msgspec.structs import replace  # noqa: E402
 from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
 from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
-
-from megatron.core.transformer.moe import router, token_dispatcher  # noqa: E402
 
 from baselines.megatron_core import fake_schedules, rank_engine  # noqa: E402
 from baselines.megatron_core.experts import install_balance  # noqa: E402

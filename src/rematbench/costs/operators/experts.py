@@ -65,8 +65,8 @@ LAUNCHES: dict[str, dict[str, Launches]] = {
     "deepep": {COUNTS: Launches(3, 0), "sort": Launches(19, 8), "unsort": Launches(2, 1)},
     "hybridep": {COUNTS: Launches(2, 0), "sort": Launches(1, 1), "unsort": Launches(1, 1)},
 }
-"""Launches by dispatcher.  `alltoall`: traced (tests/baselines/test_launches.py), and five copies of
-counts to the host, which a trace on fake tensors leaves out (_maybe_dtoh_and_synchronize); fused
+"""Launches by dispatcher.  `alltoall`: traced (tests/baselines/test_launches.py), and five copies
+of counts to the host, which a trace on fake tensors leaves out (_maybe_dtoh_and_synchronize); fused
 permutations launch as many kernels.  The others by their source (token_dispatcher.py): allgather
 permutes the gathered rows and selects their probabilities; DeepEP's indices become a map and its
 probabilities through 13 operators (_indices_to_multihot) before a permutation; HybridEP permutes
