@@ -5,6 +5,7 @@ from math import lcm
 from rematbench.inputs.layout import Layout, LayoutError
 from rematbench.inputs.load import load_system
 from rematbench.inputs.stackfacts import other_versions
+from rematbench.inputs.stages import base_partition
 from rematbench.inputs.system import System
 from rematbench.workload import Workload
 
@@ -26,6 +27,8 @@ def check_layout(layout: Layout, workload: Workload, system: System) -> None:
     _check(_size_rules(layout, workload))
     _check(_batch_rules(layout))
     _check(_rules(layout, workload, system))
+    if layout.stages:
+        base_partition(workload.model, layout)
 
 
 def _check(rules: list[tuple[bool, str]]) -> None:
@@ -79,6 +82,7 @@ def _rules(lay: Layout, work: Workload, system: System) -> list[tuple[bool, str]
             "cp_kind: allgather has",
         ),
         *_ulysses_rules(lay, work, system),
+        *_latent_rules(lay, work, system),
         *_expert_rules(lay, work, system),
         *_ep_overlap_rules(lay, work, system),
         *_stack_rules(lay, system),
@@ -108,7 +112,7 @@ def _stack_rules(lay: Layout, system: System) -> list[tuple[bool, str]]:
         ),
         *_shard_rules(lay, system),
         (
-            lay.state_shards > 1 and stage not in system.accepts.zero_stages,
+            lay.has_peers and stage not in system.accepts.zero_stages,
             f"system {system.name} has no ZeRO stage {stage} (its stages: {stages})",
         ),
         (
@@ -207,6 +211,24 @@ def _nested_rules(
         *(
             (holds, f"Ulysses inside context parallelism has no {words} (TransformerEngine)")
             for words, holds in refused.items()
+        ),
+    ]
+
+
+def _latent_rules(lay: Layout, work: Workload, system: System) -> list[tuple[bool, str]]:
+    """The rules of values with other columns than keys, in words of TransformerEngine, on which
+    stacks with fused norms run (attn_forward_func_with_cp of context_parallel.py), and of DeepSpeed
+    0.19.8 (ulysses_sp.py, UlyssesSPAttentionHF)."""
+    if work.model.latent is None:
+        return []
+    words = "Context parallelism does not support MLA with cp_comm_type="
+    gathered = system.parallel.cp_kind == "allgather" and system.kernels.norm == "fused"
+    return [
+        (lay.cp > 1 and gathered, f"cp = {lay.cp}: {words}'all_gather' (TransformerEngine)"),
+        (
+            lay.ulysses > 1 and lay.cp == 1,
+            f"ulysses = {lay.ulysses} with latent attention: {words}'a2a' (TransformerEngine), and "
+            "DeepSpeed's value input tensor does not match the required shape, the keys'",
         ),
     ]
 
@@ -355,7 +377,7 @@ def _model_rules(lay: Layout, work: Workload) -> list[tuple[bool, str]]:
             f"{model.name}",
         ),
         (
-            model.num_layers < lay.num_chunks,
+            model.num_layers < lay.num_chunks and not lay.stages,
             f"{model.num_layers} layers cannot fill pp x vpp = {lay.num_chunks} chunks",
         ),
         (
