@@ -125,6 +125,7 @@ class Model(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     - `mlp`: gated (`swiglu`, `geglu`) or two matrices; `relu2` is the square of ReLU, `xielu` has
       two trainable scalars.  `activation_steps`: tensors of `ffn` columns that the activation saves
       in addition to its input if it is a formula of eager operators (tanh approximations of GELU).
+      `glu_clamp`: both halves of the input of a gated activation of experts are clamped first.
     - `block`: in `parallel` blocks attention and MLP read the same residual stream, through a norm
       each or through a shared norm.  `pre_norm`, `post_norm`: norms at the input and at the output
       of attention and MLP.  `embedding_norm`: a norm after the embedding.
@@ -186,6 +187,7 @@ class Model(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     head_bias: bool = False
     attention_chunked: bool = False
     attention_sinks: bool = False
+    glu_clamp: bool = False
     experts: Experts | None = None
     latent: Latent | None = None
     mtp_layers: Annotated[int, Meta(ge=0, le=64)] = 0
@@ -268,6 +270,7 @@ class Model(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             "attention in chunks": self.attention_chunked,
             "attention sinks": self.attention_sinks,
             "experts": self.experts is not None,
+            "a clamped activation": self.glu_clamp,
             "norms of queries and keys without a weight": self.qk_norm
             and self.qk_norm_weights == "none",
             "latent attention": self.latent is not None,

@@ -299,6 +299,12 @@ class ExpertExchange(Part, frozen=True, kw_only=True, forbid_unknown_fields=True
     """If true, and exchanges overlap, the weight gradients of a backward follow the input gradients
     of its attention and of its experts, so that the exchange behind those overlaps with them
     too."""
+    fused_router: bool = False
+    """If true, one kernel computes a router's probabilities and map, and one each the scores and
+    the value of its balancing loss; otherwise torch operators do."""
+    fused_indices: bool = False
+    """If true, one kernel makes DeepEP's indices a map of tokens to experts; otherwise torch
+    operators do."""
     expert_workspaces: Workspaces = 0
     """A model with experts has so many workspaces more than `workspaces` (the streams of a grouped
     GEMM)."""

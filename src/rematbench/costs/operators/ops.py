@@ -266,6 +266,7 @@ _EXPERTS = (
     "expert_probs",
     "expert_fc1_out",
     "expert_act_out",
+    "expert_clamped",
     "expert_fc2_in",
     "expert_out",
     "unsorted",

@@ -85,13 +85,14 @@ def read_experts(row: Row, model: Model) -> Model:
     layers are the dense ones."""
     dense = 0 if text(row, "dense_layers") in NONE else whole(row, "dense_layers")
     shared = 0 if text(row, "shared_experts_ffn") in NONE else whole(row, "shared_experts_ffn")
-    experts = Experts(
-        count=whole(row, "experts"),
-        active=whole(row, "topk"),
-        ffn=whole(row, "moe_ffn"),
-        shared_ffn=shared,
-        dense_layers=tuple(range(dense)),
-    )
+    widths: dict[str, Any] = {
+        "count": whole(row, "experts"),
+        "active": whole(row, "topk"),
+        "ffn": whole(row, "moe_ffn"),
+        "shared_ffn": shared,
+        "dense_layers": tuple(range(dense)),
+    }
+    experts = replace(model.experts, **widths) if model.experts else Experts(**widths)
     return replace(flagged_model(row, model), experts=experts, **attention_facts(row))
 
 
