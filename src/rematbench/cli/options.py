@@ -7,7 +7,6 @@ import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial, wraps
-from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
@@ -23,6 +22,7 @@ from rematbench.host.console import CommandError
 from rematbench.host.declared import fact, limits, plain_type, sentences
 from rematbench.host.table import GIB
 from rematbench.inputs.job import Job, flag, is_switched_off, options
+from rematbench.inputs.layout import partition_of
 from rematbench.plan import Plan
 from rematbench.plugins.discover import discover
 from rematbench.plugins.registry import Composition
@@ -312,6 +312,4 @@ def _partition(text: str, problem: Problem) -> tuple[tuple[tuple[int, ...], ...]
             f"--partition {text!r}: got {len(sizes)} chunks with {sum(sizes)} layers in total; "
             f"expected pp x vpp = {lay.num_chunks} chunks with {layers} layers in total"
         )
-    bounds = [sum(sizes[:i]) for i in range(len(sizes) + 1)]
-    chunks = [tuple(range(a, b)) for a, b in pairwise(bounds)]
-    return tuple(tuple(chunks[c * lay.pp + r] for c in range(lay.vpp)) for r in range(lay.pp))
+    return partition_of(sizes, lay)

@@ -1,5 +1,7 @@
 """The layout: parallel degrees, micro-batch and batch."""
 
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
 from typing import Annotated
 
 from rematbench.host.declared import Fact, Part
@@ -125,8 +127,13 @@ def even_partition(num_layers: int, layout: Layout) -> tuple[tuple[tuple[int, ..
     start = (stages - extra) // 2
     for i in range(start, start + extra):
         sizes[i] += 1
-    bounds = [sum(sizes[:i]) for i in range(stages + 1)]
-    virtual = [tuple(range(bounds[i], bounds[i + 1])) for i in range(stages)]
+    return partition_of(sizes, layout)
+
+
+def partition_of(sizes: Sequence[int], layout: Layout) -> tuple[tuple[tuple[int, ...], ...], ...]:
+    """The partition[rank][chunk] of layers in chunks of these sizes, in pipeline order."""
+    bounds = [0, *accumulate(sizes)]
+    virtual = [tuple(range(begin, end)) for begin, end in pairwise(bounds)]
     return tuple(
         tuple(virtual[chunk * layout.pp + rank] for chunk in range(layout.vpp))
         for rank in range(layout.pp)
