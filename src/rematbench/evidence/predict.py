@@ -4,6 +4,8 @@ sheet."""
 import multiprocessing
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor
+from contextlib import ExitStack
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -127,34 +129,29 @@ def _predict_all(
     cases: Sequence[PublishedCase], processes: int, setting: Setting, progress: Progress | None
 ) -> list[Cells]:
     """The predictions of cases, in order."""
-    if processes <= 1 or len(cases) < 2:
-        registry, constants = discover(setting[0]), setting[1]
-        one_by_one = (predict_case(case, registry, constants) for case in cases)
-        return list(_counted(one_by_one, len(cases), progress))
-    context = multiprocessing.get_context("spawn")
-    pool: Executor
-    with ProcessPoolExecutor(processes, context, _start_worker, setting) as pool:
-        return list(_counted(pool.map(_work, cases, chunksize=4), len(cases), progress))
+    with ExitStack() as stack:
+        found: Iterable[Cells] = (_work(case, *setting) for case in cases)
+        if processes > 1 and len(cases) > 1:
+            context = multiprocessing.get_context("spawn")
+            pool: Executor = ProcessPoolExecutor(processes, context, collect_rarely)
+            work = partial(_work, methods=setting[0], constants=setting[1])
+            found = stack.enter_context(pool).map(work, cases, chunksize=4)
+        made = []
+        for done, cells in enumerate(found, start=1):
+            made.append(cells)
+            if progress is not None:
+                progress(done, len(cases))
+        return made
 
 
-def _counted(items: Iterable[Cells], total: int, progress: Progress | None) -> Iterable[Cells]:
-    for done, item in enumerate(items, start=1):
-        if progress is not None:
-            progress(done, total)
-        yield item
+def _work(case: PublishedCase, methods: tuple[Path, ...], constants: Calibration | None) -> Cells:
+    return predict_case(case, _registry(methods), constants)
 
 
-_WORKER: list[tuple[Registry, Calibration | None]] = []
-
-
-def _start_worker(methods: tuple[Path, ...], constants: Calibration | None) -> None:
-    """Set up a worker process: methods are discovered once."""
-    collect_rarely()
-    _WORKER[:] = [(discover(methods), constants)]
-
-
-def _work(case: PublishedCase) -> Cells:
-    return predict_case(case, *_WORKER[0])
+@cache
+def _registry(methods: tuple[Path, ...]) -> Registry:
+    """The methods, discovered once in a process."""
+    return discover(methods)
 
 
 def _effort(case: PublishedCase) -> int:
@@ -223,8 +220,8 @@ def _columns(result: Result, case: PublishedCase) -> Cells:
         "pred_low": row["low_tokens_per_s_per_gpu"],
         "pred_high": row["high_tokens_per_s_per_gpu"],
     }
-    cells |= printed(case, problem, plan) if case.hosted else {}
-    return {key: "" if value is None else value for key, value in cells.items()}
+    more = printed(case, problem, plan) if case.hosted else {}
+    return {key: "" if cells[key] is None else cells[key] for key in COLUMNS} | more
 
 
 def _nothing(status: str, reason: str) -> Cells:

@@ -24,7 +24,7 @@ from rematbench.evidence.published.sheets import (
     text,
     whole,
 )
-from rematbench.evidence.published.words import INSIDE, NONE, said
+from rematbench.evidence.published.words import INSIDE, NONE, policies, policy, said
 from rematbench.inputs.configfile import ConfigError, closest
 from rematbench.inputs.constants import Calibration
 from rematbench.inputs.job import Job
@@ -50,7 +50,7 @@ ASSUMED = "unknown model: norms, biases and positions taken from"
 
 PRINTED = ("forward_s", "backward_s", "update_s", "host_used_gib")
 """Further columns with results that a prediction has."""
-LAYOUT_COLUMNS = ("global_batch", "tp", "pp", "dp")
+LAYOUT_COLUMNS = ("global_batch", "tp", "pp")
 SHAPE_COLUMNS = {
     "layers": "num_layers",
     "hidden": "hidden",
@@ -64,14 +64,6 @@ QUOTIENT = "hidden / heads"
 """The width of a head in the column head_dim of rows whose trainer takes no other."""
 OPTIONAL = ("head_dim",)
 """Fields that a row of a model without a file may leave out."""
-SAC_KEEPS = ("q", "v", "attn_out", "lse", "gate_out")
-"""Tensors that torchtitan's per-operator selective checkpointing keeps of a Llama layer: the
-outputs of every second matmul in the order wq, wk, wv, wo, w1, w3, w2, and of attention.  Without
-the compiler the output of w2 is kept too (`held`), although no backward reads that output; the
-compiler's partitioner drops it.  Source: torchtitan/parallelisms/parallelize_llama.py, _save_list,
-2024-12.  One difference: here q is kept after RoPE, not before."""
-
-SELECTIVE_SAC: dict[str, Value] = {"keep": SAC_KEEPS, "held": ("fc2_out",), "scope": "layer"}
 
 
 class HostedStates(Struct, frozen=True, kw_only=True):
@@ -199,6 +191,7 @@ def _model(row: Row, words: dict[str, Any]) -> tuple[Model, str]:
     assumed = ""
     if name in names("model"):
         model = load_model(name)
+        tied = flag(row, "tied", model.tied_embeddings)
     else:
         if kin := _kin(name):
             shape = {"vocab": load_model(kin).vocab} | shape
@@ -212,9 +205,11 @@ def _model(row: Row, words: dict[str, Any]) -> tuple[Model, str]:
         plain = text(row, "head_dim") == QUOTIENT
         head_dim = shape.get("head_dim") or _head_dim(name, shape, mlp, plain=plain)
         shape["head_dim"] = head_dim
+        tied = flag(row, "tied", model.tied_embeddings)
+        ends = "tied ends" if tied else "ends not tied"
         taken = f"{ASSUMED} {relative} ({_taken(model)})"
-        assumed = f"{taken}; head_dim {head_dim}, {_ends(row, model)}, no windows"
-    stated = {"tied_embeddings": flag(row, "tied", model.tied_embeddings), **words}
+        assumed = f"{taken}; head_dim {head_dim}, {ends}, no windows"
+    stated = {"tied_embeddings": tied, **words}
     if text(row, "experts") not in NONE:
         stated["experts"] = _experts(row)
     model = _reshaped(model, name, shape, mlp or model.mlp)
@@ -292,10 +287,6 @@ def _taken(model: Model) -> str:
     )
 
 
-def _ends(row: Row, model: Model) -> str:
-    return "tied ends" if flag(row, "tied", model.tied_embeddings) else "ends not tied"
-
-
 def _relative(name: str, mlp: str) -> str:
     """The name of a known dense model of the same family (the word before the first digit or dash)
     and kind of MLP, or of a known model with the same kind of MLP.  A row's columns say whether it
@@ -357,40 +348,32 @@ def _system(row: Row, words: dict[str, Any]) -> System:
 
 
 def _layout(row: Row, system: System, instances: int) -> Layout:
-    """The layout of a row, whose optimizer is sharded in so many instances."""
-    known = row if text(row, "dp") else {**row, "dp": _dp(row)}
-    missing = [column for column in LAYOUT_COLUMNS if not text(known, column)]
+    """The layout of a row, whose optimizer is sharded in so many instances; dp follows from gpus
+    where the row does not have it."""
+    missing = [column for column in LAYOUT_COLUMNS if not text(row, column)]
+    if not text(row, "dp") and (missing or not text(row, "gpus")):
+        missing.append("dp")
     if missing:
         raise RowError("unsupported", f"layout not published: no value for {', '.join(missing)}")
-    tp = whole(row, "tp")
-    default_stage = 3 if system.zero.data_parallel == "fsdp" else 1
-    stage = whole(row, "zero_stage", default_stage, least=0)
-    if stage not in get_args(ZeroStage):
-        raise RowError("failed", f"column zero_stage: {stage} is not 0, 1, 2 or 3")
-    cp, dp, ulysses = whole(row, "cp", 1), whole(known, "dp"), whole(row, "ulysses", 1)
-    if system.parallel.cp_kind == "ulysses" and ulysses == 1:  # Layout counts these cp ranks in dp
-        cp, dp, ulysses = 1, dp * cp, cp
     own = ("ep", "etp") if text(row, "experts") in NONE else ()
     given: dict[str, Any] = given_facts(row, Degrees, own=own)
-    given |= {"tp": tp, "sp": flag(row, "sp", tp > 1), "cp": cp, "dp": dp, "ulysses": ulysses}
-    given |= {"shard_degree": dp // instances} if instances > 1 else {}
-    layout = Layout(**{**given, "zero_stage": stage})
-    gpus = whole(row, "gpus", layout.gpus)
-    if gpus != layout.gpus:
-        raise RowError("failed", f"gpus {gpus} is not tp x cp x pp x dp = {layout.gpus}")
-    return layout
-
-
-def _dp(row: Row) -> str:
-    """The data-parallel degree gpus / (tp x cp x pp); empty where gpus, tp or pp is not given.
-    RowError where the degrees do not divide gpus."""
-    if not all(text(row, column) for column in ("gpus", "tp", "pp")):
-        return ""
-    gpus, ranks = whole(row, "gpus"), whole(row, "tp") * whole(row, "cp", 1) * whole(row, "pp")
+    tp, cp, ulysses = given["tp"], given.get("cp", 1), given.get("ulysses", 1)
+    ranks = tp * cp * given["pp"]
+    gpus = whole(row, "gpus", ranks * whole(row, "dp", 1))
+    if text(row, "dp") and gpus != ranks * whole(row, "dp"):
+        told = ranks * whole(row, "dp")
+        raise RowError("failed", f"gpus {gpus} is not tp x cp x pp x dp = {told}")
     dp, rest = divmod(gpus, ranks)
     if rest:
         raise RowError("failed", f"gpus {gpus} is not a multiple of tp x cp x pp = {ranks}")
-    return str(dp)
+    stage = given.get("zero_stage", 3 if system.zero.data_parallel == "fsdp" else 1)
+    if stage not in get_args(ZeroStage):
+        raise RowError("failed", f"column zero_stage: {stage} is not 0, 1, 2 or 3")
+    if system.parallel.cp_kind == "ulysses" and ulysses == 1:  # Layout counts these cp ranks in dp
+        cp, dp, ulysses = 1, dp * cp, cp
+    given |= {"sp": flag(row, "sp", tp > 1), "cp": cp, "dp": dp, "ulysses": ulysses}
+    given |= {"shard_degree": dp // instances} if instances > 1 else {}
+    return Layout(**{**given, "zero_stage": stage})
 
 
 def _partition(row: Row, model: Model, layout: Layout) -> tuple[int, ...]:
@@ -418,25 +401,6 @@ def _hosted(row: Row, layout: Layout) -> HostedStates:
 
 # -- method -----------------------------------------------------------------------------------
 
-POLICIES: dict[str, tuple[str, dict[str, Value]]] = {
-    "": ("keep_all", {}),
-    "none": ("keep_all", {}),
-    "no": ("keep_all", {}),
-    "full": ("full_recompute", {}),
-    "selective": ("selective_recompute", {}),
-    "balanced": ("balanced_checkpointing", {}),
-    "balanced+fc1": ("balanced_checkpointing", {"point": "published+fc1"}),
-    "selective(sac)": ("selective_recompute", SELECTIVE_SAC),
-    "selective(per-op sac)": ("selective_recompute", SELECTIVE_SAC),
-    "selective(op)": ("selective_recompute", SELECTIVE_SAC),
-    "per-op sac": ("selective_recompute", SELECTIVE_SAC),
-}
-"""Published words for recomputation -> method and parameters."""
-
-_COUNTED = re.compile(
-    r"^(?:full )?(full|uniform|block|selective)[ (:]*(?:every )?(\d+)(?:nd layer)?\)?$"
-)
-
 
 def _policy(row: Row, registry: Registry) -> tuple[str, dict[str, Any]]:
     """The method and settings of a row, by its words for recomputation and for its modules; a sheet
@@ -450,8 +414,8 @@ def _policy(row: Row, registry: Registry) -> tuple[str, dict[str, Any]]:
     plain = INSIDE.sub("", modules).split()
     if not plain or plain[0] in ("none", "full", word.lower()):
         return recompute_method(modules if len(plain) > 1 else word, registry)
-    if modules in POLICIES:
-        return recompute_method(modules, registry)
+    if modules and (found := policy(modules)):
+        return found
     unknown = [module for module in plain if module not in MODULES]
     if unknown:
         near = closest(unknown[0], MODULES)
@@ -464,21 +428,12 @@ def _policy(row: Row, registry: Registry) -> tuple[str, dict[str, Any]]:
 def recompute_method(words: str, registry: Registry) -> tuple[str, dict[str, Value]]:
     """The method and parameters of a published policy (`full`, `uniform 2`, `block 4`,
     `selective(2)`, ...) or of a method's name; RowError for an unknown policy."""
-    policy = " ".join(words.lower().split())
-    if policy in POLICIES:
-        return POLICIES[policy]
-    counted = _COUNTED.match(policy)
-    if counted and int(counted[2]) > 0:
-        kind, count = counted[1], int(counted[2])
-        if kind == "selective":
-            return "full_recompute", {"every": count}
-        method = "block" if kind == "block" else "uniform"
-        return "full_recompute", {"method": method, "num_layers": count}
+    if found := policy(words):
+        return found
     try:
         registry.resolve(words)
     except MethodError:
-        known = ", ".join([*filter(None, POLICIES), "uniform N", "block N", "selective(N)"])
-        reason = f"recompute {words!r} is not a known policy (known: {known})"
+        reason = f"recompute {words!r} is not a known policy (known: {', '.join(policies())})"
         raise RowError("unsupported", reason) from None
     return words, {}
 

@@ -275,8 +275,7 @@ def read_cells(
 
 def read_predicted(path: Path) -> Sheet:
     """The predicted rows of a sheet; raises the UserError of `read_cells`."""
-    sheet = read_cells(path, str(path.parent), *TABLED, "pred_status")
-    return sheet
+    return read_cells(path, str(path.parent), *TABLED, "pred_status")
 
 
 def check_numbers(sheet: Sheet, label: str) -> None:

@@ -19,7 +19,8 @@ from rematbench.inputs.paths import data_dir
 
 NONE = ("", "none", "no", "0", "null")
 """Words for a feature that is off."""
-NUMBER = r"([\d.]+)"
+NUMBER = r"(\d*\.\d+|[1-9]\d*|0)"
+ORDINAL = re.compile(r"(\d)(?:st|nd|rd|th)\b")
 INSIDE = re.compile(r"\(([^()]*)\)")
 
 
@@ -65,6 +66,13 @@ class Words(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return None
 
 
+class Policy(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The method and its settings that a word for recomputation stands for."""
+
+    method: str
+    settings: dict[str, Any] = {}
+
+
 class Sheet(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A sheet of results/published: cells that all of its rows have where they are empty (`given`),
     and facts of their models and stacks, with their source."""
@@ -79,6 +87,7 @@ class _File(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     source: str
     sheets: dict[str, Sheet]
     columns: dict[str, Words]
+    policies: dict[str, Policy]
 
 
 class Said(Struct, kw_only=True):
@@ -104,6 +113,23 @@ class Said(Struct, kw_only=True):
 def _file() -> _File:
     path = data_dir("config") / "rows.yaml"
     return convert(read_mapping(path, "config/rows.yaml"), _File, "config/rows.yaml")
+
+
+def policies() -> list[str]:
+    """The words for recomputation."""
+    return [*filter(None, _file().policies)]
+
+
+def policy(words: str) -> tuple[str, dict[str, Any]] | None:
+    """The method and settings of words for recomputation (`uniform 2`, `selective(2)`), or None."""
+    plain = ORDINAL.sub(r"\1", " ".join(re.sub("[(:)]", " ", words.lower()).split()))
+    for term, one in _file().policies.items():
+        found = _pattern(term).fullmatch(plain)
+        if found and "0" not in found.groups():
+            settings = _numbered(one.settings, found[1]) if found.groups() else one.settings
+            lists = {key: tuple(v) if isinstance(v, list) else v for key, v in settings.items()}
+            return one.method, lists
+    return None
 
 
 @cache
@@ -195,10 +221,10 @@ def _pattern(term: str) -> re.Pattern[str]:
 
 def _with_number(meaning: Meaning, digits: str) -> Meaning:
     """The meaning with a number in place of each N."""
+    names = ("model", "stack", "job")
+    return replace(meaning, **{name: _numbered(getattr(meaning, name), digits) for name in names})
+
+
+def _numbered(values: dict[str, Any], digits: str) -> dict[str, Any]:
     number = float(digits) if "." in digits else int(digits)
-
-    def put(values: dict[str, Any]) -> dict[str, Any]:
-        return {key: number if value == "N" else value for key, value in values.items()}
-
-    values = {name: put(getattr(meaning, name)) for name in ("model", "stack", "job")}
-    return replace(meaning, **values)
+    return {key: number if value == "N" else value for key, value in values.items()}
