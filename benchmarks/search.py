@@ -26,14 +26,14 @@ from statistics import fmean
 
 from msgspec.structs import replace
 
-from rematbench.advise.search.candidates import KEEP, Candidate
-from rematbench.advise.search.closed_bounds import Bounds
-from rematbench.advise.search.probes import Probe
-from rematbench.advise.search.processes import rounds
-from rematbench.advise.search.search_job import SearchJob, SearchRequest
-from rematbench.advise.search.shard_bounds import ShardBounds
-from rematbench.advise.search.shards import Shard, key
-from rematbench.advise.search.space import Choice
+from rematbench.advise.bounds.columns import Bounds
+from rematbench.advise.bounds.group_bounds import GroupBounds
+from rematbench.advise.bounds.layout_group import group_key
+from rematbench.advise.bounds.lines import Probe
+from rematbench.advise.candidates.candidate import KEEP, Candidate
+from rematbench.advise.candidates.layouts import LayoutChoice
+from rematbench.advise.search.request import SearchRequest
+from rematbench.advise.search.rounds import SearchJob, rounds
 from rematbench.cli.doctor import cpu_name
 from rematbench.inputs.job import Job
 from rematbench.paper.matrix.best import Line, Task, Worker
@@ -109,18 +109,17 @@ def resident_gb() -> float:
 
 def bounded(asked: SearchRequest, layouts: int) -> None:
     """Print how many closed-form bounds (of seconds and bytes) one second makes, on the layouts of
-    one shard, repeated."""
+    one group, repeated."""
     made = SearchJob(asked)
-    groups: dict[object, list[Choice]] = {}
+    groups: dict[object, list[LayoutChoice]] = {}
     for choice in made.space.choices:
-        groups.setdefault(key(choice), []).append(choice)
+        groups.setdefault(group_key(choice), []).append(choice)
     largest = max(groups.values(), key=len)
     many = largest * -(-layouts // len(largest))
-    shard = Shard(many, made.problem(largest[0]), made.registry)
-    bounds = ShardBounds(shard)
-    bounds.of(KEEP)  # untimed: arrays that a shard makes once for all candidates
+    bounds = GroupBounds(many, made.problem(largest[0]), made.registry)
+    bounds.of(KEEP)  # untimed: arrays that a group makes once for all candidates
     candidate = Candidate((made.variants[0],))
-    probe = shard.probe(candidate)
+    probe = bounds.probe(candidate)
     assert isinstance(probe, Probe)
     _ = probe.facts, probe.nbytes
     start = time.perf_counter()

@@ -1,6 +1,7 @@
 """Every plan of a search's space, tried one by one: what a search is held against."""
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import product
 from math import inf
 from random import Random
@@ -8,18 +9,19 @@ from random import Random
 import pytest
 from msgspec.structs import replace
 
-from rematbench.advise.compare.compositions import load_compare
-from rematbench.advise.search.candidates import Candidate, Tree
-from rematbench.advise.search.probes import Probe
-from rematbench.advise.search.processes import in_one_process
-from rematbench.advise.search.queue import most_pieces
-from rematbench.advise.search.search_job import SearchJob, SearchRequest
-from rematbench.advise.search.shard_bounds import ShardBounds
-from rematbench.advise.search.shards import Shard
-from rematbench.advise.search.space import Choice
-from rematbench.advise.search.trials import Site, Trial
+from rematbench.advise.bounds.group_bounds import GroupBounds
+from rematbench.advise.bounds.lines import Probe
+from rematbench.advise.candidates.candidate import Candidate, load_compare
+from rematbench.advise.candidates.layouts import LayoutChoice
+from rematbench.advise.candidates.trials import LayoutTrials, Trial
+from rematbench.advise.search.families import PlanFamily
+from rematbench.advise.search.request import SearchRequest
+from rematbench.advise.search.rounds import SearchJob, in_one_process, rounds
 from rematbench.evaluate.result import Result
 from rematbench.evidence.peaks import reserve_bytes
+
+ALONE = partial(rounds, processes=1)
+"""A search in one process."""
 
 ENDLESS = 1 << 46
 SHARES = (0.0, 0.05, 0.15, 0.4, 0.75)
@@ -28,17 +30,17 @@ SHARES = (0.0, 0.05, 0.15, 0.4, 0.75)
 GAPS = (0.0, 0.05, 0.005)
 WORK = 1 << 40
 Held = Callable[..., None]
-Named = tuple[Choice, Candidate, str]
+Named = tuple[LayoutChoice, Candidate, str]
 """A plan of a space: its layout, its candidate, and the plan's text."""
 
 
 def every_candidate(made: SearchJob) -> list[Candidate]:
-    """All candidates, of the tree that leaves none out."""
+    """All candidates, of the family that leaves none out."""
     deepest = max(made.space.choices, key=lambda choice: choice.layout.pp)
-    shard = bounds_at(made, deepest).shard
-    probes = {s: p for s in made.variants if isinstance(p := shard.probe(Candidate((s,))), Probe)}
+    group = bounds_at(made, deepest)
+    probes = {s: p for s in made.variants if isinstance(p := group.probe(Candidate((s,))), Probe)}
     keeping = not made.request.only or "keep_all" in made.request.only
-    return Tree([probes], load_compare().most_methods, keeping=keeping, exact=True).candidates
+    return PlanFamily([probes], load_compare().most_methods, keeping=keeping, exact=True).candidates
 
 
 def every_plan(made: SearchJob, candidates: Sequence[Candidate] = ()) -> Iterator[Named]:
@@ -47,13 +49,18 @@ def every_plan(made: SearchJob, candidates: Sequence[Candidate] = ()) -> Iterato
     for choice, candidate in product(made.space.choices, candidates or every_candidate(made)):
         line = candidate.share.scalar if candidate.share else None
         steps = line.count(max(choice.sizes)) if line else 1
-        for step, pieces in product(range(1, steps + 1), range(1, most_pieces(candidate) + 1)):
+        for step, pieces in product(range(1, steps + 1), range(1, candidate.most_pieces + 1)):
             yield choice, candidate, candidate.text(step, pieces)
 
 
-def bounds_at(made: SearchJob, choice: Choice) -> ShardBounds:
+def bounds_at(made: SearchJob, choice: LayoutChoice) -> GroupBounds:
     """The bounds of one layout alone."""
-    return ShardBounds(Shard([choice], made.problem(choice), made.registry))
+    return GroupBounds([choice], made.problem(choice), made.registry)
+
+
+def trials_at(made: SearchJob, choice: LayoutChoice) -> LayoutTrials:
+    """The trials of one layout alone."""
+    return LayoutTrials(made.job(choice), choice.states)
 
 
 def everything(
@@ -67,7 +74,7 @@ def everything(
         plans = Random(most).sample(plans, most)
     trials = (
         replace(
-            Site(choice, made.problem(choice)).trial(text, made.registry),
+            trials_at(made, choice).trial(text, made.registry),
             candidate=candidate.text(1),
         )
         for choice, candidate, text in plans
@@ -104,7 +111,7 @@ def fastest_that_fits(one: SearchRequest, found: Sequence[Trial]) -> Result | No
         problem = made.problem(choice)
         if max(known.evaluation.peak_device_bytes) > problem.usable_bytes:
             continue
-        again = Site(choice, problem).trial(known.method, made.registry).result
+        again = trials_at(made, choice).trial(known.method, made.registry).result
         if again.fits:
             return again
     return None

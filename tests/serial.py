@@ -2,8 +2,8 @@
 
 from collections.abc import Iterable, Iterator
 
+from rematbench.advise.candidates.candidate import CompareConfig, load_compare
 from rematbench.advise.compare.comparison import Comparison
-from rematbench.advise.compare.compositions import CompareConfig, load_compare
 from rematbench.advise.compare.tuning import Task, Tuning
 from rematbench.evaluate.result import PlannedJob, Result
 from rematbench.problem import Problem

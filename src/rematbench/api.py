@@ -8,11 +8,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rematbench.advise.candidates.candidate import load_compare
+from rematbench.advise.candidates.layouts import Fixed
 from rematbench.advise.compare.comparison import Comparison, Order, table
-from rematbench.advise.compare.compositions import load_compare
-from rematbench.advise.search.processes import rounds
-from rematbench.advise.search.search_job import SearchJob, SearchRequest, search_row
-from rematbench.advise.search.space import Fixed
+from rematbench.advise.search.job import search_row
+from rematbench.advise.search.request import SearchRequest
+from rematbench.advise.search.rounds import SearchJob, rounds
 from rematbench.evaluate.problems import make_problem
 from rematbench.evaluate.result import PlannedJob, Result, evaluate_method, told_fragmented
 from rematbench.evidence.bands import with_band

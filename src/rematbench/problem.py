@@ -17,9 +17,10 @@ from rematbench.inputs.cluster import Cluster
 from rematbench.inputs.constants import Calibration
 from rematbench.inputs.facts import CPU
 from rematbench.inputs.kernel_rates import RateError
-from rematbench.inputs.layout import Layout, LayoutError, even_partition
+from rematbench.inputs.layout import Layout, LayoutError
 from rematbench.inputs.layout_rules import check_layout
 from rematbench.inputs.precision import attention_problem, peak_flop_per_s
+from rematbench.inputs.stages import base_partition
 from rematbench.inputs.system import AttentionBackend, StackChoice, System, TpOverlap
 from rematbench.plan import Plan, StateFate
 from rematbench.workload import Workload
@@ -257,10 +258,10 @@ class Problem:
 
     @cached_property
     def base_plan(self) -> Plan:
-        """The plan that keeps all activations: even partition, the layout's schedule, the system's
+        """The plan that keeps all activations: the layout's partition and schedule, the system's
         state fates."""
         return Plan(
-            partition=even_partition(self.workload.model.num_layers, self.layout),
+            partition=base_partition(self.workload.model, self.layout),
             schedule="interleaved_1f1b" if self.layout.vpp > 1 else "1f1b",
             states=state_fates(self.layout, self.system),
         )

@@ -83,6 +83,9 @@ class Model(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     - `attention_chunked`: the window of a layer is a chunk: a token attends to the tokens before it
       in its chunk.  `attention_sinks`: a trainable logit for each head beside the scores.
     - `experts`: a mixture of experts in place of the MLP; `ffn` is then the width of dense layers.
+    - `mtp_layers`: layers behind the last one that each predict one more token (multi-token
+      prediction, DeepSeek-V3, arXiv 2412.19437).  Each joins the hidden states with the embedding
+      of the next token by a linear, and uses the model's embedding and output projection.
     - `max_positions` 0 with learned positions: a Workload sets it to its sequence length.
     """
 
@@ -124,6 +127,7 @@ class Model(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     attention_chunked: bool = False
     attention_sinks: bool = False
     experts: Experts | None = None
+    mtp_layers: Annotated[int, Meta(ge=0, le=64)] = 0
     left_out: str = ""
     source: str = ""
 
@@ -183,6 +187,7 @@ class Model(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             "experts": self.experts is not None,
             "norms of queries and keys without a weight": self.qk_norm
             and self.qk_norm_weights == "none",
+            "layers that predict more tokens": self.mtp_layers > 0,
             "different rates of dropout": self.drops_attention != (self.dropout > 0)
             or self.drops_embedding != (self.dropout > 0),
         }
@@ -220,6 +225,11 @@ class Model(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     def expert_layers(self) -> int:
         """The number of layers with experts."""
         return 0 if self.experts is None else self.num_layers - len(self.experts.dense_layers)
+
+    @property
+    def first_dense(self) -> int:
+        """The number of dense layers before the layers with experts; 0 without experts."""
+        return self.num_layers - self.expert_layers if self.experts else 0
 
     def mlp_matrix_parameters(self, ffn: int) -> int:
         """Parameters of the linears of an MLP with `ffn` columns."""

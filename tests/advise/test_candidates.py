@@ -5,18 +5,20 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from rematbench.advise.compare.compositions import (
-    KINDS,
-    TUNED,
-    Candidate,
-    changed_kinds,
-    clash,
-    composed,
-    compositions,
-    load_compare,
-)
+from rematbench.advise.candidates.candidate import Variant, load_compare
+from rematbench.advise.compare.compositions import Contender, composed, compositions
 from rematbench.inputs.layout import Layout
-from rematbench.plan import MiniSequence, Offload, Plan, Recompute, Rule, Select, Split, Transfers
+from rematbench.plan import (
+    MiniSequence,
+    Offload,
+    Plan,
+    Recompute,
+    Rule,
+    Select,
+    Split,
+    Transfers,
+)
+from rematbench.plugins.kinds import KINDS, TUNED, changed_kinds, clash
 from rematbench.plugins.policies import Policy, applicable_settings
 from rematbench.problem import Problem
 from tests.problems import all_methods, make_problem
@@ -32,9 +34,9 @@ def demo(system: str = "megatron-kwai") -> Problem:
 # -- the rule of compositions -----------------------------------------------------------------
 
 
-def alone(name: str, *kinds: str, tuned: bool = False) -> tuple[Candidate, Plan]:
+def alone(name: str, *kinds: str, tuned: bool = False) -> tuple[Contender, Plan]:
     """A candidate, with a plan that changes these kinds."""
-    candidate = Candidate(name=name, origin="method", methods=(name,), method=name)
+    candidate = Contender((Variant(name, name),), origin="method")
     plan = demo().base_plan
     for kind in kinds:
         plan = CHANGES[kind](plan)
@@ -50,7 +52,7 @@ CHANGES: dict[str, Callable[[Plan], Plan]] = {
 }
 
 
-def named(pairs: list[tuple[Candidate, Plan]], most: int) -> set[str]:
+def named(pairs: list[tuple[Contender, Plan]], most: int) -> set[str]:
     groups = compositions(demo().base_plan, pairs, most)
     return {"+".join(candidate.name for candidate in group) for group in groups}
 
@@ -93,7 +95,7 @@ def test_a_composition_plans_on_the_plan_before_it() -> None:
     group = (alone("a")[0], alone("b")[0])
     base = demo().base_plan.noting(mark=1.0)
     candidate = composed(group, base)
-    assert (candidate.method, candidate.base, candidate.family) == ("b", base, "a+b")
+    assert (candidate.name, candidate.base, candidate.family) == ("a+b", base, "a+b")
 
 
 def test_operators_that_a_model_has_not_are_left_out() -> None:

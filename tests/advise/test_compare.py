@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from rematbench.advise.candidates.candidate import CompareConfig, Scalar, Variant, load_compare
 from rematbench.advise.compare.comparison import Comparison, Order
-from rematbench.advise.compare.compositions import Candidate, CompareConfig, load_compare
+from rematbench.advise.compare.compositions import Contender
 from rematbench.advise.compare.tuning import Task, Tuning
 from rematbench.cli.compare import cells, safest, verdict
 from rematbench.engine.lowering.lower import lower
-from rematbench.engine.program.action import Kind
+from rematbench.engine.program.action import Exchange, Kind
 from rematbench.engine.simulate.op_level import simulate
 from rematbench.engine.simulate.seconds import action_seconds
 from rematbench.evaluate.breakdown import PARTS, WithoutTraffic, parts_of
@@ -131,13 +132,13 @@ def test_a_composition_may_be_faster_than_its_last_method_alone() -> None:
 def test_no_candidate_is_made_twice_and_only_rows_that_fit_are_taken_apart() -> None:
     """What a comparison costs: its simulations, counted by what asks for them."""
     comparison, tasks = long()
-    made = [task for task in tasks if isinstance(task, Candidate)]
-    names = [(one.name, bool(one.first_that_fits)) for one in made]
+    made = [task for task in tasks if isinstance(task, Contender)]
+    names = [(one.name, one.pieces is not None) for one in made]
     assert (
         len(names) == len(set(names)) < 128
     )  # a method of states stands beside each of activations
-    assert [one for one in made if one.first_that_fits]  # pieces, but none of what the base keeps
-    assert not [one for one in made if one.first_that_fits and one.base is None]
+    assert [one for one in made if one.pieces]  # pieces, but none of what the base keeps
+    assert not [one for one in made if one.pieces and one.base is None]
     apart = sorted(task[1].method for task in tasks if isinstance(task, tuple))
     assert apart == sorted(result.method for result in comparison.results() if result.fits)
 
@@ -215,7 +216,8 @@ def test_free_traffic_slows_no_kernel(system: str, zero_stage: Any) -> None:
     stalls = [action for action in actions if action.kind is Kind.STALL]
     assert stalls if zero_stage == 3 else slowed
     for action in slowed:
-        assert free(action, 0) == seconds(replace(action, overlaps=""), 0) < seconds(action, 0)
+        alone = seconds(replace(action, exchange=Exchange()), 0)
+        assert free(action, 0) == alone < seconds(action, 0)
     for action in stalls:
         assert free(action, 0) == 0.0 < seconds(action, 0)
 
@@ -285,8 +287,8 @@ def test_a_policy_that_does_what_its_method_does_is_left_out() -> None:
     p = demo(seq_len=65536)
     layers = len(p.base_plan.partition[0][0])
     config = load_compare()
-    block = replace(config.policies[0], settings={"method": "block", "num_layers": layers},
-                    smallest="")  # fmt: skip
+    name = f"full_recompute:method=block,num_layers={layers}"
+    block = replace(config.policies[0], name=name, smallest="")
     comparison, _ = compared(p, replace(config, policies=(block,), most_methods=1))
     assert block.name not in by_name(comparison.results())
     assert comparison.left_out == 1
@@ -298,9 +300,9 @@ def test_groups_of_layers_are_tuned_where_the_largest_does_not_fit() -> None:
                      layout=Layout(tp=8, sp=True, global_batch=1))  # fmt: skip
     smaller = replace_usable(p)
     tuning = Tuning(PlannedJob(problem=smaller, base=p.base_plan), ())
-    candidate = Candidate(name="x", origin="policy", methods=("full_recompute",),
-                          method="full_recompute", smallest="num_layers")  # fmt: skip
-    value = int(tuning(candidate).method.removeprefix("x "))
+    groups = Variant("full_recompute", "full_recompute:uniform {}", Scalar("layers"))
+    candidate = Contender((groups,), origin="policy")
+    value = int(tuning(candidate).method.removeprefix("full_recompute:uniform "))
     resolve = all_methods().resolve
     margins = {n: evaluate_method(smaller, resolve("full_recompute", {"num_layers": n}))
                for n in (1, 2, 4, 8, 16, 32, 64, 80)}  # fmt: skip

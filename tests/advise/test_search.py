@@ -10,13 +10,13 @@ import pytest
 from msgspec.structs import replace
 from typer.testing import CliRunner
 
-from rematbench.advise.search import questions, search_job
-from rematbench.advise.search.processes import Progress, distinct, rounds
+from rematbench.advise.bounds.schedule_walk import NONE, Turns, events
+from rematbench.advise.candidates.layouts import Fixed, LayoutChoice, partitions
+from rematbench.advise.search import job, questions
+from rematbench.advise.search.job import with_engines
 from rematbench.advise.search.queue import SHOWN
-from rematbench.advise.search.schedule_walk import NONE, Turns, events
-from rematbench.advise.search.search_job import SearchJob, SearchRequest, with_engines
-from rematbench.advise.search.space import Choice, Fixed, partitions
-from rematbench.advise.search.trials import Site
+from rematbench.advise.search.request import Progress, Rounds, SearchRequest
+from rematbench.advise.search.rounds import SearchJob, distinct, rounds
 from rematbench.cli.app import command_line
 from rematbench.engine.lowering.schedule import passes
 from rematbench.evaluate.evaluation import evaluate
@@ -26,7 +26,7 @@ from rematbench.inputs.layout import Layout, LayoutError
 from rematbench.plan import Plan
 from rematbench.plugins.registry import MethodError
 from rematbench.worlds.packages.flags import Engines
-from tests.everything import everything
+from tests.everything import ALONE, everything, trials_at
 
 RUN = CliRunner()
 app = command_line()
@@ -113,13 +113,13 @@ def test_processes_share_the_work_and_find_the_same() -> None:
 def test_after_the_proof_few_rounds_look_for_more_plans(monkeypatch: pytest.MonkeyPatch) -> None:
     """A thousand plans are not there, and the rounds after the proof are counted."""
     one = replace(asked(), within=0.5)
-    monkeypatch.setattr("rematbench.advise.search.processes.WORK", 20)
+    monkeypatch.setattr("rematbench.advise.search.rounds.WORK", 20)
 
     def proved() -> int:
         return sum(at.gap <= one.within for at in rounds(one, shown=1000, processes=1))
 
     for later in (1, 3):
-        monkeypatch.setattr("rematbench.advise.search.processes.LATER", later)
+        monkeypatch.setattr("rematbench.advise.search.rounds.LATER", later)
         assert proved() == later + 1
 
 
@@ -209,25 +209,25 @@ def test_the_fewest_gpus_need_be_no_power_of_two() -> None:
     spec = one.spec
     six = last(replace(one, spec=spec.changed(gpus=6)))
     speed = 0.98 * spec.degrees.global_batch * spec.work.seq_len / six.best_s
-    found = list(questions.fewest_gpus(one, speed, 1))
+    found = list(questions.fewest_gpus(one, speed, ALONE))
     assert [gpus for gpus, plan in found if plan] == [8, 6]
 
 
 def test_the_fewest_gpus_are_whole_nodes_with_a_layout(monkeypatch: pytest.MonkeyPatch) -> None:
     tried: list[int] = []
 
-    def reached(one: SearchRequest, step_s: float, processes: int) -> Result | None:
+    def reached(one: SearchRequest, step_s: float, run: Rounds) -> Result | None:
         tried.append(one.spec.gpus)
         return cast(Result, "a plan") if one.spec.gpus in (48, 56, 64) else None
 
     monkeypatch.setattr(questions, "reached", reached)
     one = asked(gpus=64, global_batch=24)  # nodes of eight GPUs
-    answers = list(questions.fewest_gpus(one, 1e3, 1))
+    answers = list(questions.fewest_gpus(one, 1e3, ALONE))
     assert tried == [1, 2, 4, 8, 16, 32, 64, 40, 48]
     assert [gpus for gpus, plan in answers if plan] == [64, 48]
     tried.clear()
     fixed = replace(one, fixed=Fixed(pp=3))  # of 40 GPUs no layout has three ranks of a pipeline
-    list(questions.fewest_gpus(fixed, 1e3, 1))
+    list(questions.fewest_gpus(fixed, 1e3, ALONE))
     assert 40 not in tried
     assert tried[-1] == 48
 
@@ -290,9 +290,9 @@ def test_joint_plans_are_counted() -> None:
     """Each layout with each candidate, at every step of its scalars."""
     made = SearchJob(asked(gpus=2))
     search = made.search()
-    candidates = list(search.tree.roots)
+    candidates = list(search.family.roots)
     for candidate in candidates:
-        candidates += search.tree.more(candidate)
+        candidates += search.family.more(candidate)
     expected = 0
     for choice, candidate in itertools.product(made.space.choices, candidates):
         scalars = [part.scalar for part in candidate.parts if part.scalar]
@@ -311,15 +311,15 @@ def test_plans_of_one_layout_tie_by_the_error_of_one_layout(
     made = SearchJob(asked(hbm_bytes=80 * GIB))
     first, second = made.space.choices[:2]
 
-    def tried(choice: Choice, text: str) -> Result:
-        return Site(choice, made.problem(choice)).trial(text, made.registry).result
+    def tried(choice: LayoutChoice, text: str) -> Result:
+        return trials_at(made, choice).trial(text, made.registry).result
 
     one, same, other = (
         tried(first, "keep_all"), tried(first, "full_recompute"), tried(second, "full_recompute")
     )  # fmt: skip
     slower = max(same.fitting_s, other.fitting_s) / one.fitting_s
     bands = {True: 0.0, False: math.log(slower) + 0.01}
-    monkeypatch.setattr(search_job, "ratio_band", lambda *, one_layout: bands[one_layout])
+    monkeypatch.setattr(job, "ratio_band", lambda *, one_layout: bands[one_layout])
     assert [found.tied for found in made.completed([one, same, other])] == [False, False, True]
 
 
@@ -336,5 +336,5 @@ def test_a_number_of_gpus_without_a_layout_reaches_nothing(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     """The error stays in this process; a worker's would read as a lack of memory."""
-    assert questions.reached(asked(gpus=29), math.inf, processes=2) is None
+    assert questions.reached(asked(gpus=29), math.inf, rounds) is None
     assert "Traceback" not in capfd.readouterr().err

@@ -6,12 +6,14 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from rematbench.advise.search.candidates import KEEP, Candidate, Tree, Variant
-from rematbench.advise.search.closed_bounds import Bounds
-from rematbench.advise.search.probes import Probe, Refused
-from rematbench.advise.search.search_job import SearchJob, SearchRequest
-from rematbench.advise.search.shard_bounds import ShardBounds
-from rematbench.advise.search.space import Choice, Fixed
+from rematbench.advise.bounds.columns import Bounds
+from rematbench.advise.bounds.group_bounds import GroupBounds
+from rematbench.advise.bounds.lines import Probe, Refused
+from rematbench.advise.candidates.candidate import KEEP, Candidate, Variant
+from rematbench.advise.candidates.layouts import Fixed, LayoutChoice
+from rematbench.advise.search.families import PlanFamily
+from rematbench.advise.search.request import SearchRequest
+from rematbench.advise.search.rounds import SearchJob
 from rematbench.engine.lowering.lower import lower
 from rematbench.evaluate.evaluation import evaluate_program
 from rematbench.inputs.job import Job
@@ -96,18 +98,21 @@ def drawn(
 def _candidates(made: SearchJob) -> list[Candidate]:
     known = [*made.variants, OWN_PIECES]
     layout = next(c for c in made.space.choices if c.layout.pp > 2)
-    shard = bounds_at(made, layout).shard
-    probes = {s: p for s in known if isinstance(p := shard.probe(Candidate((s,))), Probe)}
-    return Tree([probes], 3).candidates
+    group = bounds_at(made, layout)
+    probes = {s: p for s in known if isinstance(p := group.probe(Candidate((s,))), Probe)}
+    return PlanFamily([probes], 3).candidates
 
 
 def _checked(
-    made: SearchJob, choice: Choice, candidate: Candidate, chance: random.Random
+    made: SearchJob,
+    choice: LayoutChoice,
+    candidate: Candidate,
+    chance: random.Random,
 ) -> Checked | None:
     problem = made.problem(choice)
     own = bounds_at(made, choice)
-    shard, short = own.shard, own.short(candidate)
-    step, pieces = chance.randint(1, shard.steps(candidate)), chance.randint(1, 4)
+    short = own.short(candidate)
+    step, pieces = chance.randint(1, own.steps(candidate)), chance.randint(1, 4)
     bounds, base = own.of(candidate, pieces), choice.base(problem.base_plan)
     fewer = own.of(candidate, pieces - 1) if candidate.pieces and pieces > 2 else None
     text = candidate.text(step, pieces)
@@ -128,22 +133,22 @@ def _checked(
         more_host = float(fewer.host_bytes[step - 1, 0]) / pinned
     return Checked(
         f"{text} at {choice.layout} {choice.sizes}",
-        float(shard.kernels_s[0]) / found.step_s,
+        float(own.kernels_s[0]) / found.step_s,
         _before_s(own, candidate) / found.step_s,
         float(bounds.step_s[step - 1, 0]) / found.step_s,
         tight / found.step_s,
         keep / found.step_s,
         float(bounds.peak_bytes[step - 1, 0]) / peak,
         float(bounds.host_bytes[step - 1, 0]) / pinned,
-        float(own.minimum.of_all(candidate.cutting if candidate.cutting.parts else None)[0]) / peak,
+        float(own.least_bytes(candidate.cutting if candidate.cutting.parts else None)[0]) / peak,
         more,
         more_host,
-        (float(short.device[step - 1, 0]) + float(shard.usable_bytes[0])) / peak,
+        (float(short.device[step - 1, 0]) + float(own.usable_bytes[0])) / peak,
         (float(short.host[step - 1, 0]) + problem.cost.host_room_bytes) / pinned,
     )
 
 
-def _before_s(own: ShardBounds, candidate: Candidate) -> float:
+def _before_s(own: GroupBounds, candidate: Candidate) -> float:
     found = own.of(Candidate(candidate.parts[:-1]))
     return float(found.step_s[0, 0]) if isinstance(found, Bounds) else 0.0
 
@@ -227,4 +232,4 @@ def test_layers_with_wider_attention_are_counted(degrees: dict[str, int]) -> Non
     assert 0.9 < bounds.step_s[0, 0] / step_s <= ROUNDING
     assert 0.97 < own.tight_s(KEEP, 1, 1, 0) / step_s <= ROUNDING
     if degrees.get("vpp") == 21:  # a layer in each chunk: one rank has all of a kind
-        assert len(set(own.shard.wider_at(0))) == 2
+        assert len(set(own.wider_at(0))) == 2

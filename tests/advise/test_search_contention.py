@@ -5,20 +5,19 @@ import gc
 from collections import Counter
 from collections.abc import Sequence
 from itertools import chain
-from typing import Any
+from typing import Any, cast
 from weakref import ref
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rematbench.advise.search import schedule_walk
-from rematbench.advise.search.candidates import Candidate, Variant
-from rematbench.advise.search.pass_costs import behind_embedding, further
-from rematbench.advise.search.probe_problems import Measured
-from rematbench.advise.search.probes import Probe, Prober, Refused
-from rematbench.advise.search.schedule_bound import lowest_traffic, stages
-from rematbench.advise.search.schedule_walk import (
+from rematbench.advise.bounds import schedule_walk
+from rematbench.advise.bounds.group_bounds import GroupBounds
+from rematbench.advise.bounds.lines import Probe, Refused, behind_embedding, further
+from rematbench.advise.bounds.probes import Measured, Prober
+from rematbench.advise.bounds.schedule_bound import lowest_traffic, stages
+from rematbench.advise.bounds.schedule_walk import (
     NONE,
     Copies,
     CopyTimes,
@@ -30,10 +29,11 @@ from rematbench.advise.search.schedule_walk import (
     walk_passes,
     walk_with_copies,
 )
-from rematbench.advise.search.search_job import SearchJob, SearchRequest
-from rematbench.advise.search.shards import Shard
-from rematbench.advise.search.space import Fixed
-from rematbench.advise.search.trials import planned_at
+from rematbench.advise.candidates.candidate import Candidate, Variant
+from rematbench.advise.candidates.layouts import Fixed
+from rematbench.advise.candidates.trials import planned_at
+from rematbench.advise.search.request import SearchRequest
+from rematbench.advise.search.rounds import SearchJob
 from rematbench.costs.copies import NO_TRAFFIC, CopyTraffic
 from rematbench.engine.lowering.lower import lower
 from rematbench.engine.simulate.seconds import ActionCosts
@@ -52,11 +52,11 @@ def job(model: str = "llama-65b", gpus: int = 16, **changes: int) -> SearchJob:
     return SearchJob(SearchRequest(spec=spec, fixed=fixed, within=0.01))
 
 
-def even(made: SearchJob) -> tuple[Shard, int]:
-    """The one layout whose ends have as many layers as the others, in its shard."""
+def even(made: SearchJob) -> tuple[GroupBounds, int]:
+    """The one layout whose ends have as many layers as the others, in its group."""
     return next(
-        (made._shard(at).shard, index)
-        for at, cut in enumerate(made._cuts)
+        (made._group(at), index)
+        for at, cut in enumerate(made._layouts)
         for index, choice in enumerate(cut)
         if choice.even
     )
@@ -68,17 +68,17 @@ DEPTHS = ((4, 1), (4, 4), (8, 2), (8, 5), (16, 5))
 
 def traffics(made: SearchJob, text: str) -> tuple[CopyTraffic, CopyTraffic]:
     """What a method's copies are beside, by the simulator and by the bound."""
-    shard, index = even(made)
-    choice, site = shard.choices[index], shard.site(index)
-    plan = planned_at(site.job, text, made.registry)
+    group, index = even(made)
+    choice, there = group.choices[index], group.trials_at(index)
+    plan = planned_at(there.job, text, made.registry)
     assert isinstance(plan, Plan)
-    real = ActionCosts(site.problem, lower(plan, site.problem)).crowd
-    probe = shard.probe(Candidate((Variant(text.split(":", maxsplit=1)[0], text),)))
+    real = ActionCosts(there.problem, lower(plan, there.problem)).crowd
+    probe = group.probe(Candidate((Variant(text.split(":", maxsplit=1)[0], text),)))
     assert isinstance(probe, Probe)
-    found = stages(probe.facts, choice.sizes, waits=bool(shard.columns.waits[index]))
-    frame = site.frame(made.registry)
+    found = stages(probe.facts, choice.sizes, waits=bool(group.columns.waits[index]))
+    frame = group.frame(index)
     least = lowest_traffic(
-        site.problem.cost, frame.turns, found, plan.transfers, float(shard.sent_bytes[index])
+        there.problem.cost, frame.turns, found, plan.transfers, float(group.sent_bytes[index])
     )
     for name, most, bound in zip(real._fields, real, least, strict=True):
         assert bound <= most * (1 + 1e-12), name
@@ -198,13 +198,13 @@ def test_equal_stages_leap_over_all_but_five_groups(monkeypatch: pytest.MonkeyPa
 def test_the_embedding_adds_the_same_to_every_plan(text: str, tp: int) -> None:
     """A probe that leaves out its first rank finds what a lowered first rank says."""
     made = job(tp=tp, pp=4, vpp=1)
-    shard, _ = even(made)
-    found = shard.probe(Candidate((Variant("", text),)))
+    group, _ = even(made)
+    found = group.probe(Candidate((Variant("", text),)))
     assert isinstance(found, Probe)
-    known = found._measurement
+    known = cast(Any, found._end_bytes).__self__
     assert known.ranks[0] == 1
     whole = Measured(known.small, known.plan, known.small.ranks)
-    keep = Prober(shard.problem, {})._keeping
+    keep = Prober(group.problem, {})._keeping
     for traffic in (None, NO_TRAFFIC):
         inner = whole.cost(1, traffic)
         first = behind_embedding(inner, keep.cost(0, traffic), keep.cost(1, traffic))
@@ -236,11 +236,11 @@ def test_a_last_rank_that_copies_nothing_is_that_of_the_plan_without_copies(
     text: str, spared: bool
 ) -> None:
     """It is not lowered again, and its seconds and bytes are those of its own blocks."""
-    shard, _ = even(job(tp=2, pp=4, vpp=1))
-    method = shard.registry.resolve(text, None, shard.problem)
-    found, prober = shard.probe(Candidate((Variant("", text),))), Prober(shard.problem, {})
+    group, _ = even(job(tp=2, pp=4, vpp=1))
+    method = group.registry.resolve(text, None, group.problem)
+    found, prober = group.probe(Candidate((Variant("", text),))), Prober(group.problem, {})
     assert isinstance(found, Probe)
-    known = found._measurement
+    known = cast(Any, found._end_bytes).__self__
     assert (3 in known.ranks) != spared
     whole = Measured(known.small, known.plan, known.small.ranks)
     ended = prober._measured(method, (1, 1, 1, 2), ranks=(3,))
@@ -257,8 +257,8 @@ def test_a_last_rank_that_copies_nothing_is_that_of_the_plan_without_copies(
 
 def test_a_first_rank_that_a_plan_treats_otherwise_is_lowered() -> None:
     """By the stages or the layers that a rule selects."""
-    shard, _ = even(job(tp=1, pp=4, vpp=1))
-    small = Prober(shard.problem, {})._small((1, 1, 2, 1))
+    group, _ = even(job(tp=1, pp=4, vpp=1))
+    small = Prober(group.problem, {})._small((1, 1, 2, 1))
     for fate in (Recompute(scope="layer"), Offload()):
         assert small.alike(small.base.with_rules(Rule(Select(activations=("fc1",)), fate)))
         for select in (Select(stages=(0,)), Select(layers=(0, 2)), Select(stages=(1, 2, 3))):
@@ -268,8 +268,8 @@ def test_a_first_rank_that_a_plan_treats_otherwise_is_lowered() -> None:
 
 def test_ranks_that_are_not_wanted_stay_empty() -> None:
     """The passes of the others are lowered as in the whole program, and nothing after these."""
-    shard, index = even(job(tp=1, pp=4, vpp=2))
-    problem = shard.site(index).problem
+    group, index = even(job(tp=1, pp=4, vpp=2))
+    problem = group.trials_at(index).problem
     whole, some = lower(problem.base_plan, problem), lower(problem.base_plan, problem, (1, 3))
     assert [bool(rank.steps) for rank in some.ranks] == [False, True, False, True]
     for rank in (1, 3):
@@ -291,14 +291,13 @@ def test_a_search_that_is_over_is_freed_at_once() -> None:
         search = made.search()
         found = [trial for trial, _ in zip(search.run(), range(300), strict=False) if trial]
         assert any(trial.result.fits for trial in found)
-        bounds = made._shard(0)
-        shard = bounds.shard
-        left: list[Any] = [made, search, bounds, shard, evaluator]
+        group = made._group(0)
+        left: list[Any] = [made, search, group, evaluator]
         left += evaluator._lowered.values()
-        left += shard._probes.values()
-        left += [shard.problem, *(site.problem for site in shard._sites.values())]
+        left += group._probes.values()
+        left += [group.problem, *(there.problem for there in group._trials.values())]
         left = [ref(one) for one in left if not isinstance(one, Refused)]
-        del made, search, bounds, shard, evaluator, found
+        del made, search, group, evaluator, found
         assert [one() for one in left] == [None] * len(left)
     finally:
         gc.enable()

@@ -4,14 +4,15 @@ beyond their tensors, and trials that searches of one job share."""
 import pytest
 from msgspec.structs import replace
 
-from rematbench.advise.search import trials
-from rematbench.advise.search.candidates import Candidate, Scalar, Variant
-from rematbench.advise.search.closed_bounds import Bounds
-from rematbench.advise.search.probe_problems import ProbePrograms
-from rematbench.advise.search.schedule_walk import FETCH, FREE, Copies, Turns, events
-from rematbench.advise.search.search_job import SearchJob, SearchRequest
-from rematbench.advise.search.space import Choice, Fixed
-from rematbench.advise.search.trials import planned_at
+from rematbench.advise.bounds.columns import Bounds
+from rematbench.advise.bounds.probes import ProbePrograms
+from rematbench.advise.bounds.schedule_walk import FETCH, FREE, Copies, Turns, events
+from rematbench.advise.candidates import trials
+from rematbench.advise.candidates.candidate import Candidate, Scalar, Variant
+from rematbench.advise.candidates.layouts import Fixed, LayoutChoice
+from rematbench.advise.candidates.trials import planned_at
+from rematbench.advise.search.request import SearchRequest
+from rematbench.advise.search.rounds import SearchJob
 from rematbench.engine.lowering.lower import lower
 from rematbench.evaluate import evaluator as programs
 from rematbench.evaluate.evaluator import Evaluator, Lowered, without_cluster
@@ -33,7 +34,7 @@ def job(**changes: int) -> SearchJob:
     return SearchJob(SearchRequest(spec=spec, fixed=fixed, within=0.01))
 
 
-def lowered(made: SearchJob, choice: Choice, method: str) -> tuple[Plan, Lowered]:
+def lowered(made: SearchJob, choice: LayoutChoice, method: str) -> tuple[Plan, Lowered]:
     problem = made.problem(choice)
     plan = planned_at(made.job(choice), method, made.registry)
     assert isinstance(plan, Plan)
@@ -72,9 +73,9 @@ def test_one_rank_and_its_layers_slots_count_with_one_micro_batch() -> None:
     """Rounding buffers are there however many micro-batches come."""
     made = job(tp=8, pp=1)
     candidate = Candidate((Variant("memo", "memo:alpha=0.5"),))
-    shard, bounds = made._shard(0).shard, made._shard(0).of(candidate)
+    group, bounds = made._group(0), made._group(0).of(candidate)
     assert isinstance(bounds, Bounds)
-    _, found = lowered(made, shard.choices[0], candidate.text())
+    _, found = lowered(made, group.choices[0], candidate.text())
     assert 0.95 * found.live_bytes <= bounds.peak_bytes[0, 0] <= found.live_bytes
 
 

@@ -7,17 +7,20 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from rematbench.advise.search import questions, trials
+from rematbench.advise.bounds.group_bounds import GroupBounds
+from rematbench.advise.candidates import trials
+from rematbench.advise.candidates.candidate import Candidate
+from rematbench.advise.candidates.layouts import Fixed
+from rematbench.advise.candidates.trials import planned_at
+from rematbench.advise.search import questions
 from rematbench.advise.search.best_first import Search
-from rematbench.advise.search.candidates import Candidate
 from rematbench.advise.search.queue import leaner
-from rematbench.advise.search.search_job import SearchJob, SearchRequest
-from rematbench.advise.search.shard_bounds import MinimumBytes
-from rematbench.advise.search.space import Fixed
-from rematbench.advise.search.trials import Site, planned_at
+from rematbench.advise.search.request import Rounds, SearchRequest
+from rematbench.advise.search.rounds import SearchJob
 from rematbench.evaluate.evaluation import evaluate
 from rematbench.evaluate.evaluator import Reserved, weighed
 from rematbench.inputs.job import Job
+from tests.everything import ALONE
 
 GIB = 2**30
 
@@ -68,14 +71,14 @@ def test_arms_that_fall_unprobed_change_no_answer(
     """Neither the best step nor, where nothing fits, the least bytes that a plan lacks."""
     one = replace(asked(seq_len=seq_len, hbm_bytes=gib * GIB), only=only)
     found = searched(one)
-    monkeypatch.setattr(MinimumBytes, "short", lambda *_: None)
+    monkeypatch.setattr(GroupBounds, "short", lambda *_: None)
     every = searched(one)
     assert found.best_s == every.best_s
     assert (found.best_s < inf) == fits
     if not fits:
         assert found.excluded.device_short_bytes == every.excluded.device_short_bytes
     probed, of_all = (
-        sum(one.shard.prober.layers for one in search.shards) for search in (found, every)
+        sum(group.probed_layers for group in search.groups) for search in (found, every)
     )
     assert probed < of_all or (probed == of_all and searched is everything)
 
@@ -128,7 +131,7 @@ def test_more_sequences_in_a_micro_batch_need_no_fewer_bytes(pp: int) -> None:
 
 def _bytes(made: SearchJob, choice: Any, text: str) -> tuple[int, ...] | None:
     problem = made.problem(choice)
-    plan = planned_at(Site(choice, problem).job, text, made.registry)
+    plan = planned_at(made.job(choice), text, made.registry)
     return None if isinstance(plan, str) else tuple(evaluate(problem, plan).peak_device_bytes)
 
 
@@ -147,16 +150,14 @@ def test_the_longest_context_is_proved_where_a_short_look_was_wrong(
     asked again."""
     longest, missed, proofs = 11 * 1024, {8192, 10240}, []
 
-    def reached(
-        one: SearchRequest, step_s: float, processes: int, rounds: int | None = None
-    ) -> Any:
+    def reached(one: SearchRequest, step_s: float, run: Rounds, rounds: int | None = None) -> Any:
         seq_len = one.spec.work.seq_len
         if rounds is None:
             proofs.append(seq_len)
         return seq_len if seq_len <= longest and (rounds is None or seq_len not in missed) else None
 
     monkeypatch.setattr(questions, "reached", reached)
-    found: Iterator[questions.Answer] = questions.longest_context(asked(seq_len=2048), 1)
+    found: Iterator[questions.Answer] = questions.longest_context(asked(seq_len=2048), ALONE)
     answers = list(found)
     assert max(seq_len for seq_len, plan in answers if plan) == longest
     assert [seq_len for seq_len, plan in answers if not plan] == [12 * 1024]

@@ -5,10 +5,11 @@ from typing import Any
 
 import pytest
 
+from rematbench.advise.candidates.layouts import Fixed
+from rematbench.advise.candidates.trials import LayoutTrials
 from rematbench.advise.search.queue import Queue
-from rematbench.advise.search.search_job import SearchJob, SearchRequest
-from rematbench.advise.search.space import Choice, Fixed
-from rematbench.advise.search.trials import Site
+from rematbench.advise.search.request import SearchRequest
+from rematbench.advise.search.rounds import SearchJob
 from rematbench.inputs.job import Job
 
 GIB = 2**30
@@ -26,14 +27,14 @@ def test_a_ripe_entry_may_come_ahead_of_its_turn_and_comes_once() -> None:
 
 def test_no_plan_of_a_layout_is_tried_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else a plan as short as itself would say that more pieces free nothing."""
-    seen: Counter[tuple[Choice, str]] = Counter()
-    trial = Site.trial
+    seen: Counter[tuple[int, str]] = Counter()
+    trial = LayoutTrials.trial
 
-    def counted(site: Site, method: str, *others: Any, **more: Any) -> Any:
-        seen[site.choice, method] += 1
-        return trial(site, method, *others, **more)
+    def counted(there: LayoutTrials, method: str, *others: Any, **more: Any) -> Any:
+        seen[id(there.job), method] += 1
+        return trial(there, method, *others, **more)
 
-    monkeypatch.setattr(Site, "trial", counted)
+    monkeypatch.setattr(LayoutTrials, "trial", counted)
     spec = Job(
         model="gpt-1.3b", cluster="a800-80gb", system="megatron-core",
         gpus=4, seq_len=8192, global_batch=16, hbm_bytes=16 * GIB,

@@ -5,18 +5,19 @@ from collections.abc import Iterator
 import pytest
 from msgspec.structs import replace
 
-from rematbench.advise.search.candidates import Candidate
-from rematbench.advise.search.closed_bounds import Bounds
-from rematbench.advise.search.processes import in_one_process
-from rematbench.advise.search.search_job import SearchJob, SearchRequest, with_engines
-from rematbench.advise.search.space import Fixed
-from rematbench.advise.search.trials import Site, Trial
+from rematbench.advise.bounds.columns import Bounds
+from rematbench.advise.candidates.candidate import Candidate
+from rematbench.advise.candidates.layouts import Fixed
+from rematbench.advise.candidates.trials import Trial
+from rematbench.advise.search.job import with_engines
+from rematbench.advise.search.request import SearchRequest
+from rematbench.advise.search.rounds import SearchJob, in_one_process
 from rematbench.inputs.job import Job
 from rematbench.inputs.load import load_model
 from rematbench.plan import Plan
 from rematbench.plugins.registry import Composition, MethodError
 from rematbench.worlds.packages.flags import flags_of
-from tests.everything import ENDLESS, SHARES, Held, at_the_edge, bounds_at
+from tests.everything import ENDLESS, SHARES, Held, at_the_edge, bounds_at, trials_at
 
 EDGES = SHARES[1:4]
 
@@ -64,7 +65,7 @@ def every_policy(one: SearchRequest) -> Iterator[Trial]:
         if choice.even and not choice.hosted and not package.cls.inexpressible(problem):
             for policy in package.cls.candidates(problem):
                 text = Composition((policy,)).text
-                trial = Site(choice, problem).trial(text, made.registry)
+                trial = trials_at(made, choice).trial(text, made.registry)
                 if trial.result.fits and trial.result.plan.states == problem.base_plan.states:
                     yield replace(trial, candidate=text)
 
@@ -105,7 +106,7 @@ def test_groups_of_layers_have_bounds(layers: int) -> None:
     bounds = bounds_at(made, choice)
     found = bounds.of(Candidate((variant,)))
     assert isinstance(found, Bounds)
-    trial = Site(choice, made.problem(choice)).trial(text, made.registry)
+    trial = trials_at(made, choice).trial(text, made.registry)
     peak = trial.result.evaluation.ranks[0].device_peak
     assert 0.97 * peak <= found.peak_bytes[0, 0] <= peak
     assert 0.97 * trial.result.fitting_s <= found.step_s[0, 0] <= trial.result.fitting_s

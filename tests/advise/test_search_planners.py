@@ -9,9 +9,15 @@ import pytest
 from msgspec.structs import replace
 from typer.testing import CliRunner
 
-from rematbench.advise.search.processes import MOST_LAYOUTS, place_of, rounds, solve_planners
-from rematbench.advise.search.search_job import SearchJob, SearchRequest
-from rematbench.advise.search.space import Fixed
+from rematbench.advise.candidates.layouts import Fixed
+from rematbench.advise.search.request import SearchRequest
+from rematbench.advise.search.rounds import (
+    MOST_LAYOUTS,
+    SearchJob,
+    place_of,
+    rounds,
+    solve_planners,
+)
 from rematbench.cli.app import command_line
 from rematbench.evaluate.result import Result
 from rematbench.host.console import CommandError

@@ -5,16 +5,25 @@ from random import Random
 import pytest
 from msgspec.structs import replace
 
-from rematbench.advise.search.closed_bounds import Bounds
+from rematbench.advise.bounds.columns import Bounds
+from rematbench.advise.candidates.layouts import Fixed
 from rematbench.advise.search.limits import not_searched, space_words
-from rematbench.advise.search.search_job import SearchJob, SearchRequest
-from rematbench.advise.search.space import Fixed
-from rematbench.advise.search.trials import Site
+from rematbench.advise.search.request import SearchRequest
+from rematbench.advise.search.rounds import SearchJob
 from rematbench.inputs.job import Job
 from rematbench.inputs.load import load_cluster, load_model
 from rematbench.plugins.registry import MethodError
 from tests.advise.test_search_everything import LENGTHS
-from tests.everything import ENDLESS, SHARES, Held, at_the_edge, bounds_at, every_plan, some
+from tests.everything import (
+    ENDLESS,
+    SHARES,
+    Held,
+    at_the_edge,
+    bounds_at,
+    every_plan,
+    some,
+    trials_at,
+)
 
 OURS = "optimizer_offload"
 CLUSTERS = ("h100-80gb-dos", "polaris-a100-40gb-bound", "h100-80gb")
@@ -66,7 +75,7 @@ def test_bounds_are_below_every_plan(seed: int) -> None:
     for choice, candidate, text in list(every_plan(made))[:MOST]:
         if not choice.states or candidate.share:
             continue
-        result = Site(choice, made.problem(choice)).trial(text, made.registry).result
+        result = trials_at(made, choice).trial(text, made.registry).result
         own = bounds_at(made, choice)
         bounds = own.of(candidate)
         if result.evaluation is None or not isinstance(bounds, Bounds) or candidate.pieces:

@@ -5,14 +5,14 @@ import math
 import pytest
 from msgspec.structs import replace
 
-from rematbench.advise.search import search_job, tie
-from rematbench.advise.search.processes import in_one_process
-from rematbench.advise.search.search_job import SearchJob, SearchRequest
-from rematbench.advise.search.space import Fixed
+from rematbench.advise.candidates.layouts import Fixed
+from rematbench.advise.search import job, tie
+from rematbench.advise.search.request import SearchRequest
+from rematbench.advise.search.rounds import SearchJob, in_one_process
 from rematbench.cli.search_output import beside_line
 from rematbench.evaluate.result import Result
 from rematbench.inputs.job import Job
-from tests.everything import everything
+from tests.everything import ALONE, everything
 
 GIB = 2**30
 TIGHT = SearchRequest(
@@ -48,7 +48,7 @@ def test_the_simplest_plan_of_the_tie_is_that_of_all_plans(
     width: float, only: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Fewest methods, then no host memory, then the fastest: of all plans, none of them shown."""
-    for module in (tie, search_job):
+    for module in (tie, job):
         monkeypatch.setattr(module, "ratio_band", lambda *, one_layout: width)
     keeps = "keep_all" in only
     fixed = TIGHT.fixed if keeps else replace(TIGHT.fixed, pp=4)
@@ -61,7 +61,7 @@ def test_the_simplest_plan_of_the_tie_is_that_of_all_plans(
         if one.result.fitting_s <= math.exp(width) * best.fitting_s
     ]
     least = min((level(one), one.fitting_s) for one in tied)
-    simple = tie.simplest(made, best, 1)
+    simple = tie.simplest(made, best, ALONE)
     assert (simple is None) == (level(best) == least[0])
     assert simple is None or (level(simple), simple.fitting_s) == least
 
@@ -70,7 +70,7 @@ def test_what_a_package_reaches_alone_is_a_line() -> None:
     """On its own stacks only, and not in a search of the package itself."""
     made = SearchJob(TIGHT)
     best = best_of(made)
-    ((name, alone),) = tie.of_packages(made, best, 1)
+    ((name, alone),) = tie.of_packages(made, best, ALONE)
     assert name == "megatron_core"
     assert alone is not None
     own = SearchJob(replace(TIGHT, only=(), engine=name))
@@ -82,6 +82,6 @@ def test_what_a_package_reaches_alone_is_a_line() -> None:
     assert line.endswith(f": {share:.1f} % slower than the first row{tied}")
     assert beside_line(name, best, best).endswith(": as fast as the first row")
     assert "no plan" in beside_line(name, None, best)
-    assert not list(tie.of_packages(own, best, 1))
+    assert not list(tie.of_packages(own, best, ALONE))
     other = SearchJob(replace(TIGHT, spec=replace(TIGHT.spec, system="torchtitan")))
-    assert not list(tie.of_packages(other, best, 1))
+    assert not list(tie.of_packages(other, best, ALONE))

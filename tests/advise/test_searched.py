@@ -12,8 +12,8 @@ from msgspec.structs import replace
 from typer.testing import CliRunner, Result
 
 from rematbench.advise.search import questions
-from rematbench.advise.search.processes import Progress, rounds
-from rematbench.advise.search.search_job import SearchJob, SearchRequest
+from rematbench.advise.search.request import Progress, SearchRequest
+from rematbench.advise.search.rounds import SearchJob, rounds
 from rematbench.cli.app import command_line
 from rematbench.evidence.published.row_cases import read_case
 from rematbench.evidence.published.sheets import read_sheet
@@ -34,6 +34,7 @@ from rematbench.paper.tables.searched import (
     sweep_table,
 )
 from rematbench.worlds.packages.flags import Engines
+from tests.everything import ALONE
 from tests.problems import all_methods
 
 GIB = 2**30
@@ -174,7 +175,7 @@ def test_device_memory_is_not_asked_for_where_none_is_short(
         tried.append(one.spec)
 
     monkeypatch.setattr(questions, "reached", none)
-    assert list(questions.would_fit(asked(), Progress(excluded={"host memory": 3}), 1)) == []
+    assert list(questions.would_fit(asked(), Progress(excluded={"host memory": 3}), ALONE)) == []
     hosts = [one.cluster.host_bytes for one in tried if isinstance(one.cluster, Cluster)]
     assert hosts == [2 * load_cluster("a800-80gb").host_bytes]
     assert [one.gpus for one in tried[1:]] == [8, 16]

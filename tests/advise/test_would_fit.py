@@ -5,7 +5,8 @@ from dataclasses import replace as replaced
 
 from msgspec.structs import replace
 
-from rematbench.advise.compare.compositions import Candidate
+from rematbench.advise.candidates.candidate import Variant
+from rematbench.advise.compare.compositions import Contender
 from rematbench.advise.compare.tuning import Tuning
 from rematbench.advise.compare.would_fit import GIB, MIB, STEP_BYTES, would_fit
 from rematbench.evaluate.result import PlannedJob, Result, evaluate_plan
@@ -23,10 +24,7 @@ def short(**cluster: int) -> Problem:
 
 def results(problem: Problem, *names: str) -> list[Result]:
     tuning = Tuning(PlannedJob(problem=problem, base=problem.base_plan), ())
-    return [
-        tuning(Candidate(name=name, origin="method", methods=(name,), method=name))
-        for name in names
-    ]
+    return [tuning(Contender((Variant(name, name),), origin="method")) for name in names]
 
 
 def test_bytes_that_are_named_are_enough_and_hardly_more() -> None:

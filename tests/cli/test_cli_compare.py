@@ -11,8 +11,8 @@ import pytest
 from msgspec.structs import replace
 from rich.console import Console
 
+from rematbench.advise.candidates.candidate import load_compare
 from rematbench.advise.compare.comparison import Comparison
-from rematbench.advise.compare.compositions import load_compare
 from rematbench.cli.compare import Ranking, runnable
 from rematbench.cli.options import Request, RunOptions, request
 from rematbench.evaluate.breakdown import PARTS

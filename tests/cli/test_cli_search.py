@@ -13,8 +13,7 @@ from typer import BadParameter
 from typer.testing import CliRunner
 
 from rematbench.advise.search import questions
-from rematbench.advise.search.processes import Progress
-from rematbench.advise.search.search_job import SearchRequest
+from rematbench.advise.search.request import Progress, Rounds, SearchRequest
 from rematbench.cli.app import command_line
 from rematbench.cli.options import percents
 from rematbench.evaluate.breakdown import PARTS
@@ -253,8 +252,8 @@ def test_an_interrupted_question_prints_its_best_so_far(monkeypatch: pytest.Monk
     """Ctrl-C loses no answer, and the exit code says that it is not proved."""
     whole = questions.longest_context
 
-    def stopped(one: SearchRequest, processes: int) -> Iterator[questions.Answer]:
-        yield next(whole(one, processes))
+    def stopped(one: SearchRequest, run: Rounds) -> Iterator[questions.Answer]:
+        yield next(whole(one, run))
         raise KeyboardInterrupt
 
     monkeypatch.setattr("rematbench.cli.inverse.longest_context", stopped)

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from rematbench.advise.search.probes import Prober
+from rematbench.advise.bounds.probes import Prober
 from rematbench.costs.collectives import GroupShape, network_bytes
 from rematbench.costs.copies import NO_TRAFFIC, CopyTraffic, shared_link_bytes_per_s
 from rematbench.engine.lowering.lower import lower

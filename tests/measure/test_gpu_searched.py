@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from rematbench.advise.search.processes import rounds
-from rematbench.advise.search.search_job import SearchRequest
+from rematbench.advise.search.request import SearchRequest
+from rematbench.advise.search.rounds import rounds
 from rematbench.host.console import CommandError
 from rematbench.inputs.configfile import ConfigError
 from rematbench.inputs.paths import data_dir

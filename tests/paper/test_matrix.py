@@ -269,8 +269,8 @@ def test_a_share_that_a_method_chooses_is_tried_among_the_plans_of_its_layout() 
     answers = Answers(cell, spec, REGISTRY, {})
     found = answers.best("memo")
     assert found.choice is not None
-    site = cell.site(found.choice)
-    assert site.choice == found.choice
+    site = cell.trials(found.choice)
+    assert site.problem.layout == found.choice.layout
     before = len(site.trials)
     own = site.trial(answers.methods["memo"].text, REGISTRY)
     assert len(site.trials) == before > 1

@@ -150,9 +150,9 @@ def test_a_cell_of_a_package_is_predicted_with_what_the_package_holds(tmp_path: 
     settings = {"checkpointing": "cpu", "offload_optimizer": True, "offload_param": True}
     variant = {"method": "deepspeed", "settings": settings}
     made = both(tmp_path, methods=["keep_all"], variants=[variant])
-    spec = replace(
-        made.suite.problems[0], model="llama2-7b", cluster="h800-80gb", gpus=8, seq_len=4096,
-        global_batch=8, zero_stage=3, precision="bf16",
+    spec = made.suite.problems[0].changed(
+        model="llama2-7b", cluster="h800-80gb", gpus=8, seq_len=4096, global_batch=8,
+        zero_stage=3, precision="bf16",
     )  # fmt: skip
     made = Campaign(replace(made.suite, problems=(spec,)), made.registry)
     found = made.simulated(made.cells[1])

@@ -83,7 +83,7 @@ GROUP = "baseline"
 GROUP_HELP = "Real packages: list, run, predict."
 WORKERS = {
     "compare": "rematbench.advise.compare.tuning",
-    "search": "rematbench.advise.search.processes",
+    "search": "rematbench.advise.search.rounds",
 }
 """Modules that a command's worker processes import; this import starts before the command."""
 

@@ -1,29 +1,36 @@
 """The command `compare`: every method and baseline for one job in one table, and its notes."""
 
-import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 import typer
-from msgspec import Struct
-from rich.console import Console, ConsoleDimensions, JustifyMethod
-from rich.table import Table
+from rich.console import Console, ConsoleDimensions
 from typer import Option
 
+from rematbench.advise.candidates.candidate import load_compare
 from rematbench.advise.compare.comparison import Comparison, Order, table
-from rematbench.advise.compare.compositions import load_compare
 from rematbench.advise.compare.would_fit import would_fit
 from rematbench.cli.comparison_plot import FORMATS, write_plot
 from rematbench.cli.options import RunOptions, request, takes_problem
+from rematbench.cli.plan_table import (
+    LONGEST,
+    WIDE,
+    Head,
+    PlanTable,
+    as_cells,
+    folded_name,
+    initials,
+    outside_line,
+    over_peaks,
+)
 from rematbench.cli.show import (
     FRAGMENTS,
     UNTIMED,
     covers,
     heading,
     nominal,
-    over_peak,
     tight_line,
     world_line,
 )
@@ -37,14 +44,8 @@ from rematbench.problem import Problem
 
 Names = list[str] | None
 
-WIDE = 150
-"""Terminal width in columns from which names and parts of the step are on one line."""
-
 UNBOUNDED = 1000
 """The terminal width of `--wide`: more columns than any row has."""
-
-LONGEST = 48
-"""The most characters of a name on one line."""
 
 RUNS_ON = "runs\non"
 
@@ -133,7 +134,7 @@ def compare(  # noqa: PLR0913, PLR0917  # an option of the command line each
         printed.table(comparison.results())
     for late in comparison.late():
         if not json:
-            printed.rows([one for one in comparison.results() if one.method == late.method])
+            printed.rows([item for item in comparison.results() if item.method == late.method])
     results = comparison.results()
     fits = any(result.fits for result in results)
     changes = [] if fits else would_fit(asked.problem, results, comparison.registry)
@@ -158,24 +159,6 @@ def compare(  # noqa: PLR0913, PLR0917  # an option of the command line each
         write_sheet(output, [as_cells(row) for row in rows])
     if plot is not None:
         write_plot(rows, plot)
-
-
-def as_cells(row: dict[str, Any]) -> dict[str, Any]:
-    """A row as in the CSV file: empty for None, yes and no for booleans."""
-    words = {True: "yes", False: "no"}
-    return {
-        key: "" if value is None else words[value] if isinstance(value, bool) else value
-        for key, value in row.items()
-    }
-
-
-class Head(Struct, frozen=True):
-    """A column: its heading, whether it holds words, and its place in the order in which columns
-    are dropped for room (the highest first; 0: never)."""
-
-    text: str
-    words: bool = False
-    given_up: int = 0
 
 
 def heads(problem: Problem, order: Order) -> tuple[Head, ...]:
@@ -219,9 +202,8 @@ class Ranking:
             self.out.size = ConsoleDimensions(UNBOUNDED, self.out.height)
         self.folded = out.width < WIDE
         self.verdict = ""
-        self.heads = heads(self.problem, self.order)
-        self.kept: list[int] = []
-        self.widths: list[int] = []
+        gap = 1 if self.folded else 2
+        self.plans = PlanTable(out, heads(self.problem, self.order), gap=gap)
 
     def table(self, results: Sequence[Result]) -> None:
         """Print heading, verdict and table."""
@@ -246,26 +228,8 @@ class Ranking:
             for result in results
             if result.verdict is not None
         ]
-        if not rows:
-            return
-        first, gap = not self.kept, 1 if self.folded else 2
-        texts = [[head.text for head in self.heads], *rows] if first else rows
-        widths = [max(map(len, "\n".join(each).split("\n"))) for each in zip(*texts, strict=True)]
-        if first:
-            self.kept = kept(self.heads, widths, self.out.width, gap)
-            self.widths = [widths[index] for index in self.kept]
-        table = Table(box=None, pad_edge=False, padding=(0, gap, 0, 0), show_header=first)
-        for index, width in zip(self.kept, self.widths, strict=True):
-            head = self.heads[index]
-            justify: JustifyMethod = "left" if head.words else "right"
-            table.add_column(head.text, justify=justify, no_wrap=True, min_width=width)
-        for row in rows:
-            table.add_row(*(plain(row[index]) for index in self.kept))
-        taken = (max(w, widths[i]) for i, w in zip(self.kept, self.widths, strict=True))
-        room = self.out.width
-        self.out.width = max(room, sum(taken) + gap * (len(self.kept) - 1))
-        self.out.print(table, crop=False)
-        self.out.width = room
+        if rows:
+            self.plans.rows(rows)
 
     def notes(self, results: Sequence[Result], changes: Sequence[str] = ()) -> None:
         """Print how to read the table, what it lacks, and the verdict where planners changed it.
@@ -278,12 +242,8 @@ class Ranking:
                 ),
                 style="bold",
             )
-        dropped = [head.text for i, head in enumerate(self.heads) if i not in self.kept]
-        if self.kept and dropped:
-            names = ", ".join(text.replace("\n", " ") for text in dropped)
-            line = f"columns not shown: {names} (use --wide, or -o FILE.csv)"
-            self.out.print(plain(line))
-        if RUNS_ON not in dropped:
+        self.plans.say_missing("--wide, or -o FILE.csv")
+        if RUNS_ON not in self.plans.missing:
             self.out.print(plain(f"runs on: {self.comparison.engines.legend()}"))
         absent = left_out(results, self.comparison)
         for text in (*notes(results), *absent, *nominal(self.problem), world_line(self.problem)):
@@ -291,15 +251,6 @@ class Ranking:
         if changes:
             text = f"WOULD FIT: {'; or '.join(changes)}"
             self.out.print(plain(text), style="bold", soft_wrap=True)
-
-
-def kept(heads: Sequence[Head], widths: Sequence[int], room: int, gap: int) -> list[int]:
-    """Indices of the columns that stay: droppable columns go in order until the rest fits."""
-    found = list(range(len(heads)))
-    early = sorted((i for i in found if heads[i].given_up), key=lambda i: heads[i].given_up)
-    while early and sum(widths[i] + gap for i in found) - gap > room:
-        found.remove(early.pop())
-    return found
 
 
 def verdict(results: Sequence[Result]) -> str:
@@ -383,7 +334,7 @@ def cells(result: Result, order: Order, share: float, *, folded: bool) -> list[s
         rounded(result.gpu_hours_per_1e9_tokens or 0.0),
         *(rounded(v) for v in (order.days(result), order.cost(result)) if v is not None),
         parts(result, share, between),
-        " ".join(engine[0].upper() for engine in result.runs_on) or "-",
+        initials(result),
         banded(result, between if folded else " "),
     ]
 
@@ -392,13 +343,6 @@ def banded(result: Result, between: str = " ") -> str:
     """A band's half-width, and the properties of the job that are outside of published rows."""
     band = result.error_band
     return between.join((f"+-{100 * band.half_width:.0f} %", *band.outside)) if band else "-"
-
-
-def folded_name(text: str, methods: Iterable[str]) -> str:
-    """A composition's name, a line per method and setting; a plus inside a value stays."""
-    names = "|".join(re.escape(name) for name in methods)
-    lines = re.split(rf"\+(?=(?:{names})(?:[:+]|$))", text)
-    return "\n+".join(lines).replace(":", ":\n  ").replace(",", ",\n  ")
 
 
 def parts(result: Result, share: float, between: str = ", ") -> str:
@@ -427,17 +371,8 @@ def notes(results: Sequence[Result]) -> list[str]:
         f"are unlike the published ones ({covers()})"
     )
     lines += over_peaks(fitting)
-    bands = [result.error_band for result in fitting if result.error_band]
-    outside = dict.fromkeys(words for band in bands for words in band.outside.values())
-    lines += [f"outside of the published range: {'; '.join(outside)}"] if outside else []
+    lines += outside_line(fitting)
     return [*lines, tight_line(), *retry_lines(fitting)]
-
-
-def over_peaks(results: Iterable[Result]) -> list[str]:
-    """A line for each reason why an MFU of the results is over 100 %."""
-    shares = (one.evaluation for one in results if one.evaluation is not None)
-    said = dict.fromkeys(over_peak(each.mfu_causal, each.mfu_dense) for each in shares)
-    return [f"MFU {why}" for why in said if why]
 
 
 def untimed_lines(results: Sequence[Result]) -> list[str]:
@@ -455,7 +390,9 @@ def untimed_lines(results: Sequence[Result]) -> list[str]:
 
 def retry_lines(fitting: Sequence[Result]) -> list[str]:
     """Lines that name the rows with allocator retries, and the rows whose retries fail."""
-    tried = [(one.method, one.retries) for one in fitting if one.retries and one.retries.per_step]
+    tried = [
+        (item.method, item.retries) for item in fitting if item.retries and item.retries.per_step
+    ]
     counts = [f"{name} {retries.per_step:,}" for name, retries in tried if not retries.fails]
     failing = [name for name, retries in tried if retries.fails]
     lines = [f"allocator retries a step ({UNTIMED}): {'; '.join(counts)}"] if counts else []

@@ -18,7 +18,8 @@ from rematbench.advise.search.questions import (
     min_memory,
     prices,
 )
-from rematbench.advise.search.search_job import SearchJob, SearchRequest
+from rematbench.advise.search.request import Rounds, SearchRequest
+from rematbench.advise.search.rounds import SearchJob
 from rematbench.cli.search_output import where
 from rematbench.evaluate.result import Result
 from rematbench.host.console import CommandError, grid, plain
@@ -47,17 +48,17 @@ class Inverse(Struct, frozen=True, kw_only=True):
             raise CommandError("--find batch: give the seconds of a step with --step")
 
 
-def ask(out: Console, job: SearchJob, inverse: Inverse, processes: int) -> None:
+def ask(out: Console, job: SearchJob, inverse: Inverse, run: Rounds) -> None:
     """Print each value as soon as it is tried, then what is not tried and the answer; after Ctrl-C,
     the best so far and exit code 130."""
     request = job.request
     if not inverse.find:
-        _prices(out, request, processes)
+        _prices(out, request, run)
         return
     best: Answer | None = None
     ended = False
     try:
-        for answer in _answers(request, inverse, processes):
+        for answer in _answers(request, inverse, run):
             out.print(plain(_line(inverse.find, answer)), soft_wrap=True)
             best = answer if answer[1] else best
         ended = True
@@ -79,15 +80,15 @@ def ask(out: Console, job: SearchJob, inverse: Inverse, processes: int) -> None:
         raise Exit(130)
 
 
-def _answers(request: SearchRequest, inverse: Inverse, processes: int) -> Iterator[Answer]:
+def _answers(request: SearchRequest, inverse: Inverse, run: Rounds) -> Iterator[Answer]:
     match inverse.find:
         case "gpus":
-            return fewest_gpus(request, inverse.speed, processes)
+            return fewest_gpus(request, inverse.speed, run)
         case "batch":
-            return largest_batch(request, inverse.step, processes)
+            return largest_batch(request, inverse.step, run)
         case "context":
-            return longest_context(request, processes)
-    return min_memory(request, inverse.lose, processes)
+            return longest_context(request, run)
+    return min_memory(request, inverse.lose, run)
 
 
 def _line(find: str, answer: Answer) -> str:
@@ -103,13 +104,13 @@ def in_words(result: Result) -> str:
     return f"{result.method} at {where(result)}, step {result.fitting_s:.4g} s"
 
 
-def _prices(out: Console, request: SearchRequest, processes: int) -> None:
+def _prices(out: Console, request: SearchRequest, run: Rounds) -> None:
     """Print the table of price tags; after Ctrl-C, of those finished by then, with exit code
     130."""
     table = grid("change", "step s", "shorter by %")
     first, ended = None, False
     try:
-        for change, step_s in prices(request, processes):
+        for change, step_s in prices(request, run):
             first = step_s if first is None else first
             gain = f"{100 * (1 - step_s / first):.1f}" if isfinite(first) else "-"
             table.add_row(change, f"{step_s:.4g}" if isfinite(step_s) else "-", gain)

@@ -14,7 +14,7 @@ from msgspec import Struct
 from msgspec.structs import fields, replace
 from typer import Argument, BadParameter, Option
 
-from rematbench.advise.search.space import Fixed
+from rematbench.advise.candidates.layouts import Fixed
 from rematbench.evaluate.problems import make_problem
 from rematbench.evaluate.result import PlannedJob
 from rematbench.evidence.peaks import leaving_reserve
@@ -22,7 +22,8 @@ from rematbench.host.console import CommandError
 from rematbench.host.declared import fact, limits, plain_type, sentences
 from rematbench.host.table import GIB
 from rematbench.inputs.job import Job, flag, is_switched_off, options
-from rematbench.inputs.layout import partition_of
+from rematbench.inputs.layout import Partition
+from rematbench.inputs.stages import partition_of_sizes
 from rematbench.plan import Plan
 from rematbench.plugins.discover import discover
 from rematbench.plugins.registry import Composition
@@ -300,16 +301,17 @@ def settings_of(texts: list[str] | None) -> dict[str, str]:
     return found
 
 
-def _partition(text: str, problem: Problem) -> tuple[tuple[tuple[int, ...], ...], ...]:
+def _partition(text: str, problem: Problem) -> Partition:
     """Layers per chunk in pipeline order -> partition[rank][chunk] of global layer indices."""
-    lay, layers = problem.layout, problem.workload.model.num_layers
-    words = text.split(",")
-    if not all(word.strip().isdigit() and int(word) > 0 for word in words):
-        raise CommandError(f"--partition {text!r}: expected whole numbers above 0 between commas")
+    lay, model = problem.layout, problem.workload.model
+    layers, words = model.num_layers + model.mtp_layers, text.split(",")
+    if not all(word.strip().isdigit() for word in words):
+        raise CommandError(f"--partition {text!r}: expected whole numbers between commas")
     sizes = [int(word) for word in words]
-    if len(sizes) != lay.num_chunks or sum(sizes) != layers:
+    if len(sizes) != lay.num_chunks or sum(sizes) != layers or not all(sizes[1:-1]):
         raise CommandError(
             f"--partition {text!r}: got {len(sizes)} chunks with {sum(sizes)} layers in total; "
-            f"expected pp x vpp = {lay.num_chunks} chunks with {layers} layers in total"
+            f"expected pp x vpp = {lay.num_chunks} chunks with {layers} layers in total, of which "
+            "the first (embedding) and the last (loss) may have none"
         )
-    return partition_of(sizes, lay)
+    return partition_of_sizes(sizes, lay.pp)

@@ -3,18 +3,19 @@
 import sys
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from typer import Option
 
-from rematbench.advise.search.processes import Progress, rounds
-from rematbench.advise.search.search_job import SearchJob, SearchRequest
-from rematbench.advise.search.space import Fixed
-from rematbench.cli.compare import as_cells
+from rematbench.advise.candidates.layouts import Fixed
+from rematbench.advise.search.request import Progress, SearchRequest
+from rematbench.advise.search.rounds import SearchJob, rounds
 from rematbench.cli.inverse import Inverse, ask
 from rematbench.cli.options import DEFAULT_SYSTEM, Within, percents, require, takes_search
+from rematbench.cli.plan_table import as_cells
 from rematbench.cli.search_answer import SearchAnswer
 from rematbench.cli.search_output import show_assumed, show_difference, show_space
 from rematbench.cli.targets import Json, Methods, need_file
@@ -141,7 +142,7 @@ def search(  # noqa: PLR0913, PLR0917  # an option of the command line each
         inverse = Inverse(find=find, speed=speed, step=step, lose=lose / 100)
         inverse.check()
         show_assumed(console(), job)
-        ask(console(), job, inverse, processes)
+        ask(console(), job, inverse, partial(rounds, processes=processes))
         return
     out = None if json else console()
     if out is not None:

@@ -1,15 +1,17 @@
 """The answer of a search: its plans, then its planners or what would fit, printed or as JSON."""
 
 import sys
+from functools import partial
 from typing import Any
 
 import msgspec
 from rich.console import Console
 
+from rematbench.advise.search.job import search_row, with_engines
 from rematbench.advise.search.limits import not_searched
-from rematbench.advise.search.processes import Progress, solve_planners
 from rematbench.advise.search.questions import would_fit
-from rematbench.advise.search.search_job import SearchJob, search_row, with_engines
+from rematbench.advise.search.request import Progress, Rounds
+from rematbench.advise.search.rounds import SearchJob, rounds, solve_planners
 from rematbench.advise.search.tie import of_packages, simplest
 from rematbench.cli.inverse import in_words
 from rematbench.cli.search_output import (
@@ -31,7 +33,7 @@ class SearchAnswer:
         self, out: Console | None, job: SearchJob, at: Progress, top: int, *, ended: bool
     ) -> None:
         self.out, self.job, self.at, self.ended = out, job, at, ended
-        self.results = [with_engines(one) for one in job.completed(at.results[:top])]
+        self.results = [with_engines(item) for item in job.completed(at.results[:top])]
         self.planned: list[Result] = []
         self.without: dict[str, str] = {}  # planners without a plan that fits, and why
         self.changes: list[str] = []
@@ -51,39 +53,40 @@ class SearchAnswer:
         """The last part of a search that ended: the simplest plan of the tie, what packages reach
         alone, and planners, each within `limit_s` CPU seconds (0: none); where nothing fits, the
         changes that would make the job fit.  After Ctrl-C, the answers so far."""
+        run = partial(rounds, processes=processes)
         try:
             if self.ended and not self.results:
-                self._changes(processes)
+                self._changes(run)
             elif self.ended:
-                self._beside(processes)
+                self._beside(run)
                 if limit_s:
                     self._planners(limit_s, processes)
         except KeyboardInterrupt:
             sys.stderr.write("interrupted: a longer search may give better plans\n")
 
-    def _changes(self, processes: int) -> None:
-        for change, result in would_fit(self.job.request, self.at, processes):
+    def _changes(self, run: Rounds) -> None:
+        for change, result in would_fit(self.job.request, self.at, run):
             self.changes.append(f"{change}: {in_words(result)}")
             self._say(f"WOULD FIT: {self.changes[-1]}")
 
-    def _beside(self, processes: int) -> None:
+    def _beside(self, run: Rounds) -> None:
         best = self.results[0]
-        self.simple = simplest(self.job, best, processes)
+        self.simple = simplest(self.job, best, run)
         if self.simple is not None:
             self._say(f"SIMPLEST of the tied plans: {plan_line(self.simple)}")
-        for name, one in of_packages(self.job, best, processes):
-            self.alone[name] = one
-            self._say(beside_line(f"{name} alone", one, best))
+        for name, item in of_packages(self.job, best, run):
+            self.alone[name] = item
+            self._say(beside_line(f"{name} alone", item, best))
 
     def _planners(self, limit_s: int, processes: int) -> None:
         best = self.results[0]
-        for one in solve_planners(self.job, self.results, limit_s=limit_s, processes=processes):
-            end = one
-            if one.fits:
-                end = with_engines(self.job.completed([best, one])[1])
+        for item in solve_planners(self.job, self.results, limit_s=limit_s, processes=processes):
+            end = item
+            if item.fits:
+                end = with_engines(self.job.completed([best, item])[1])
                 self.planned.append(end)
             else:
-                self.without[one.method] = one.reason
+                self.without[item.method] = item.reason
             self._say(beside_line("planner", end, best))
 
     def _say(self, text: str) -> None:
@@ -95,10 +98,10 @@ class SearchAnswer:
         """A line for each plan with every number.  A planner's plan has no place and no bound: the
         proof does not cover it."""
         apart = {"place": None, "bound_s": None}
-        rows = [search_row(place, one) for place, one in enumerate(self.results, 1)]
-        rows += [search_row(0, one) | apart for one in self.planned]
+        rows = [search_row(place, item) for place, item in enumerate(self.results, 1)]
+        rows += [search_row(0, item) | apart for item in self.planned]
         results = (*self.results, *self.planned)
-        engines = [{"runs_on": " ".join(one.runs_on)} for one in results]
+        engines = [{"runs_on": " ".join(item.runs_on)} for item in results]
         return [row | names for row, names in zip(rows, engines, strict=True)]
 
     def json(self) -> str:
@@ -113,7 +116,9 @@ class SearchAnswer:
             "rows": rows[:count],
             "planners": rows[count:],
             "simplest": search_row(0, self.simple) if self.simple else None,
-            "packages": {n: search_row(0, one) if one else None for n, one in self.alone.items()},
+            "packages": {
+                n: search_row(0, item) if item else None for n, item in self.alone.items()
+            },
             "planners_without_plan": self.without,
             "not_searched": not_searched(self.job),
             "refused": self.job.space.refused,

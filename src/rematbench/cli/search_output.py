@@ -7,23 +7,31 @@ from typing import Any
 from rich.console import Console
 
 from rematbench import __version__
+from rematbench.advise.candidates.layouts import DEGREES
+from rematbench.advise.search.job import search_row
 from rematbench.advise.search.limits import not_searched, space_words
-from rematbench.advise.search.processes import Progress
-from rematbench.advise.search.search_job import SearchJob, search_row
-from rematbench.advise.search.space import DEGREES
-from rematbench.cli.compare import LONGEST, WIDE, Head, folded_name, kept, over_peaks
+from rematbench.advise.search.request import Progress
+from rematbench.advise.search.rounds import SearchJob
+from rematbench.cli.plan_table import (
+    LONGEST,
+    WIDE,
+    Head,
+    PlanTable,
+    folded_name,
+    initials,
+    outside_line,
+    over_peaks,
+)
 from rematbench.evaluate.breakdown import PARTS
 from rematbench.evaluate.result import ALIKE, Result, assumed
 from rematbench.evidence.bands import ratio_band
 from rematbench.evidence.peaks import about
 from rematbench.host.console import (
     CommandError,
-    align_left,
     gib,
     grid,
     percent,
     plain,
-    print_uncut,
     rounded,
 )
 from rematbench.host.table import GIB
@@ -66,32 +74,23 @@ def show_assumed(out: Console, job: SearchJob) -> None:
     out.print(plain(f"assumes: {assumed_of(job)}"))
 
 
-def show_plans(out: Console, job: SearchJob, found: list[Result]) -> None:
+def show_plans(out: Console, job: SearchJob, results: list[Result]) -> None:
     """Print the fastest plan, then the plans' table with the columns that have room; no cell is
     cut."""
-    if not found:
+    if not results:
         return
-    out.print(plain(f"FASTEST: {plan_line(found[0])}"), style="bold")
+    out.print(plain(f"FASTEST: {plan_line(results[0])}"), style="bold")
     out.print()
     longest = 0 if out.width < WIDE else LONGEST
     rows = []
-    for place, one in enumerate(found, 1):
-        row = search_row(place, one)
+    for place, item in enumerate(results, 1):
+        row = search_row(place, item)
         if len(row["name"]) > longest:
             row["name"] = folded_name(row["name"], job.registry.methods)
-        rows.append(list(_cells(row, one)))
-    columns = zip([head.text for head in HEADS], *rows, strict=True)
-    widths = [max(map(len, "\n".join(column).split("\n"))) for column in columns]
-    shown = kept(HEADS, widths, out.width, gap=1)
-    table = grid(*(HEADS[index].text for index in shown))
-    for cells in rows:
-        table.add_row(*(plain(cells[index]) for index in shown))
-    print_uncut(
-        out, align_left(table, *(at for at, index in enumerate(shown) if HEADS[index].words))
-    )
-    dropped = [head.text.replace("\n", " ") for i, head in enumerate(HEADS) if i not in shown]
-    if dropped:
-        out.print(plain(f"columns not shown: {', '.join(dropped)} (use -o FILE.csv)"))
+        rows.append(list(_cells(row, item)))
+    table = PlanTable(out, HEADS, framed=True)
+    table.rows(rows)
+    table.say_missing("-o FILE.csv")
 
 
 def where(result: Result) -> str:
@@ -102,7 +101,7 @@ def where(result: Result) -> str:
     words += [f"etp {lay.etp}"] if lay.etp not in (None, lay.tp) else []
     words += [f"ulysses {lay.ulysses}"] if lay.ulysses > 1 else []
     words += [f"micro-batch {lay.micro_batch}"] if lay.micro_batch > 1 else []
-    words += [f"zero {lay.zero_stage}"] if lay.dp > 1 else []
+    words += [f"zero {lay.zero_stage}"] if lay.dp > 1 or lay.zero_stage > 1 else []
     words += [f"shard degree {lay.shard_degree}"] if lay.shard_degree else []
     words += [f"--partition {uneven}"] if uneven else []
     words += ["optimizer on host"] if _hosts(result) else []
@@ -114,54 +113,54 @@ def _hosts(result: Result) -> bool:
     return result.base.state("optimizer").home == "host"
 
 
-def plan_line(found: Result) -> str:
+def plan_line(result: Result) -> str:
     """A plan in a line: method, layout, speed with its band, bytes that are left and pinned."""
-    row = search_row(0, found)
+    row = search_row(0, result)
     low, speed, high = (rounded(row[f"{end}tokens_per_s_per_gpu"]) for end in ("low_", "", "high_"))
     return (
-        f"{row['name']} at {where(found)}, {speed} tokens/s/GPU "
+        f"{row['name']} at {where(result)}, {speed} tokens/s/GPU "
         f"({low} to {high}), {gib(row['headroom_bytes'])} GiB left, "
         f"{row['host_node_bytes'] / GIB:.0f} GiB of a node's host memory"
     )
 
 
-def _cells(row: dict[str, Any], found: Result) -> Iterator[str]:
-    lay = found.problem.layout
-    more = f"\n  layers {row['partition']}" if found.job.uneven_layers else ""
+def _cells(row: dict[str, Any], result: Result) -> Iterator[str]:
+    lay = result.problem.layout
+    more = f"\n  layers {row['partition']}" if result.job.uneven_layers else ""
     more += "\n  without sp" if lay.tp > 1 and not lay.sp else ""
-    more += "\n  optimizer on host" if _hosts(found) else ""
+    more += "\n  optimizer on host" if _hosts(result) else ""
     more += f"\n  ep {lay.ep} etp {lay.etp}" if lay.etp is not None else ""
     yield from (str(row["place"]), f"{row['name']}{more}", str(lay.tp))
     exchanged = f"u{lay.ulysses}" if lay.ulysses > 1 else ""
     yield exchanged if exchanged and lay.cp == 1 else f"{lay.cp}{exchanged}"
     yield from map(str, (lay.pp, lay.vpp, lay.dp, lay.zero_stage, lay.micro_batch))
     yield f"{row['step_s']:.4g}"
-    yield rounded(row["tokens_per_s_per_gpu"]) + ("=" if found.tied else " ")
+    yield rounded(row["tokens_per_s_per_gpu"]) + ("=" if result.tied else " ")
     yield f"{rounded(row['low_tokens_per_s_per_gpu'])}-{rounded(row['high_tokens_per_s_per_gpu'])}"
     yield from (f"{100 * row[key]:.1f}" for key in ("mfu_causal", "mfu_dense"))
     yield from (gib(row["headroom_bytes"]), f"{row['host_node_bytes'] / GIB:.0f}")
-    yield from (found.fit, " ".join(name[0].upper() for name in found.runs_on) or "-", found.losses)
+    yield from (result.fit, initials(result), result.losses)
 
 
 def notes(
-    job: SearchJob, at: Progress, found: list[Result], *, ended: bool, solved: bool
+    job: SearchJob, at: Progress, results: list[Result], *, ended: bool, solved: bool
 ) -> Iterator[str]:
     """Lines on the proved gap, and on what excluded the other plans.  `ended`: not after Ctrl-C;
     `solved`: planners are solved next."""
     yield ""
     stopped = "" if ended else "stopped: "
-    if found:
+    if results:
         yield (
             f"{stopped}proved gap: no plan of this space ({space_words(job)}) is more than "
             f"{100 * at.gap:.2f} % faster than the first row ({at.simulations} of {at.plans:,} "
             "plans simulated)"
         )
-        yield from _rows_note(job, at, found)
-        yield from about(found[0].problem)
-        yield from over_peaks(found)
+        yield from _rows_note(job, at, results)
+        yield from about(results[0].problem)
+        yield from over_peaks(results)
         yield "runs on: M megatron_core, D deepspeed (`flags` prints options), O our executor"
-        if any(one.tied for one in found):
-            near, far = (percent(ratio_band(one_layout=one)) for one in (True, False))
+        if any(item.tied for item in results):
+            near, far = (percent(ratio_band(one_layout=item)) for item in (True, False))
             yield (
                 f"= tied: within {near} of the first row ({far} on another layout), our error when "
                 "comparing two methods"
@@ -182,27 +181,28 @@ def notes(
     fell = sorted(at.excluded.items(), key=lambda pair: -pair[1])
     if said := [f"{count:,} {why}" for why, count in fell if count]:
         yield f"plans excluded: {'; '.join(said)}"
-    if found and at.short_bytes < inf:
+    if results and at.short_bytes < inf:
         yield f"every plan excluded for device memory lacks at least {gib(at.short_bytes)} GiB"
     if job.planners:
         names = ", ".join(job.planners)
         yield (
-            f"not covered by the proved gap: {names} (planners{SOLVED if found and solved else ''})"
+            f"not covered by the proved gap: {names} "
+            f"(planners{SOLVED if results and solved else ''})"
         )
-    outside = dict.fromkeys(word for one in found for word in one.outside)
-    if outside:
-        yield f"outside of the published range: {'; '.join(outside)}"
-    date = found[0].problem.calibration.date if found else ""
+    yield from outside_line(results)
+    date = results[0].problem.calibration.date if results else ""
     yield f"world: simulated (rematbench {__version__}{f', constants of {date}' if date else ''})"
 
 
-def _rows_note(job: SearchJob, at: Progress, found: list[Result]) -> Iterator[str]:
+def _rows_note(job: SearchJob, at: Progress, results: list[Result]) -> Iterator[str]:
     """What the rows are, and how far they are proved."""
-    if len(found) < 2:
+    if len(results) < 2:
         return
-    sure = len([one for one in found if one.fitting_s * (1 - job.request.within) <= at.listed_s])
+    sure = len(
+        [item for item in results if item.fitting_s * (1 - job.request.within) <= at.listed_s]
+    )
     told = "no plan missing from the table is faster than a row by more than the gap"
-    if sure < len(found):
+    if sure < len(results):
         told = f"the order after place {max(1, sure)} is not proved"
     yield (
         "rows: the fastest plans over all layouts and compositions of methods, each with the "
@@ -231,17 +231,17 @@ def _stopped(at: Progress) -> str:
     return f"stopped: {at.simulations} of {at.plans:,} plans simulated, none fits so far"
 
 
-def show_difference(out: Console, found: list[Result], places: tuple[int, int]) -> None:
+def show_difference(out: Console, results: list[Result], places: tuple[int, int]) -> None:
     """Print the parts of the step by which two plans differ, in seconds; CommandError for a place
     that has no plan."""
     for place in places:
-        if not 1 <= place <= len(found):
+        if not 1 <= place <= len(results):
             raise CommandError(
-                f"--explain: there is no plan {place} (the table has plans 1 to {len(found)})"
+                f"--explain: there is no plan {place} (the table has plans 1 to {len(results)})"
             )
-    one, other = (found[place - 1] for place in places)
+    item, other = (results[place - 1] for place in places)
     table = grid("part of the step", f"place {places[1]} minus place {places[0]}, s")
     for part in PARTS:
-        table.add_row(part, f"{other.parts_s[part] - one.parts_s[part]:+.4f}")
-    table.add_row("step", f"{other.fitting_s - one.fitting_s:+.4f}")
+        table.add_row(part, f"{other.parts_s[part] - item.parts_s[part]:+.4f}")
+    table.add_row("step", f"{other.fitting_s - item.fitting_s:+.4f}")
     out.print(table)

@@ -4,6 +4,7 @@ speed."""
 import dataclasses
 import math
 import shlex
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from msgspec import Struct
@@ -311,6 +312,12 @@ class Result(Struct, frozen=True, kw_only=True):
             "run_with": self.command,
         }
 
+    def line(self, columns: Sequence[str], **more: Any) -> dict[str, Any]:
+        """A line of a table: `columns` of `row` and of `more`, the facts of the job, and the
+        command."""
+        values = self.row() | more
+        return {key: values[key] for key in (*columns, *self.job.facts(), "run_with")}
+
 
 def evaluate_method(
     problem: Problem,
@@ -422,6 +429,19 @@ def assumed(problem: Problem) -> str:
     text = f"{named}, on {generation}; constants of cluster {network}, stack {stack}"
     balance = problem.workload.balance
     return "; ".join(part for part in (text, balance, unread(problem), model.left_out) if part)
+
+
+def leaner_exchanges(problem: Problem) -> str:
+    """Return how experts could exchange fewer bytes, or beside compute, in one line; empty if they
+    do so already or exchange none."""
+    exchange, others = problem.system.experts, []
+    if problem.layout.ep == 1:
+        return ""
+    if exchange.dispatcher in ("alltoall", "allgather"):
+        others.append("deepep and hybridep send a token once to a node (--dispatcher)")
+    if not problem.ep_overlaps and "ep_overlap" in problem.system.accepts.features:
+        others.append("exchanges may run beside another micro-batch (--ep-overlap on)")
+    return f"experts exchange by {exchange.dispatcher}: {'; '.join(others)}" if others else ""
 
 
 def faster_attention(problem: Problem) -> str:

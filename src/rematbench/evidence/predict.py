@@ -25,7 +25,6 @@ from rematbench.evidence.published.sheets import SPEED, PeakKind, PeakRank, Row,
 from rematbench.evidence.published.words import committed
 from rematbench.host.workers import collect_rarely
 from rematbench.inputs.constants import Calibration
-from rematbench.inputs.layout import partition_of
 from rematbench.plan import Plan
 from rematbench.plugins.discover import discover
 from rematbench.plugins.registry import Composition, Registry
@@ -182,8 +181,6 @@ def predict_case(
 def run_case(case: PublishedCase, problem: Problem, registry: Registry) -> Result:
     """The result of a case on its problem."""
     base = placed_states(case, problem)[0] if case.hosted else problem.base_plan
-    if case.partition:
-        base = replace(base, partition=partition_of(case.partition, problem.layout))
     return evaluate_method(problem, method_of(case, problem, registry), base)
 
 

@@ -165,3 +165,10 @@ def collect_rarely() -> None:
     """Make garbage collections rare.  Programs are large and have no cycles; scanning them would
     take a quarter to a half of a command's time and free nothing."""
     gc.set_threshold(10_000_000, 50, 50)
+
+
+def lost_reason(why: NoAnswer, limit_s: int) -> str:
+    """Explain why a worker gave no result for a candidate, which had `limit_s` CPU seconds."""
+    if why == "died":
+        return "the worker process died"
+    return f"planning took more than {limit_s} CPU seconds (raise --limit)"

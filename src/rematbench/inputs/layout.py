@@ -1,7 +1,5 @@
 """The layout: parallel degrees, micro-batch and batch."""
 
-from collections.abc import Sequence
-from itertools import accumulate, pairwise
 from typing import Annotated
 
 from rematbench.host.declared import Fact, Part
@@ -9,6 +7,10 @@ from rematbench.host.errors import UserError
 from rematbench.inputs.configfile import wrong_field
 from rematbench.inputs.system import ZeroStage
 from rematbench.workload import NonNegativeInt, PositiveInt
+
+Partition = tuple[tuple[tuple[int, ...], ...], ...]
+"""The layers of each chunk of each rank: `partition[rank][chunk]` lists global indices, in which
+prediction layers count on behind the decoder's."""
 
 
 class LayoutError(UserError):
@@ -26,6 +28,9 @@ class Degrees(Part, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """So many ranks share the layers (pipeline parallelism)."""
     vpp: Annotated[PositiveInt, Fact(column="always")] = 1
     """A rank of the pipeline holds so many model chunks."""
+    stages: Annotated[str, Fact(option="--layout", metavar="TEXT")] = ""
+    """The stages of the pipeline hold E the embedding, t a layer, m a prediction layer, L the loss,
+    as in Et*3|(tt|)*29,m|L (none: equal numbers of layers)."""
     ulysses: Annotated[PositiveInt, Fact(column="always")] = 1
     """So many ranks of dp share each sequence by exchanges of heads (Ulysses)."""
     shard_degree: NonNegativeInt = 0
@@ -118,7 +123,7 @@ class Layout(Degrees, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return self.pp * self.vpp
 
 
-def even_partition(num_layers: int, layout: Layout) -> tuple[tuple[tuple[int, ...], ...], ...]:
+def even_partition(num_layers: int, layout: Layout) -> Partition:
     """The partition[rank][chunk] of contiguous layers over virtual stages.  Sizes differ by at most
     one; the middle stages take the remainder, because the ends also hold embedding and head."""
     stages = layout.num_chunks
@@ -127,13 +132,8 @@ def even_partition(num_layers: int, layout: Layout) -> tuple[tuple[tuple[int, ..
     start = (stages - extra) // 2
     for i in range(start, start + extra):
         sizes[i] += 1
-    return partition_of(sizes, layout)
-
-
-def partition_of(sizes: Sequence[int], layout: Layout) -> tuple[tuple[tuple[int, ...], ...], ...]:
-    """The partition[rank][chunk] of layers in chunks of these sizes, in pipeline order."""
-    bounds = [0, *accumulate(sizes)]
-    virtual = [tuple(range(begin, end)) for begin, end in pairwise(bounds)]
+    bounds = [sum(sizes[:i]) for i in range(stages + 1)]
+    virtual = [tuple(range(bounds[i], bounds[i + 1])) for i in range(stages)]
     return tuple(
         tuple(virtual[chunk * layout.pp + rank] for chunk in range(layout.vpp))
         for rank in range(layout.pp)

@@ -5,6 +5,7 @@ from math import lcm
 from rematbench.inputs.layout import Layout, LayoutError
 from rematbench.inputs.load import load_system
 from rematbench.inputs.stackfacts import other_versions
+from rematbench.inputs.stages import base_partition
 from rematbench.inputs.system import System
 from rematbench.workload import Workload
 
@@ -26,6 +27,8 @@ def check_layout(layout: Layout, workload: Workload, system: System) -> None:
     _check(_size_rules(layout, workload))
     _check(_batch_rules(layout))
     _check(_rules(layout, workload, system))
+    if layout.stages:
+        base_partition(workload.model, layout)
 
 
 def _check(rules: list[tuple[bool, str]]) -> None:
@@ -108,7 +111,7 @@ def _stack_rules(lay: Layout, system: System) -> list[tuple[bool, str]]:
         ),
         *_shard_rules(lay, system),
         (
-            lay.state_shards > 1 and stage not in system.accepts.zero_stages,
+            lay.has_peers and stage not in system.accepts.zero_stages,
             f"system {system.name} has no ZeRO stage {stage} (its stages: {stages})",
         ),
         (
@@ -355,7 +358,7 @@ def _model_rules(lay: Layout, work: Workload) -> list[tuple[bool, str]]:
             f"{model.name}",
         ),
         (
-            model.num_layers < lay.num_chunks,
+            model.num_layers < lay.num_chunks and not lay.stages,
             f"{model.num_layers} layers cannot fill pp x vpp = {lay.num_chunks} chunks",
         ),
         (

@@ -92,7 +92,6 @@ def test_balance_is_an_assumption_unless_it_was_forced() -> None:
         ({"ep_overlap": "shared"}, "ep_overlap: 'shared' is not modelled"),
         ({"cuda_graph": "full_iteration"}, "cuda_graph: 'full_iteration': CUDA graphs"),
         ({"offload": "paged stash"}, "offload: 'paged stash': is not modelled"),
-        ({"pp_layout": "Et|(tt|)*30L"}, "pp_layout: 'et|(tt|)*30l': stages of a layout string"),
         ({"router": "token drop"}, "router: 'token drop': the capacity factor of dropped"),
         ({"router": "token dropping"}, "is not modelled; did you mean 'token drop'?"),
         ({"optimizer": "muon"}, "optimizer: 'muon': is not modelled"),
@@ -151,3 +150,15 @@ def test_an_unknown_word_of_a_shipped_models_mlp_is_the_models() -> None:
     assert (found.model.mlp, found.model.attention_sinks) == ("swiglu", True)
     with pytest.raises(RowError, match="column mlp: 'quick geglu with a clamp' is not modelled"):
         case(mlp="quick geglu with a clamp")
+
+
+def test_stages_of_a_row_are_those_of_the_layout() -> None:
+    """As text; by their ends, which the even partition makes smaller where it can; or by layers."""
+    layout = {"layers": "30", "tp": "1", "sp": "no", "cp": "1", "pp": "8", "vpp": "4", "dp": "32"}
+    ends = "first and last stage one layer fewer"
+    assert case(**layout, pp_layout="E|(t|)*30L").layout.stages == "E|(t|)*30L"
+    found = case(**layout, pp_layout=ends).layout.stages
+    assert found == case(**layout, partition=f"0,{'1,' * 30}0").layout.stages == "E|(t|)*30L"
+    assert case(**{**layout, "layers": "62"}, pp_layout=ends).layout.stages == ""
+    with pytest.raises(RowError, match="column partition: '1,2' is not 30 layers in 32 chunks"):
+        case(**layout, partition="1,2")

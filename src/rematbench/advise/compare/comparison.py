@@ -8,29 +8,30 @@ from typing import Annotated, Any
 from msgspec import Meta, Struct
 from msgspec.structs import replace
 
+from rematbench.advise.candidates.candidate import CompareConfig
 from rematbench.advise.compare.compositions import (
-    Candidate,
-    CompareConfig,
-    clash,
+    Contender,
+    Pair,
     composed,
     compositions,
     first_candidates,
-    lost_reason,
     named_candidates,
 )
 from rematbench.advise.compare.grids import best_variants
-from rematbench.advise.compare.tuning import Pair, Task, Tuning, blank
+from rematbench.advise.compare.tuning import Task, Tuning, blank
 from rematbench.evaluate.breakdown import PARTS
 from rematbench.evaluate.evaluator import same_plan
 from rematbench.evaluate.result import ALIKE, PlannedJob, Result, Status
 from rematbench.evidence.bands import ratio_band, with_band, with_ties
-from rematbench.host.workers import NoAnswer, Pool
+from rematbench.host.workers import NoAnswer, Pool, lost_reason
 from rematbench.inputs.configfile import ConfigError, wrong_field
 from rematbench.plan import Plan
 from rematbench.plugins.discover import discover
+from rematbench.plugins.kinds import clash
 from rematbench.worlds.packages.flags import Engines
 
 Amount = Annotated[float, Meta(ge=0.0, le=1e30)]
+
 
 COLUMNS = (
     *("name", "origin", "same_as", "status", "reason", "step_s", "tokens_per_s_per_gpu"),
@@ -44,8 +45,10 @@ COLUMNS = (
 )
 """The columns of a comparison in order; the facts of the job and `run_with` follow."""
 
+
 NEAREST = 8
 """Results, fastest first, that are tried again without the device's reserve."""
+
 
 STATUSES = ("ok", "fragmented", "oom", "unsupported", "timed out", "failed")
 """The statuses in the order of a ranking."""
@@ -113,7 +116,7 @@ class Comparison:
         names = {candidate.name for candidate in self.first}
         self.first += [candidate for candidate in named if candidate.name not in names]
         self.pairs: dict[str, Pair] = {}
-        self.alone: list[tuple[Candidate, Plan]] = []
+        self.alone: list[tuple[Contender, Plan]] = []
         self.composed: set[str] = set()
 
     def _pool(self, job: PlannedJob) -> Pool[Task, Result]:
@@ -123,12 +126,14 @@ class Comparison:
         """The fastest of the first `results` on the device without its reserve, if it is faster
         than they are: methods that tune themselves to the device rebuild and copy less there, and
         what they leave may be less than the error of predicted peaks.  None without a reserve."""
-        fitting = [one for one in results if one.timed and one.fits and not one.same_as][:NEAREST]
+        fitting = [item for item in results if item.timed and item.fits and not item.same_as][
+            :NEAREST
+        ]
         problem = self.job.problem
         if not fitting or not problem.reserve_bytes:
             return None
-        near = {one.method for one in fitting}
-        names = [c.name for c, one in self.pairs.values() if one.method in near]
+        near = {item.method for item in fitting}
+        names = [c.name for c, item in self.pairs.values() if item.method in near]
         names = [
             name for name in names if not self.registry.has_planner(self.pairs[name][0].methods)
         ]
@@ -137,7 +142,7 @@ class Comparison:
         pool.add(named_candidates(self.registry, self.config, job.problem, names))
         answers = [answer for _, answer in pool.run() if isinstance(answer, Result)]
         pool.close()
-        best = min(answers, key=lambda one: one.fitting_s, default=None)
+        best = min(answers, key=lambda item: item.fitting_s, default=None)
         if best is None or best.fitting_s >= (1.0 - ALIKE) * fitting[0].fitting_s:
             return None
         return ranked([replace(best, job=job)])[0]
@@ -152,7 +157,7 @@ class Comparison:
     def late(self) -> Iterator[Result]:
         """Yield the results of planners and of their compositions, each as soon as it is ready."""
         for candidate, result in self._grow([c for c in self.first if self._has_planner(c)]):
-            if candidate.name in {one.name for one, _ in self._without_parts()}:
+            if candidate.name in {item.name for item, _ in self._without_parts()}:
                 self.pool.waiting.insert(0, (candidate, result))  # again, with its step's parts
             else:
                 yield result
@@ -195,7 +200,7 @@ class Comparison:
         more.sort(key=lambda pair: (len(pair[0].methods), pair[0].name))
         return [pair for pair in (*first.values(), *more) if pair]
 
-    def _has_row(self, candidate: Candidate, result: Result) -> bool:
+    def _has_row(self, candidate: Contender, result: Result) -> bool:
         """Whether a candidate is a variant, or a composition that frees bytes compared with its
         base."""
         if candidate.origin != "composition":
@@ -222,7 +227,7 @@ class Comparison:
         pairs = [self.pairs[name] for name in names]
         return [pair for pair in pairs if not (pair[1].parts_s or pair[1].retries)]
 
-    def _evaluate(self, candidates: Sequence[Candidate]) -> list[Pair]:
+    def _evaluate(self, candidates: Sequence[Contender]) -> list[Pair]:
         """Candidates with their results, in order; without those that overrule their base."""
         pairs: dict[str, Pair] = {}
         self.pool.add(candidates)
@@ -245,7 +250,7 @@ class Comparison:
                 self.pool.add(self._compositions_on(candidate, result))
             yield candidate, result
 
-    def _compositions_on(self, candidate: Candidate, result: Result) -> list[Candidate]:
+    def _compositions_on(self, candidate: Contender, result: Result) -> list[Contender]:
         """The compositions that become possible with this candidate's plan."""
         if result.plan is None or candidate.origin not in ("method", "composition"):
             return []
@@ -253,14 +258,14 @@ class Comparison:
             self.alone.append((candidate, result.plan))
         candidates = []
         for group in compositions(self.job.base, self.alone, self.config.most_methods):
-            names = [one.name for one in group]
+            names = [item.name for item in group]
             before = self._before(names)
             if before is not None and before.plan and "+".join(names) not in self.composed:
                 self.composed.add("+".join(names))
                 candidates.append(composed(group, before.plan))
         return candidates
 
-    def _result(self, candidate: Candidate, answer: Result | NoAnswer) -> Result:
+    def _result(self, candidate: Contender, answer: Result | NoAnswer) -> Result:
         """A worker's answer with this process's job, or why there is none."""
         if isinstance(answer, Result):
             return replace(answer, job=self.job)
@@ -268,12 +273,12 @@ class Comparison:
         reason = lost_reason(answer, self.limit_s)
         return replace(blank(self.job, candidate), status=status, reason=reason)
 
-    def _clashes(self, candidate: Candidate, result: Result) -> bool:
+    def _clashes(self, candidate: Contender, result: Result) -> bool:
         """Whether a composed plan overrules a decision of its base: it is then no composition."""
         base, plan = candidate.base, result.plan
         return base is not None and plan is not None and bool(clash(self.job.problem, base, plan))
 
-    def _has_planner(self, candidate: Candidate) -> bool:
+    def _has_planner(self, candidate: Contender) -> bool:
         return self.registry.has_planner(candidate.methods)
 
 
@@ -301,8 +306,8 @@ def without_repeats(pairs: Sequence[Pair], named: Container[str]) -> tuple[list[
 
 def _repeats(result: Result, before: Sequence[Pair]) -> bool:
     """Whether a policy has the bytes and seconds of an earlier result of its method."""
-    alike = (one for _, one in before if one.family == result.family)
-    return result.origin == "policy" and any(one.evaluation == result.evaluation for one in alike)
+    alike = (item for _, item in before if item.family == result.family)
+    return result.origin == "policy" and any(item.evaluation == result.evaluation for item in alike)
 
 
 def ranked(results: Sequence[Result]) -> list[Result]:
@@ -330,15 +335,13 @@ def _rank(result: Result) -> tuple[int, bool, float, bool]:
 
 def table(results: Sequence[Result], order: Order) -> list[dict[str, Any]]:
     """Return the rows of a comparison under COLUMNS. Every row repeats the facts of the job."""
-    rows = []
-    for result in results:
-        values = {
-            **result.row(),
-            "origin": result.origin,
-            "host_bytes": result.problem.cluster.host_bytes,
-            "days": order.days(result),
-            "cost": order.cost(result),
-        }
-        columns = (*COLUMNS, *result.job.facts(), "run_with")
-        rows.append({column: values[column] for column in columns})
-    return rows
+    return [
+        result.line(
+            COLUMNS,
+            origin=result.origin,
+            host_bytes=result.problem.cluster.host_bytes,
+            days=order.days(result),
+            cost=order.cost(result),
+        )
+        for result in results
+    ]

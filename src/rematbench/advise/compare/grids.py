@@ -4,42 +4,44 @@ Every grid declares its values, so the variants form a list, and most of them ne
 Two assumptions decide (a test checks them against full lists): adding a method never makes a plan
 faster; pieces only cost time and only free bytes. So neither a method nor pieces are added to a
 plan that is slower than a plan that fits. A composition may be faster than its later methods alone:
-the next method need not copy the tensors that an earlier one rebuilds.
-"""
+the next method need not copy the tensors that an earlier one rebuilds."""
 
 from collections.abc import Callable, Iterable, Sequence
 
 from msgspec.structs import replace
 
+from rematbench.advise.candidates.candidate import Variant, of_pieces
 from rematbench.advise.compare.compositions import (
-    KINDS,
-    Candidate,
-    changed_kinds,
+    UNPLANNED_BYTES,
+    Contender,
+    Pair,
     composed,
     compositions,
-    place,
 )
-from rematbench.advise.compare.tuning import UNPLANNED_BYTES, Pair
 from rematbench.evaluate.evaluator import same_plan
 from rematbench.evaluate.result import PlannedJob, Result
-from rematbench.plan import Settings
+from rematbench.plugins.kinds import KINDS, changed_kinds, place
 from rematbench.plugins.registry import MethodEntry, Registry, method_text
 from rematbench.problem import Problem
 from rematbench.solve.kept import resident_bytes
 
-Evaluate = Callable[[Sequence[Candidate]], list[Pair]]
+Evaluate = Callable[[Sequence[Contender]], list[Pair]]
 """Evaluates candidates; the pairs come in the order of the candidates."""
 
-Bounded = tuple[Candidate, float]
+
+Bounded = tuple[Contender, float]
 """A candidate, and a lower bound of its step in seconds."""
+
 
 BATCH = 4
 """Candidates evaluated between two looks at the fastest step. The number is a constant, so that the
 choice of what is evaluated does not depend on the number of processes."""
 
+
 MOST_SHARE = 0.995
 """A variant is evaluated where its step may take this share of the fastest step or less. No
 comparison tells plans apart that differ by less than half a per cent."""
+
 
 PIECES = KINDS.index("pieces")
 
@@ -61,7 +63,7 @@ def best_variants(
     fastest: dict[str, Pair] = {}
     fitting = [pair for pair in (*defaults, *variants) if pair[1].fits]
     for pair in sorted(
-        fitting, key=lambda one: (not grids.leaves_reserve(one[1]), _step_s(one[1]))
+        fitting, key=lambda item: (not grids.leaves_reserve(item[1]), _step_s(item[1]))
     ):
         fastest.setdefault(pair[1].family, pair)
     best = [pair for pair in fastest.values() if pair[0].origin == "grid"]
@@ -111,18 +113,18 @@ class _Grids:
     def evaluate_whole(self, most: int) -> None:
         """Evaluate the methods' grids, alone and composed, without pieces."""
         values = (
-            _variant(self.registry.methods[name], settings)
+            _single(Variant(name, method_text(self.registry.methods[name], settings)))
             for name in self.whole
             for settings in self.registry.methods[name].grid
         )
-        self._evaluate((one, self.shortest_s) for one in values if one.name not in self.defaults)
+        self._evaluate((item, self.shortest_s) for item in values if item.name not in self.defaults)
         alone = [self.defaults[name] for name in self.whole]
-        singles = [(one, result.plan) for one, result in (*alone, *self.pairs) if result.plan]
+        singles = [(item, result.plan) for item, result in (*alone, *self.pairs) if result.plan]
         self.pairs += alone
         for count in range(2, most + 1):
             groups = compositions(self.job.base, singles, count)
             bounded = [self._on_base(group) for group in groups if len(group) == count]
-            self._evaluate(one for one in bounded if one is not None)
+            self._evaluate(item for item in bounded if item is not None)
 
     def evaluate_in_pieces(self) -> None:
         """Evaluate each short plan in pieces: the first value of each grid of pieces that fits. A
@@ -141,7 +143,7 @@ class _Grids:
             if not method.grid:
                 continue
             if not (self.limit_s < float("inf") and self._base_keeps_too_much()):
-                self._evaluate([(_variant(method, {}, method.grid), self.shortest_s)])
+                self._evaluate([(_single(of_pieces(method)), self.shortest_s)])
             self._evaluate((_in_pieces(pair, method), _step_s(pair[1])) for pair in pairs)
 
     def _base_keeps_too_much(self) -> bool:
@@ -155,11 +157,11 @@ class _Grids:
             if result.plan and same_plan(result.plan) == base
         )
 
-    def _on_base(self, group: tuple[Candidate, ...]) -> Bounded | None:
+    def _on_base(self, group: tuple[Contender, ...]) -> Bounded | None:
         """The candidate of a group's last method on the plan of the others, with a lower bound;
         None where it is a default or the others have no plan."""
         pairs = {pair[1].method: pair for pair in self.pairs} | self.defaults
-        before = pairs.get("+".join(one.name for one in group[:-1]))
+        before = pairs.get("+".join(item.name for item in group[:-1]))
         if before is None or before[1].plan is None:
             return None
         candidate = replace(composed(group, before[1].plan), origin="grid")
@@ -169,10 +171,10 @@ class _Grids:
         """Evaluate, batch by batch, the candidates that may be fast enough."""
         waiting = list(bounded)
         while waiting:
-            batch = [one for one, bound_s in waiting[:BATCH] if bound_s < self.limit_s]
+            batch = [item for item, bound_s in waiting[:BATCH] if bound_s < self.limit_s]
             waiting = waiting[BATCH:]
             pairs = [
-                (replace(candidate, name=result.method), result)
+                (candidate.named(result.method), result)
                 for candidate, result in self.evaluate(batch)
                 if result.plan is not None
             ]
@@ -186,7 +188,7 @@ class _Grids:
 
     def _lower_limit(self, pairs: Iterable[Pair]) -> None:
         fitting = [result for _, result in pairs if result.fits and self.leaves_reserve(result)]
-        self.limit_s = min([self.limit_s, *(MOST_SHARE * _step_s(one) for one in fitting)])
+        self.limit_s = min([self.limit_s, *(MOST_SHARE * _step_s(item) for item in fitting)])
 
 
 def keeps_too_much(problem: Problem, result: Result) -> bool:
@@ -199,26 +201,12 @@ def keeps_too_much(problem: Problem, result: Result) -> bool:
     return any(a + b > problem.usable_bytes for a, b in zip(kept, states, strict=True))
 
 
-def _variant(
-    method: MethodEntry, settings: Settings, choices: tuple[Settings, ...] = ()
-) -> Candidate:
-    """A method with settings of its grid, or with the first of `choices` that fits."""
-    return Candidate(
-        name=method_text(method, settings),
-        origin="grid",
-        methods=(method.name,),
-        method=method.name,
-        settings=dict(settings),
-        first_that_fits=choices,
-    )
+def _single(variant: Variant) -> Contender:
+    return Contender((variant,), origin="grid")
 
 
-def _in_pieces(pair: Pair, method: MethodEntry) -> Candidate:
+def _in_pieces(pair: Pair, method: MethodEntry) -> Contender:
     """The candidate of a result's plan, computed in the fewest pieces that fit."""
     candidate, result = pair
-    return replace(
-        _variant(method, {}, method.grid),
-        name=f"{result.method}+{method.name}",
-        methods=(*candidate.methods, method.name),
-        base=result.plan,
-    )
+    parts = (Variant(candidate.family, result.method), of_pieces(method))
+    return Contender(parts, origin="grid", base=result.plan)

@@ -1,13 +1,11 @@
 """Plans of candidates: choose the setting that fits, then lower and evaluate the plan."""
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from msgspec.structs import replace
 
-from rematbench.advise.compare.compositions import Candidate
+from rematbench.advise.compare.compositions import UNPLANNED_BYTES, Contender, Pair
 from rematbench.evaluate.evaluator import SINGLE_EVALUATOR
 from rematbench.evaluate.result import PlannedJob, Result, needs_seconds, of_plan, told_fragmented
 from rematbench.evaluate.verdict import retries
@@ -16,19 +14,13 @@ from rematbench.inputs.kernel_rates import RateError
 from rematbench.inputs.layout import LayoutError
 from rematbench.plan import Plan, PlanError, Unsupported
 from rematbench.plugins.discover import discover
-from rematbench.plugins.policies import applicable_settings
-from rematbench.plugins.registry import MethodError, make_plan, method_text
+from rematbench.plugins.registry import MethodError, make_plan
 from rematbench.solve.search import smallest_feasible
 
-Pair = tuple[Candidate, Result]
-"""What was to be planned, and what came out."""
-
-Task = Candidate | Pair
+Task = Contender | Pair
 """A candidate to evaluate, or one with a result whose step is to be broken into parts. The
 simulations of the parts cost more than all other work, and most results stand in no row."""
 
-UNPLANNED_BYTES = 2**62
-"""Missing bytes of a candidate without a plan: more than any device has."""
 
 FRAGMENTS = 0.1
 """Share of device memory by which allocator fragmentation may differ between two plans."""
@@ -57,15 +49,12 @@ class Tuning:
             reason = " ".join(f"{type(error).__name__}: {error}".split())
             return replace(blank(self.job, task), reason=reason)
 
-    def _evaluated(self, candidate: Candidate) -> Result:
-        candidate = self._fitted(candidate)
-        settings = applicable_settings(candidate.settings, self.problem)
-        name, key = candidate.name, candidate.smallest
-        if key:
-            settings = {**settings, key: self._smallest(candidate, settings)}
-            name = f"{name} {settings[key]}"
-        unplanned = replace(blank(self.job, candidate), method=name)
-        plan = self._plan(candidate, settings)
+    def _evaluated(self, candidate: Contender) -> Result:
+        scalar = candidate.parts[-1].scalar
+        if scalar is not None:
+            choose = self._first_that_fits if scalar.scale == "pieces" else self._smallest
+            candidate = candidate.tuned(choose(candidate))
+        unplanned, plan = blank(self.job, candidate), self._plan(candidate)
         if isinstance(plan, Unsupported):
             return replace(unplanned, status="unsupported", reason=plan.reason)
         return told_fragmented(of_plan(unplanned, plan))
@@ -83,63 +72,52 @@ class Tuning:
             retries=retries(self.problem, plan, evaluation),
         )
 
-    def _fitted(self, candidate: Candidate) -> Candidate:
-        """The candidate with the first of its settings that fits, or the last where none fits."""
-        choices = candidate.first_that_fits
-        if not choices:
-            return candidate
-        margins = [partial(self._margin, candidate, choice) for choice in choices]
-        chosen = choices[self._first_that_fits(margins)]
-        before = candidate.name.removesuffix(candidate.method)
-        name = before + method_text(self.registry.methods[candidate.method], chosen)
-        return replace(candidate, name=name, settings=dict(chosen), first_that_fits=())
-
-    def _first_that_fits(self, margins: Sequence[Callable[[], int]]) -> int:
-        """The first index whose margin is not negative, else the index of the largest margin.
-        Margins grow with the index, except for allocator fragmentation. So if the last margin is
-        short by no more than fragmentation can explain, every index is tried."""
-        last = len(margins) - 1
-        margin = margins[last]()
+    def _first_that_fits(self, candidate: Contender) -> int:
+        """The first step whose margin is not negative, else the step of the largest margin.
+        Margins grow with the step, except for allocator fragmentation. So if the last margin is
+        short by no more than fragmentation can explain, every step is tried."""
+        last = candidate.most_pieces
+        margin = self._margin(candidate.tuned(last))
         if margin >= 0:
-            first = smallest_feasible(lambda index: margins[index](), last)
-            return last if first is None else first
+            first = smallest_feasible(lambda i: self._margin(candidate.tuned(i + 1)), last - 1)
+            return last if first is None else first + 1
         if -margin > FRAGMENTS * self.problem.usable_bytes:
             return last
-        every = [one() for one in margins]
-        fitting = [index for index, value in enumerate(every) if value >= 0]
-        return fitting[0] if fitting else max(range(last + 1), key=every.__getitem__)
+        return self._best(candidate, range(1, last + 1))
 
-    def _margin(self, candidate: Candidate, settings: Mapping[str, Any]) -> int:
-        """Free device bytes of the candidate under these settings (negative: bytes missing)."""
-        plan = self._plan(candidate, settings)
+    def _smallest(self, candidate: Contender) -> int:
+        """The smallest value, from 1 to the layers of a chunk, with which the candidate fits. Where
+        no value fits: the best of the powers of two (groups of layers are worst at both ends)."""
+        top = max(len(chunk) for rank in self.job.base.partition for chunk in rank)
+        if top == 1:
+            return 1
+        index = smallest_feasible(lambda i: self._margin(candidate.tuned(i + 1)), top - 1)
+        if index is not None:
+            return index + 1
+        return self._best(candidate, [1 << power for power in range(top.bit_length())])
+
+    def _best(self, candidate: Contender, steps: Sequence[int]) -> int:
+        """The first step that fits, else the one with the largest margin."""
+        margins = {step: self._margin(candidate.tuned(step)) for step in steps}
+        fitting = (step for step, margin in margins.items() if margin >= 0)
+        return next(fitting, max(steps, key=margins.__getitem__))
+
+    def _margin(self, candidate: Contender) -> int:
+        """Free device bytes under the candidate's plan (negative: bytes missing)."""
+        plan = self._plan(candidate)
         if isinstance(plan, Unsupported):
             return -UNPLANNED_BYTES
         return self.problem.cost.headroom_bytes(plan)
 
-    def _plan(self, candidate: Candidate, settings: Mapping[str, Any]) -> Plan | Unsupported:
-        method = self.registry.resolve(candidate.method, settings, self.problem)
+    def _plan(self, candidate: Contender) -> Plan | Unsupported:
+        method = self.registry.resolve(candidate.parts[-1].text, None, self.problem)
         base = candidate.base or self.job.base
         if len(method.methods) > 1:
             return method.plan(self.problem, base)
-        return make_plan(method.methods[0], self.problem, base)
-
-    def _smallest(self, candidate: Candidate, settings: Mapping[str, Any]) -> int:
-        """The smallest value, from 1 to the layers of a chunk, with which the candidate fits. Where
-        no value fits: the best of the powers of two (groups of layers are worst at both ends)."""
-        top = max(len(chunk) for rank in self.job.base.partition for chunk in rank)
-
-        def margin(value: int) -> int:
-            return self._margin(candidate, {**settings, candidate.smallest: value})
-
-        steps = smallest_feasible(lambda steps: margin(steps + 1), top - 1) if top > 1 else 0
-        if steps is not None:
-            return steps + 1
-        values = [1 << power for power in range(top.bit_length())]
-        margins = {value: margin(value) for value in values}
-        return next((v for v in values if margins[v] >= 0), max(values, key=margins.__getitem__))
+        return make_plan(method.methods[0], self.problem, base)  # its reason without its name
 
 
-def blank(job: PlannedJob, candidate: Candidate) -> Result:
+def blank(job: PlannedJob, candidate: Contender) -> Result:
     """The result of a candidate before it has a plan."""
     return Result(
         job=job,

@@ -18,11 +18,16 @@ from rematbench.solve.search import smallest_feasible
 NEAREST = 4
 """How many results, nearest to fitting first, are tried on twice the GPUs."""
 
+
 SHORT = ("fragmented", "oom")
 """Statuses of plans that need more memory than there is."""
 
+
 MIB = 2**20
+
+
 GIB = 2**30
+
 
 STEP_BYTES = 32 * MIB
 """Resolution of the sufficient bytes: a few hundredths of a GiB."""
@@ -32,7 +37,9 @@ def would_fit(problem: Problem, results: Sequence[Result], registry: Registry) -
     """Return the changes with which some method would fit, one line of words each; empty if none
     helps. It tries more bytes where they are short, optimizer states on the host, and twice the
     GPUs."""
-    near = sorted((one for one in results if one.status in SHORT and one.plan), key=_missing_bytes)
+    near = sorted(
+        (item for item in results if item.status in SHORT and item.plan), key=_missing_bytes
+    )
     lines: list[str] = []
     for change in (_more_bytes, _states_on_host):
         lines += next(((line,) for result in near if (line := change(problem, result))), ())

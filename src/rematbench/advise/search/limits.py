@@ -3,14 +3,15 @@ no layout has here."""
 
 from collections.abc import Iterator
 
-from rematbench.advise.search.candidates import LARGEST_UNIT, Variant
-from rematbench.advise.search.search_job import SearchJob
-from rematbench.advise.search.space import MOST_MICRO_BATCH
+from rematbench.advise.candidates.candidate import Variant
+from rematbench.advise.candidates.layouts import MOST_MICRO_BATCH
+from rematbench.advise.candidates.methods import LARGEST_UNIT
+from rematbench.advise.search.job import SearchSpace
 from rematbench.inputs.layout import Layout
 from rematbench.inputs.layout_rules import GATHERED_CHUNKS
 
 
-def space_words(job: SearchJob) -> str:
+def space_words(job: SearchSpace) -> str:
     """The space of a search: the proof covers it and nothing else."""
     layouts, methods = len(job.space.choices), len(job.variants)
     placed = len([choice for choice in job.space.choices if choice.states])
@@ -23,7 +24,7 @@ def space_words(job: SearchJob) -> str:
     return f"{layouts:,} layout{many}{states}, each with {each}"
 
 
-def not_searched(job: SearchJob) -> list[str]:
+def not_searched(job: SearchSpace) -> list[str]:
     """What the space leaves out although `simulate` has it, and then what `simulate` does not
     model."""
     layouts = [choice.layout for choice in job.space.choices]
@@ -38,7 +39,7 @@ def pieces_limits(variants: list[Variant]) -> Iterator[str]:
             yield f"more pieces than {variant.scalar.values[-1]}"
 
 
-def _of_layouts(job: SearchJob, layouts: list[Layout]) -> Iterator[str]:
+def _of_layouts(job: SearchSpace, layouts: list[Layout]) -> Iterator[str]:
     fixed, spec, features = job.request.fixed, job.request.spec, job.system.accepts.features
     if fixed.micro_batch is None and spec.degrees.global_batch > MOST_MICRO_BATCH:
         yield f"micro-batches of more than {MOST_MICRO_BATCH} sequences"
@@ -55,15 +56,15 @@ def _of_package() -> Iterator[str]:
     yield f"groups of more than {LARGEST_UNIT} layers"
 
 
-def _of_methods(job: SearchJob) -> Iterator[str]:
+def _of_methods(job: SearchSpace) -> Iterator[str]:
     yield from pieces_limits(job.variants)
     yield "settings of methods that are not in their grids"
-    if not job.states:
+    if not job.states and job.model.experts is None:
         yield "optimizer states on the host in pieces (name optimizer_offload with --method)"
     yield "gradients that leave in the backward (compare takes methods of such states)"
 
 
-def _not_modelled(job: SearchJob, layouts: list[Layout]) -> Iterator[str]:
+def _not_modelled(job: SearchSpace, layouts: list[Layout]) -> Iterator[str]:
     system = job.system
     if any(layout.pp > 1 for layout in layouts):
         if {2, 3} & set(system.accepts.pipeline_zero_stages):

@@ -8,8 +8,8 @@ from typing import Any, Literal
 
 from msgspec.structs import replace
 
-from rematbench.advise.search.processes import MINUTE, Progress, rounds
-from rematbench.advise.search.search_job import SearchJob, SearchRequest
+from rematbench.advise.search.job import SearchSpace
+from rematbench.advise.search.request import MINUTE, Progress, Rounds, SearchRequest
 from rematbench.evaluate.result import Result
 from rematbench.inputs.cluster import Cluster
 from rematbench.inputs.configfile import ConfigError
@@ -61,7 +61,7 @@ Answer = tuple[int, Result | None]
 
 
 def reached(
-    request: SearchRequest, step_s: float, processes: int, most_rounds: int | None = None
+    request: SearchRequest, step_s: float, run: Rounds, most_rounds: int | None = None
 ) -> Result | None:
     """Return a plan whose step takes at most `step_s`; None if the search proves that there is no
     such plan, or finds none in `most_rounds`.  If `step_s` is infinite, any plan that fits is
@@ -69,9 +69,9 @@ def reached(
     request = replace(request, any_fit=step_s == inf, within=0.0)
     if not _has_layout(request):  # else the error would be in a worker
         return None
-    going = rounds(request, shown=1, processes=processes, most_rounds=most_rounds)
-    with closing(going) as found:
-        for at in found:
+    going = run(request, shown=1, most_rounds=most_rounds)
+    with closing(going) as result:
+        for at in result:
             if at.results and at.best_s <= step_s:
                 return at.results[0]
             if at.bound_s > step_s:
@@ -79,14 +79,14 @@ def reached(
     return None
 
 
-def fewest_gpus(request: SearchRequest, tokens_per_s: float, processes: int) -> Iterator[Answer]:
+def fewest_gpus(request: SearchRequest, tokens_per_s: float, run: Rounds) -> Iterator[Answer]:
     """Yield an answer for 1, 2, 4, ... GPUs, up to the problem's number, until all GPUs together
     reach `tokens_per_s`.  Then try every whole number of nodes (inside a node: of GPUs) between the
     last two that has a layout, until one number reaches the speed."""
     spec = request.spec
 
     def reach(gpus: int) -> Answer:
-        return gpus, reached(_with_gpus(request, gpus), step_s, processes)
+        return gpus, reached(_with_gpus(request, gpus), step_s, run)
 
     step_s = spec.degrees.global_batch * spec.work.seq_len / tokens_per_s
     counts = [1 << power for power in range(spec.gpus.bit_length()) if 1 << power < spec.gpus]
@@ -118,13 +118,13 @@ def _with_gpus(request: SearchRequest, gpus: int) -> SearchRequest:
 
 def _has_layout(request: SearchRequest) -> bool:
     try:
-        SearchJob(request).ready()
+        SearchSpace(request).ready()
     except (LayoutError, MethodError):  # no layout, or no options of the engine there
         return False
     return True
 
 
-def longest_context(request: SearchRequest, processes: int) -> Iterator[Answer]:
+def longest_context(request: SearchRequest, run: Rounds) -> Iterator[Answer]:
     """Yield answers for sequence lengths from the problem's length on: doubled until no plan fits,
     then bisected.  Only the shortest length without a plan gets a proof and an answer.  Until then,
     a length counts as having no plan if a short search finds none.  It is searched again if the
@@ -132,7 +132,7 @@ def longest_context(request: SearchRequest, processes: int) -> Iterator[Answer]:
 
     def fits(seq_len: int, most_rounds: int | None = None) -> Result | None:
         there = replace(request, spec=request.spec.changed(seq_len=seq_len))
-        return reached(there, inf, processes, most_rounds)
+        return reached(there, inf, run, most_rounds)
 
     known: dict[int, Result | None] = {}
 
@@ -156,22 +156,22 @@ def longest_context(request: SearchRequest, processes: int) -> Iterator[Answer]:
             return
 
 
-def largest_batch(request: SearchRequest, step_s: float, processes: int) -> Iterator[Answer]:
+def largest_batch(request: SearchRequest, step_s: float, run: Rounds) -> Iterator[Answer]:
     """Yield answers for multiples of the problem's global batch, with steps of at most `step_s`."""
     batch = request.spec.degrees.global_batch
 
     def quick(global_batch: int) -> Result | None:
         there = replace(request, spec=request.spec.changed(global_batch=global_batch))
-        return reached(there, step_s, processes)
+        return reached(there, step_s, run)
 
     yield from _largest(quick, batch, batch)
 
 
-def min_memory(request: SearchRequest, lose: float, processes: int) -> Iterator[Answer]:
+def min_memory(request: SearchRequest, lose: float, run: Rounds) -> Iterator[Answer]:
     """Yield answers for bytes of device memory, bisected from the device's memory.  A plan's step
     may be longer than the best step with the full memory by the share `lose`."""
     hbm = request.spec.stack.hbm_bytes or _cluster(request).hbm_bytes
-    best = fastest(request, processes)
+    best = fastest(request, run)
     yield hbm, best
     if best is None:
         return
@@ -179,7 +179,7 @@ def min_memory(request: SearchRequest, lose: float, processes: int) -> Iterator[
     def quick(hbm_bytes: int) -> Result | None:
         there = replace(request, spec=request.spec.changed(hbm_bytes=hbm_bytes))
         try:
-            return reached(there, best.fitting_s * (1.0 + lose), processes)
+            return reached(there, best.fitting_s * (1.0 + lose), run)
         except ConfigError:  # the memory is smaller than the reserve
             return None
 
@@ -189,9 +189,9 @@ def min_memory(request: SearchRequest, lose: float, processes: int) -> Iterator[
     yield from _answers(quick, 0, hbm, between=between)
 
 
-def fastest(request: SearchRequest, processes: int) -> Result | None:
+def fastest(request: SearchRequest, run: Rounds) -> Result | None:
     """Return the fastest plan, to within the gap of `request`; None if no plan fits."""
-    *_, end = rounds(request, shown=1, processes=processes)
+    *_, end = run(request, shown=1)
     return end.results[0] if end.results else None
 
 
@@ -221,32 +221,32 @@ def _answers(
         yield tried[-1]
 
 
-def would_fit(request: SearchRequest, at: Progress, processes: int) -> Iterator[tuple[str, Result]]:
+def would_fit(request: SearchRequest, at: Progress, run: Rounds) -> Iterator[tuple[str, Result]]:
     """Yield changes in words, each with a plan that fits after it, if none fitted before: no
     memory margin, more device memory, more host memory if a plan lacked it, and more GPUs.  For
     each kind, yield the smallest tried change that has a plan."""
 
     def fits(**changes: Any) -> Result | None:
         there = replace(request, spec=request.spec.changed(**changes))
-        return reached(there, inf, processes, MOST_ROUNDS)
+        return reached(there, inf, run, MOST_ROUNDS)
 
     spec, cluster = request.spec, _cluster(request)
     hbm = spec.stack.hbm_bytes or cluster.hbm_bytes
     if at.short_bytes < inf:  # else no plan lacked device memory
         tight = replace(request, reserve_gib=0.0)
-        if request != tight and (found := reached(tight, inf, processes, MOST_ROUNDS)):
-            yield "tightly, within our memory error (--reserve-gib 0)", found
+        if request != tight and (result := reached(tight, inf, run, MOST_ROUNDS)):
+            yield "tightly, within our memory error (--reserve-gib 0)", result
         more = _enough(lambda nbytes: fits(hbm_bytes=hbm + nbytes), at.short_bytes, 4 * hbm)
         if more[1]:
             least_gib = ceil(100 * more[0] / GIB) / 100
             yield f"with at most {least_gib:.2f} GiB more memory on each device", more[1]
     if any(reason.startswith("host") and count for reason, count in at.excluded.items()):
         larger = replace(cluster, host_bytes=2 * cluster.host_bytes)
-        if found := fits(cluster=larger):
-            yield f"with twice the {cluster.host_bytes / GIB:.0f} GiB of host memory", found
+        if result := fits(cluster=larger):
+            yield f"with twice the {cluster.host_bytes / GIB:.0f} GiB of host memory", result
     for times in (2, 4):
-        if found := fits(gpus=times * spec.gpus):
-            yield f"on at most {times * spec.gpus} GPUs", found
+        if result := fits(gpus=times * spec.gpus):
+            yield f"on at most {times * spec.gpus} GPUs", result
             return
 
 
@@ -265,18 +265,18 @@ def _enough(reach: Any, least: float, most: int) -> Answer:
     return best
 
 
-def prices(request: SearchRequest, processes: int) -> Iterator[tuple[str, float]]:
+def prices(request: SearchRequest, run: Rounds) -> Iterator[tuple[str, float]]:
     """Yield changes of the machine in words, with the seconds of the fastest step after each: first
     the machine as it is, then a machine with more memory or faster links."""
-    yield "no change", _step_s(request, processes)
+    yield "no change", _step_s(request, run)
     for change, cluster in _changes(request):
         there = replace(request, spec=request.spec.changed(cluster=cluster, hbm_bytes=None))
-        yield change, _step_s(there, processes)
+        yield change, _step_s(there, run)
 
 
-def _step_s(request: SearchRequest, processes: int) -> float:
-    found = fastest(request, processes)
-    return found.fitting_s if found else inf
+def _step_s(request: SearchRequest, run: Rounds) -> float:
+    result = fastest(request, run)
+    return result.fitting_s if result else inf
 
 
 def _changes(request: SearchRequest) -> Iterator[tuple[str, Cluster]]:

@@ -2,46 +2,100 @@
 
 import heapq
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import count
 from math import inf, nextafter
-from typing import Generic, Literal, NamedTuple, TypeVar
+from operator import itemgetter
+from typing import Generic, Literal, NamedTuple, Protocol, TypeVar
 
+import numpy as np
 from msgspec import Struct
 from msgspec.structs import replace
+from numpy.typing import NDArray
 
-from rematbench.advise.search.candidates import KEEP, Candidate, Tree
-from rematbench.advise.search.shard_bounds import ShardBounds
-from rematbench.advise.search.shards import Shard
-from rematbench.advise.search.space import Choice
-from rematbench.advise.search.trials import Site
+from rematbench.advise.bounds.columns import Array, Bounds, Short
+from rematbench.advise.bounds.lines import Probe, Refused
+from rematbench.advise.candidates.candidate import KEEP, Candidate
+from rematbench.advise.candidates.layouts import LayoutChoice
+from rematbench.advise.candidates.trials import NO_PLAN, LayoutTrials, Trial
+from rematbench.problem import Problem
 from rematbench.worlds.packages.flags import Engines
 
 Stage = Literal[
-    "shard", "layout", "grow", "expand", "compose", "pieces", "tighten", "simulate"
+    "group", "layout", "grow", "expand", "compose", "pieces", "tighten", "simulate"
 ]  # fmt: skip
-"""The next work on an entry of the queue.  shard: read the shard's facts; layout: judge the tree's
-roots there; grow: bound the expansion of a candidate with a share, which may fit at a smaller share
-with one more method; expand: add a method to a candidate that does not fit; compose: bound a
-candidate that was expanded so; pieces: bound a candidate in more pieces; tighten: bound by the
-schedule a candidate with a closed-form bound; simulate: simulate it."""
+"""The next work on an entry of the queue.  group: read the facts of the group; layout: judge the
+roots of the family there; grow: bound the expansion of a candidate with a share, which may fit at a
+smaller share with one more method; expand: add a method to a candidate that does not fit; compose:
+bound a candidate that was expanded so; pieces: bound a candidate in more pieces; tighten: bound by
+the schedule a candidate with a closed-form bound; simulate: simulate it."""
 
 
 RIPE: tuple[Stage, ...] = ("tighten", "simulate")
 """Stages of a plan that only waits for its bound by the schedule, or to be simulated."""
 
 
-class Place(Struct):
-    """A layout during the search: the bounds of its shard, and its index there.  `fits`: the lowest
-    step of its share at which a candidate fits, in as few pieces as it has; `holds`: whether the
-    smallest plan may fit (None: unknown); `tightened`: whether any of its candidates has a bound by
-    the schedule; `judged`: candidates and pieces that have bounds; `simulated`: plans, by content;
-    `short`: live bytes that a step of a candidate's share lacked; `flat`: steps that fit in no
-    pieces; `ends`: a share's lowest step that host memory cannot hold; `refused`: candidates
-    without a plan at any step and in any pieces; `counted`: the layout has a plan faster than
-    `faster_than_s`."""
+class BoundedGroup(Protocol):
+    """The layouts of a group, with the bounds that a search needs, as arrays over layouts."""
 
-    bounds: ShardBounds
+    choices: Sequence[LayoutChoice]
+    problem: Problem
+
+    @property
+    def kernels_s(self) -> Array:
+        """A first lower bound of the step in seconds, from kernels alone."""
+
+    @property
+    def states_over_bytes(self) -> Array:
+        """Bytes by which the states exceed what a device may hold."""
+
+    @property
+    def usable_bytes(self) -> NDArray[np.int64]:
+        """Device bytes that a plan may reserve."""
+
+    @property
+    def lean_shares(self) -> Array:
+        """Estimates of the share of a device that the leanest plan fills."""
+
+    @property
+    def probed_layers(self) -> int:
+        """The number of layers that probes have lowered so far."""
+
+    def of(self, candidate: Candidate, pieces: int = 1) -> Bounds | Refused:
+        """The bounds under a candidate at a step of its pieces."""
+
+    def short(self, candidate: Candidate) -> Short | None:
+        """The bytes that a candidate lacks; None if it has no plan or tighter bounds."""
+
+    def least_bytes(self, pieces: Candidate | None) -> Array:
+        """Device bytes that even a plan that keeps no activation needs."""
+
+    def in_more_pieces(self, candidate: Candidate, fewer: int, pieces: int, more: int) -> Array:
+        """Least device bytes at step `more` of a candidate's pieces."""
+
+    def tight_s(self, candidate: Candidate, step: int, pieces: int, index: int) -> float:
+        """Lower bound, in seconds, of the step of a layout, from its whole schedule."""
+
+    def probe(self, candidate: Candidate, pieces: int = 1) -> Probe | Refused:
+        """A candidate's Probe."""
+
+    def steps(self, candidate: Candidate) -> int:
+        """The number of steps of a candidate's share."""
+
+    def trials_at(self, index: int) -> LayoutTrials:
+        """The trials of a layout, with the results of all searches so far."""
+
+
+class OpenLayout(Struct):
+    """A layout during the search: its group, and its index there.  `fits`: the lowest step of its
+    share at which a candidate fits, in as few pieces as it has; `holds`: whether the smallest plan
+    may fit (None: unknown); `tightened`: whether any of its candidates has a bound by the schedule;
+    `judged`: candidates and pieces that have bounds; `simulated`: plans, by content; `short`: live
+    bytes that a step of a candidate's share lacked; `flat`: steps that fit in no pieces; `ends`: a
+    share's lowest step that host memory cannot hold; `refused`: candidates without a plan at any
+    step and in any pieces; `counted`: the layout has a plan faster than `faster_than_s`."""
+
+    group: BoundedGroup
     index: int
     fits: dict[Candidate, int]
     holds: bool | None = None
@@ -56,28 +110,48 @@ class Place(Struct):
     counted: bool = False
 
     @property
-    def shard(self) -> Shard:
-        """The layout's shard."""
-        return self.bounds.shard
-
-    @property
-    def choice(self) -> Choice:
+    def choice(self) -> LayoutChoice:
         """The layout and its layers."""
-        return self.shard.choices[self.index]
+        return self.group.choices[self.index]
+
+    def entry(
+        self, stage: Stage, candidate: Candidate, step: int = 1, pieces: int = 1
+    ) -> "QueueEntry":
+        """An entry of the queue for this layout."""
+        return QueueEntry(stage, self, None, candidate, step, pieces)
 
     @property
-    def site(self) -> Site:
-        """The layout's Site, with the results of all searches so far."""
-        return self.shard.site(self.index)
+    def trials(self) -> LayoutTrials:
+        """The trials of the layout."""
+        return self.group.trials_at(self.index)
+
+    def extends_fitting(self, candidate: Candidate, step: int) -> bool:
+        """Whether a candidate at a step of its share is made of a plan that fits by further
+        methods, at no smaller a share, so that it is not faster.  It may be faster than its other
+        methods alone, as what one rebuilds the next need not copy; and with one more method a
+        smaller share may do."""
+        return any(
+            known.parts == candidate.parts[: len(known.parts)]
+            and step >= least
+            and not (known == candidate and candidate.share)
+            for known, least in self.fits.items()
+        )
+
+    def is_flat(self, candidate: Candidate, step: int, short_bytes: float) -> bool:
+        """Whether more pieces, or pieces at all, freed no live bytes at a step.  A peak of live
+        bytes is a maximum of lines in 1 / pieces: once constant, it stays so.  What the allocator
+        reserves is no such maximum."""
+        fewer = (candidate, candidate.in_one_piece)
+        return short_bytes in [self.short.get((item, step)) for item in fewer]
 
 
-class Item(Struct, frozen=True):
+class QueueEntry(Struct, frozen=True):
     """An entry of the queue: its next work, and the candidate at a step of its share and of its
-    pieces.  `bounds`: the bounds of the shard, if the entry is not for a single layout."""
+    pieces.  `group`: the layout group, if the entry is not for a single layout."""
 
     stage: Stage
-    place: Place | None
-    bounds: ShardBounds | None
+    layout: OpenLayout | None
+    group: BoundedGroup | None
     candidate: Candidate
     step: int = 1
     pieces: int = 1
@@ -89,25 +163,11 @@ class Unprobed(NamedTuple):
 
     nbytes: float
     host: bool
-    place: Place
+    layout: OpenLayout
     candidate: Candidate
 
 
-def in_one_piece(candidate: Candidate) -> Candidate:
-    """The candidate without its pieces."""
-    return candidate.without(candidate.pieces) if candidate.pieces else candidate
-
-
-def most_pieces(candidate: Candidate) -> int:
-    """The number of values of a candidate's pieces; 1 for a candidate without pieces."""
-    scalar = candidate.pieces.scalar if candidate.pieces else None
-    return len(scalar.values) if scalar else 1
-
-
 T = TypeVar("T")
-
-
-Entry = tuple[float, int, T]
 
 
 class Queue(Generic[T]):
@@ -115,8 +175,8 @@ class Queue(Generic[T]):
     entries are also in a second queue, of ripe entries only."""
 
     def __init__(self) -> None:
-        self._all: list[Entry[T]] = []
-        self._ripe: list[Entry[T]] = []
+        self._all: list[tuple[float, int, T]] = []
+        self._ripe: list[tuple[float, int, T]] = []
         self._waiting: set[int] = set()
         self._numbers = count()
 
@@ -156,7 +216,7 @@ class Queue(Generic[T]):
         self._waiting.remove(number)
         return bound, item
 
-    def _drop(self, heap: list[Entry[T]]) -> None:
+    def _drop(self, heap: list[tuple[float, int, T]]) -> None:
         """Remove entries from the front of an order that were taken by the other order."""
         while heap and heap[0][1] not in self._waiting:
             heapq.heappop(heap)
@@ -172,26 +232,26 @@ class LeanOrder:
     `doubts`: by layout, candidates left out for a reason other than a sure lack of bytes (more
     sequences in a micro-batch may change that reason)."""
 
-    def __init__(self, tree: Tree) -> None:
-        self.searched: set[Choice] = set()
-        self.waiting: Counter[Choice] = Counter()
-        self.doubts: dict[Choice, list[Candidate]] = defaultdict(list)
-        self._lean = set(tree.leanest)
+    def __init__(self, leanest: Iterable[Candidate]) -> None:
+        self.searched: set[LayoutChoice] = set()
+        self.waiting: Counter[LayoutChoice] = Counter()
+        self.doubts: dict[LayoutChoice, list[Candidate]] = defaultdict(list)
+        self._lean = {KEEP, *leanest}
 
-    def of(self, item: Item) -> float:
+    def of(self, entry: QueueEntry) -> float:
         """Order lean layouts first, and on all layouts the leanest candidates first.  Layouts for
         which a leaner layout exists come last."""
-        if item.place is None:
-            assert item.bounds is not None
-            shares = item.bounds.minimum.shares[item.bounds.shard.states_over_bytes <= 0]
-            return float(shares.min()) + 2 * LATER * (item.step - 1)
-        order = float(item.place.bounds.minimum.shares[item.place.index])
-        first = item.candidate in self._lean or item.candidate == KEEP
-        less = leaner(item.place.choice)
-        return order + (0.0 if first else LATER) + (0.0 if less is None else 2 * LATER)
+        if entry.layout is None:
+            assert entry.group is not None
+            shares = entry.group.lean_shares[entry.group.states_over_bytes <= 0]
+            return float(shares.min()) + 2 * LATER * (entry.step - 1)
+        order = float(entry.layout.group.lean_shares[entry.layout.index])
+        less = leaner(entry.layout.choice)
+        order += 0.0 if entry.candidate in self._lean else LATER
+        return order + (0.0 if less is None else 2 * LATER)
 
 
-def leaner(choice: Choice) -> Choice | None:
+def leaner(choice: LayoutChoice) -> LayoutChoice | None:
     """Return the same layout with micro-batch 1, if it needs no more bytes under any plan: both
     have as many passes in flight, and gradients of several micro-batches to add up."""
     lay = choice.layout
@@ -212,11 +272,11 @@ class SearchQueue:
     def __init__(
         self, *, faster_than_s: float = inf, lists: bool = False, lean: LeanOrder | None = None
     ) -> None:
-        self.entries: Queue[Item] = Queue()
+        self.entries: Queue[QueueEntry] = Queue()
         self.best_s, self.faster_than_s, self.lean = inf, faster_than_s, lean
         self.lists, self.listing = lists, False
         self._dropped: Counter[str] = Counter()
-        self._aside: list[tuple[float, Item]] = []
+        self._aside: list[tuple[float, QueueEntry]] = []
 
     def __len__(self) -> int:
         return len(self.entries)
@@ -229,55 +289,107 @@ class SearchQueue:
             return 0.0 if self.entries else inf
         return self.entries.bound
 
-    def push(self, bound_s: float, item: Item) -> None:
+    def push(self, bound_s: float, entry: QueueEntry) -> None:
         """Queue an entry, unless its bound is too high."""
-        ripe = item.stage in RIPE
+        ripe = entry.stage in RIPE
         if self.lean:
-            self.entries.push(-1.0 if ripe else self.lean.of(item), item, ripe=ripe)
-            if item.place:
-                self.lean.waiting[item.place.choice] += 1
+            self.entries.push(-1.0 if ripe else self.lean.of(entry), entry, ripe=ripe)
+            if entry.layout:
+                self.lean.waiting[entry.layout.choice] += 1
             return
         counting = self.faster_than_s < inf
         most = self.faster_than_s if counting else SHOWN * self.best_s
-        if counting and item.stage == "grow" and bound_s < most:
+        if counting and entry.stage == "grow" and bound_s < most:
             bound_s = nextafter(most, 0.0)  # last: few layouts are faster by that alone
         if bound_s < most or self.listing:
-            self.entries.push(bound_s, item, ripe=ripe)
+            self.entries.push(bound_s, entry, ripe=ripe)
         else:
-            _count(self._dropped, item)
-            self.postpone(bound_s, item)
+            _count(self._dropped, entry)
+            self.postpone(bound_s, entry)
 
-    def postpone(self, bound_s: float, item: Item) -> None:
+    def postpone(self, bound_s: float, entry: QueueEntry) -> None:
         """Set aside work on plans that cannot be the fastest, until `list_all` queues it."""
         if self.listing:
-            self.push(bound_s, item)
+            self.push(bound_s, entry)
         elif self.lists:
-            self._aside.append((bound_s, item))
+            self._aside.append((bound_s, entry))
 
     def list_all(self) -> None:
         """Queue the postponed work, and accept such work from now on."""
         self.listing = True
         self._dropped.clear()
-        for bound_s, item in self._aside:
-            self.push(bound_s, item)
+        for bound_s, entry in self._aside:
+            self.push(bound_s, entry)
         self._aside.clear()
 
     @property
     def slower(self) -> Counter[str]:
         """Counts of the layouts and plans whose bounds are no faster than the best step, by
         cause."""
-        found = self._dropped.copy()
-        for bound_s, item in self.entries.waiting():
+        result = self._dropped.copy()
+        for bound_s, entry in self.entries.waiting():
             if bound_s >= self.best_s:
-                _count(found, item)
-        return found
+                _count(result, entry)
+        return result
 
 
-def _count(slower: Counter[str], item: Item) -> None:
+def _count(slower: Counter[str], entry: QueueEntry) -> None:
     """Count the layouts or plans of an entry of the queue by what makes them slow."""
-    place = item.place
-    if place is None or item.stage == "layout":
-        held = int((item.bounds.shard.states_over_bytes <= 0).sum()) if item.bounds else 1
+    if entry.layout is None or entry.stage == "layout":
+        held = int((entry.group.states_over_bytes <= 0).sum()) if entry.group else 1
         slower["layouts slower than the best even if nothing is recomputed or offloaded"] += held
     else:
         slower["slower than the best: kernels, messages and copies"] += 1
+
+
+COPIED, KEPT = (
+    "host memory too small for the bytes that are copied",
+    "device memory too small for the bytes that are kept",
+)
+"""Why a candidate falls that is not probed."""
+
+
+STATES = "layouts where parameters, gradients and optimizer states do not fit"
+
+
+EXTENDS_FITTING = "adds a method to a plan that already fits"
+"""Why a candidate falls that adds methods to a plan that fits: it is not faster."""
+
+
+class Exclusions:
+    """The plans and layouts that a search has excluded.  `counts`: plans and layouts by reason.
+    `device_short_bytes`, `host_short_bytes`: the fewest device bytes, and host bytes of a node,
+    that an excluded plan lacked.  `refusal`: the last reason why a method has no plan."""
+
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
+        self.device_short_bytes = self.host_short_bytes = inf
+        self.refusal = ""
+        self._ended: list[tuple[float, LayoutTrials, bytes]] = []  # by the fewest bytes they lack
+
+    def note(self, trial: Trial, trials: LayoutTrials) -> None:
+        """Note what a plan of a layout lacks, or why there is none."""
+        if trial.at_least:
+            self._ended.append((trial.short_bytes, trials, trial.content))
+        else:
+            self.lacks_device(trial.short_bytes)
+        if trial.result.reason.startswith(NO_PLAN):
+            self.refusal = trial.result.reason.removeprefix(NO_PLAN)
+        if trial.host_short_bytes > 0:
+            self.lacks_host(trial.host_short_bytes)
+
+    def replay_whole(self) -> None:
+        """Replay in full the plans whose replay ended early, as long as the bytes that they lack
+        may be the fewest."""
+        for short_bytes, trials, content in sorted(self._ended, key=itemgetter(0)):
+            if short_bytes < self.device_short_bytes:
+                self.lacks_device(trials.lacked_bytes(content))
+        self._ended.clear()
+
+    def lacks_device(self, nbytes: float) -> None:
+        """Note the device bytes that a plan lacks."""
+        self.device_short_bytes = min(self.device_short_bytes, nbytes)
+
+    def lacks_host(self, nbytes: float) -> None:
+        """Note the host bytes of a node that a plan lacks."""
+        self.host_short_bytes = min(self.host_short_bytes, nbytes)

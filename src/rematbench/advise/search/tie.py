@@ -1,7 +1,6 @@
 """Plans beside the fastest: the simplest of its tie, and the best of a package's own options.
 
-Each is the answer of a search of its own, so neither depends on how many plans a table shows.
-"""
+Each is the answer of a search of its own, so neither depends on how many plans a table shows."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -9,8 +8,8 @@ from itertools import product
 
 from msgspec.structs import replace
 
-from rematbench.advise.search.processes import MINUTE, rounds
-from rematbench.advise.search.search_job import SearchJob, SearchRequest
+from rematbench.advise.search.job import SearchSpace
+from rematbench.advise.search.request import MINUTE, Rounds, SearchRequest
 from rematbench.evaluate.result import Result
 from rematbench.evidence.bands import ratio_band
 from rematbench.inputs.system import System
@@ -21,11 +20,12 @@ NEAREST = 10
 """Plans of a search, fastest first, of which one may tie where the first does not: a tie between
 layouts is wider than one of a layout."""
 
+
 Simple = tuple[int, bool]
 """How simple a plan is: its number of methods, and whether it uses host memory."""
 
 
-def simplest(job: SearchJob, best: Result, processes: int) -> Result | None:
+def simplest(job: SearchSpace, best: Result, run: Rounds) -> Result | None:
     """The simplest plan that ties with the fastest plan `best`: fewest methods, then without host
     memory, then the fastest; None if that is `best`, or if a minute's search finds no other."""
     methods = _methods(best)
@@ -35,17 +35,17 @@ def simplest(job: SearchJob, best: Result, processes: int) -> Result | None:
             return None
         if level == (0, True) and not any(choice.hosted for choice in job.space.choices):
             continue
-        if (found := _tied(job, best, level, processes)) is not None:
-            return found
+        if (result := _tied(job, best, level, run)) is not None:
+            return result
     return None
 
 
-def _tied(job: SearchJob, best: Result, level: Simple, processes: int) -> Result | None:
+def _tied(job: SearchSpace, best: Result, level: Simple, run: Rounds) -> Result | None:
     """The fastest plan at a level that ties with `best`, as a row of its table."""
     request = replace(job.request, most_methods=level[0], hosts=level[1])
-    limit_s = best.fitting_s * math.exp(max(ratio_band(one_layout=one) for one in (True, False)))
-    near = job.completed([best, *_fastest(request, processes, limit_s)])
-    return next((one for one in near[1:] if one.tied and _methods(one) <= level[0]), None)
+    limit_s = best.fitting_s * math.exp(max(ratio_band(one_layout=item) for item in (True, False)))
+    near = job.completed([best, *_fastest(request, run, limit_s)])
+    return next((item for item in near[1:] if item.tied and _methods(item) <= level[0]), None)
 
 
 def _methods(result: Result) -> int:
@@ -53,15 +53,13 @@ def _methods(result: Result) -> int:
     return len([name for name in result.family.split("+") if name != IDENTITY])
 
 
-def _fastest(request: SearchRequest, processes: int, limit_s: float = math.inf) -> Sequence[Result]:
+def _fastest(request: SearchRequest, run: Rounds, limit_s: float = math.inf) -> Sequence[Result]:
     """The first plans of a search of a minute at most, whose step takes less than `limit_s`."""
-    *_, end = rounds(request, shown=1, processes=processes, most_rounds=MINUTE, limit_s=limit_s)
+    *_, end = run(request, shown=1, most_rounds=MINUTE, limit_s=limit_s)
     return end.results[:NEAREST]
 
 
-def of_packages(
-    job: SearchJob, best: Result, processes: int
-) -> Iterator[tuple[str, Result | None]]:
+def of_packages(job: SearchSpace, best: Result, run: Rounds) -> Iterator[tuple[str, Result | None]]:
     """The packages that run the job's stack, each with the fastest plan of its own policies as a
     row beside the fastest plan `best`; None if a minute's search finds no plan that fits."""
     for name, entry in baselines().items():
@@ -69,11 +67,11 @@ def of_packages(
             continue
         request = replace(job.request, engine=name, only=())
         try:
-            SearchJob(request).ready()
+            SearchSpace(request).ready()
         except MethodError:  # no options on any of these layouts
             continue
-        found = _fastest(request, processes)
-        yield name, job.completed([best, found[0]])[1] if found else None
+        result = _fastest(request, run)
+        yield name, job.completed([best, result[0]])[1] if result else None
 
 
 def _runs(stacks: Sequence[str], system: System) -> bool:

@@ -8,6 +8,7 @@ from typing import Any, get_args
 
 import msgspec
 from msgspec import Struct
+from msgspec.structs import replace
 
 from rematbench.evaluate.problems import Variant, make_problem, system_variant
 from rematbench.evidence.published.sheets import (
@@ -38,6 +39,7 @@ from rematbench.inputs.load import (
     load_system,
     names,
 )
+from rematbench.inputs.stages import partition_of_sizes, stages_of, stages_text
 from rematbench.inputs.system import StackChoice, System, ZeroStage, with_facts
 from rematbench.plan import Unsupported
 from rematbench.plugins.registry import MethodError, Registry, Value
@@ -82,7 +84,7 @@ class PublishedCase(Job, frozen=True, kw_only=True):
     """A published row as a job with a method and its settings; equal cases have equal predictions.
     `assumed`: a remark on properties of the model that the row does not give.  `peak_kind`,
     `peak_rank`: what its peak is, and of which pipeline rank.  `prints`: what else it prints of
-    PRINTED.  `partition`: the layers of each chunk in pipeline order (empty: even)."""
+    PRINTED."""
 
     model: Model
     system: System
@@ -93,7 +95,6 @@ class PublishedCase(Job, frozen=True, kw_only=True):
     peak_kind: PeakKind = "allocated"
     peak_rank: PeakRank = "fullest"
     prints: tuple[str, ...] = ()
-    partition: tuple[int, ...] = ()
     hosted: HostedStates | None = None
 
     @property
@@ -133,8 +134,9 @@ def read_case(row: Row, registry: Registry) -> PublishedCase:
     model, assumed = _model(row, words.model)
     if model.experts and "forced" not in text(row, "router"):
         assumed = "; ".join(filter(None, (assumed, "experts balanced")))
+    stages = _stages(row, model.num_layers, layout, words.job.pop("ends", 0))
     return PublishedCase.at(
-        layout,
+        replace(layout, stages=stages),
         model=model,
         assumed=assumed,
         cluster=cluster,
@@ -149,7 +151,6 @@ def read_case(row: Row, registry: Registry) -> PublishedCase:
         peak_kind=read_peak_kind(row),
         peak_rank=read_peak_rank(row),
         prints=tuple(name for name in PRINTED if text(row, name)),
-        partition=_partition(row, model, layout),
         hosted=_hosted(row, layout) if text(row, "host_ratio") else None,
     )
 
@@ -201,7 +202,7 @@ def _model(row: Row, words: dict[str, Any]) -> tuple[Model, str]:
             reason = f"unknown model {name!r}, and no column {columns} to build it"
             raise RowError("failed", f"{reason} (the column also takes a model's file)")
         relative = _relative(name, mlp)
-        model = msgspec.structs.replace(load_model(relative), max_positions=0)
+        model = replace(load_model(relative), max_positions=0)
         plain = text(row, "head_dim") == QUOTIENT
         head_dim = shape.get("head_dim") or _head_dim(name, shape, mlp, plain=plain)
         shape["head_dim"] = head_dim
@@ -213,7 +214,7 @@ def _model(row: Row, words: dict[str, Any]) -> tuple[Model, str]:
     if text(row, "experts") not in NONE:
         stated["experts"] = _experts(row)
     model = _reshaped(model, name, shape, mlp or model.mlp)
-    return msgspec.structs.replace(model, **stated), assumed
+    return replace(model, **stated), assumed
 
 
 def _experts(row: Row) -> Experts:
@@ -322,7 +323,7 @@ def _reshaped(model: Model, name: str, shape: dict[str, int], mlp: str) -> Model
         new["head_dim"] = hidden // heads
     if "num_layers" in changed:
         new["attention_window"] = ()
-    result = msgspec.structs.replace(model, **new)
+    result = replace(model, **new)
     if result.num_heads % result.num_kv_heads:
         raise RowError("failed", f"kv_heads {result.num_kv_heads} must divide heads {heads}")
     return result
@@ -376,16 +377,21 @@ def _layout(row: Row, system: System, instances: int) -> Layout:
     return Layout(**{**given, "zero_stage": stage})
 
 
-def _partition(row: Row, model: Model, layout: Layout) -> tuple[int, ...]:
-    """The layers of each chunk; empty where the row does not have them."""
-    words = text(row, "partition").split(",")
-    if words == [""]:
-        return ()
-    sizes = tuple(int(word) if word.strip().isdigit() else 0 for word in words)
-    if 0 in sizes or len(sizes) != layout.num_chunks or sum(sizes) != model.num_layers:
-        problem = f"is not {model.num_layers} layers in {layout.num_chunks} chunks"
+def _stages(row: Row, layers: int, layout: Layout, ends: int) -> str:
+    """The stages of a row whose layout says more than their number, as text.  `ends`: the layers by
+    which the first and the last chunk are smaller than the others."""
+    cells = text(row, "partition").split(",")
+    if cells != [""]:
+        sizes = [int(word) if word.strip().isdigit() else -1 for word in cells]
+    else:
+        size, rest = divmod(layers + 2 * ends, layout.num_chunks)
+        if not ends or rest or size > ends:  # the even partition takes them there
+            return "" if ends else text(row, "pp_layout")
+        sizes = [size - ends, *[size] * (layout.num_chunks - 2), size - ends]
+    if min(sizes) < 0 or len(sizes) != layout.num_chunks or sum(sizes) != layers:
+        problem = f"is not {layers} layers in {layout.num_chunks} chunks"
         raise RowError("failed", f"column partition: {text(row, 'partition')!r} {problem}")
-    return sizes
+    return stages_text(stages_of(partition_of_sizes(sizes, layout.pp), layers))
 
 
 def _hosted(row: Row, layout: Layout) -> HostedStates:

@@ -13,8 +13,8 @@ import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
-from rematbench.advise.search.processes import rounds
-from rematbench.advise.search.search_job import SearchJob, SearchRequest
+from rematbench.advise.search.request import SearchRequest
+from rematbench.advise.search.rounds import SearchJob, rounds
 from rematbench.evaluate.problems import make_problem
 from rematbench.evaluate.result import Result
 from rematbench.host.console import CommandError

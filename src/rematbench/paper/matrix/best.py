@@ -12,12 +12,13 @@ from typing import Any
 
 from msgspec import Struct, structs
 
+from rematbench.advise.bounds.probes import ProbePrograms
+from rematbench.advise.candidates.candidate import Candidate
+from rematbench.advise.candidates.layouts import Fixed, LayoutChoice, may_host, partitions
+from rematbench.advise.candidates.methods import candidates_of, chooses
 from rematbench.advise.search.best_first import Search
-from rematbench.advise.search.candidates import Candidate, candidates_of, chooses
-from rematbench.advise.search.probe_problems import ProbePrograms
-from rematbench.advise.search.processes import LIMIT_S, ONE_PROCESS_WORK, in_one_process
-from rematbench.advise.search.search_job import SearchJob, SearchRequest
-from rematbench.advise.search.space import Choice, Fixed, may_host, partitions
+from rematbench.advise.search.request import SearchRequest
+from rematbench.advise.search.rounds import LIMIT_S, ONE_PROCESS_WORK, SearchJob, in_one_process
 from rematbench.evaluate.evaluator import Evaluator, without_cluster
 from rematbench.evidence.published.sheets import Row, number
 from rematbench.host.console import CommandError
@@ -56,7 +57,7 @@ class CommittedPlan(Struct, frozen=True, kw_only=True):
     plan: of device memory, or of host memory if no plan lacked device memory."""
 
     name: str = ""
-    choice: Choice | None = None
+    choice: LayoutChoice | None = None
     step_s: float = inf
     gap: float | None = None
     layouts: int = 0
@@ -193,8 +194,8 @@ class Answers:
     def _faster(self, answer: CommittedPlan, text: str) -> CommittedPlan:
         """An answer, or that of a method's `text` at the same layout where its step is shorter."""
         assert answer.choice is not None
-        site = self.cell.site(answer.choice)
-        step_s = site.trial(text, self.registry).result.fitting_s
+        there = self.cell.trials(answer.choice)
+        step_s = there.trial(text, self.registry).result.fitting_s
         return (
             structs.replace(answer, name=text, step_s=step_s) if step_s < answer.step_s else answer
         )
@@ -318,7 +319,7 @@ def _read(row: Row, cell: SearchJob) -> CommittedPlan:
     )
 
 
-def _choice(row: Row, cell: SearchJob) -> Choice:
+def _choice(row: Row, cell: SearchJob) -> LayoutChoice:
     layout = cell.request.spec.changed(**{key: int(row[key]) for key in OPEN}).layout
     sizes = tuple(int(layers) for layers in row["partition"].split(","))
     return next(one for one in partitions(layout, cell.model.num_layers) if one.sizes == sizes)

@@ -8,8 +8,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from rematbench.advise.search.probe_problems import ProbePrograms
-from rematbench.advise.search.space import Choice
+from rematbench.advise.bounds.probes import ProbePrograms
+from rematbench.advise.candidates.layouts import LayoutChoice
 from rematbench.evaluate.evaluator import Evaluator, without_cluster
 from rematbench.evaluate.result import ROOMS, SPEEDS, Result, evaluate_method
 from rematbench.evidence.published.sheets import Row
@@ -112,7 +112,7 @@ def _of_answer(answers: Answers, table: str, name: str, programs: Evaluator) -> 
 
 
 def _evaluated(
-    answers: Answers, choice: Choice | None, text: str, programs: Evaluator
+    answers: Answers, choice: LayoutChoice | None, text: str, programs: Evaluator
 ) -> Result | None:
     """A method at a layout of the cell (None without a layout).  A method that fills the device
     leaves the reserve of the job's problem free."""

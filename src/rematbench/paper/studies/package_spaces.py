@@ -8,8 +8,8 @@ from typing import Any, Literal
 from msgspec import Struct, field
 from msgspec.structs import replace
 
-from rematbench.advise.search.processes import rounds
-from rematbench.advise.search.search_job import SearchJob, SearchRequest
+from rematbench.advise.search.request import SearchRequest
+from rematbench.advise.search.rounds import SearchJob, rounds
 from rematbench.inputs.configfile import convert, read_mapping
 from rematbench.plan import Fraction
 from rematbench.workload import PositiveInt

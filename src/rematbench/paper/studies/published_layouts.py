@@ -11,9 +11,10 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from rematbench.advise.search.processes import MINUTE, Progress, place_of, rounds
-from rematbench.advise.search.search_job import SearchJob, SearchRequest, search_row
-from rematbench.advise.search.space import DEGREES
+from rematbench.advise.candidates.layouts import DEGREES
+from rematbench.advise.search.job import search_row
+from rematbench.advise.search.request import MINUTE, Progress, SearchRequest
+from rematbench.advise.search.rounds import SearchJob, place_of, rounds
 from rematbench.engine.lowering.lower import lower
 from rematbench.evaluate.breakdown import parts_of
 from rematbench.evaluate.result import evaluate_method

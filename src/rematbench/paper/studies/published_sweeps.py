@@ -3,8 +3,8 @@
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from rematbench.advise.search.processes import MINUTE, rounds
-from rematbench.advise.search.search_job import SearchJob
+from rematbench.advise.search.request import MINUTE
+from rematbench.advise.search.rounds import SearchJob, rounds
 from rematbench.evaluate.result import Result
 from rematbench.evidence.decisions import lost, regret, sweeps
 from rematbench.evidence.peaks import reserve_bytes

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rematbench.advise.search.search_job import simulated
-from rematbench.advise.search.space import DEGREES
+from rematbench.advise.candidates.layouts import DEGREES
+from rematbench.advise.search.job import simulated
 from rematbench.evaluate.result import WORDS
 from rematbench.evidence.published.sheets import Row, number, read_sheet
 from rematbench.host.console import CommandError

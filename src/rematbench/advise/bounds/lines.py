@@ -4,18 +4,17 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from functools import cached_property
 from itertools import takewhile
-from math import fsum
+from math import floor, fsum
 from operator import add
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
-from rematbench.costs.operators.ops import OpTable
+from rematbench.costs.copies import NO_TRAFFIC, CopyTraffic
 from rematbench.engine.program.action import COMPUTE as COMPUTE_STREAM
 from rematbench.engine.program.action import Kind
 from rematbench.engine.program.ledger import pool_bytes
 from rematbench.engine.program.profile import Profile
 from rematbench.engine.program.program import Block, Part, Program
 from rematbench.engine.program.storage import COPIED_IN
-from rematbench.engine.simulate.beside import Exposed, exposed_shares, op_seconds
 from rematbench.engine.simulate.block_rows import rows_with
 from rematbench.engine.simulate.copy_contention import (
     KERNELS,
@@ -26,7 +25,8 @@ from rematbench.engine.simulate.copy_contention import (
 from rematbench.engine.simulate.macro import COMPUTE, macro_of
 from rematbench.engine.simulate.op_level import HOST, TIMELESS, Timing
 from rematbench.engine.simulate.seconds import ActionCosts
-from rematbench.problem import Problem
+from rematbench.plan import Plan
+from rematbench.plugins.kinds import ChangeKind, copies
 
 
 class PassCost(NamedTuple):
@@ -272,34 +272,11 @@ class Facts(NamedTuple):
     last: Line
 
 
-def placed_alike(problem: Problem) -> bool:
-    """Whether tensor-, context- and expert-parallel groups lie on nodes in the same way in every
-    layout: their ranks are neighbours, and a group's size (of experts: that of the groups of
-    neighbours among which they are spread) divides a node or is a number of whole nodes."""
-    lay, node = problem.layout, problem.cost.domain
-    nested = lay.tp * lay.ulysses
-    sizes = (lay.tp, nested, nested * lay.cp, lay.ep * lay.expert_tp)
-    whole = all(node % size == 0 or size % node == 0 for size in sizes)
-    return whole and problem.system.parallel.rank_order[:2] == ("tp", "cp")
-
-
 def compute_cost(forward_s: float, backward_s: float) -> ChunkCost:
     """The costs of a chunk with its seconds of compute only."""
     none = (0.0,) * 5
     forward, backward = (PassCost(s, *none, 0, 0) for s in (forward_s, backward_s))
     return ChunkCost(forward, backward, *(0.0,) * (len(ChunkCost._fields) - 2))
-
-
-def layer_cost(problem: Problem, table: OpTable) -> ChunkCost:
-    """Seconds of a layer's kernels and of the collectives for which compute waits."""
-    comm_s = problem.cost.comm_s if placed_alike(problem) else lambda comm, stage: 0.0
-    shares = exposed_shares(problem, table, 0, comm_s) if problem.ep_overlaps else {}
-    forward, backward = [], []
-    for op in table.ops:
-        found, left = op_seconds(problem, op, 0, comm_s), shares.get(op.name, WHOLE)
-        forward.append(found.forward_s * left.forward)
-        backward.append((found.inputs_s + found.weights_s) * left.backward)
-    return compute_cost(fsum(forward), fsum(backward))
 
 
 class More(NamedTuple):
@@ -309,28 +286,6 @@ class More(NamedTuple):
     backward_s: float
 
 
-def wider(problem: Problem) -> tuple[More, ...]:
-    """By which each layer's passes are longer than those of the layers of probes, which have the
-    narrowest attention window.  Every pass runs each attention whole, so this holds for all plans
-    whose compute waits for nothing else meanwhile."""
-    model = problem.workload.model
-    windows = [window or problem.workload.seq_len for window in model.attention_window]
-    if len(set(windows)) < 2 or 0 < model.expert_layers < model.num_layers:
-        return ()
-    kinds = [layer_cost(problem, table) for table in problem.layer_kinds]
-    least = kinds[problem.variant(windows.index(min(windows)))]
-    own = [kinds[problem.variant(layer)] for layer in range(model.num_layers)]
-    return tuple(
-        More(
-            max(0.0, one.forward.compute_s - least.forward.compute_s),
-            max(0.0, one.backward.compute_s - least.backward.compute_s),
-        )
-        for one in own
-    )
-
-
-WHOLE = Exposed(1.0, 1.0)
-"""The shares of operators that are not exchanges beside another micro-batch."""
 NEAR = 0.99
 """Factor on these seconds: those of a chunk are not exactly linear in its layers, since the first
 kernel of a kind may wait for its launch."""
@@ -426,3 +381,56 @@ def _mix(a: ChunkCost, b: ChunkCost, share: Any) -> ChunkCost:
         forward=found.forward._replace(high_bytes=forward),
         backward=found.backward._replace(high_bytes=backward),
     )
+
+
+STEPS = 1024
+"""Numbers of a traffic are rounded down to a multiple of 1 / STEPS."""
+
+
+class Probe:
+    """The kinds of change of a method's plan, the plan's transfers, and whether it `copies`
+    activations to the host.  `end_bytes`: gives the bytes that the model's end keeps; `lines`:
+    gives the method's lines, with or without seconds."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        kinds: frozenset[ChangeKind],
+        end_bytes: Callable[[], tuple[int, ...]],
+        lines: Callable[[CopyTraffic | None], Facts],
+    ) -> None:
+        self.kinds, self.transfers, self.copies = kinds, plan.transfers, copies(plan)
+        self._end_bytes, self._lines = end_bytes, lines
+
+    @cached_property
+    def end_bytes(self) -> tuple[int, ...]:
+        """Bytes that the head, with the model's last 0, 1, 2, ... layers, keeps on the device under
+        any schedule.  Empty if copies may reach the head, because a method may copy the last chunk
+        under some schedules only."""
+        return self._end_bytes()
+
+    @cached_property
+    def facts(self) -> Facts:
+        """The method's lines without other traffic on the links of its copies."""
+        return self._lines(NO_TRAFFIC)
+
+    def with_traffic(self, traffic: CopyTraffic) -> Facts:
+        """The method's lines if all copies run with `traffic`, which is rounded down so that
+        layouts often share it."""
+        return self._lines(CopyTraffic._make(floor(STEPS * number) / STEPS for number in traffic))
+
+    @cached_property
+    def nbytes(self) -> Facts:
+        """The method's lines without seconds, which are enough for a plan that does not fit."""
+        return self._lines(None)
+
+
+class Refused(NamedTuple):
+    """The reason why a method has no plan for a probe; `layers`: the number of layers to try next
+    (0: unknown)."""
+
+    reason: str
+    layers: int = 0
+
+
+Reply = TypeVar("Reply")

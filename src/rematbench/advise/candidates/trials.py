@@ -6,8 +6,6 @@ from math import inf
 from msgspec import Struct
 from msgspec.structs import replace
 
-from rematbench.advise.search.schedule_bound import Frame, frame
-from rematbench.advise.search.space import Choice
 from rematbench.evaluate.evaluation import host_node_bytes
 from rematbench.evaluate.evaluator import Evaluator, Lowered, same_plan, timed, weighed
 from rematbench.evaluate.result import PlannedJob, Result
@@ -19,8 +17,11 @@ from rematbench.problem import Problem
 from rematbench.worlds.packages.flags import Engines
 
 NO_PLAN = "no plan: "
+
+
 RESERVED = "device memory too small for what the allocator reserves"
 """Why a plan does not fit whose live bytes fit."""
+
 
 KEPT_ACTIONS = 20_000
 """The largest program, in actions that are written out, that is kept for other clusters."""
@@ -39,34 +40,30 @@ class Trial(Struct, frozen=True, kw_only=True):
     short_bytes: float = inf
     at_least: bool = False
 
+    @property
+    def host_short_bytes(self) -> int:
+        """Host bytes of a node that the plan lacks; not above 0 if it lacks none."""
+        verdict = self.result.verdict
+        return -verdict.host_headroom_bytes if verdict else 0
 
-class Site:
-    """A layout of a job with its problem, and the results of searches there.  `evaluator`: keeps
-    lowered plans for other clusters (None: there are none).  `tight_s`: bounds by the schedule in
-    seconds, by the text of the candidate.  `trials`: trials by the content of their plans.
-    `ended`: plans whose replay of the allocator ended early."""
 
-    _frame: Frame | None = None
+class LayoutTrials:
+    """The trials of plans at a layout, by all searches there.  `job`: the layout's problem and the
+    plan that methods begin with; `states`: the method that places its states (empty: none).
+    `evaluator`: keeps lowered plans for other clusters (None: there are none).  `trials`: by the
+    content of their plans.  `ended`: plans whose replay of the allocator ended early."""
 
     def __init__(
-        self, choice: Choice, problem: Problem, evaluator: Evaluator | None = None
+        self, job: PlannedJob, states: str = "", evaluator: Evaluator | None = None
     ) -> None:
-        self.choice, self.problem, self._evaluator = choice, problem, evaluator
-        self.job = PlannedJob(problem=problem, base=choice.base(problem.base_plan))
-        self.tight_s: dict[str, float] = {}
+        self.job, self.problem, self._states = job, job.problem, states
+        self._evaluator = evaluator
         self.trials: dict[bytes, Trial] = {}
         self.ended: dict[bytes, Lowered] = {}
 
     def named(self, method: str) -> str:
         """A method's text with the method that places the layout's states behind it."""
-        return _then(method, self.choice.states)
-
-    def frame(self, registry: Registry) -> Frame:
-        """The part of the step that no activation method changes."""
-        if self._frame is None:
-            base = states_at(self.choice, self.problem, registry)
-            self._frame = frame(self.problem, base if isinstance(base, Plan) else self.job.base)
-        return self._frame
+        return _then(method, self._states)
 
     def trial(
         self,
@@ -114,12 +111,6 @@ def _then(method: str, states: str) -> str:
     if not states or f"+{method}".endswith(f"+{states}"):
         return method
     return states if method == IDENTITY else f"{method}+{states}"
-
-
-def states_at(choice: Choice, problem: Problem, registry: Registry) -> Plan | Unsupported:
-    """The plan that keeps every activation at a layout, with its states where they are placed."""
-    base = choice.base(problem.base_plan)
-    return registry.resolve(choice.states or IDENTITY, None, problem).plan(problem, base)
 
 
 def _room(problem: Problem) -> int:

@@ -7,88 +7,196 @@ data-parallel traffic.  No cost rule is written twice, and a user's method has b
 
 All numbers are lower bounds of the simulator's results for the same plan at any depth, width of
 data parallelism and number of micro-batches: streams other than compute are left out, and each copy
-has its link to itself.
-"""
+has its link to itself."""
 
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from math import floor
-from typing import NamedTuple, TypeVar
+from itertools import accumulate
+from typing import NamedTuple, get_args
 
-from rematbench.advise.search.pass_costs import (
+from msgspec.json import encode
+from msgspec.structs import replace
+
+from rematbench.advise.bounds.lines import (
+    Chunk,
+    ChunkCost,
     Facts,
     Line,
+    Probe,
+    Refused,
+    Reply,
     behind_embedding,
     compute_cost,
     further,
+    no_cost,
 )
-from rematbench.advise.search.probe_problems import (
-    Measured,
-    ProbePrograms,
-    Small,
-    copies,
-    small_problem,
+from rematbench.advise.bounds.small_problems import (
+    Stored,
+    leaves_nodes,
+    placed_alike,
+    shrunk,
+    stored,
 )
-from rematbench.advise.search.space import first_dense
-from rematbench.costs.copies import NO_TRAFFIC, CopyTraffic
+from rematbench.costs.copies import CopyTraffic
+from rematbench.engine.lowering.blocks.chunk_ops import ChunkOps
+from rematbench.engine.lowering.blocks.fates import ChunkPlace, covered, phased
+from rematbench.engine.lowering.lower import lower
+from rematbench.engine.program.profile import program_profiles
+from rematbench.engine.program.program import Program
+from rematbench.engine.simulate.seconds import ActionCosts
+from rematbench.evaluate.evaluator import same_plan
 from rematbench.inputs.layout import LayoutError
-from rematbench.plan import Plan, PlanError, Transfers, Unsupported
+from rematbench.plan import Phase, Plan, PlanError, Transfers, Unsupported
+from rematbench.plugins.kinds import changed_kinds, copies, leaves
 from rematbench.plugins.registry import Composition
 from rematbench.problem import Problem
 
-STEPS = 1024
-"""Numbers of a traffic are rounded down to a multiple of 1 / STEPS."""
+
+class Lowered:
+    """A plan's program for a probe, and the chunk of each of its ranks."""
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        profiles = program_profiles(program)
+        self.chunks = [Chunk(program, rank, own) for rank, own in enumerate(profiles)]
+
+
+Content = tuple[bytes, Sequence[int]]
+"""The key of a lowered program: `same_plan`, and the ranks that are lowered.  Rules that
+match something on the first rank match it on the second too, where only the first is left out."""
+
+
+class Plans(NamedTuple):
+    """Cached results for the plans of a small problem, independent of its cluster: lowered programs
+    by their content, and stored bytes by `same_plan`."""
+
+    lowered: dict[Content, Lowered]
+    stored: dict[bytes, list[Stored]]
+
+
+ProbePrograms = dict[bytes, Plans]
+"""Cached results for small problems, by the encoded problem without its cluster."""
+
+
+class Small(NamedTuple):
+    """A probe's problem, the plan that methods begin with, the seconds of its actions by the
+    traffic during its copies, the cached results of its plans, and the costs of a chunk with
+    seconds, by plan, rank and traffic."""
+
+    problem: Problem
+    base: Plan
+    costs: dict[CopyTraffic, ActionCosts]
+    programs: Plans
+    chunks: dict[tuple[bytes, int, CopyTraffic], ChunkCost]
+
+    def stored(self, plan: Plan) -> list[ChunkCost]:
+        """The costs of each rank's first chunk under a plan, if it took no seconds and needed only
+        the bytes that it stores; PlanError as in `stored`."""
+        content = same_plan(plan)
+        if content not in self.programs.stored:
+            self.programs.stored[content] = stored(self.problem, plan)
+        none = no_cost()
+        return [
+            none._replace(
+                forward=none.forward._replace(net_bytes=float(kept_bytes)),
+                host_bytes=float(sum(copied)),
+            )
+            for kept_bytes, copied in self.programs.stored[content]
+        ]
+
+    @property
+    def ranks(self) -> range:
+        """All ranks."""
+        return range(len(self.base.partition))
+
+    def alike(self, plan: Plan) -> bool:
+        """Whether a plan treats the chunks of the first and the second rank alike.  They then
+        differ only by the embedding, which keeps nothing and takes no part in traffic."""
+        hosted = self.problem.system.host.optimizer_on_host
+        if plan.orders or plan.states != self.base.states or hosted:
+            return False
+        if self.problem.embedding.saved or plan.partition != self.base.partition:
+            return False
+        layers = [plan.partition[rank][0] for rank in (0, 1)]
+        reached = [
+            covered(plan.rules, ChunkPlace(stage=rank, chunk=0, layers=own))
+            for rank, own in enumerate(layers)
+        ]
+        return len(layers[0]) == len(layers[1]) and reached[0] == reached[1]
+
+    def last_chunk(self, plan: Plan) -> ChunkOps:
+        """The model's last chunk under a plan."""
+        layers, pieces = plan.partition[-1][-1], plan.mini_sequences
+        return ChunkOps.of(self.problem, len(self.ranks) - 1, 0, layers, pieces, plan.held)
+
+    def ends_alike(self, plan: Plan, base: Plan) -> bool:
+        """Whether a plan differs from its base only in rules and copies, and neither plan copies
+        anything of the last rank's chunk, whose fates are equal under both."""
+        if replace(plan, rules=base.rules, transfers=base.transfers, fit=base.fit) != base:
+            return False
+        rules = (*plan.rules, *base.rules)
+        if copies(base) or any(rule.select.micro_batches is not None for rule in rules):
+            return False
+        chunk = self.last_chunk(plan)
+        return all(
+            chunk.fates(plan, phase, 0)[0] == chunk.fates(base, phase, 0)[0]
+            for phase in (get_args(Phase) if phased(rules) else ("steady",))
+        )
+
+
+def small_problem(problem: Problem, sizes: tuple[int, ...], programs: ProbePrograms) -> Small:
+    """Return the problem with `sizes` layers on its ranks, with what is known of it."""
+    small, base = shrunk(problem, sizes)
+    same = encode((small.workload, small.system, small.layout, small.attention, sizes))
+    return Small(small, base, {}, programs.setdefault(same, Plans({}, {})), {})
+
+
+class Measured:
+    """A plan of a small problem with some of its ranks lowered: its kinds of change."""
+
+    def __init__(self, small: Small, plan: Plan, ranks: Sequence[int]) -> None:
+        self.small, self.plan, self.same, self.ranks = small, plan, same_plan(plan), ranks
+        content = (self.same, tuple(ranks))
+        if content not in small.programs.lowered:
+            few = ranks[0] > 1 or ranks[-1] < small.ranks[-1]
+            program = lower(plan, small.problem, ranks, partly=few)
+            small.programs.lowered[content] = Lowered(program)
+        self._lowered = small.programs.lowered[content]
+        self.kinds = changed_kinds(small.base, plan)
+
+    def end_bytes(self) -> tuple[int, ...]:
+        """Bytes that the head, with the last 0, 1, 2, ... layers, keeps on the device in every
+        pass; empty if copies may reach the head."""
+        selects = [rule.select for rule in self.plan.rules]
+        reach = [rule.select.parts for rule in self.plan.rules if leaves(rule.fate)]
+        if any(parts is None or "head" in parts for parts in reach):
+            return (0,)
+        if any(select.phases or select.micro_batches for select in selects):
+            return (0,)  # other passes may keep less
+        chunk = self.small.last_chunk(self.plan)
+        last, (fates, _) = chunk.layers, chunk.fates(self.plan, "steady", 0)
+        kept = [0] * (len(last) + 1)  # of the head, and of the layers from the last one on
+        for (part, layer, _), fate in fates.items():
+            kept[0 if part == "head" else len(last) - layer] += fate.keep_bytes
+        return tuple(accumulate(kept))
+
+    def cost(self, rank: int, traffic: CopyTraffic | None) -> ChunkCost:
+        """The costs of a rank's chunk, with seconds if `traffic` runs alongside its copies, or
+        without seconds."""
+        small, chunk = self.small, self._lowered.chunks[rank]
+        if traffic is None:
+            return chunk.nbytes
+        key = (self.same, rank, traffic)
+        if key not in small.chunks:
+            if traffic not in small.costs:
+                small.costs[traffic] = ActionCosts(small.problem, crowd=traffic)
+            crossing = placed_alike(small.problem) and leaves_nodes(small.problem)
+            small.chunks[key] = chunk.timed(small.costs[traffic], crossing=crossing)
+        return small.chunks[key]
 
 
 MORE_LAYERS = (3, 4)
 """Layers of a method's further probes, after a probe with fewer layers gave no plan."""
-
-
-class Probe:
-    """The kinds of change of a method's plan, the plan's transfers, and the bytes that the model's
-    end keeps.  `lines`: gives the method's lines, with or without seconds."""
-
-    def __init__(self, measured: Measured, lines: Callable[[CopyTraffic | None], Facts]) -> None:
-        self.kinds, self.transfers = measured.kinds, measured.transfers
-        self._measurement, self._lines = measured, lines
-
-    @property
-    def copies(self) -> bool:
-        """Whether the plan may copy activations to the host."""
-        return copies(self._measurement.plan)
-
-    @cached_property
-    def end_bytes(self) -> tuple[int, ...]:
-        """Bytes that the head, with the model's last 0, 1, 2, ... layers, keeps on the device under
-        any schedule.  Empty if copies may reach the head, because a method may copy the last chunk
-        under some schedules only."""
-        return self._measurement.end_bytes()
-
-    @cached_property
-    def facts(self) -> Facts:
-        """The method's lines without other traffic on the links of its copies."""
-        return self._lines(NO_TRAFFIC)
-
-    def with_traffic(self, traffic: CopyTraffic) -> Facts:
-        """The method's lines if all copies run with `traffic`, which is rounded down so that
-        layouts often share it."""
-        return self._lines(CopyTraffic._make(floor(STEPS * number) / STEPS for number in traffic))
-
-    @cached_property
-    def nbytes(self) -> Facts:
-        """The method's lines without seconds, which are enough for a plan that does not fit."""
-        return self._lines(None)
-
-
-class Refused(NamedTuple):
-    """The reason why a method has no plan for a probe; `layers`: the number of layers to try next
-    (0: unknown)."""
-
-    reason: str
-    layers: int = 0
-
-
-Reply = TypeVar("Reply")
 
 
 class Prober:
@@ -98,7 +206,7 @@ class Prober:
     def __init__(self, problem: Problem, programs: ProbePrograms) -> None:
         self.problem, self.programs = problem, programs
         self.single = problem.layout.pp == 1
-        self.dense = first_dense(problem.workload.model)
+        self.dense = problem.workload.model.first_dense
         self.smalls: dict[tuple[int, ...], Small] = {}
         self.plans: dict[tuple[str, tuple[int, ...]], Plan | Refused] = {}
         self._before: dict[tuple[str, tuple[int, ...]], Plan | Unsupported] = {}
@@ -150,7 +258,7 @@ class Prober:
             line = Line(begun, base, further(more.cost(0, traffic), base, unit))
             return Facts(line, line, line)
 
-        return Probe(made, lines)
+        return Probe(made.plan, made.kinds, made.end_bytes, lines)
 
     def _pipeline(self, method: Composition, fewest: int) -> Probe | Refused:
         unit = unit_of(method)
@@ -184,7 +292,7 @@ class Prober:
                 Line(sizes[0], first, slope), Line(fewest, middle, slope), Line(ends, last, ending)
             )
 
-        return Probe(made, lines)
+        return Probe(made.plan, made.kinds, made.end_bytes, lines)
 
     def _same_end(self, method: Composition, sizes: tuple[int, ...]) -> Measured | None:
         """The plan that a method's last part was added to, where the part copies chunks but changes
@@ -208,7 +316,7 @@ class Prober:
             self._small((layers,)).stored(plan)
             for layers, plan in ((begun, made), (begun + unit, more))
         )
-        line = Line(begun, base.cost, further(longer.cost, base.cost, unit))
+        line = Line(begun, base, further(longer, base, unit))
         return Facts(line, line, line)
 
     def _floor(self, method: Composition, fewest: int) -> Facts | Refused:
@@ -219,8 +327,7 @@ class Prober:
         plan = self._planned(method, sizes)
         if isinstance(plan, Refused):
             return plan
-        found = self._small(sizes).stored(plan)
-        first, middle, deeper, last = (chunk.cost for chunk in found)
+        first, middle, deeper, last = self._small(sizes).stored(plan)
         slope, nothing = further(deeper, middle, unit), compute_cost(0.0, 0.0)
         ending = (nothing, nothing) if copies(plan) else (last, slope)
         lines = (
@@ -310,7 +417,7 @@ class Prober:
 def _spares_end(measured: Measured) -> bool:
     """Whether a plan copies chunks, but not that of the last rank."""
     copied = [measured.cost(rank, None).released_bytes for rank in (1, 3)]
-    return measured.transfers.granularity == "chunk" and copied[1] == 0 < copied[0]
+    return measured.plan.transfers.granularity == "chunk" and copied[1] == 0 < copied[0]
 
 
 def unit_of(method: Composition) -> int:

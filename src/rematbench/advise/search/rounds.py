@@ -1,37 +1,40 @@
 """A search in worker processes: rounds of its work, and the planners at its end.
 
-Each process has a share of the shards, and all processes know the best step.  A round is a fixed
-amount of work, counted and not timed, so that plans do not depend on the speed of the machine.
+Each process has a share of the layout groups, and all processes know the best step.  A round is a
+fixed amount of work, counted and not timed, so that plans do not depend on the machine's speed.
 Planners are methods whose plan is unknown until it is solved.  Bounds do not cover such plans, so
 planners start after the other plans are proved.  Each planner is solved at the layouts of the
-fastest plans, in that order, until one of its plans fits.
-"""
+fastest plans, in that order, until one of its plans fits."""
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Generator, Hashable, Iterator, Sequence
-from functools import partial
+from functools import cached_property, partial
 from itertools import count
 from math import inf
 
 from msgspec import Struct
 from msgspec.structs import replace
 
-from rematbench.advise.compare.compositions import lost_reason
+from rematbench.advise.bounds.group_bounds import GroupBounds
+from rematbench.advise.bounds.layout_group import group_key
+from rematbench.advise.bounds.lines import Probe
+from rematbench.advise.bounds.probes import ProbePrograms
+from rematbench.advise.candidates.candidate import Candidate, Variant, load_compare
+from rematbench.advise.candidates.layouts import LayoutChoice
+from rematbench.advise.candidates.trials import LayoutTrials, Trial
 from rematbench.advise.search.best_first import Search
-from rematbench.advise.search.search_job import SearchJob, SearchRequest
-from rematbench.advise.search.space import Choice
-from rematbench.advise.search.trials import Site, Trial
+from rematbench.advise.search.families import FixedFamily, PlanFamily, rebuilds
+from rematbench.advise.search.job import SearchSpace, reserving
+from rematbench.advise.search.queue import LeanOrder, SearchQueue
+from rematbench.advise.search.request import MINUTE, Progress, SearchRequest
+from rematbench.evaluate.evaluator import Evaluator
 from rematbench.evaluate.result import Result, Status
 from rematbench.host.console import CommandError
-from rematbench.host.workers import NoAnswer, Pool, collect_rarely
+from rematbench.host.workers import NoAnswer, Pool, collect_rarely, lost_reason
 from rematbench.worlds.packages.flags import Engines
 
 WORK = 400
 """Work of a round (`Search.work`), about half a second."""
-
-
-MINUTE = 20
-"""Most rounds of one search where many run in a row: one or two minutes of a core."""
 
 
 ONE_PROCESS_WORK = 2 * MINUTE * WORK
@@ -44,6 +47,114 @@ LATER = 40
 
 LIMIT_S = 3600
 """Limit on the CPU seconds of a worker's task; a round takes a few seconds."""
+
+
+class SearchJob(SearchSpace):
+    """A search, ready to run.  `programs`: programs of probes, lowered by searches of the same
+    model and length on other clusters (None: there are no such searches)."""
+
+    def __init__(
+        self,
+        request: SearchRequest,
+        evaluator: Evaluator | None = None,
+        programs: ProbePrograms | None = None,
+    ) -> None:
+        super().__init__(request, evaluator)
+        self.programs = {} if programs is None else programs
+        self._groups: dict[int, GroupBounds] = {}
+
+    def search(self, part: int = 0, parts: int = 1, *, lists: bool = False) -> Search:
+        """Return the search of every `parts`-th group, from group `part` on.  `lists`: whether
+        slower plans are listed too."""
+        request, indices = self.request, self._part_indices(part, parts)
+        most, exact = request.most_methods, request.within == 0 and not request.any_fit
+        most = load_compare().most_methods if most is None else most
+        family = PlanFamily(self._samples(), most, keeping=self.keeps, exact=exact)
+        return Search(
+            [self._group(index) for index in indices],
+            family,
+            self.registry,
+            engine=request.engine,
+            within=request.within,
+            queue=SearchQueue(
+                faster_than_s=request.faster_than_s,
+                lists=lists,
+                lean=LeanOrder(family.leanest) if request.any_fit else None,
+            ),
+        )
+
+    def _part_indices(self, part: int, parts: int) -> list[int]:
+        """The groups of one part.  A search for any plan that fits has layouts that differ in the
+        micro-batch alone in one part."""
+        if not self.request.any_fit:
+            return list(range(part, len(self._layouts), parts))
+        alike = [group_key(cut[0])._replace(micro_batch=1) for cut in self._layouts]
+        numbers = {item: number for number, item in enumerate(dict.fromkeys(alike))}
+        return [index for index, item in enumerate(alike) if numbers[item] % parts == part]
+
+    def search_of(self, candidates: Sequence[Candidate], min_pp: int = 1) -> Search:
+        """Return the search for the best layout of given candidates, over layouts with at least
+        `min_pp` pipeline ranks."""
+        groups = [self._group(index) for index in range(len(self._layouts))]
+        within = self.request.within
+        return Search(groups, FixedFamily(candidates), self.registry, within=within, min_pp=min_pp)
+
+    @cached_property
+    def _layouts(self) -> list[list[LayoutChoice]]:
+        """The layouts of each group."""
+        groups: dict[object, list[LayoutChoice]] = defaultdict(list)
+        for choice in self.space.choices:
+            groups[group_key(choice)].append(choice)
+        return list(groups.values())
+
+    def _samples(self) -> list[dict[Variant, Probe]]:
+        """Probes of every method by itself in one group, and of the methods that only rebuild on up
+        to three: those with the lowest, the middle and the highest tensor parallelism, with a
+        pipeline and room for the states where the space has any."""
+
+        layouts = self._layouts
+
+        def order(index: int) -> tuple[int, int]:
+            return layouts[index][0].layout.tp, layouts[index][0].layout.micro_batch
+
+        every = range(len(layouts))
+        deep = [index for index in every if layouts[index][0].layout.pp > 1] or list(every)
+        ordered = sorted(deep, key=order)
+        middle = len(ordered) // 2
+        nearest = (ordered, [*ordered[middle:], *ordered[:middle][::-1]], ordered[::-1])
+        chosen = [
+            next((index for index in indices if self._group(index).has_room), indices[0])
+            for indices in nearest
+        ]
+        results: list[dict[Variant, Probe]] = []
+        for bounds in map(self._group, dict.fromkeys(chosen)):
+            again = (
+                [s for s, p in results[0].items() if rebuilds(s, p)] if results else self.variants
+            )
+            probes = {variant: bounds.probe(Candidate((variant,))) for variant in again}
+            results.append({s: p for s, p in probes.items() if isinstance(p, Probe)})
+        if not self.request.hosts:
+            return [{s: p for s, p in item.items() if "offload" not in p.kinds} for item in results]
+        return results
+
+    def _group(self, index: int) -> GroupBounds:
+        if index not in self._groups:
+            choices = self._layouts[index]
+            self._groups[index] = GroupBounds(
+                choices,
+                self.problem(choices[0]),
+                self.registry,
+                partial(reserving, self.request.reserve_gib),
+                evaluator=self.evaluator,
+                programs=self.programs,
+            )
+        return self._groups[index]
+
+    def trials(self, choice: LayoutChoice) -> LayoutTrials:
+        """Return the trials of a layout, which all searches of the job share."""
+        key = group_key(choice)
+        index = next(i for i, each in enumerate(self._layouts) if group_key(each[0]) == key)
+        return self._group(index).trials_at(self._layouts[index].index(choice))
 
 
 class Round(Struct, frozen=True):
@@ -66,7 +177,7 @@ class State(Struct, frozen=True, kw_only=True):
 
 
 class Part:
-    """The search of a share of the shards, in a worker process."""
+    """The search of a share of the layout groups, in a worker process."""
 
     def __init__(self, request: SearchRequest, part: int, parts: int, *, lists: bool) -> None:
         collect_rarely()
@@ -99,39 +210,6 @@ def _state(search: Search, trials: Sequence[Trial]) -> State:
     )
 
 
-class Progress(Struct, frozen=True, kw_only=True):
-    """The state of a search after a round.  `results`: the plans that fit, fastest first.
-    `bound_s`: lower bound of the step of all plans left.  `listed_s`: lower bound of the step of
-    all plans outside `results`, including plans that cannot be the fastest.  `excluded`: counts of
-    excluded plans by reason.  `short_bytes`: the fewest device bytes that an excluded plan lacked.
-    `plans`: joint plans of the space."""
-
-    results: tuple[Result, ...] = ()
-    bound_s: float = 0.0
-    listed_s: float = 0.0
-    simulations: int = 0
-    excluded: dict[str, int] = {}
-    short_bytes: float = inf
-    plans: int = 0
-
-    @property
-    def best_s(self) -> float:
-        """Seconds of the fastest step that fits."""
-        return self.results[0].fitting_s if self.results else inf
-
-    @property
-    def gap(self) -> float:
-        """Upper bound of the seconds that a better plan may save, as a share of the best step."""
-        return max(0.0, 1.0 - self.bound_s / self.best_s) if self.best_s < inf else inf
-
-    def lists(self, shown: int, within: float) -> bool:
-        """Whether the first `shown` plans are final: no other plan is faster than the last of them
-        by more than the gap."""
-        if len(self.results) < shown:
-            return self.listed_s == inf
-        return shown == 1 or self.listed_s >= (1.0 - within) * self.results[shown - 1].fitting_s
-
-
 def rounds(
     request: SearchRequest,
     *,
@@ -155,7 +233,7 @@ def rounds(
                 pool.add([Round(min(at.best_s, limit_s), listing)])
                 pool.begin()
             states = _living([answer for pool in pools for _, answer in pool.run()])
-            fitting = distinct([*fitting, *(one for state in states for one in state.trials)])
+            fitting = distinct([*fitting, *(item for state in states for item in state.trials)])
             at = _after(at, states, fitting, listing=listing)
             yield at
             later += at.gap <= request.within
@@ -219,11 +297,11 @@ def distinct(trials: Sequence[Trial]) -> list[Trial]:
 
     kept: list[Trial] = []
     taken: set[tuple[Hashable, object]] = set()
-    for one in sorted((trial for trial in trials if trial.result.fits), key=order):
-        at = place_of(one.result)
-        keys = {(at, order(one)[0]), (at, one.candidate or one.result.method)}
+    for item in sorted((trial for trial in trials if trial.result.fits), key=order):
+        at = place_of(item.result)
+        keys = {(at, order(item)[0]), (at, item.candidate or item.result.method)}
         if not keys & taken:
-            kept.append(one)
+            kept.append(item)
             taken |= keys
     return kept
 
@@ -240,7 +318,7 @@ MOST_LAYOUTS = 3
 """Layouts at which a planner is solved: solving takes seconds at each."""
 
 
-Task = tuple[str, Choice]
+Task = tuple[str, LayoutChoice]
 """A planner, and the layout to solve it at."""
 
 
@@ -253,9 +331,10 @@ class Solver:
     def __call__(self, task: Task) -> Result:
         """The result of a planner."""
         method, choice = task
-        problem, only = self.job.problem(choice), self.job.request.engine
-        engines = Engines(problem, only) if only else None
-        return Site(choice, problem).trial(method, self.job.registry, engines=engines).result
+        job, only = self.job.job(choice), self.job.request.engine
+        engines = Engines(job.problem, only) if only else None
+        trials = LayoutTrials(job, choice.states)
+        return trials.trial(method, self.job.registry, engines=engines).result
 
 
 def solve_planners(
@@ -282,7 +361,9 @@ def solve_planners(
         pool.close()
 
 
-def _lost(job: SearchJob, choice: Choice, method: str, lost: NoAnswer, limit_s: int) -> Result:
+def _lost(
+    job: SearchJob, choice: LayoutChoice, method: str, lost: NoAnswer, limit_s: int
+) -> Result:
     """The result of a planner whose process was ended."""
     status: Status = "timed out" if lost == "late" else "failed"
     reason = lost_reason(lost, limit_s)

@@ -5,8 +5,7 @@ per event, and walked for every plan with the plan's seconds.
 
 A long schedule is walked in three parts: up to a point of one period, on to the same point of the
 next period, and to the end.  If every clock advances by the same seconds between the two points,
-all further periods advance the clocks equally (the walk is a (max, +) map), so they are skipped.
-"""
+all further periods advance the clocks equally (the walk is a (max, +) map), so they are skipped."""
 
 from array import array
 from collections.abc import Callable, Sequence

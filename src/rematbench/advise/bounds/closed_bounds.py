@@ -3,18 +3,16 @@
 For each rank of a 1F1B or interleaved pipeline, a step takes no less than the seconds before the
 rank's first pass, the seconds of the rank's passes, and the seconds after its last pass (Narayanan
 et al. 2021, arXiv 2104.04473, section 2.2, with stages of different length).  A device holds no
-less than its states and, before a backward, the activations kept by all passes in flight.
-"""
+less than its states and, before a backward, the activations kept by all passes in flight."""
 
-from collections.abc import Callable
 from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rematbench.advise.search.pass_costs import Facts, Line
-from rematbench.advise.search.space import Array, Columns
+from rematbench.advise.bounds.columns import AS_PROBED, Array, Columns, Wider
+from rematbench.advise.bounds.lines import Facts, Line
 from rematbench.plan import Transfers
 
 ROUNDING_BYTES = 1 << 20
@@ -24,19 +22,6 @@ ROUNDING_BYTES = 1 << 20
 ROUNDED_BYTES = 64
 """Shards of layers' states are whole numbers: what a further layer adds is one of two, which differ
 by a few bytes a layer at most."""
-
-
-class Bounds:
-    """Lower bounds for each layout, as arrays [steps of the candidate's share, layouts]: bytes of
-    the fullest device, host bytes of the fullest node, and seconds of a step (`step_s`)."""
-
-    def __init__(self, peak_bytes: Array, host_bytes: Array, step_s: Callable[[], Array]) -> None:
-        self.peak_bytes, self.host_bytes, self._step_s = peak_bytes, host_bytes, step_s
-
-    @cached_property
-    def step_s(self) -> Array:
-        """Seconds of a step."""
-        return self._step_s()
 
 
 class Total:
@@ -104,19 +89,6 @@ class Total:
         growth = np.maximum(0.0, np.minimum(forward.net_bytes, forward.high_bytes))
         found = self._at(self.base.forward.high_bytes, growth)
         return np.where(self.more < 0, 0.0, found)
-
-
-class Wider(NamedTuple):
-    """Seconds by which a forward and a backward of all chunks of the first rank, of the inner rank
-    that bounds the step most, and of the last rank are longer than by their lines."""
-
-    first: Any = 0.0
-    inner: Any = 0.0
-    last: Any = 0.0
-
-
-AS_PROBED = Wider()
-"""Layers of one kind."""
 
 
 def step_bound(columns: Columns, facts: Facts, send_s: Array, more: Wider = AS_PROBED) -> Array:
@@ -264,7 +236,7 @@ def host_bound(columns: Columns, facts: Facts) -> Array:
     """Lower bound of the host bytes that the ranks of the first node, or of the first node without
     the first stage, pin for passes in flight."""
     c = columns
-    nothing = np.zeros(len(c.choices))
+    nothing = np.zeros(len(c.layouts))
     if not any(np.any(cost.host_bytes) for line in facts for cost in (line.base, line.slope)):
         return nothing
     opening, alike = Total(facts.first, c.opening), Total(facts.middle, c.opening)

@@ -5,10 +5,9 @@ arrives one transfer after its pass.  The blocks after the last pass are lowered
 
 Other traffic slows copies, by two ratios: messages per copied byte, and the share of bytes copied
 during a copy in the other direction.  Each ratio is bounded by its smallest numerator and its
-largest denominator.
-"""
+largest denominator."""
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import lru_cache
 from math import fsum
 from typing import Any, NamedTuple
@@ -16,8 +15,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from rematbench.advise.search.pass_costs import ChunkCost, Facts, Line, PassCost
-from rematbench.advise.search.schedule_walk import (
+from rematbench.advise.bounds.lines import ChunkCost, Facts, Line, PassCost
+from rematbench.advise.bounds.schedule_walk import (
     FETCH,
     PASS,
     Copies,
@@ -37,48 +36,14 @@ from rematbench.costs.operators.ops import Comm
 from rematbench.engine.lowering.blocks.chunk_ops import ChunkOps
 from rematbench.engine.lowering.schedule import passes
 from rematbench.engine.lowering.states.emit_states import gradient_reductions, parameter_gathers
-from rematbench.engine.lowering.states.state_shards import has_whole_gradients
 from rematbench.engine.lowering.step_end import emit_step_end
 from rematbench.engine.program.program import Block
 from rematbench.engine.simulate.block_rows import rows_with
 from rematbench.engine.simulate.copy_contention import piece_traffic
 from rematbench.engine.simulate.macro import COMPUTE, macro_of
 from rematbench.engine.simulate.seconds import ActionCosts
-from rematbench.plan import MIB, Pass, Place, Plan, Transfers
-from rematbench.problem import Problem, state_fates
-
-
-def after_passes(problem: Problem, count: int, experts: int = 0) -> list[Comm]:
-    """Return the collectives of `count` parameters, of them `experts` of experts, that run after
-    the last pass and are not hidden."""
-    lay, system = problem.layout, problem.system
-    fates = {fate.kind: fate for fate in state_fates(lay, system)}
-    if not lay.has_peers:
-        return []
-    found: list[Comm] = []
-    sums = fates["gradient"].release == "step"
-    whole = has_whole_gradients(fates["gradient"], lay)
-    if sums or (not system.zero.reduce_overlap and not whole):
-        width, shards = system.states.reduce_bytes, fates["optimizer"].shards
-        found += gradient_reductions(lay, shards, 1, width * count, width * experts)
-    if not system.zero.gather_overlap and fates["parameter"].gather == "step":
-        found += parameter_gathers(lay, system, count, experts)
-    return found
-
-
-def host_update_s(problem: Problem, count: int) -> float:
-    """Seconds of a rank's share of the optimizer update on the host; 0 for states on the device."""
-    fate = problem.base_plan.state("optimizer")
-    return problem.cost.host_update_s(count // fate.shards) if fate.home == "host" else 0.0
-
-
-def placed_update_s(cost: CostModel, counts: Mapping[Place, int]) -> float:
-    """Lower bound, in seconds, of the update of states in pieces with `counts` parameters of a rank
-    at each place: of the host's updates, or of the copies of visits."""
-    hosted, visiting = counts.get("host", 0), counts.get("visit", 0)
-    alone_s, beside_s = cost.host_update_s(hosted), cost.host_update_beside_s(hosted, 0.0)
-    nbytes = cost.system.states.optimizer_bytes * visiting
-    return max(min(alone_s, beside_s), cost.copy_s(nbytes, "h2d") if nbytes else 0.0)
+from rematbench.plan import MIB, Pass, Plan, Transfers
+from rematbench.problem import Problem
 
 
 class Stages(NamedTuple):
@@ -190,17 +155,6 @@ def hidden(cost: CostModel, chunk: ChunkCost, traffic: CopyTraffic) -> bool:
     """Whether a chunk's layer-by-layer copies stay well hidden behind its forward, even alongside
     `traffic`."""
     return cost.copy_s(chunk.out_bytes, "d2h", traffic) < HIDDEN * chunk.forward.compute_s
-
-
-def sent_bytes(problem: Problem) -> float:
-    """Bytes of a micro-batch's messages to other nodes, as one GPU of each rank sends them:
-    forwards to the next rank, backwards to the previous rank. The model's ends send nothing
-    outwards."""
-    lay, crosses = problem.layout, problem.cost.crosses
-    nbytes = problem.layer_kinds[0].activations["layer_input"].nbytes
-    inner = sum(crosses(rank, rank + 1) for rank in range(lay.pp - 1))
-    around = crosses(lay.pp - 1, 0) * (lay.vpp - 1)
-    return 2 * (lay.vpp * inner + around) * (nbytes if lay.sp else nbytes / lay.tp)
 
 
 @lru_cache(maxsize=128)

@@ -1,0 +1,1 @@
+"""Lower bounds of the seconds and the bytes of plans at many layouts."""

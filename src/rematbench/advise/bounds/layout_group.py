@@ -1,0 +1,290 @@
+"""A layout group: layouts that divide a layer's tensors alike, with the costs that no plan changes
+there (messages, a step's end, states, room)."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace as replaced
+from functools import cached_property
+from itertools import accumulate, pairwise
+from math import fsum
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rematbench.advise.bounds.columns import AS_PROBED, Array, Columns, Wider, least_parameters
+from rematbench.advise.bounds.lines import (
+    ChunkCost,
+    More,
+    compute_cost,
+)
+from rematbench.advise.bounds.small_problems import placed_alike
+from rematbench.advise.candidates.layouts import LayoutChoice
+from rematbench.costs.bind import CostModel
+from rematbench.costs.operators.ops import Comm, OpTable
+from rematbench.engine.lowering.states.emit_states import gradient_reductions, parameter_gathers
+from rematbench.engine.lowering.states.state_shards import has_whole_gradients, rank_sharded
+from rematbench.engine.simulate.beside import Exposed, exposed_shares, op_seconds
+from rematbench.inputs.layout import Layout
+from rematbench.plan import Place, Plan
+from rematbench.plugins.registry import Registry
+from rematbench.problem import Problem, state_fates
+
+
+class GroupKey(NamedTuple):
+    """The facts that the layouts of one group share.  `zero`: (stage, dp) of ZeRO 2 and 3 without a
+    pipeline, whose passes gather or reduce among data-parallel ranks; (0, 0) of other layouts."""
+
+    tp: int
+    sp: bool
+    cp: int
+    ulysses: int
+    micro_batch: int
+    ep: int
+    etp: int
+    single: bool
+    hosted: bool
+    states: str
+    zero: tuple[int, int]
+
+
+def group_key(choice: LayoutChoice) -> GroupKey:
+    """The key of a choice's group."""
+    lay = choice.layout
+    zero = (lay.zero_stage, lay.dp) if lay.zero_stage > 1 and lay.pp == 1 else (0, 0)
+    alike = (lay.tp, lay.sp, lay.cp, lay.ulysses, lay.micro_batch, lay.ep, lay.expert_tp)
+    return GroupKey(*alike, lay.pp == 1, choice.hosted, choice.states, zero)
+
+
+NO_PLAN_COUNT = 1 << 40
+"""Parameters whose states fit no device."""
+
+
+class LayoutGroup:
+    """All layouts that divide a layer's tensors and the micro-batches alike. `problem` has one of
+    the layouts. `reserving`: gives a problem the reserve of its layout (None: the reserve of
+    `problem`)."""
+
+    def __init__(
+        self,
+        choices: Sequence[LayoutChoice],
+        problem: Problem,
+        registry: Registry,
+        reserving: Callable[[Problem], Problem] | None = None,
+    ) -> None:
+        self.choices, self.problem, self.registry = choices, problem, registry
+        self.reserving = reserving or _same
+        self._ends_s: dict[tuple[int, int, int, int], float] = {}
+
+    def at(self, layout: Layout) -> Problem:
+        """The problem at one of the layouts, without its reserve."""
+        return replaced(self.problem, layout=layout, _memo={}, _weights={})
+
+    @cached_property
+    def columns(self) -> Columns:
+        """The numbers of the layouts that bounds need."""
+        layouts = [choice.layout for choice in self.choices]
+        sizes = [choice.sizes for choice in self.choices]
+        if not self.choices[0].states:
+            return Columns(layouts, sizes, self.problem)
+        ranks = [(own[0], own[min(1, len(own) - 1)], own[-1]) for own in self.placed]
+        resident = [[rank.get("device", 0) for rank in own] for own in ranks]
+        return Columns(layouts, sizes, self.problem, np.array(resident, dtype=float).T)
+
+    @cached_property
+    def placed(self) -> list[list[dict[Place, int]]]:
+        """Of each layout, the parameters of each rank's optimizer by the place of their states.
+        All are on the device where the method has no plan, and too many to fit."""
+        found = []
+        for choice in self.choices:
+            problem = self.at(choice.layout)
+            plan, ranks = choice.keeping(problem, self.registry), range(choice.layout.pp)
+            if isinstance(plan, Plan):
+                fate = plan.state("optimizer")
+                own = [fate.counts(rank_sharded(problem, plan, rank, fate)) for rank in ranks]
+            else:
+                own = [{"device": NO_PLAN_COUNT} for _ in ranks]
+            found.append(own)
+        return found
+
+    @cached_property
+    def send_s(self) -> Array:
+        """Seconds of a message between neighbouring stages, on the fastest link of any layout."""
+        cost, lay = self.problem.cost, self.problem.layout
+        nbytes = self.problem.layer_kinds[0].activations["layer_input"].nbytes
+        nbytes = nbytes if lay.sp or lay.tp == 1 else nbytes // lay.tp
+        rate = max(cost.nvlink_bytes_per_s, cost.nic_bytes_per_s)
+        seconds = nbytes / rate * self.problem.system.scales.communication
+        return np.full(len(self.choices), seconds)
+
+    @cached_property
+    def end_s(self) -> Array:
+        """Lower bound of the seconds after a rank's last pass: one gradient reduction and one
+        parameter gather, if nothing hides them, and the update of states in host memory."""
+        _, layer, own = least_parameters(self.problem)
+        begun = self.columns.first - self.problem.workload.model.first_dense
+        layers = np.minimum(begun, self.columns.last)
+        found = [
+            self._end_s(c.layout, int(n * (layer + own)), int(n * own))
+            for c, n in zip(self.choices, layers, strict=True)
+        ]
+        if self.choices[0].states:
+            cost = self.problem.cost
+            placed_s = [min(placed_update_s(cost, rank) for rank in own) for own in self.placed]
+            return np.array(found) + placed_s
+        return np.array(found)
+
+    def _end_s(self, layout: Layout, count: int, experts: int) -> float:
+        key = (layout.dp, layout.pp, layout.zero_stage, count)
+        if key not in self._ends_s:
+            problem = self.at(layout)
+            comms = after_passes(problem, count, experts)
+            comms_s = (problem.cost.comm_s(comm, 0) for comm in comms)
+            self._ends_s[key] = fsum((*comms_s, host_update_s(problem, count)))
+        return self._ends_s[key]
+
+    @cached_property
+    def sent_bytes(self) -> Array:
+        """Bytes of each layout's messages to other nodes in a micro-batch."""
+        known: dict[tuple[int, int, int], float] = {}
+        for lay in (choice.layout for choice in self.choices):
+            if (lay.pp, lay.dp, lay.vpp) not in known:
+                known[lay.pp, lay.dp, lay.vpp] = sent_bytes(self.at(lay))
+        return np.array([known[c.layout.pp, c.layout.dp, c.layout.vpp] for c in self.choices])
+
+    @cached_property
+    def usable_bytes(self) -> NDArray[np.int64]:
+        """Device bytes that each layout may reserve: without its communicators and the reserve."""
+        known: dict[tuple[int, int], int] = {}
+        for lay in (choice.layout for choice in self.choices):
+            if (lay.pp, lay.dp) not in known:
+                at = self.reserving(replaced(self.problem, layout=lay))
+                known[lay.pp, lay.dp] = at.usable_bytes - at.reserve_bytes
+        return np.array([known[choice.layout.pp, choice.layout.dp] for choice in self.choices])
+
+    @cached_property
+    def layers_s(self) -> list[ChunkCost]:
+        """Seconds of each kind of layer, from operator tables."""
+        return [layer_cost(self.problem, table) for table in self.problem.layer_kinds]
+
+    @cached_property
+    def _wider(self) -> tuple[More, ...]:
+        """By which the passes of each of the model's layers are longer than a probe's."""
+        return wider(self.problem)
+
+    def wider_at(self, index: int) -> list[More]:
+        """By which the passes of each virtual stage of the layout at `index` are longer than by the
+        lines of probes; empty where they are not, or where gathers of parameters may hide it."""
+        choice, own = self.choices[index], self._wider
+        if not own or choice.layout.zero_stage > 1:
+            return []
+        ends = [0, *accumulate(choice.sizes)]
+        return [
+            More._make(map(fsum, zip(*own[begin:end], strict=True)))
+            for begin, end in pairwise(ends)
+        ]
+
+    @cached_property
+    def wider(self) -> Wider:
+        """`wider_at` of each layout, by rank."""
+        if not self._wider:
+            return AS_PROBED
+        found = []
+        for index, choice in enumerate(self.choices):
+            pp, stages = choice.layout.pp, self.wider_at(index)
+            each = [fsum(map(fsum, stages[rank::pp])) for rank in range(pp)]
+            found.append((each[0], each[int(self.columns.inner_rank[index])], each[-1]))
+        return Wider._make(np.array(column) for column in zip(*found, strict=True))
+
+    @cached_property
+    def states_over_bytes(self) -> Array:
+        """Bytes by which the states of the fullest device exceed what the device may hold."""
+        return np.asarray(np.maximum.reduce(self.columns.state_bytes) - self.usable_bytes)
+
+    @property
+    def has_room(self) -> bool:
+        """Whether the states of any layout fit."""
+        return bool((self.states_over_bytes <= 0).any())
+
+
+def _same(problem: Problem) -> Problem:
+    return problem
+
+
+def after_passes(problem: Problem, count: int, experts: int = 0) -> list[Comm]:
+    """Return the collectives of `count` parameters, of them `experts` of experts, that run after
+    the last pass and are not hidden."""
+    lay, system = problem.layout, problem.system
+    fates = {fate.kind: fate for fate in state_fates(lay, system)}
+    if not lay.has_peers:
+        return []
+    found: list[Comm] = []
+    sums = fates["gradient"].release == "step"
+    whole = has_whole_gradients(fates["gradient"], lay)
+    if sums or (not system.zero.reduce_overlap and not whole):
+        width, shards = system.states.reduce_bytes, fates["optimizer"].shards
+        found += gradient_reductions(lay, shards, 1, width * count, width * experts)
+    if not system.zero.gather_overlap and fates["parameter"].gather == "step":
+        found += parameter_gathers(lay, system, count, experts)
+    return found
+
+
+def host_update_s(problem: Problem, count: int) -> float:
+    """Seconds of a rank's share of the optimizer update on the host; 0 for states on the device."""
+    fate = problem.base_plan.state("optimizer")
+    return problem.cost.host_update_s(count // fate.shards) if fate.home == "host" else 0.0
+
+
+def placed_update_s(cost: CostModel, counts: Mapping[Place, int]) -> float:
+    """Lower bound, in seconds, of the update of states in pieces with `counts` parameters of a rank
+    at each place: of the host's updates, or of the copies of visits."""
+    hosted, visiting = counts.get("host", 0), counts.get("visit", 0)
+    alone_s, beside_s = cost.host_update_s(hosted), cost.host_update_beside_s(hosted, 0.0)
+    nbytes = cost.system.states.optimizer_bytes * visiting
+    return max(min(alone_s, beside_s), cost.copy_s(nbytes, "h2d") if nbytes else 0.0)
+
+
+def sent_bytes(problem: Problem) -> float:
+    """Bytes of a micro-batch's messages to other nodes, as one GPU of each rank sends them:
+    forwards to the next rank, backwards to the previous rank. The model's ends send nothing
+    outwards."""
+    lay, crosses = problem.layout, problem.cost.crosses
+    nbytes = problem.layer_kinds[0].activations["layer_input"].nbytes
+    inner = sum(crosses(rank, rank + 1) for rank in range(lay.pp - 1))
+    around = crosses(lay.pp - 1, 0) * (lay.vpp - 1)
+    return 2 * (lay.vpp * inner + around) * (nbytes if lay.sp else nbytes / lay.tp)
+
+
+def layer_cost(problem: Problem, table: OpTable) -> ChunkCost:
+    """Seconds of a layer's kernels and of the collectives for which compute waits."""
+    comm_s = problem.cost.comm_s if placed_alike(problem) else lambda comm, stage: 0.0
+    shares = exposed_shares(problem, table, 0, comm_s) if problem.ep_overlaps else {}
+    forward, backward = [], []
+    for op in table.ops:
+        found, left = op_seconds(problem, op, 0, comm_s), shares.get(op.name, WHOLE)
+        forward.append(found.forward_s * left.forward)
+        backward.append((found.inputs_s + found.weights_s) * left.backward)
+    return compute_cost(fsum(forward), fsum(backward))
+
+
+def wider(problem: Problem) -> tuple[More, ...]:
+    """By which each layer's passes are longer than those of the layers of probes, which have the
+    narrowest attention window.  Every pass runs each attention whole, so this holds for all plans
+    whose compute waits for nothing else meanwhile."""
+    model = problem.workload.model
+    windows = [window or problem.workload.seq_len for window in model.attention_window]
+    if len(set(windows)) < 2 or 0 < model.expert_layers < model.num_layers:
+        return ()
+    kinds = [layer_cost(problem, table) for table in problem.layer_kinds]
+    least = kinds[problem.variant(windows.index(min(windows)))]
+    own = [kinds[problem.variant(layer)] for layer in range(model.num_layers)]
+    return tuple(
+        More(
+            max(0.0, one.forward.compute_s - least.forward.compute_s),
+            max(0.0, one.backward.compute_s - least.backward.compute_s),
+        )
+        for one in own
+    )
+
+
+WHOLE = Exposed(1.0, 1.0)
+"""The shares of operators that are not exchanges beside another micro-batch."""

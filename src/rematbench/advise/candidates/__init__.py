@@ -1,0 +1,1 @@
+"""What a comparison and a search try: methods, layouts, trials."""

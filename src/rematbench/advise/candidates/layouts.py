@@ -1,0 +1,281 @@
+"""The layouts of a job, and the layers of their chunks."""
+
+import re
+from collections import Counter
+from collections.abc import Iterator
+from itertools import product
+from operator import itemgetter
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from rematbench.host.declared import facts, flat
+from rematbench.inputs.cluster import Cluster
+from rematbench.inputs.job import Job
+from rematbench.inputs.layout import Layout, LayoutError, even_partition
+from rematbench.inputs.layout_rules import check_layout
+from rematbench.inputs.system import System, ZeroStage
+from rematbench.plan import Plan, Unsupported
+from rematbench.plugins.registry import IDENTITY, Registry
+from rematbench.problem import Problem
+from rematbench.workload import Workload
+
+DEGREES = ("tp", "cp", "pp", "vpp", "dp")
+"""The degrees that tables show of every layout, in this order."""
+
+
+MOST_MICRO_BATCH = 64
+"""Most sequences in a micro-batch: no kernel becomes faster with more."""
+
+
+class Fixed(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Degrees that the user has fixed; None for a degree to search.  `sp`: whether tensor
+    parallelism shards rows too.  `shard_degree` is not searched (0: all peers share sharded
+    states), and a fact of the job's degrees that is no field here is that of every layout."""
+
+    tp: int | None = None
+    sp: bool | None = None
+    cp: int | None = None
+    ulysses: int | None = None
+    pp: int | None = None
+    vpp: int | None = None
+    shard_degree: int = 0
+    ep: int | None = None
+    etp: int | None = None
+    micro_batch: int | None = None
+    zero_stage: ZeroStage | None = None
+
+
+class LayoutChoice(Struct, frozen=True):
+    """A layout and the layers of each of its chunks, in pipeline order.  `even`: the partition is
+    the even one; `hosted`: the optimizer's states are in host memory, although the stack keeps them
+    on the device; `states`: the method, with its settings, that places them in pieces (empty:
+    none)."""
+
+    layout: Layout
+    sizes: tuple[int, ...]
+    even: bool = True
+    hosted: bool = False
+    states: str = ""
+
+    def base(self, plan: Plan) -> Plan:
+        """The plan that methods begin with: `plan` with this choice's partition."""
+        return plan if self.even else replace(plan, partition=_partition(self.sizes, self.layout))
+
+    def keeping(self, problem: Problem, registry: Registry) -> Plan | Unsupported:
+        """The plan that keeps every activation here, with its states where they are placed."""
+        base = self.base(problem.base_plan)
+        return registry.resolve(self.states or IDENTITY, None, problem).plan(problem, base)
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """The command-line option for an uneven partition; empty for the even one."""
+        return () if self.even else ("--partition", ",".join(map(str, self.sizes)))
+
+
+def _partition(sizes: tuple[int, ...], lay: Layout) -> tuple[tuple[tuple[int, ...], ...], ...]:
+    starts = [sum(sizes[:i]) for i in range(len(sizes))]
+    chunks = [tuple(range(a, a + n)) for a, n in zip(starts, sizes, strict=True)]
+    return tuple(
+        tuple(chunks[chunk * lay.pp + rank] for chunk in range(lay.vpp)) for rank in range(lay.pp)
+    )
+
+
+class Space(Struct, frozen=True):
+    """The layouts of a job, and the number of layouts that each rule refused."""
+
+    choices: tuple[LayoutChoice, ...]
+    refused: dict[str, int]
+
+
+def space(spec: Job, fixed: Fixed, work: Workload, cluster: Cluster, system: System) -> Space:
+    """Return all layouts of `spec`'s GPUs and global batch with the `fixed` degrees.  Raises
+    LayoutError if the fixed degrees do not divide the GPUs."""
+    refused: Counter[str] = Counter()
+    ranks = (fixed.tp or 1) * (fixed.cp or 1) * (fixed.pp or 1) * (fixed.ulysses or 1)
+    if spec.gpus % ranks:
+        raise LayoutError(
+            f"gpus {spec.gpus} must be a multiple of {ranks}, the product of the requested degrees"
+        )
+    if dense := _dense_between_experts(work):
+        raise LayoutError(dense)
+    choices: list[LayoutChoice] = []
+    for layout in layouts(spec, fixed, work, system, refused):
+        try:
+            check_layout(layout, work, system)
+        except LayoutError as error:
+            rule, _, _ = str(error).partition(", but ")
+            refused[re.sub(r"\b[1-9]\d*\b(?! x )", "N", rule)] += 1  # 2 x cp is the rule's own
+            continue
+        results = [
+            choice
+            for choice in partitions(layout, work.model.num_layers)
+            if choice.sizes[0] > work.model.first_dense
+        ]
+        if not results:
+            refused["the first chunk has none of the layers with experts (not searched)"] += 1
+        choices += results
+        hosts = spec.stack.optimizer is None and may_host(cluster, system)
+        if hosts and work.model.experts is None:
+            choices += [replace(choice, hosted=True) for choice in results]
+    return Space(tuple(choices), dict(refused))
+
+
+def _dense_between_experts(work: Workload) -> str:
+    """Why a model cannot be searched; empty if it can."""
+    model = work.model
+    if model.experts is None or set(model.experts.dense_layers) == set(range(model.first_dense)):
+        return ""
+    return (
+        f"search needs dense layers to come first, but {model.name} has {model.expert_layers} "
+        f"layers with experts of {model.num_layers}; simulate and compare take --ep and --etp"
+    )
+
+
+def may_host(cluster: Cluster, system: System) -> bool:
+    """Whether the optimizer's states may go to host memory and the cluster has a rate for their
+    update there."""
+    return not system.host.optimizer_on_host and cluster.host_update_parameters_per_s is not None
+
+
+def layouts(
+    spec: Job, fixed: Fixed, work: Workload, system: System, refused: Counter[str]
+) -> Iterator[Layout]:
+    """Yield every product of degrees that uses all GPUs, before the rules of layouts are checked.
+    Adds to `refused` the degrees whose replicas do not divide the batch."""
+    asked, batch = spec.gpus, spec.degrees.global_batch
+    kept = {key: value for key, value in flat(spec.degrees).items() if key not in facts(Fixed)}
+    spreads = product(
+        _degrees(fixed.tp, asked, work.model.num_heads),
+        _degrees(fixed.cp, asked, asked if _rings(system) else 1),
+        _degrees(fixed.pp, asked, work.model.num_layers),
+    )
+    for tp, cp, pp in spreads:
+        dp, rest = divmod(asked, tp * cp * pp)
+        if rest or dp == 0:
+            continue
+        for ulysses in _degrees(fixed.ulysses, dp, dp if _exchanges(system, cp) else 1):
+            replicas, rest = divmod(dp, ulysses)
+            if rest or not replicas:
+                refused["dp is not a multiple of ulysses"] += 1
+                continue
+            if batch % replicas:
+                refused["global batch is not a multiple of the number of replicas"] += 1
+                continue
+            for sp, micro_batch, vpp, (zero, ep, etp) in product(
+                _row_shards(fixed.sp, tp),
+                _micro_batches(fixed.micro_batch, batch // replicas),
+                _chunks(fixed.vpp, pp, work.model.num_layers),
+                _states_and_experts(fixed, (tp, cp, pp, dp), work, system),
+            ):
+                yield Layout(
+                    **kept, tp=tp, sp=sp, cp=cp, pp=pp, vpp=vpp, dp=dp, zero_stage=zero,
+                    ulysses=ulysses, shard_degree=fixed.shard_degree, micro_batch=micro_batch,
+                    ep=ep, etp=etp,
+                )  # fmt: skip
+
+
+def _rings(system: System) -> bool:
+    return system.parallel.cp_kind in ("allgather", "ring")
+
+
+def _exchanges(system: System, cp: int) -> bool:
+    """Whether the stack has an all-to-all of heads, inside context parallelism of `cp` ranks."""
+    return ("ulysses_in_cp" if cp > 1 else "ulysses") in system.accepts.features
+
+
+def _degrees(fixed: int | None, total: int, most: int) -> list[int]:
+    if fixed is not None:
+        return [fixed]
+    return [n for n in range(1, min(total, most) + 1) if total % n == 0]
+
+
+def _row_shards(fixed: bool | None, tp: int) -> list[bool]:
+    """Sequence parallelism on and off; off alone where one rank has the whole tensors."""
+    if tp == 1:
+        return [False]
+    return [True, False] if fixed is None else [fixed]
+
+
+def _micro_batches(fixed: int | None, sequences: int) -> list[int]:
+    if fixed is not None:
+        return [fixed]
+    return _degrees(None, sequences, MOST_MICRO_BATCH)
+
+
+def _chunks(fixed: int | None, pp: int, layers: int) -> list[int]:
+    """Chunks per rank: 1, and each number for which all chunks have equally many layers if the
+    embedding, the head or both count as a layer (the chunks at the ends then have one layer less;
+    Megatron: account_for_embedding_in_pipeline_split, account_for_loss_in_pipeline_split)."""
+    if fixed is not None:
+        return [fixed]
+    if pp == 1:
+        return [1]
+    ends = (0, 1, 2)
+    return [1, *(v for v in range(2, layers // pp + 1) if -layers % (pp * v) in ends)]
+
+
+def _expert_degrees(
+    fixed: Fixed, tp: int, ranks: int, work: Workload
+) -> list[tuple[int, int | None]]:
+    """Expert-parallel degrees, and tensor parallelism of an expert: none, or that of attention."""
+    experts = work.model.experts
+    if experts is None:
+        return [(1, None)]
+    splits = sorted({1, tp}) if fixed.etp is None else [fixed.etp]
+    return [
+        (ep, etp)
+        for etp in splits
+        if ranks % etp == 0
+        for ep in _degrees(fixed.ep, ranks // etp, experts.count)
+        if experts.count % ep == 0
+    ]
+
+
+def _states_and_experts(
+    fixed: Fixed, degrees: tuple[int, int, int, int], work: Workload, system: System
+) -> list[tuple[ZeroStage, int, int | None]]:
+    """(ZeRO stage, ep, etp) to try at degrees tp, cp, pp and dp, by the stage.  Experts may have
+    peers where the other parameters have none."""
+    tp, cp, pp, dp = degrees
+    found = [
+        (stage, ep, etp)
+        for ep, etp in _expert_degrees(fixed, tp, tp * cp * dp, work)
+        for stage in _stages(
+            fixed.zero_stage, pp, dp * cp > 1 or tp * cp * dp > ep * (etp or tp), system
+        )
+    ]
+    return sorted(found, key=itemgetter(0))
+
+
+def _stages(fixed: ZeroStage | None, pp: int, peers: bool, system: System) -> list[ZeroStage]:
+    """The ZeRO stages to try, in a pipeline those that the stack has there.  Without peers all are
+    equal: only stage 1.  Stage 2 of FSDP in a pipeline is its stage 3."""
+    if fixed is not None:
+        return [fixed]
+    if not peers:
+        return [1]
+    if pp == 1:
+        return [0, 1, 2, 3]
+    same = system.zero.data_parallel == "fsdp" and 3 in system.accepts.pipeline_zero_stages
+    return [stage for stage in system.accepts.pipeline_zero_stages if not (same and stage == 2)]
+
+
+def partitions(layout: Layout, layers: int) -> Iterator[LayoutChoice]:
+    """The even partition, and the partitions with one layer less or more on the first or the last
+    rank (without interleaving, from pp 3 on)."""
+    even = even_partition(layers, layout)
+    sizes = [len(even[i % layout.pp][i // layout.pp]) for i in range(layout.num_chunks)]
+    yield LayoutChoice(layout, tuple(sizes))
+    if layout.pp < 3 or layout.vpp > 1:
+        return
+    for first, last in product((-1, 0, 1), repeat=2):
+        moved = list(sizes)
+        moved[0] += first
+        moved[-1] += last
+        middle = layers - moved[0] - moved[-1]
+        each, extra = divmod(middle, layout.pp - 2)
+        inner = [each + (i < extra) for i in range(layout.pp - 2)]
+        result = (moved[0], *inner, moved[-1])
+        if min(result) > 0 and result != tuple(sizes):
+            yield LayoutChoice(layout, result, even=False)

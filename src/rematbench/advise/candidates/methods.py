@@ -1,0 +1,176 @@
+"""The methods and policies that a comparison tries, and those that a search composes."""
+
+from collections.abc import Iterable, Sequence
+from itertools import product
+
+from rematbench.advise.candidates.candidate import (
+    Candidate,
+    CompareConfig,
+    Scalar,
+    Variant,
+    of_pieces,
+    of_policy,
+)
+from rematbench.plan import Unsupported
+from rematbench.plugins.kinds import changed_kinds
+from rematbench.plugins.registry import (
+    IDENTITY,
+    Composition,
+    Method,
+    MethodEntry,
+    MethodError,
+    Registry,
+    build,
+    changed_settings,
+    method_text,
+)
+from rematbench.problem import Problem
+
+LARGEST_UNIT = 8
+"""Largest group of layers that a package's policies are searched with: a probe has five groups."""
+
+
+def candidates_of(composed: Composition, registry: Registry) -> tuple[Candidate, ...]:
+    """Return the candidates of exactly these methods.  If a method's `share` is left open, it
+    becomes the method's scalar, with as many steps as the method's `steps`, if declared.  If a
+    method would choose a parameter of its grid from the whole layout, each value gives a candidate,
+    because a probe of a few layers cannot know the choice."""
+    choices = [_settings(method, registry) for method in composed.methods]
+    return tuple(Candidate(parts) for parts in product(*filter(None, choices)))
+
+
+def _settings(method: Method, registry: Registry) -> list[Variant]:
+    entry, settings = registry.entry(method.name), changed_settings(method)
+    if method.name == IDENTITY:
+        return []
+    parameter, steps = entry.declared("share", ("", 0))
+    if parameter and parameter not in settings:
+        steps = int(settings.pop("steps", steps))
+        text = method_text(entry, {**settings, parameter: "{}"})
+        return [Variant(method.name, text, Scalar("share", steps))]
+    if chooses(method, registry):
+        return [
+            Variant(method.name, method_text(entry, {**settings, **each})) for each in entry.grid
+        ]
+    return [Variant(method.name, method_text(entry, settings), cuts=_cuts(entry))]
+
+
+def places_states(registry: Registry, name: str) -> bool:
+    """Whether a method, as it is typed, places training states; MethodError if it is composed with
+    others."""
+    entries = [registry.entry(method.name) for method in registry.resolve(name).methods]
+    places = any(entry.moves_states for entry in entries)
+    if places and len(entries) > 1:
+        raise MethodError(f"{name!r}: name single methods only; search composes them itself")
+    return places
+
+
+def placements(registry: Registry, names: Iterable[str]) -> tuple[str, ...]:
+    """The methods of `names` that place training states, each at every value of its grid that the
+    name leaves open."""
+    return tuple(
+        candidate.text()
+        for name in names
+        if places_states(registry, name)
+        for candidate in candidates_of(registry.resolve(name), registry)
+    )
+
+
+def chooses(method: Method, registry: Registry) -> bool:
+    """Whether a method chooses grid parameters by itself, from facts that differ between the
+    layouts of a group (pieces follow from the shapes of tensors)."""
+    entry = registry.entry(method.name)
+    if _cuts(entry):
+        return False
+    return any(getattr(method, key) is None for each in entry.grid for key in each)
+
+
+def variants(registry: Registry, config: CompareConfig, only: Sequence[str] = ()) -> list[Variant]:
+    """Return every method that is not a planner and moves no states, at its defaults or at each
+    setting of its grid, and the policies.  `only`: the names of the methods and policies to take;
+    empty for all."""
+    results: list[Variant] = []
+    for entry in registry.methods.values():
+        if entry.planner or entry.moves_states or entry.name == IDENTITY:
+            continue
+        if only and entry.name not in only:
+            continue
+        results += _of_method(entry)
+    for policy in config.policies:
+        if only and policy.method not in only:
+            continue
+        if policy.smallest and policy.settings.get("method") != "block":
+            continue  # a group policy: costs are not linear in the layers of a group
+        results.append(of_policy(policy))
+    tuned = [text for text in only if text not in registry.methods]
+    return results + [_tuned(registry, text) for text in tuned]
+
+
+def _tuned(registry: Registry, text: str) -> Variant:
+    """A method with settings that the user typed, or a policy by its name."""
+    methods = registry.resolve(text).methods
+    if len(methods) > 1:
+        raise MethodError(f"{text!r}: name single methods only; search composes them itself")
+    cuts = _cuts(registry.entry(methods[0].name))
+    return Variant(methods[0].name, text, composes="=" in text, cuts=cuts)
+
+
+def _of_method(entry: MethodEntry) -> Iterable[Variant]:
+    share = entry.declared("share", None)
+    if share is not None:
+        parameter, steps = share
+        return [Variant(entry.name, f"{entry.name}:{parameter}={{}}", Scalar("share", steps))]
+    settings = entry.grid or ({},)
+    if len(settings) > 1 and _cuts(entry):
+        return [of_pieces(entry)]
+    return [Variant(entry.name, method_text(entry, each), cuts=_cuts(entry)) for each in settings]
+
+
+def package_variants(
+    entry: MethodEntry, problems: Iterable[Problem], only: Sequence[str] = ()
+) -> list[Variant]:
+    """The policies that a package's options express on any of some problems, each by itself, with
+    the fewest settings that make its plan.  Of the policies that differ in a number of layers in
+    which costs are linear (`by_layer`), one variant varies that number.  `only`: texts of the
+    policies to take; empty, or the package's name, for all."""
+    result = dict.fromkeys(text for text in only if text not in (entry.name, IDENTITY))
+    seen: dict[str, str] = {}
+    for problem in problems if not only or entry.name in only else ():
+        for policy in entry.cls.candidates(problem):
+            text = _varied(entry, changed_settings(policy))
+            if text not in seen and getattr(policy, "unit", 1) <= LARGEST_UNIT:
+                needed = _needed(entry, policy, problem)
+                if needed is not None:
+                    seen[text] = _varied(entry, needed)
+    return [
+        Variant(text, text, Scalar("layers") if "{}" in text else None, composes=False)
+        for text in dict.fromkeys((*result, *seen.values()))
+    ]
+
+
+def _varied(entry: MethodEntry, settings: dict[str, str]) -> str:
+    """A policy's text, with an open number of layers if costs are linear in it."""
+    parameter, linear = entry.declared("by_layer", ("", {}))
+    varies = bool(linear) and linear.items() <= settings.items()
+    return method_text(entry, {**settings, parameter: "{}"} if varies else settings)
+
+
+def _needed(entry: MethodEntry, policy: Method, problem: Problem) -> dict[str, str] | None:
+    """The settings of a policy without which it would have another plan; None if there is no plan,
+    or if it changes other things than activations: layouts say where states are."""
+    base = problem.base_plan
+    plan = policy.plan(problem, base)
+    if isinstance(plan, Unsupported) or plan.states != base.states:
+        return None
+    if not {"rebuild", "offload"} & changed_kinds(base, plan):
+        return None
+    settings = changed_settings(policy)
+    for name in tuple(settings):
+        fewer = {key: value for key, value in settings.items() if key != name}
+        if build(entry, fewer).plan(problem, base) == plan:
+            settings = fewer
+    return settings
+
+
+def _cuts(entry: MethodEntry) -> bool:
+    return bool(entry.declared("pieces", False))

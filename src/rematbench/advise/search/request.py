@@ -1,0 +1,78 @@
+"""The input of a search, and its state after a round."""
+
+from collections.abc import Callable, Generator
+from math import inf
+from pathlib import Path
+
+from msgspec import Struct
+
+from rematbench.advise.candidates.layouts import Fixed
+from rematbench.evaluate.result import Result
+from rematbench.inputs.job import Job
+
+MINUTE = 20
+"""Most rounds of one search where many run in a row: one or two minutes of a core."""
+
+
+class SearchRequest(Struct, frozen=True, kw_only=True):
+    """The input of a search: a problem whose degrees are open except the `fixed` ones.  `only`:
+    methods to compose, at least one per plan (empty: all methods, and plans without any), and
+    planners to try at the end.  A method of optimizer states there adds its plans to those of the
+    others, or of all methods where it is the only one.  `folders`: folders with files of more
+    methods.  `engine`: keep only plans that this package (or `ours`) has options for.
+    `reserve_gib`: device memory that plans leave free (None: the usual reserve).  `within`: the gap
+    to prove, a share of the best step.
+    With `faster_than_s` the search counts the layouts that have a plan with a shorter step, keeps
+    the first such plan of each, and proves no best plan.  With `any_fit` it looks for any plan that
+    fits, and bounds no step.  `most_methods`: the most methods of a plan (None: as in
+    config/compare.yaml).  `hosts`: whether plans may use host memory beyond what the job says."""
+
+    spec: Job
+    fixed: Fixed = Fixed()
+    only: tuple[str, ...] = ()
+    folders: tuple[Path, ...] = ()
+    engine: str = ""
+    reserve_gib: float | None = None
+    within: float = 0.005
+    faster_than_s: float = inf
+    any_fit: bool = False
+    most_methods: int | None = None
+    hosts: bool = True
+
+
+class Progress(Struct, frozen=True, kw_only=True):
+    """The state of a search after a round.  `results`: the plans that fit, fastest first.
+    `bound_s`: lower bound of the step of all plans left.  `listed_s`: lower bound of the step of
+    all plans outside `results`, including plans that cannot be the fastest.  `excluded`: counts of
+    excluded plans by reason.  `short_bytes`: the fewest device bytes that an excluded plan lacked.
+    `plans`: joint plans of the space."""
+
+    results: tuple[Result, ...] = ()
+    bound_s: float = 0.0
+    listed_s: float = 0.0
+    simulations: int = 0
+    excluded: dict[str, int] = {}
+    short_bytes: float = inf
+    plans: int = 0
+
+    @property
+    def best_s(self) -> float:
+        """Seconds of the fastest step that fits."""
+        return self.results[0].fitting_s if self.results else inf
+
+    @property
+    def gap(self) -> float:
+        """Upper bound of the seconds that a better plan may save, as a share of the best step."""
+        return max(0.0, 1.0 - self.bound_s / self.best_s) if self.best_s < inf else inf
+
+    def lists(self, shown: int, within: float) -> bool:
+        """Whether the first `shown` plans are final: no other plan is faster than the last of them
+        by more than the gap."""
+        if len(self.results) < shown:
+            return self.listed_s == inf
+        return shown == 1 or self.listed_s >= (1.0 - within) * self.results[shown - 1].fitting_s
+
+
+Rounds = Callable[..., Generator[Progress, None, None]]
+"""Runs the search of a request, and yields its progress after each round (`rounds.rounds` in some
+processes).  Questions do not know how a search runs."""

@@ -1,0 +1,79 @@
+"""The kinds of things that a plan changes, by which methods compose.
+
+The rule needs no method names, because it reads the kinds from plans.  A method's place is the
+position in KINDS of its last kind.  Methods with different places compose in the order of KINDS."""
+
+from collections.abc import Iterable
+from typing import Literal
+
+from rematbench.plan import ByteBudget, Fate, Offload, Plan, Recompute, Split
+from rematbench.problem import Problem
+from rematbench.solve.kept import overruled
+
+ChangeKind = Literal["partition", "rebuild", "offload", "states", "ends", "pieces"]
+
+
+KINDS: tuple[ChangeKind, ...] = ("partition", "rebuild", "offload", "states", "ends", "pieces")
+"""Kinds in the order of application. An offloader moves what a rebuilder keeps; pieces are cut
+last, from whole tensors. `ends`: fates of the embedding or the head alone."""
+
+
+TUNED = "device ledger"
+"""The `bound` that a method notes when it chose the smallest reduction that fits the device."""
+
+
+def changed_kinds(base: Plan, plan: Plan) -> frozenset[ChangeKind]:
+    """The kinds of things in which a plan differs from its base."""
+    found: set[ChangeKind] = set()
+    for rule in plan.rules[len(base.rules) :]:
+        ends = rule.select.parts is not None and "layer" not in rule.select.parts
+        kinds = _fate_kinds(rule.fate)
+        found |= {"ends"} if ends and kinds else kinds
+    layout = ("partition", "schedule", "orders")
+    if any(getattr(plan, key) != getattr(base, key) for key in layout):
+        found.add("partition")
+    if plan.states != base.states:
+        found.add("states")
+    if plan.mini_sequences != base.mini_sequences:
+        found.add("pieces")
+    return frozenset(found)
+
+
+def _fate_kinds(fate: Fate) -> set[ChangeKind]:
+    match fate:
+        case Recompute():
+            return {"rebuild"}
+        case Offload():
+            return {"offload"}
+        case ByteBudget(alpha=alpha):
+            return {"offload"} if alpha else set()
+        case Split(offload=offload, recompute=recompute):
+            shares: dict[ChangeKind, float] = {"offload": offload, "rebuild": recompute}
+            return {kind for kind, share in shares.items() if share}
+    return set()
+
+
+def place(kinds: Iterable[ChangeKind]) -> int:
+    """Return the index in KINDS at which a method with these kinds of change composes."""
+    return max(KINDS.index(kind) for kind in kinds)
+
+
+def clash(problem: Problem, base: Plan, plan: Plan) -> str:
+    """Return the decisions of `base` that a composed plan overrules; empty if there are none."""
+    for key in ("partition", "schedule", "orders"):
+        if getattr(base, key) not in (getattr(problem.base_plan, key), getattr(plan, key)):
+            return key
+    offloads = any("offload" in _fate_kinds(rule.fate) for rule in base.rules)
+    if offloads and plan.transfers != base.transfers:
+        return "transfers"
+    return overruled(problem, base, plan)
+
+
+def leaves(fate: Fate) -> bool:
+    """Whether a fate may move bytes to the host."""
+    return isinstance(fate, Offload | ByteBudget) or (isinstance(fate, Split) and fate.offload > 0)
+
+
+def copies(plan: Plan) -> bool:
+    """Whether a plan may copy activations to the host."""
+    return any(leaves(rule.fate) for rule in plan.rules)
