@@ -8,20 +8,22 @@ Deviations: with flash attention there are no scores to drop, so the default is 
 Megatron's flag would recompute the flash kernel without a benefit.
 """
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from msgspec import Struct
 from msgspec.structs import replace
 
-from rematbench.plan import Plan, Recompute, Rule, Scope, Select, Unsupported
+from rematbench.plan import Plan, Rule, Scope, Unsupported
 from rematbench.problem import Problem
 from rematbench.solve.kept import holding_inputs, kept_activations, with_live_rules
 from rematbench.solve.recompute_modules import (
     CORE_ATTENTION,
     MODULES,
     Module,
+    before_experts,
     chosen_layers,
     modules_dropped,
+    rebuilding,
 )
 
 AT_ONCE = ("moe", "shared_experts")
@@ -63,11 +65,16 @@ class SelectiveRecompute(Struct, frozen=True, kw_only=True, forbid_unknown_field
             return Unsupported(
                 f"a layer has no activation or operator {unknown[0]!r} (known: {names})"
             )
-        if self.modules and known.isdisjoint(modules_dropped(self.modules)):
-            model = problem.workload.model.name
-            return Unsupported(f"no layer of {model} has {' or '.join(self.modules)}")
+        model = problem.workload.model
+        lacking = [m for m in self.modules if m == "mla_up_proj" and model.latent is None]
+        if self.modules and (lacking or known.isdisjoint(modules_dropped(self.modules))):
+            return Unsupported(
+                f"no layer of {model.name} has {' or '.join(lacking or self.modules)}"
+            )
         kept = kept_activations(problem, base) - {"layer_input"}
         modules = set(modules_dropped(self.modules))
+        routed = before_experts(problem) if "layernorm" in self.modules else ()
+        modules -= {"attn_norm_out"} if routed else set()
         wanted = {*modules, *self.activations, *(name for op in self.ops for name in made[op])}
         if self.keep:
             wanted |= kept - set(self.keep)
@@ -78,7 +85,8 @@ class SelectiveRecompute(Struct, frozen=True, kw_only=True, forbid_unknown_field
         again = self._sent_back(problem)
         held = tuple(dict.fromkeys((*base.held, *self.held, *again)))
         base = replace(base, held=held)
-        rules = self._rules((*dropped, *again), layers)
+        norm = () if "mlp" in self.modules else routed
+        rules = self._rules((*dropped, *again), norm, layers)
         plan = with_live_rules(problem, base, *rules) if layers else base.with_rules(*rules)
         return plan.noting(dropped=", ".join(dropped))
 
@@ -87,19 +95,21 @@ class SelectiveRecompute(Struct, frozen=True, kw_only=True, forbid_unknown_field
         sent = "combined" if problem.layout.ep > 1 else "unsorted"
         return (sent,) if "moe" in self.modules else ()
 
-    def _rules(self, dropped: tuple[str, ...], layers: tuple[int, ...] | None) -> list[Rule]:
-        """A rule for the tensors of modules that run again as a whole, and one for all others."""
+    def _rules(
+        self, dropped: tuple[str, ...], routed: tuple[int, ...], layers: tuple[int, ...] | None
+    ) -> list[Rule]:
+        """Rules for the tensors of modules that run again as a whole, and for all others, of
+        `layers` (None: of all); of the norm before experts in the layers `routed`."""
         module = {name for one in self.modules if one in AT_ONCE for name in MODULES[one]}
         module |= {"combined", "unsorted"}
         parts: dict[Scope, tuple[str, ...]] = {
             "layer": tuple(name for name in dropped if name in module),
             self.scope: tuple(n for n in dropped if self.scope == "layer" or n not in module),
         }
-        where: dict[str, Any] = {"parts": ("layer",), "layers": layers, "kept": True}
         return [
-            Rule(Select(activations=names, **where), Recompute(scope=scope))
+            rule
             for scope, names in parts.items()
-            if names
+            for rule in rebuilding(names, scope, routed, layers)
         ]
 
 

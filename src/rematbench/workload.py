@@ -58,6 +58,40 @@ class Experts(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     aux_loss: Cap = 0.0
 
 
+class Latent(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Latent attention: queries, and keys with values, are projected down to few columns, normed,
+    and projected up to heads (DeepSeek-V2, arXiv 2405.04434).
+
+    - `q_rank`: columns of compressed queries (0: queries are projected at once); `kv_rank`: columns
+      of compressed keys and values.
+    - `nope`, `rope`: columns of a head of queries and of keys without and with rotary positions;
+      all heads of keys share the latter.  `v`: columns of a head of values.
+    - `index_heads`, `index_dim`, `index_top`: an indexer of so many heads and columns chooses so
+      many tokens for each query (sparse attention, DeepSeek-V3.2; 0: attention to all tokens).
+    """
+
+    q_rank: Annotated[int, Meta(ge=0, le=1 << 24)] = 0
+    kv_rank: Width
+    nope: Width
+    rope: Width
+    v: Width
+    index_heads: Annotated[int, Meta(ge=0, le=1 << 24)] = 0
+    index_dim: Annotated[int, Meta(ge=0, le=1 << 24)] = 0
+    index_top: Annotated[int, Meta(ge=0, le=1 << 24)] = 0
+
+    @property
+    def qk(self) -> int:
+        """Columns of a head of queries, and of keys."""
+        return self.nope + self.rope
+
+    def matrix_parameters(self, hidden: int, heads: int) -> int:
+        """Parameters of the projections to queries, keys and values, and of the indexer's."""
+        q = self.q_rank * (hidden + heads * self.qk) if self.q_rank else hidden * heads * self.qk
+        kv = hidden * (self.kv_rank + self.rope) + self.kv_rank * heads * (self.nope + self.v)
+        index = hidden * (self.index_dim + self.index_heads)
+        return q + kv + index + (self.q_rank or hidden) * self.index_heads * self.index_dim
+
+
 class Model(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A decoder-only transformer, with the terms of its published config.
 
@@ -83,6 +117,8 @@ class Model(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     - `attention_chunked`: the window of a layer is a chunk: a token attends to the tokens before it
       in its chunk.  `attention_sinks`: a trainable logit for each head beside the scores.
     - `experts`: a mixture of experts in place of the MLP; `ffn` is then the width of dense layers.
+    - `latent`: queries, keys and values pass through few columns; `head_dim` is then the columns of
+      a head of queries and keys, and every head has keys and values of its own.
     - `mtp_layers`: layers behind the last one that each predict one more token (multi-token
       prediction, DeepSeek-V3, arXiv 2412.19437).  Each joins the hidden states with the embedding
       of the next token by a linear, and uses the model's embedding and output projection.
@@ -127,6 +163,7 @@ class Model(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     attention_chunked: bool = False
     attention_sinks: bool = False
     experts: Experts | None = None
+    latent: Latent | None = None
     mtp_layers: Annotated[int, Meta(ge=0, le=64)] = 0
     left_out: str = ""
     source: str = ""
@@ -138,8 +175,30 @@ class Model(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def kv_width(self) -> int:
-        """Columns of the key (or value) projection: KV heads x head_dim."""
+        """Columns of the keys (without latent attention also of the values): KV heads x
+        head_dim."""
         return self.num_kv_heads * self.head_dim
+
+    @property
+    def v_dim(self) -> int:
+        """Columns of a head of values."""
+        return self.latent.v if self.latent else self.head_dim
+
+    @property
+    def sparse_attention(self) -> bool:
+        """Whether an indexer chooses the tokens to which a query attends."""
+        return self.latent is not None and self.latent.index_top > 0
+
+    @property
+    def untimed(self) -> str:
+        """Why the model's operators have no seconds; empty if they have."""
+        words = "sparse attention (an indexer chooses the tokens of each query)"
+        return words * self.sparse_attention
+
+    @property
+    def out_width(self) -> int:
+        """Columns of attention's output: heads x columns of values."""
+        return self.num_heads * self.v_dim
 
     @property
     def gated(self) -> bool:
@@ -187,6 +246,8 @@ class Model(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             "experts": self.experts is not None,
             "norms of queries and keys without a weight": self.qk_norm
             and self.qk_norm_weights == "none",
+            "latent attention": self.latent is not None,
+            "sparse attention": self.sparse_attention,
             "layers that predict more tokens": self.mtp_layers > 0,
             "different rates of dropout": self.drops_attention != (self.dropout > 0)
             or self.drops_embedding != (self.dropout > 0),
@@ -246,14 +307,23 @@ class Model(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def attention_matrix_parameters(self) -> int:
-        """Parameters of one layer's attention linears, which tensor parallelism splits."""
+        """Parameters of one layer's attention linears, which tensor parallelism splits (of latent
+        attention all but the projections to few columns)."""
+        if self.latent is not None:
+            inside = self.latent.matrix_parameters(self.hidden, self.num_heads)
+            return inside + self.hidden * self.out_width
         return self.hidden * (2 * self.q_width + 2 * self.kv_width)
 
     @property
     def attention_vector_parameters(self) -> int:
         """Parameters of one layer's norms, attention biases and sinks."""
         norms = self.norm_parameters * self.layer_norms
-        qkv = (self.q_width + 2 * self.kv_width) if self.qkv_bias else 0
+        columns = self.q_width + 2 * self.kv_width
+        if self.latent is not None:
+            ranks = (self.latent.q_rank, self.latent.kv_rank)
+            norms += sum(map(self.norm_parameters_of, ranks)) + 2 * self.latent.index_dim
+            columns = sum(ranks) + self.latent.rope
+        qkv = columns if self.qkv_bias else 0
         proj = self.hidden if self.proj_bias else 0
         heads = self.head_norm_parameters(self.q_width) + self.head_norm_parameters(self.kv_width)
         return norms + heads + qkv + proj + self.num_heads * self.attention_sinks
@@ -268,14 +338,16 @@ class Model(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def active_layer_matrices(self) -> int:
-        """Parameters of the matrices of all layers that one token passes."""
-        total = self.num_layers * self.attention_matrix_parameters
-        total += (self.num_layers - self.expert_layers) * self.mlp_matrix_parameters(self.ffn)
+        """Parameters of the matrices of all layers that one token passes, also of those that
+        predict more tokens."""
+        every, sparse = self.num_layers + self.mtp_layers, 0
+        total = every * self.attention_matrix_parameters + self.mtp_layers * self.join_parameters
         if self.experts is not None:
             width = self.experts.active * self.experts.ffn + self.experts.shared_ffn
             router = self.hidden * (self.experts.count + self.experts.shared_gate)
-            total += self.expert_layers * (self.mlp_matrix_parameters(width) + router)
-        return total
+            sparse = self.expert_layers + self.mtp_layers
+            total += sparse * (self.mlp_matrix_parameters(width) + router)
+        return total + (every - sparse) * self.mlp_matrix_parameters(self.ffn)
 
     @property
     def embedding_parameters(self) -> int:
@@ -291,7 +363,7 @@ class Model(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def parameters(self) -> int:
-        """All trainable parameters."""
+        """All trainable parameters, without those of layers that predict more tokens."""
         return self._with_experts(self.experts.count if self.experts else 0)
 
     @property
@@ -300,15 +372,33 @@ class Model(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         and everything else."""
         return self._with_experts(self.experts.active if self.experts else 0)
 
+    @property
+    def prediction_parameters(self) -> int:
+        """Trainable parameters of the layers that predict more tokens: of each the linear that
+        joins hidden states and an embedding, a norm of each of these, a layer, and a norm."""
+        count = self.experts.count if self.experts else 0
+        layer = self._layer_parameters(count, dense=self.experts is None)
+        return self.mtp_layers * (layer + self.join_parameters + 3 * self.norm_parameters)
+
+    @property
+    def join_parameters(self) -> int:
+        """Parameters of the linear that joins hidden states and an embedding."""
+        return 2 * self.hidden * self.hidden
+
+    def _layer_parameters(self, count: int, *, dense: bool) -> int:
+        """Trainable parameters of a layer: with one MLP, or with `count` experts."""
+        attention = self.attention_matrix_parameters + self.attention_vector_parameters
+        if dense or self.experts is None:
+            return attention + self.mlp_parameters(self.ffn)
+        shared = self.experts.shared_ffn
+        experts = count * self.mlp_parameters(self.experts.ffn) + self.router_parameters
+        return attention + experts + (self.mlp_parameters(shared) if shared else 0)
+
     def _with_experts(self, count: int) -> int:
         """Trainable parameters with `count` experts in each layer that has experts."""
-        attention = self.attention_matrix_parameters + self.attention_vector_parameters
-        dense = (self.num_layers - self.expert_layers) * self.mlp_parameters(self.ffn)
-        layers = self.num_layers * attention + dense
+        layers = (self.num_layers - self.expert_layers) * self._layer_parameters(count, dense=True)
         if self.experts is not None:
-            shared = self.experts.shared_ffn
-            layer = count * self.mlp_parameters(self.experts.ffn) + self.router_parameters
-            layers += self.expert_layers * (layer + (self.mlp_parameters(shared) if shared else 0))
+            layers += self.expert_layers * self._layer_parameters(count, dense=False)
         head = 0 if self.tied_embeddings else self.head_parameters
         head += self.vocab if self.head_bias else 0
         return layers + self.embedding_parameters + head + self.norm_parameters

@@ -15,7 +15,14 @@ from rematbench.engine.simulate.seconds import action_seconds
 from rematbench.evaluate.breakdown import host_wait_s
 from rematbench.evaluate.evaluation import PlanEvaluation, RankBytes, fullest_rank
 from rematbench.evaluate.proof import Proof
-from rematbench.evaluate.result import SPEEDS, Band, Result, assumed, faster_attention
+from rematbench.evaluate.result import (
+    SPEEDS,
+    Band,
+    Result,
+    assumed,
+    faster_attention,
+    leaner_exchanges,
+)
 from rematbench.evaluate.verdict import Retries
 from rematbench.evidence.bands import inside_shares
 from rematbench.evidence.peaks import about, in_words, total_is_checked
@@ -126,7 +133,7 @@ def heading(problem: Problem) -> list[str]:
     shards = f" over {lay.shard_degree} ranks" if lay.shard_degree else ""
     experts = f"  ep {lay.ep}  etp {lay.expert_tp}" if work.model.experts else ""
     stages = f" | stages {lay.stages}" if lay.stages else ""
-    faster = faster_attention(problem)
+    faster, leaner = faster_attention(problem), leaner_exchanges(problem)
     return [
         f"{work.model.name}, {work.seq_len:,} tokens{_packed(problem)}, {work.precision}, on "
         f"{lay.gpus} x "
@@ -138,6 +145,7 @@ def heading(problem: Problem) -> list[str]:
         f"assumes: {assumed(problem)}",
         *(f"does not tile: {line}" for line in untiled_of(problem)),
         *([f"{faster} (--attention, if the stack has it)"] if faster else []),
+        *([leaner] if leaner else []),
         *_versions(problem.system.name),
     ]
 

@@ -286,7 +286,7 @@ def kernel_flop(kernel: Kernel) -> float:
         case Gemm(m=m, n=n, k=k, batch=batch):
             return 2.0 * m * n * k * batch
         case Attention(batch=batch, heads=heads, head_dim=head_dim, pairs=pairs):
-            return 4.0 * pairs * heads * head_dim * batch
+            return 2.0 * pairs * heads * (head_dim + kernel.values) * batch
     return 0.0
 
 

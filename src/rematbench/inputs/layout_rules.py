@@ -82,6 +82,7 @@ def _rules(lay: Layout, work: Workload, system: System) -> list[tuple[bool, str]
             "cp_kind: allgather has",
         ),
         *_ulysses_rules(lay, work, system),
+        *_latent_rules(lay, work, system),
         *_expert_rules(lay, work, system),
         *_ep_overlap_rules(lay, work, system),
         *_stack_rules(lay, system),
@@ -111,7 +112,7 @@ def _stack_rules(lay: Layout, system: System) -> list[tuple[bool, str]]:
         ),
         *_shard_rules(lay, system),
         (
-            lay.state_shards > 1 and stage not in system.accepts.zero_stages,
+            lay.has_peers and stage not in system.accepts.zero_stages,
             f"system {system.name} has no ZeRO stage {stage} (its stages: {stages})",
         ),
         (
@@ -210,6 +211,24 @@ def _nested_rules(
         *(
             (holds, f"Ulysses inside context parallelism has no {words} (TransformerEngine)")
             for words, holds in refused.items()
+        ),
+    ]
+
+
+def _latent_rules(lay: Layout, work: Workload, system: System) -> list[tuple[bool, str]]:
+    """The rules of values with other columns than keys, in words of TransformerEngine, on which
+    stacks with fused norms run (attn_forward_func_with_cp of context_parallel.py), and of DeepSpeed
+    0.19.8 (ulysses_sp.py, UlyssesSPAttentionHF)."""
+    if work.model.latent is None:
+        return []
+    words = "Context parallelism does not support MLA with cp_comm_type="
+    gathered = system.parallel.cp_kind == "allgather" and system.kernels.norm == "fused"
+    return [
+        (lay.cp > 1 and gathered, f"cp = {lay.cp}: {words}'all_gather' (TransformerEngine)"),
+        (
+            lay.ulysses > 1 and lay.cp == 1,
+            f"ulysses = {lay.ulysses} with latent attention: {words}'a2a' (TransformerEngine), and "
+            "DeepSpeed's value input tensor does not match the required shape, the keys'",
         ),
     ]
 

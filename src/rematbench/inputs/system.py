@@ -55,6 +55,8 @@ class StackChoice(Part, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Parameters are there with ZeRO 3; this replaces the stack's value."""
     ep_overlap: EpOverlapChoice | None = None
     """Experts' exchanges run beside another micro-batch; this replaces the stack's value."""
+    dispatcher: Dispatcher | None = None
+    """Tokens reach their experts in this way; this replaces the stack's value."""
 
 
 Scale = Annotated[float, Meta(gt=0.0, le=100.0)]

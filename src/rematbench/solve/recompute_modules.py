@@ -6,9 +6,10 @@ from collections.abc import Iterable
 from itertools import groupby
 from typing import Literal
 
-from rematbench.plan import Plan
+from rematbench.plan import Plan, Recompute, Rule, Scope, Select
+from rematbench.problem import Problem
 
-Module = Literal["core_attn", "layernorm", "mlp", "moe", "moe_act", "shared_experts"]
+Module = Literal["core_attn", "layernorm", "mlp", "moe", "moe_act", "shared_experts", "mla_up_proj"]
 CORE_ATTENTION = ("attn_probs", "attn_probs_mask", "attn_probs_dropped")
 MLP = ("gate_out", "up_out", "act_out", "fc2_in")
 SHARED = ("shared_gate_out", "shared_up_out", "shared_fc2_in")
@@ -21,6 +22,7 @@ MODULES: dict[Module, tuple[str, ...]] = {
     "moe": ("router_scores", "permutation", *EXPERTS, *SHARED, "shared_out"),
     "moe_act": WEIGHTED,
     "shared_experts": SHARED,
+    "mla_up_proj": ("q", "k", "v"),
 }
 """The saved tensors inside the modules that Megatron-core recomputes (transformer_config.py,
 recompute_modules)."""
@@ -29,6 +31,41 @@ recompute_modules)."""
 def modules_dropped(modules: Iterable[Module]) -> tuple[str, ...]:
     """The saved tensors that recompute modules drop, in the order of the modules."""
     return tuple(dict.fromkeys(name for module in modules for name in MODULES[module]))
+
+
+def before_experts(problem: Problem) -> tuple[int, ...]:
+    """The layers where the module `layernorm` drops `mlp_norm_out` and nothing else, on a stack
+    with TransformerEngine's norms: they are part of the linear after them, except the norm before
+    experts (megatron-core 0.16.1, core/models/gpt/gpt_layer_specs.py, pre_mlp_layernorm).  Empty
+    for a stack whose norms are all modules, and for a model without experts."""
+    model = problem.workload.model
+    if problem.system.kernels.norm != "fused" or model.experts is None:
+        return ()
+    return tuple(layer for layer in range(model.num_layers) if not model.is_dense(layer))
+
+
+def rebuilding(
+    names: Iterable[str],
+    scope: Scope,
+    routed: tuple[int, ...] = (),
+    layers: tuple[int, ...] | None = None,
+) -> list[Rule]:
+    """Rules that rebuild these tensors of `layers` (None: of every layer), but of the layers
+    `routed` alone the output of the norm before experts (empty: of all of them too)."""
+    norm = ["mlp_norm_out"] if routed else []
+    at_norm = tuple(layer for layer in routed if layers is None or layer in layers)
+    parts = (
+        ([name for name in names if name not in norm], layers),
+        ([name for name in names if name in norm], at_norm),
+    )
+    return [
+        Rule(
+            Select(parts=("layer",), layers=where, activations=tuple(some), kept=True),
+            Recompute(scope=scope),
+        )
+        for some, where in parts
+        if some and where != ()
+    ]
 
 
 def chosen_layers(base: Plan, layers: str, per_chunk: str) -> tuple[int, ...] | str:

@@ -118,7 +118,7 @@ def test_balance_is_an_assumption_unless_it_was_forced() -> None:
         ({"router": "token drop"}, "router: 'token drop': is not modelled (dropless, or"),
         ({"router": "capacity factor 0.5"}, "is not modelled (dropless, or capacity factor F"),
         ({"optimizer": "muon"}, "optimizer: 'muon': is not modelled"),
-        ({"recompute_modules": "mla_up_proj"}, "recompute_modules: 'mla_up_proj' is not modelled"),
+        ({"recompute_modules": "gdn_norm"}, "recompute_modules: 'gdn_norm' is not modelled"),
         ({"dispatcher": "mori"}, "dispatcher 'mori' is not modelled (known: alltoall, allgather"),
         ({"recompute": "", "recompute_modules": ""}, "recomputation not published"),
         ({"ep": "7"}, "layout: "),

@@ -4,6 +4,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 from itertools import product
+from operator import itemgetter
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -191,12 +192,11 @@ def layouts(
             if batch % replicas:
                 refused["global batch is not a multiple of the number of replicas"] += 1
                 continue
-            for sp, micro_batch, vpp, zero, (ep, etp) in product(
+            for sp, micro_batch, vpp, (zero, ep, etp) in product(
                 _row_shards(fixed.sp, tp),
                 _micro_batches(fixed.micro_batch, batch // replicas),
                 _chunks(fixed.vpp, pp, work.model.num_layers, spec.degrees.stages),
-                _stages(fixed.zero_stage, pp, dp * cp, work, system),
-                _expert_degrees(fixed, tp, tp * cp * dp, work),
+                _states_and_experts(fixed, (tp, cp, pp, dp), work, system),
             ):
                 yield Layout(
                     **kept, tp=tp, sp=sp, cp=cp, pp=pp, vpp=vpp, dp=dp, zero_stage=zero,
@@ -265,16 +265,29 @@ def _expert_degrees(
     ]
 
 
-def _stages(
-    fixed: ZeroStage | None, pp: int, shards: int, work: Workload, system: System
-) -> list[ZeroStage]:
-    """The ZeRO stages to try, in a pipeline those that the stack has there.  Without data-parallel
-    peers all are equal: only stage 1, and stage 0 too for experts, which may have other peers.
-    Stage 2 of FSDP in a pipeline is its stage 3."""
+def _states_and_experts(
+    fixed: Fixed, degrees: tuple[int, int, int, int], work: Workload, system: System
+) -> list[tuple[ZeroStage, int, int | None]]:
+    """(ZeRO stage, ep, etp) to try at degrees tp, cp, pp and dp, by the stage.  Experts may have
+    peers where the other parameters have none."""
+    tp, cp, pp, dp = degrees
+    found = [
+        (stage, ep, etp)
+        for ep, etp in _expert_degrees(fixed, tp, tp * cp * dp, work)
+        for stage in _stages(
+            fixed.zero_stage, pp, dp * cp > 1 or tp * cp * dp > ep * (etp or tp), system
+        )
+    ]
+    return sorted(found, key=itemgetter(0))
+
+
+def _stages(fixed: ZeroStage | None, pp: int, peers: bool, system: System) -> list[ZeroStage]:
+    """The ZeRO stages to try, in a pipeline those that the stack has there.  Without peers all are
+    equal: only stage 1.  Stage 2 of FSDP in a pipeline is its stage 3."""
     if fixed is not None:
         return [fixed]
-    if shards == 1:
-        return [0, 1] if work.model.experts is not None else [1]
+    if not peers:
+        return [1]
     if pp == 1:
         return [0, 1, 2, 3]
     same = system.zero.data_parallel == "fsdp" and 3 in system.accepts.pipeline_zero_stages

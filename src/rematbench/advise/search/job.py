@@ -41,6 +41,7 @@ from rematbench.plugins.registry import IDENTITY, MethodEntry, MethodError, Regi
 from rematbench.problem import Problem
 from rematbench.workload import Model
 from rematbench.worlds.packages.flags import Engines
+from rematbench.worlds.packages.limits import without_options
 from rematbench.worlds.packages.process import baselines
 
 GIB = 2**30
@@ -163,7 +164,7 @@ class SearchSpace:
         even = (choice for choice in self.space.choices if choice.even)
         kinds = {(_kind(choice), choice.sizes[:1]): choice for choice in even}
         problems = map(self.problem, kinds.values())
-        runs = [item for item in problems if not package.cls.inexpressible(item)]
+        runs = [item for item in problems if not without_options(package.cls.inexpressible(item))]
         if not runs:
             raise MethodError(
                 f"engine {package.name} cannot run stack {self.system.name} on any of these layouts"

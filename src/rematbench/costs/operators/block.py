@@ -3,6 +3,7 @@
 from rematbench.costs.operators.builder import Builder
 from rematbench.costs.operators.experts import add_experts
 from rematbench.costs.operators.kernels import Elementwise, Kernel, Named
+from rematbench.costs.operators.latent import add_latent
 from rematbench.costs.operators.ops import Comm, Op, OpTable
 from rematbench.inputs.layout import Layout
 from rematbench.inputs.system import System
@@ -85,6 +86,17 @@ def layer_table(
 def _attention(b: Builder, x: str, window: int) -> None:
     """Add attention from the tensor `x` to `proj_out`."""
     model, s = b.model, b.s
+    if model.latent is not None:
+        add_latent(b, model.latent, x)
+    else:
+        _heads(b, x)
+    b.attention(window)
+    b.row("proj", "attn_out", "proj_out", s.out_width, bias=model.proj_bias)
+
+
+def _heads(b: Builder, x: str) -> None:
+    """Add the projections from the tensor `x` to queries, keys and values, and their norms."""
+    model, s = b.model, b.s
     rope: tuple[Kernel, ...] = ()
     if model.position == "rope":
         turned = int(s.tokens * (s.q_width + s.kv_width) * model.rotary_share)
@@ -96,8 +108,6 @@ def _attention(b: Builder, x: str, window: int) -> None:
     for name, width in projected.items():
         if _is_normed(b, name):
             b.head_norm(f"{name[0]}_norm", f"{name}_raw", name, width)
-    b.attention(window)
-    b.row("proj", "attn_out", "proj_out", s.q_width, bias=model.proj_bias)
 
 
 def _pre_norm(b: Builder, name: str, x: str) -> str:

@@ -203,6 +203,8 @@ _NORMS = (
     "mlp_norm",
     "post_mlp_norm",
     "final_norm",
+    "q_latent_norm",
+    "kv_latent_norm",
 )
 _MORE_NORMS = ("embedding_norm", "q_norm", "k_norm")
 """Norms whose outputs have names of their own."""
@@ -253,6 +255,7 @@ ACTIVATIONS = frozenset(
         *_EXPERTS,
         *_ENDS,
         *_HEADS,
+        *("q_latent", "kv_latent", "k_rope", "k_nope", "k_turned", "chosen"),
         *(f"{name}_rows" for name in _HEADS),
         *(f"{name}{order}_raw" for name in "qk" for order in ("", "_rows")),
         *(f"{name}_repeated" for name in "kv"),

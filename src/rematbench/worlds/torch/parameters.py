@@ -24,7 +24,7 @@ from torch import Tensor
 
 from rematbench.costs.operators.ops import Part
 from rematbench.inputs.layout import Layout
-from rematbench.workload import Experts, Model
+from rematbench.workload import Experts, Latent, Model
 from rematbench.worlds.torch.arithmetic import fused, wide
 
 INIT_STD = 0.05
@@ -115,8 +115,9 @@ def _embedding_specs(model: Model, vocab: int) -> dict[str, ParameterSpec]:
     return specs
 
 
-def _norm_specs(model: Model, local: str, name: str) -> dict[str, ParameterSpec]:
-    width = model.head_dim if local in HEAD_NORMS else model.hidden
+def _norm_specs(model: Model, local: str, name: str, width: int = 0) -> dict[str, ParameterSpec]:
+    """A norm over `width` columns (0: a head's, or the hidden ones)."""
+    width = width or (model.head_dim if local in HEAD_NORMS else model.hidden)
     specs = {local: ParameterSpec(f"{name}.weight", (width,), own_rows=True, mean=1.0)}
     if model.norm == "layernorm":
         specs[f"{local}.bias"] = ParameterSpec(f"{name}.bias", (width,), own_rows=True)
@@ -133,11 +134,35 @@ def _attention_specs(model: Model, prefix: str) -> dict[str, ParameterSpec]:
         norms += HEAD_NORMS
     for norm in norms:
         specs |= _norm_specs(model, norm, f"{prefix}.{norm}")
-    for local, width in (("q", model.q_width), ("k", model.kv_width), ("v", model.kv_width)):
-        specs |= _linear_specs(prefix, local, (width, model.hidden), 0, bias=model.qkv_bias)
+    if model.latent is not None:
+        specs |= _latent_specs(model, model.latent, prefix)
+    else:
+        for local, width in (("q", model.q_width), ("k", model.kv_width), ("v", model.kv_width)):
+            specs |= _linear_specs(prefix, local, (width, model.hidden), 0, bias=model.qkv_bias)
     return specs | _linear_specs(
-        prefix, "proj", (model.hidden, model.q_width), 1, bias=model.proj_bias
+        prefix, "proj", (model.hidden, model.out_width), 1, bias=model.proj_bias
     )
+
+
+def _latent_specs(model: Model, given: Latent, prefix: str) -> dict[str, ParameterSpec]:
+    """The projections of latent attention: those to few columns, which each rank has whole, with
+    their norms, and those up to heads."""
+    specs: dict[str, ParameterSpec] = {}
+    down = {"q_latent": given.q_rank} if given.q_rank else {}
+    for local, width in (down | {"kv_latent": given.kv_rank, "k_rope": given.rope}).items():
+        shape = (width, model.hidden)
+        specs[local] = ParameterSpec(f"{prefix}.{local}.weight", shape, own_rows=True)
+        if model.qkv_bias:
+            bias = ParameterSpec(f"{prefix}.{local}.bias", shape[:1], own_rows=True)
+            specs[f"{local}.bias"] = bias
+    norms = {"q_latent_norm": given.q_rank} if given.q_rank else {}
+    for local, width in (norms | {"kv_latent_norm": given.kv_rank}).items():
+        specs |= _norm_specs(model, local, f"{prefix}.{local}", width)
+    heads, source = model.num_heads, given.q_rank or model.hidden
+    specs |= _linear_specs(prefix, "q", (model.q_width, source), 0, bias=False)
+    for local, width in (("k_nope", heads * given.nope), ("v", heads * given.v)):
+        specs |= _linear_specs(prefix, local, (width, given.kv_rank), 0, bias=False)
+    return specs
 
 
 def _linear_specs(

@@ -98,7 +98,8 @@ class RankModel:
         self.pieces = self._cut(plan)
         where = positions(lay, place, problem.workload.seq_len)
         self.where = where.repeat(lay.micro_batch).to(device)
-        self.cos, self.sin = rope_tables(self.where, self.kind.head_dim, self.dtype)
+        turned = self.kind.latent.rope if self.kind.latent else self.kind.head_dim
+        self.cos, self.sin = rope_tables(self.where, turned, self.dtype)
         self.chosen = self._chosen()
         self.slices = slices(lay, place)
         self.batches: list[MicroBatch] = []
@@ -208,8 +209,8 @@ class RankModel:
         """One rank's attention; under Ulysses whole sequences with a part of the heads."""
         s, ranks = self.shapes, self.problem.layout.ulysses
         rows = ranks * s.tokens // s.micro_batch
-        kv_heads = max(1, s.kv_heads // ranks)
-        return Shape(s.micro_batch, rows, s.heads // ranks, kv_heads, self.kind.head_dim)
+        kv_heads, dims = max(1, s.kv_heads // ranks), (self.kind.head_dim, self.kind.v_dim)
+        return Shape(s.micro_batch, rows, s.heads // ranks, kv_heads, *dims)
 
     def dtype_of(self, tensor: Activation) -> torch.dtype:
         """The element type of an activation."""
