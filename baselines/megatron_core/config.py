@@ -14,7 +14,8 @@ from baselines.megatron_core.arguments import fields
 from baselines.megatron_core.experts import expert_fields
 from baselines.megatron_core.guards import has_transformer_engine
 from baselines.megatron_core.limits import has_biases
-from baselines.megatron_core.plan import MIN_OFFLOADED, MegatronCore
+from baselines.megatron_core.modules import MIN_OFFLOADED
+from baselines.megatron_core.plan import MegatronCore
 from rematbench.workload import Model
 from rematbench.worlds.packages.process import PackageJob
 from rematbench.worlds.records.record import RunSpec

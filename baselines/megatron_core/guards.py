@@ -54,7 +54,7 @@ def _with_transformer_engine(run: RunSpec, policy: MegatronCore) -> list[Reason]
             "fp32 on TransformerEngine, whose fp32 products are TF32 and whose attention has no "
             "fp32 but the quadratic one",
         ),
-        policy.norms,
+        policy.norms(run.model),
     ]
 
 

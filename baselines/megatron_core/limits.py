@@ -41,14 +41,14 @@ def of_model(setup: Setup) -> list[Reason]:
 TRACED_HERE = ("experts", "latent attention")
 """The features of blocks, of those that Llama's and GPT's lack, that this baseline has."""
 HAVE_OPTIONS = (
-    *("rotary positions on a part of the heads", "no positions"),
+    *("rotary positions on a part of the heads", "no positions", "attention sinks"),
     *("layers that predict more tokens", "sparse attention"),
 )
 """Features of a block that Megatron-LM has an option for, and this baseline does not run."""
 
 
 def _said(words: str) -> str:
-    return NOT_RUN if words in HAVE_OPTIONS else "(no option of megatron-core)"
+    return f"({NOT_RUN}" if words in HAVE_OPTIONS else "(no option of megatron-core)"
 
 
 def _experts(setup: Setup) -> list[Reason]:
@@ -66,8 +66,8 @@ def _experts(setup: Setup) -> list[Reason]:
         (setup.work.drops_tokens, "a capacity of experts without padding (not run here)"),
         (
             experts.aux_loss > 0 and lay.tp > 1,
-            "an auxiliary loss under tp, per token as here: 0.16.1 scales its gradient by a rank's "
-            "tokens, so it is 1/tp of the right one beside a right loss",
+            "an auxiliary loss under tp: with --calculate-per-token-loss 0.16.1 scales its "
+            f"gradient by a rank's tokens, so it is 1/tp of the right one ({NOT_RUN}",
         ),
         (
             lay.tp > 1 and lay.ep == 1 and lay.expert_tp == 1,

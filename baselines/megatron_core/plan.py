@@ -17,8 +17,16 @@ from msgspec.structs import replace
 
 from baselines.megatron_core import options
 from baselines.megatron_core.limits import has_biases, of_layout, of_model
+from baselines.megatron_core.modules import (
+    MIN_OFFLOADED,
+    MOVED,
+    TRACED,
+    OffloadModule,
+    RecomputeModule,
+)
 from rematbench.engine.lowering.passes.emit_op import NOT_AGAIN
 from rematbench.engine.lowering.schedule import interleaved
+from rematbench.inputs.stages import stages_of
 from rematbench.plan import (
     Group,
     Offload,
@@ -32,42 +40,19 @@ from rematbench.plan import (
 )
 from rematbench.problem import Problem
 from rematbench.solve.kept import holding_inputs, kept_activations
-from rematbench.solve.recompute_modules import Module, modules_dropped
+from rematbench.solve.recompute_modules import before_experts, modules_dropped, rebuilding
 from rematbench.workload import Model, PositiveInt
-from rematbench.worlds.packages.limits import NOT_RUN, Reason, Setup, active_reasons, setup_of
+from rematbench.worlds.packages.limits import (
+    NOT_RUN,
+    Reason,
+    Setup,
+    active_reasons,
+    setup_of,
+    without_options,
+)
 from rematbench.worlds.packages.stack import StackProblem
 
 T = TypeVar("T")
-RecomputeModule = Module
-OffloadModule = Literal["attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm"]
-
-MIN_OFFLOADED = 2
-"""Least elements of a tensor that is offloaded. Single numbers stay out: on CUDA fp32 attention
-saves its seeds, which lie on the host."""
-TRACED: dict[str, tuple[str, ...]] = {
-    "core_attn": ("causal_mask",),
-    "layernorm": ("attn_norm_statistics", "mlp_norm_statistics"),
-    "mlp": ("up_out_offset",),
-    "mla_up_proj": ("rope_tables",),
-}
-"""What a module drops of the tensors that only the traced stack saves (stack.py)."""
-MOVED: dict[str, tuple[str, ...]] = {
-    "attn_norm": ("layer_input", "attn_norm_statistics"),
-    "qkv_linear": ("attn_norm_out",),
-    "core_attn": (
-        "q",
-        "k",
-        "v",
-        "kv_repeated",  # of the traced stack (stack.py)
-        "lse",
-        "attn_probs",
-        "attn_probs_mask",
-        "attn_probs_dropped",
-        "causal_mask",
-    ),
-    "attn_proj": ("attn_out",),
-    "mlp_norm": ("attn_residual", "mlp_norm_statistics"),
-}
 
 
 class MegatronCore(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -96,14 +81,9 @@ class MegatronCore(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     overlap_grad_reduce: bool = False
 
     def plan(self, problem: Problem, base: Plan) -> Plan | Unsupported:
-        """The plan with the fates of this stack's saved tensors under the settings."""
-        refused = active_reasons(self._reasons(problem, base))
-        return Unsupported(refused[0]) if refused else self.decided(problem, base)
-
-    def decided(self, problem: Problem, base: Plan) -> Plan | Unsupported:
-        """The plan that the options decide, also for a job that has options and is not run here."""
-        refused = active_reasons(self._reasons(problem, base))
-        refused = tuple(reason for reason in refused if not reason.endswith(NOT_RUN))
+        """The plan with the fates of this stack's saved tensors under the settings, also for a job
+        that has options and is not run here."""
+        refused = without_options(active_reasons(self._reasons(problem, base)))
         if refused:
             return Unsupported(refused[0])
         plan = replace(base, orders=_orders(problem))
@@ -114,7 +94,9 @@ class MegatronCore(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             if "mlp" in self.modules and _norms_in_linears(problem):
                 beside += ("mlp_norm_out",)
             dropped = modules_dropped(self.modules)
-            plan = _dropping(problem, plan, (*dropped, *beside))
+            routed = self._norms_before_experts(problem)
+            dense = "mlp" in self.modules
+            plan = _dropping(problem, plan, (*dropped, *beside), routed, dense=dense)
         if self.offload_modules:
             plan = self._offloading(problem, plan)
         return plan
@@ -140,7 +122,8 @@ class MegatronCore(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     @classmethod
     def inexpressible(cls, problem: Problem) -> tuple[str, ...]:
-        """The facts of a problem that no option can express under any policy."""
+        """The facts of a problem that no option can express under any policy, or that are not run
+        here although options express them (these end with NOT_RUN)."""
         setup = setup_of(problem)
         hosted = (
             problem.system.host.optimizer_on_host,
@@ -160,16 +143,23 @@ class MegatronCore(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         policy = _policy(self, setup.model, {_per_chunk(setup)})
         return [*of_model(setup), *of_layout(setup), _uneven(setup), *policy]
 
-    @property
-    def norms(self) -> Reason:
+    def norms(self, model: Model) -> Reason:
         """Whether norms are recomputed or offloaded, with the reason why this does nothing where
-        norms are part of linears."""
-        moved = bool({"attn_norm", "mlp_norm"} & set(self.offload_modules))
+        norms are part of linears, as all are but those before experts."""
+        idle = (
+            {"attn_norm"} if model.expert_layers == model.num_layers else {"attn_norm", "mlp_norm"}
+        )
+        recomputed = self.recompute == "selective" and "layernorm" in self.modules
         return (
-            moved or (self.recompute == "selective" and "layernorm" in self.modules),
+            bool(idle & set(self.offload_modules)) or (recomputed and model.experts is None),
             "norms recomputed or offloaded on TransformerEngine, whose norms are part of the "
             "linear after them: 0.16.1 does nothing and says nothing",
         )
+
+    def _norms_before_experts(self, problem: Problem) -> tuple[int, ...]:
+        """The layers in which norms are recomputed, if no other norms are modules."""
+        outside = not _norms_in_linears(problem) or "layernorm" not in self.modules
+        return () if outside else before_experts(problem)
 
     @property
     def mechanism(self) -> str:
@@ -197,12 +187,13 @@ class MegatronCore(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         ]  # fmt: skip
 
     def _inside_linears(self, problem: Problem) -> list[Reason]:
-        return [self.norms] if _norms_in_linears(problem) else []
+        return [self.norms(problem.workload.model)] if _norms_in_linears(problem) else []
 
     @classmethod
     def partition(cls, problem: Problem, plan: Plan) -> bool:
-        """Whether options give the layers of each stage of a plan."""
-        return options.partition_words(_sizes(plan), problem.layout) is not None
+        """Whether options give the layers of each stage of a plan, as the text of all stages
+        does."""
+        return True
 
     @classmethod
     def facts_with_options(cls, problem: Problem) -> set[str]:
@@ -221,9 +212,8 @@ class MegatronCore(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             f"--global-batch-size {lay.global_batch}",
             f"--seq-length {work.seq_len}",
         ]
-        if lay.vpp > 1:
-            per_chunk = work.model.num_layers // (lay.pp * lay.vpp)
-            words.append(f"--num-layers-per-virtual-pipeline-stage {per_chunk}")
+        partition = (plan or problem.base_plan).partition
+        words += options.partition_words(stages_of(partition, work.model.num_layers), lay)
         words += ["--sequence-parallel"] * lay.sequence_parallel
         words += ["--use-distributed-optimizer"] * (lay.zero_stage == 1)
         words += [f"--{work.precision}"] * (work.precision in ("bf16", "fp16"))
@@ -231,8 +221,6 @@ class MegatronCore(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         words += ["--qk-layernorm"] * work.model.qk_norm
         words += options.expert_words(lay, work)
         words += options.stack_words(problem)
-        if plan is not None:
-            words += options.partition_words(_sizes(plan), lay) or []
         words += options.model_words(work.model) if whole else []
         fusion = fusion_argument(work.model)
         words += [fusion] * (bool(fusion) and not self.bias_activation_fusion)
@@ -285,11 +273,6 @@ def _overlapped(problem: Problem) -> Reason:
     return problem.ep_overlaps, f"exchanges beside another micro-batch ({option}, {NOT_RUN}"
 
 
-def _sizes(plan: Plan) -> list[int]:
-    """The layers of each stage."""
-    return [sum(len(layers) for layers in rank) for rank in plan.partition]
-
-
 def fusion_argument(model: Model) -> str:
     """The argument of Megatron-LM that switches the fused activation off. Empty for a model without
     a fused activation: the fused GELU includes the bias."""
@@ -310,12 +293,12 @@ def _orders(problem: Problem) -> tuple[tuple[Pass, ...], ...]:
 
 
 def _per_chunk(setup: Setup) -> int:
-    return setup.model.num_layers // setup.layout.num_chunks
+    return max(1, setup.model.num_layers // setup.layout.num_chunks)
 
 
 def _chunk_sizes(base: Plan) -> set[int]:
-    """The numbers of layers that chunks have."""
-    return {len(layers) for rank in base.partition for layers in rank}
+    """The numbers of layers that chunks with layers have."""
+    return {len(layers) for rank in base.partition for layers in rank if layers}
 
 
 def _norms_in_linears(problem: Problem) -> bool:
@@ -326,8 +309,9 @@ def _norms_in_linears(problem: Problem) -> bool:
 
 def _uneven(setup: Setup, uneven: bool | None = None) -> Reason:
     count, chunks = setup.model.num_layers, setup.layout.num_chunks
-    words = f"{count} layers in pp x vpp = {chunks} chunks: only even ones"
-    return (count % chunks != 0 if uneven is None else uneven, words)
+    words = f"{count} layers in pp x vpp = {chunks} chunks (only even ones are built, {NOT_RUN}"
+    uneven = count % chunks != 0 if uneven is None else uneven
+    return (uneven or bool(setup.layout.stages), words)
 
 
 def _policy(policy: MegatronCore, model: Model, sizes: set[int]) -> list[Reason]:
@@ -402,13 +386,17 @@ def _subsets(names: tuple[T, ...]) -> list[tuple[T, ...]]:
     return [pick for size in range(1, len(names) + 1) for pick in combinations(names, size)]
 
 
-def _dropping(problem: Problem, base: Plan, names: tuple[str, ...]) -> Plan:
-    dropped = tuple(sorted(set(names) & kept_activations(problem, base)))
+def _dropping(
+    problem: Problem, base: Plan, names: tuple[str, ...], routed: tuple[int, ...], *, dense: bool
+) -> Plan:
+    """The plan that drops these tensors; `routed`: of norms only those before the experts of these
+    layers (empty: all norms), and with `dense` those in front of each MLP too."""
+    kept = kept_activations(problem, base) - ({"attn_norm_out"} if routed else set())
+    dropped = tuple(sorted(set(names) & kept))
     if not dropped:
         return base.noting(megatron_core="no-op: this stack saves nothing inside these modules")
     base = holding_inputs(problem, base, dropped, whole=False)
-    select = Select(parts=("layer",), activations=dropped, kept=True)
-    return base.with_rules(Rule(select, Recompute(scope="consumer")))
+    return base.with_rules(*rebuilding(dropped, "consumer", () if dense else routed))
 
 
 def _whole(names: tuple[str, ...], layers: tuple[int, ...] | None) -> Rule:

@@ -13,7 +13,8 @@ from baselines.deepspeed import configuration as deepspeed
 from baselines.deepspeed.plan import DeepSpeed, pieces
 from baselines.megatron_core import guards as megatron
 from baselines.megatron_core.arguments import policy_of
-from baselines.megatron_core.plan import MegatronCore, OffloadModule
+from baselines.megatron_core.modules import OffloadModule
+from baselines.megatron_core.plan import MegatronCore
 from rematbench.inputs.system import StackChoice
 from rematbench.workload import Experts, Latent
 from rematbench.worlds.packages.limits import setup_of

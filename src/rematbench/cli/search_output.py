@@ -101,7 +101,7 @@ def where(result: Result) -> str:
     words += [f"etp {lay.etp}"] if lay.etp not in (None, lay.tp) else []
     words += [f"ulysses {lay.ulysses}"] if lay.ulysses > 1 else []
     words += [f"micro-batch {lay.micro_batch}"] if lay.micro_batch > 1 else []
-    words += [f"zero {lay.zero_stage}"] if lay.dp > 1 else []
+    words += [f"zero {lay.zero_stage}"] if lay.dp > 1 or lay.zero_stage > 1 else []
     words += [f"shard degree {lay.shard_degree}"] if lay.shard_degree else []
     words += [f"--partition {uneven}"] if uneven else []
     words += ["optimizer on host"] if _hosts(result) else []

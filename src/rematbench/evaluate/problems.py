@@ -6,11 +6,12 @@ from msgspec.structs import replace
 
 from rematbench.evaluate.evaluator import evaluate, weigh
 from rematbench.inputs.cluster import Cluster
+from rematbench.inputs.configfile import ConfigError
 from rematbench.inputs.constants import Calibration
 from rematbench.inputs.facts import CPU
 from rematbench.inputs.job import Job
 from rematbench.inputs.load import calibration, load_cluster, load_model, load_system
-from rematbench.inputs.precision import in_precision
+from rematbench.inputs.precision import in_precision, of_trained, with_optimizer
 from rematbench.inputs.system import EpOverlap, EpOverlapChoice, Home, System, with_facts
 from rematbench.plan import Unsupported
 from rematbench.problem import Problem
@@ -30,9 +31,13 @@ def make_problem(spec: Job, constants: Calibration | None = None) -> Problem:
     chosen = spec.stack
     if chosen.hbm_bytes is not None:
         cluster = replace(cluster, hbm_bytes=chosen.hbm_bytes)
+    if chosen.dispatcher and model.experts is None:
+        raise ConfigError("", "dispatcher", f"{chosen.dispatcher!r}: {model.name} has no experts")
     system = stack_of(spec)
     if cluster.generation != CPU:  # the executor's CPU problems keep the bytes of bf16 training
         system = in_precision(system, spec.work.precision, layout.zero_stage)
+    system = of_trained(system, spec.work, layout.zero_stage)
+    system = with_optimizer(system, chosen.optimizer_kind)
     return Problem(
         workload=spec.workload(model),
         cluster=cluster,
@@ -48,10 +53,12 @@ def make_problem(spec: Job, constants: Calibration | None = None) -> Problem:
 
 
 def stack_of(spec: Job) -> System:
-    """The stack of a problem, with the states and the overlap that the problem asks for."""
+    """The stack of a problem, with the states and the exchanges of experts that the problem asks
+    for."""
     chosen = spec.stack
-    hosted = hosting(spec.system, chosen.optimizer, chosen.parameters)
-    return overlapping(hosted, chosen.ep_overlap)
+    system = hosting(spec.system, chosen.optimizer, chosen.parameters)
+    system = with_facts(system, dispatcher=chosen.dispatcher) if chosen.dispatcher else system
+    return overlapping(system, chosen.ep_overlap)
 
 
 def overlapping(system: System, choice: EpOverlapChoice | None) -> System:

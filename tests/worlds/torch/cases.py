@@ -62,6 +62,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2": {"tp": 2, "global_batch": 2},
     "tp2-no-sp": {"tp": 2, "sp": False, "global_batch": 2},
     "pp2": {"pp": 2, "global_batch": 4},
+    "pp2-vpp2-ends": {"pp": 2, "vpp": 2, "global_batch": 4, "stages": "E|tt|tt|L"},
     "cp2": {"cp": 2, "global_batch": 2, "micro_batch": 2},
     "dp2": {"dp": 2, "zero_stage": 1, "global_batch": 4},
     "dp2-zero0": {"dp": 2, "zero_stage": 0, "global_batch": 4},

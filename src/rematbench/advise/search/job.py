@@ -11,7 +11,7 @@ from msgspec import convert
 from msgspec.structs import replace
 
 from rematbench.advise.candidates.candidate import Variant, load_compare
-from rematbench.advise.candidates.layouts import LayoutChoice, Space, partitions, space
+from rematbench.advise.candidates.layouts import LayoutChoice, Space, space
 from rematbench.advise.candidates.methods import (
     package_variants,
     placements,
@@ -41,6 +41,7 @@ from rematbench.plugins.registry import IDENTITY, MethodEntry, MethodError, Regi
 from rematbench.problem import Problem
 from rematbench.workload import Model
 from rematbench.worlds.packages.flags import Engines
+from rematbench.worlds.packages.limits import without_options
 from rematbench.worlds.packages.process import baselines
 
 GIB = 2**30
@@ -163,7 +164,7 @@ class SearchSpace:
         even = (choice for choice in self.space.choices if choice.even)
         kinds = {(_kind(choice), choice.sizes[:1]): choice for choice in even}
         problems = map(self.problem, kinds.values())
-        runs = [item for item in problems if not package.cls.inexpressible(item)]
+        runs = [item for item in problems if not without_options(package.cls.inexpressible(item))]
         if not runs:
             raise MethodError(
                 f"engine {package.name} cannot run stack {self.system.name} on any of these layouts"
@@ -342,7 +343,5 @@ def simulated(row: Mapping[str, str], reserve_gib: float | None = None) -> Resul
     spec = convert(nested(told, Job), Job, strict=False)
     search, layout = SearchSpace(SearchRequest(spec=spec, reserve_gib=reserve_gib)), spec.layout
     sizes = tuple(int(layers) for layers in row["partition"].split(","))
-    choice = next(
-        item for item in partitions(layout, search.model.num_layers) if item.sizes == sizes
-    )
+    choice = LayoutChoice(layout, sizes).of_sizes(sizes)
     return LayoutTrials(search.job(choice)).trial(row["name"], search.registry).result

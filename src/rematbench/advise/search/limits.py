@@ -59,7 +59,7 @@ def _of_package() -> Iterator[str]:
 def _of_methods(job: SearchSpace) -> Iterator[str]:
     yield from pieces_limits(job.variants)
     yield "settings of methods that are not in their grids"
-    if not job.states:
+    if not job.states and job.model.experts is None:
         yield "optimizer states on the host in pieces (name optimizer_offload with --method)"
     yield "gradients that leave in the backward (compare takes methods of such states)"
 

@@ -23,7 +23,7 @@ from rematbench.inputs.stackfacts import NO_FACTS
 from rematbench.inputs.system import FACTS, Accepts
 from rematbench.plan import Plan, PlanError, Unsupported
 from rematbench.problem import Problem
-from rematbench.worlds.packages.limits import NOT_RUN
+from rematbench.worlds.packages.limits import NOT_RUN, without_options
 from rematbench.worlds.packages.process import baselines
 from rematbench.worlds.records.refusals import refusals
 
@@ -82,7 +82,7 @@ def flags_of(problem: Problem, plan: Plan, baseline: str, *, whole: bool = False
     wanted = fates(problem, plan)
     cls = baselines()[baseline].cls
     reasons: tuple[str, ...] = cls.inexpressible(problem)
-    inexpressible = tuple(reason for reason in reasons if not reason.endswith(NOT_RUN))
+    inexpressible = without_options(reasons)
     said: dict[str, Any] = {
         "baseline": baseline,
         "assumed": assumed_facts(problem, plan, cls.facts_with_options(problem)),
@@ -126,7 +126,7 @@ def candidate_plans(
     problem's base plan)."""
     base = problem.base_plan if base is None else base
     for candidate in baselines()[baseline].cls.candidates(problem):
-        made = getattr(candidate, "decided", candidate.plan)(problem, base)
+        made = candidate.plan(problem, base)
         if not isinstance(made, Unsupported):
             yield candidate, made
 
@@ -187,7 +187,7 @@ class Engines:
         self.offers: dict[str, Offers] = {}
         self.cache: dict[bytes, tuple[str, ...]] = {}
         for name, entry in baselines().items():
-            if only in ("", name) and not entry.cls.inexpressible(problem):
+            if only in ("", name) and not without_options(entry.cls.inexpressible(problem)):
                 self.offers[name] = Offers(problem, name)
 
     def of(self, plan: Plan) -> tuple[str, ...]:
