@@ -12,7 +12,6 @@ from rematbench.problem import Problem
 from rematbench.workload import Experts
 from tests.problems import LLAMA, problem, remade
 
-
 MODEL = replace(LLAMA, ffn=112)
 
 
