@@ -65,9 +65,12 @@ class SelectiveRecompute(Struct, frozen=True, kw_only=True, forbid_unknown_field
             return Unsupported(
                 f"a layer has no activation or operator {unknown[0]!r} (known: {names})"
             )
-        if self.modules and known.isdisjoint(modules_dropped(self.modules)):
-            model = problem.workload.model.name
-            return Unsupported(f"no layer of {model} has {' or '.join(self.modules)}")
+        model = problem.workload.model
+        lacking = [m for m in self.modules if m == "mla_up_proj" and model.latent is None]
+        if self.modules and (lacking or known.isdisjoint(modules_dropped(self.modules))):
+            return Unsupported(
+                f"no layer of {model.name} has {' or '.join(lacking or self.modules)}"
+            )
         kept = kept_activations(problem, base) - {"layer_input"}
         modules = set(modules_dropped(self.modules))
         routed = before_experts(problem) if "layernorm" in self.modules else ()

@@ -116,7 +116,7 @@ NAMES = frozenset({
     *("softmax_type", "untie_embeddings_and_output_weights", "disable_bias_linear", "vocab_size"),
     *("group_query_attention", "max_position_embeddings", "position_embedding_type"),
     *("num_attention_heads", "num_experts", "moe_layer_freq", "num_layers", "normalization"),
-    *("num_distributed_optimizer_instances",),
+    *("num_distributed_optimizer_instances", "multi_latent_attention", "mtp_num_layers"),
 })  # fmt: skip
 """Names of the options printed here that a run of the package does not check against its job: the
 run has no GPU to overlap on, and takes the model from the job."""
@@ -199,7 +199,7 @@ def model_words(model: Model) -> list[str]:
         f"--hidden-size {model.hidden}",
         f"--ffn-hidden-size {model.ffn}",
         f"--num-attention-heads {model.num_heads}",
-        f"--kv-channels {model.head_dim}",
+        *([] if model.latent else [f"--kv-channels {model.head_dim}"]),
         f"--vocab-size {model.vocab}",
         f"--position-embedding-type {POSITIONS.get(model.position, 'rope')}",
         f"--hidden-dropout {model.dropout}",
@@ -217,7 +217,22 @@ def model_words(model: Model) -> list[str]:
     words += ["--untie-embeddings-and-output-weights"] * (not model.tied_embeddings)
     words += ["--disable-bias-linear"] * (not model.mlp_bias)
     words += ["--add-qkv-bias"] * (model.qkv_bias and not model.mlp_bias)
-    return words + _experts(model)
+    words += [f"--mtp-num-layers {model.mtp_layers}"] * (model.mtp_layers > 0)
+    return words + _latent(model) + _experts(model)
+
+
+def _latent(model: Model) -> list[str]:
+    given = model.latent
+    if given is None:
+        return []
+    return [
+        "--multi-latent-attention",
+        *([f"--q-lora-rank {given.q_rank}"] if given.q_rank else []),
+        f"--kv-lora-rank {given.kv_rank}",
+        f"--qk-head-dim {given.nope}",
+        f"--qk-pos-emb-head-dim {given.rope}",
+        f"--v-head-dim {given.v}",
+    ]
 
 
 def _experts(model: Model) -> list[str]:

@@ -16,6 +16,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from baselines.megatron_core import options
+from baselines.megatron_core.limits import has_biases, of_layout, of_model
 from baselines.megatron_core.modules import (
     MIN_OFFLOADED,
     MOVED,
@@ -128,13 +129,19 @@ class MegatronCore(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             problem.system.host.optimizer_on_host,
             "optimizer states in host memory (--optimizer-cpu-offload, not run here)",
         )
-        reasons = [*_model(setup), *_layout(setup), _uneven(setup), hosted, _overlapped(problem)]
+        reasons = [
+            *of_model(setup),
+            *of_layout(setup),
+            _uneven(setup),
+            hosted,
+            _overlapped(problem),
+        ]
         return active_reasons(reasons)
 
     def limits(self, setup: Setup) -> list[Reason]:
         """The jobs that 0.16.1 refuses late, runs wrongly or never finishes, in every world."""
         policy = _policy(self, setup.model, {_per_chunk(setup)})
-        return [*_model(setup), *_layout(setup), _uneven(setup), *policy]
+        return [*of_model(setup), *of_layout(setup), _uneven(setup), *policy]
 
     def norms(self, model: Model) -> Reason:
         """Whether norms are recomputed or offloaded, with the reason why this does nothing where
@@ -174,7 +181,7 @@ class MegatronCore(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         selected = self.modules if self.recompute == "selective" else ()
         again = self.recompute == "full" or "moe" in selected
         return [
-            *_model(setup), *_layout(setup), _uneven(setup, itself and len(sizes) > 1),
+            *of_model(setup), *of_layout(setup), _uneven(setup, itself and len(sizes) > 1),
             *_policy(self, setup.model, sizes), *self._inside_linears(problem),
             (problem.ep_overlaps and again, NOT_AGAIN), _overlapped(problem),
         ]  # fmt: skip
@@ -266,11 +273,6 @@ def _overlapped(problem: Problem) -> Reason:
     return problem.ep_overlaps, f"exchanges beside another micro-batch ({option}, {NOT_RUN}"
 
 
-def has_biases(model: Model) -> bool:
-    """Whether every linear has a bias (`add_bias_linear`)."""
-    return model.qkv_bias and model.proj_bias and model.mlp_bias
-
-
 def fusion_argument(model: Model) -> str:
     """The argument of Megatron-LM that switches the fused activation off. Empty for a model without
     a fused activation: the fused GELU includes the bias."""
@@ -303,85 +305,6 @@ def _norms_in_linears(problem: Problem) -> bool:
     """Whether norms are part of the linears after them: TransformerEngine's are, on which stacks
     with fused norms run.  The stack that runs here without it has norms of its own (stack.py)."""
     return problem.system.kernels.norm == "fused" and not isinstance(problem, StackProblem)
-
-
-def _model(setup: Setup) -> list[Reason]:
-    model = setup.model
-    some = model.proj_bias or model.mlp_bias
-    return [
-        (
-            some and not has_biases(model),
-            "biases of some linears only (add_bias_linear is for all)",
-        ),
-        (model.position == "alibi", "ALiBi positions are not in megatron-core"),
-        (model.post_norm, "post-norms are not in the GPT layer spec"),
-        *((words != "experts", f"{words} {_said(words)}") for words in model.special_features),
-        *_experts(setup),
-        (any(model.attention_window), "sliding-window attention needs TransformerEngine"),
-        (setup.work.document_len > 0, "packed documents need TransformerEngine"),
-        (
-            model.attention_soft_cap != 0 or model.logit_soft_cap != 0,
-            "soft caps are not in megatron-core",
-        ),
-        (model.mlp == "geglu", "geglu: its fused function is the tanh approximation"),
-        (
-            setup.work.precision not in ("fp32", "bf16"),
-            f"precision {setup.work.precision} (fp32 and bf16 run)",
-        ),
-    ]
-
-
-HAVE_OPTIONS = ("rotary positions on a part of the heads", "no positions", "attention sinks")
-"""Features of a block that Megatron-LM has an option for, and this baseline does not run."""
-
-
-def _said(words: str) -> str:
-    return f"({NOT_RUN}" if words in HAVE_OPTIONS else "(no option of megatron-core)"
-
-
-def _experts(setup: Setup) -> list[Reason]:
-    """What of experts is not run, and the two jobs with experts whose gradients are wrong beside a
-    right loss in 0.16.1."""
-    model, lay, experts = setup.model, setup.layout, setup.model.experts
-    if experts is None:
-        return []
-    return [
-        (model.mlp_bias, "biases of experts (not run here)"),
-        (model.mlp != "swiglu", f"experts with {model.mlp} (not run here)"),
-        (experts.router_bias, "a bias of the router (not run here)"),
-        (experts.shared_gate, "a gate of the shared expert (not run here)"),
-        (experts.groups > 1, "groups of experts (not run here)"),
-        (setup.work.drops_tokens, "a capacity of experts without padding (not run here)"),
-        (
-            experts.aux_loss > 0 and lay.tp > 1,
-            "an auxiliary loss under tp: with --calculate-per-token-loss 0.16.1 scales its "
-            f"gradient by a rank's tokens, so it is 1/tp of the right one ({NOT_RUN}",
-        ),
-        (
-            lay.tp > 1 and lay.ep == 1 and lay.expert_tp == 1,
-            "tp with ep 1 and etp 1: 0.16.1 does not sum the gradients of experts over tp, and the "
-            "loss is right all the same; set etp = tp, or ep",
-        ),
-    ]
-
-
-def _layout(setup: Setup) -> list[Reason]:
-    lay, model = setup.layout, setup.model
-    return [
-        (lay.zero_stage > 1, f"zero_stage {lay.zero_stage} is Megatron-FSDP, not run here"),
-        (
-            lay.state_shards < lay.dp * lay.cp,
-            "hybrid sharding (num_distributed_optimizer_instances is not run here)",
-        ),
-        (lay.ulysses > 1, "Ulysses needs TransformerEngine (cp_comm_type a2a)"),
-        (model.num_kv_heads % lay.tp != 0, "KV heads replicated over tp"),
-        (
-            lay.cp > 1 and setup.attention == "unfused",
-            "unfused attention under context parallelism",
-        ),
-        (lay.pp > 1 and lay.vpp > 1 and lay.num_micro_batches % lay.pp != 0,
-         "the interleaved schedule needs micro-batches % pp == 0"),
-    ]  # fmt: skip
 
 
 def _uneven(setup: Setup, uneven: bool | None = None) -> Reason:
@@ -430,6 +353,7 @@ def _policy(policy: MegatronCore, model: Model, sizes: set[int]) -> list[Reason]
             "attn_proj" in moved and "core_attn" not in moved,
             "offload_modules attn_proj without core_attn, whose backward needs the same tensor",
         ),
+        (bool(moved) and model.latent is not None, "offloads of latent attention (not run here)"),
         (
             moved == set(get_args(OffloadModule)),
             "all five offload_modules at once fail in 0.16.1; leave one out",
@@ -450,6 +374,7 @@ def _idle_modules(modules: Container[str], model: Model) -> Iterator[str]:
         ("moe_act", routed),
         ("shared_experts", shared),
         ("mlp", model.expert_layers < model.num_layers),
+        ("mla_up_proj", model.latent is not None),
     ):
         if module in modules and not there:
             yield f"recompute module {module} has no effect: no layer of {model.name} has one"

@@ -9,11 +9,11 @@ from typing import Literal
 from rematbench.plan import Plan, Recompute, Rule, Scope, Select
 from rematbench.problem import Problem
 
-Module = Literal["core_attn", "layernorm", "mlp", "moe", "moe_act", "shared_experts"]
+Module = Literal["core_attn", "layernorm", "mlp", "moe", "moe_act", "shared_experts", "mla_up_proj"]
 CORE_ATTENTION = ("attn_probs", "attn_probs_mask", "attn_probs_dropped")
 MLP = ("gate_out", "up_out", "act_out", "fc2_in")
 SHARED = ("shared_gate_out", "shared_up_out", "shared_fc2_in")
-WEIGHTED = ("expert_act_out", "expert_fc2_in")
+WEIGHTED = ("expert_act_out", "expert_clamped", "expert_fc2_in")
 EXPERTS = ("expert_in", "expert_fc1_out", "expert_probs", *WEIGHTED)
 MODULES: dict[Module, tuple[str, ...]] = {
     "core_attn": (*CORE_ATTENTION, "lse"),
@@ -22,6 +22,7 @@ MODULES: dict[Module, tuple[str, ...]] = {
     "moe": ("router_scores", "permutation", *EXPERTS, *SHARED, "shared_out"),
     "moe_act": WEIGHTED,
     "shared_experts": SHARED,
+    "mla_up_proj": ("q", "k", "v"),
 }
 """The saved tensors inside the modules that Megatron-core recomputes (transformer_config.py,
 recompute_modules)."""

@@ -95,7 +95,7 @@ def test_balance_is_an_assumption_unless_it_was_forced() -> None:
         ({"router": "token drop"}, "router: 'token drop': the capacity factor of dropped"),
         ({"router": "token dropping"}, "is not modelled; did you mean 'token drop'?"),
         ({"optimizer": "muon"}, "optimizer: 'muon': is not modelled"),
-        ({"recompute_modules": "mla_up_proj"}, "recompute_modules: 'mla_up_proj' is not modelled"),
+        ({"recompute_modules": "gdn_norm"}, "recompute_modules: 'gdn_norm' is not modelled"),
         ({"dispatcher": "mori"}, "dispatcher: 'mori' is not modelled"),
         ({"recompute": "", "recompute_modules": ""}, "recomputation not published"),
         ({"dispatcher": "deep-ep"}, "is not modelled; did you mean 'deepep'?"),

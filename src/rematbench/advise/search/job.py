@@ -11,7 +11,7 @@ from msgspec import convert
 from msgspec.structs import replace
 
 from rematbench.advise.candidates.candidate import Variant, load_compare
-from rematbench.advise.candidates.layouts import LayoutChoice, Space, partitions, space
+from rematbench.advise.candidates.layouts import LayoutChoice, Space, space
 from rematbench.advise.candidates.methods import (
     package_variants,
     placements,
@@ -343,7 +343,5 @@ def simulated(row: Mapping[str, str], reserve_gib: float | None = None) -> Resul
     spec = convert(nested(told, Job), Job, strict=False)
     search, layout = SearchSpace(SearchRequest(spec=spec, reserve_gib=reserve_gib)), spec.layout
     sizes = tuple(int(layers) for layers in row["partition"].split(","))
-    choice = next(
-        item for item in partitions(layout, search.model.num_layers) if item.sizes == sizes
-    )
+    choice = LayoutChoice(layout, sizes).of_sizes(sizes)
     return LayoutTrials(search.job(choice)).trial(row["name"], search.registry).result

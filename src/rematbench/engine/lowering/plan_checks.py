@@ -104,7 +104,7 @@ def _check_pieces(plan: Plan, problem: Problem) -> None:
             f"{problem.system.states.param_bytes}-byte weights; wire must be param"
         )
     shares = [
-        shard(rank_parameters(problem, plan, rank), optimizer.shards)
+        shard(rank_parameters(problem, plan, rank, trained=True), optimizer.shards)
         for rank in range(problem.layout.pp)
     ]
     if away and pieces.size > min(shares):

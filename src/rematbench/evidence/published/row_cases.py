@@ -210,22 +210,24 @@ def _model(row: Row, words: dict[str, Any]) -> tuple[Model, str]:
         assumed = f"{taken}; head_dim {head_dim}, {ends}, no windows"
     stated = {"tied_embeddings": tied, **words}
     if text(row, "experts") not in NONE:
-        stated["experts"] = _experts(row)
+        stated["experts"] = _experts(row, model)
     model = _reshaped(model, name, shape, mlp or model.mlp)
     return replace(model, **stated), assumed
 
 
-def _experts(row: Row) -> Experts:
-    """The experts of a row; the first layers are the dense ones."""
+def _experts(row: Row, model: Model) -> Experts:
+    """The experts of a row, with what the row does not say as the named model has it; the first
+    layers are the dense ones."""
     counts = {name: text(row, name) for name in ("dense_layers", "shared_experts_ffn")}
     dense, shared = (0 if cell in NONE else whole(row, name) for name, cell in counts.items())
-    return Experts(
-        count=whole(row, "experts"),
-        active=whole(row, "topk"),
-        ffn=whole(row, "moe_ffn"),
-        shared_ffn=shared,
-        dense_layers=tuple(range(dense)),
-    )
+    widths: dict[str, Any] = {
+        "count": whole(row, "experts"),
+        "active": whole(row, "topk"),
+        "ffn": whole(row, "moe_ffn"),
+        "shared_ffn": shared,
+        "dense_layers": tuple(range(dense)),
+    }
+    return replace(model.experts, **widths) if model.experts else Experts(**widths)
 
 
 def _of_file(name: str, shape: dict[str, int], mlp: str) -> Model:
