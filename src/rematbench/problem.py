@@ -10,7 +10,12 @@ import msgspec
 
 from rematbench.costs.bind import CostModel
 from rematbench.costs.offload_estimate import PipelineOffloadEstimator, pipeline_offload_estimator
-from rematbench.costs.operators.block import embedding_table, head_table, layer_table
+from rematbench.costs.operators.block import (
+    embedding_table,
+    head_table,
+    layer_table,
+    prediction_table,
+)
 from rematbench.costs.operators.ops import Op, OpTable, rebuild_ops
 from rematbench.costs.states import StateBytes, non_torch_bytes, room_bytes, state_bytes
 from rematbench.inputs.cluster import Cluster
@@ -20,9 +25,9 @@ from rematbench.inputs.kernel_rates import RateError
 from rematbench.inputs.layout import Layout, LayoutError
 from rematbench.inputs.layout_rules import check_layout
 from rematbench.inputs.precision import attention_problem, peak_flop_per_s
-from rematbench.inputs.stages import base_partition
+from rematbench.inputs.stages import base_partition, prediction_rank
 from rematbench.inputs.system import AttentionBackend, StackChoice, System, TpOverlap
-from rematbench.plan import Plan, StateFate
+from rematbench.plan import Plan, StateFate, state_fates
 from rematbench.workload import Workload
 
 AttentionKind = Literal["flash", "unfused"]
@@ -229,23 +234,45 @@ class Problem:
         return head_table(self.workload, self.layout, self.system)
 
     @cached_property
-    def _kinds(self) -> tuple[tuple[int, bool], ...]:
-        """The (attention window, whether dense) of each layer."""
+    def _kinds(self) -> tuple[tuple[int, bool, bool], ...]:
+        """The (attention window, whether dense, whether it predicts one more token) of each
+        layer."""
         model = self.workload.model
         windows = model.attention_window or (0,) * model.num_layers
-        return tuple((window, model.is_dense(layer)) for layer, window in enumerate(windows))
+        every = (*windows, *(0 for _ in range(model.mtp_layers)))
+        return tuple(
+            (window, model.is_dense(layer), layer >= model.num_layers)
+            for layer, window in enumerate(every)
+        )
 
     @cached_property
-    def _layers(self) -> dict[tuple[int, bool], OpTable]:
+    def _layers(self) -> dict[tuple[int, bool, bool], OpTable]:
+        return {kind: self._table(*kind) for kind in sorted(set(self._kinds))}
+
+    def _table(self, window: int, dense: bool, predicts: bool) -> OpTable:
         fused, of = self.attention == "flash", (self.workload, self.layout, self.system)
-        return {
-            (window, dense): layer_table(*of, fused_attention=fused, window=window, dense=dense)
-            for window, dense in sorted(set(self._kinds))
-        }
+        if predicts:
+            last = self.prediction_rank == self.layout.pp - 1
+            copies = self.layout.pp > 1 and not (last and self.workload.model.tied_embeddings)
+            return prediction_table(*of, fused_attention=fused, dense=dense, copies=copies)
+        return layer_table(*of, fused_attention=fused, window=window, dense=dense)
+
+    @cached_property
+    def prediction_rank(self) -> int | None:
+        """The pipeline rank of the layer that predicts one more token; None without one."""
+        return prediction_rank(self.workload.model, self.layout)
+
+    @property
+    def embedding_ranks(self) -> tuple[int, int] | None:
+        """The first rank, and the other rank that has a copy of the token embedding: as its output
+        projection, or for a prediction.  They exchange its gradient.  None without another."""
+        tied, last = self.workload.model.tied_embeddings, self.layout.pp - 1
+        other = last if tied else self.prediction_rank
+        return (0, other) if last and other is not None else None
 
     def layer(self, index: int) -> OpTable:
-        """Operators of a decoder layer (global index); layers differ in attention window and in
-        whether they have experts."""
+        """Operators of a layer (global index); layers differ in attention window, in whether they
+        have experts, and in whether they predict one more token."""
         return self._layers[self._kinds[index]]
 
     def variant(self, index: int) -> int:
@@ -345,7 +372,7 @@ def completed_after_backward(problem: Problem) -> str:
         return (
             f"optimizer-in-backward needs one micro-batch per step, not {layout.num_micro_batches}"
         )
-    if problem.workload.model.tied_embeddings and layout.pp > 1:
+    if problem.embedding_ranks is not None:
         return (
             f"optimizer-in-backward with tied embeddings over {layout.pp} pipeline stages, which "
             "exchange their gradient after all backwards"
@@ -393,46 +420,6 @@ def rank_parameters(problem: Problem, plan: Plan, rank: int) -> int:
     if rank == problem.layout.pp - 1:
         ends += head_parameters(problem)
     return layers + ends
-
-
-def state_fates(layout: Layout, system: System) -> tuple[StateFate, ...]:
-    """ZeRO stages and FSDP as fates (Rajbhandari et al. 2020, arXiv 1910.02054): stage 1 shards the
-    optimizer, stage 2 also the gradients, stage 3 also the parameters, which are gathered per layer
-    before each use.  Sharded gradients are in host memory if the stack keeps them there with its
-    optimizer.  A pipeline gathers and reduces once in a step: FSDP2's stages of a pipeline neither
-    reshard nor reduce before the last backward (torch 2.13, torch/distributed/pipelining/stage.py,
-    backward_maybe_with_nosync and perform_reduce_grad)."""
-    shards, held = layout.state_shards, layout.pp > 1
-    stage = layout.zero_stage
-    sharded_grad = shards if stage >= 2 else 1
-    leaves = system.host.optimizer_on_host and system.host.host_gradients and stage >= 2
-    parameter = StateFate(kind="parameter", gather="step" if 1 <= stage <= 2 else "none")
-    if stage == 3:
-        parameter = StateFate(
-            kind="parameter",
-            shards=shards,
-            gather="layer",
-            release="step" if held else "forward",
-            keeps_ends=system.zero.data_parallel == "fsdp" and not held,
-            home="host" if system.host.parameters_on_host else "device",
-        )
-    elif stage == 2 and system.zero.data_parallel == "fsdp":
-        release: Literal["step", "backward"] = "step" if held else "backward"
-        parameter = StateFate(kind="parameter", shards=shards, gather="layer", release=release)
-    return (
-        parameter,
-        StateFate(
-            kind="gradient",
-            shards=sharded_grad,
-            home="host" if leaves else "device",
-            release="step" if held and stage >= 2 and layout.has_peers and not leaves else "never",
-        ),
-        StateFate(
-            kind="optimizer",
-            shards=shards if stage >= 1 else 1,
-            home="host" if system.host.optimizer_on_host else "device",
-        ),
-    )
 
 
 class CostFacade(CostModel):

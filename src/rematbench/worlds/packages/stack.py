@@ -132,7 +132,7 @@ class StackProblem(Problem):
         )
 
     @cached_property
-    def _layers(self) -> dict[tuple[int, bool], OpTable]:
+    def _layers(self) -> dict[tuple[int, bool, bool], OpTable]:
         return {window: self._extended(table) for window, table in super()._layers.items()}
 
     @cached_property
