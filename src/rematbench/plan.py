@@ -318,3 +318,16 @@ def state_fates(layout: Layout, system: System) -> tuple[StateFate, ...]:
             home="host" if system.host.optimizer_on_host else "device",
         ),
     )
+
+
+def gathers_by_layer(parameter: StateFate, layout: Layout) -> bool:
+    """Whether the weights of a layer are brought into a buffer before each use: gathered from the
+    peers that hold them, or copied from host memory, or both."""
+    elsewhere = layout.has_peers or parameter.home == "host"
+    return parameter.gather == "layer" and elsewhere
+
+
+def has_exact_pins(system: System, plan: Plan) -> bool:
+    """Whether pinned activations take their own bytes of host memory and not torch's blocks: by the
+    stack's allocator, or because the plan places its own memory."""
+    return system.host.pinned_blocks == "exact" or plan.addresses == "planned"

@@ -1,6 +1,7 @@
 """The training work: a decoder-only transformer, a sequence length and a compute precision."""
 
-from typing import Annotated, Literal
+from fractions import Fraction
+from typing import Annotated, Literal, get_args
 
 from msgspec import Meta, Struct
 from msgspec.structs import force_setattr, replace
@@ -30,6 +31,29 @@ BlockKind = Literal["sequential", "parallel", "parallel_shared_norm"]
 HeadNormWeights = Literal["head", "each_head", "width", "none"]
 RouterKind = Literal["softmax", "sigmoid"]
 Precision = Literal["bf16", "fp16", "fp32", "fp64"]
+
+BaseDtype = Literal["stack", "bf16", "fp32", "nf4", "nf4_double", "int4", "marlin", "int8"]
+AdapterTarget = Literal["q", "k", "v", "o", "gate", "up", "down"]
+_WORDS = "|".join(get_args(AdapterTarget))
+AdapterTargets = Annotated[str, Meta(pattern=rf"^(all|({_WORDS})(,({_WORDS}))*)$")]
+"""Adapted linears: `all`, or some of q, k, v, o, gate, up, down between commas."""
+TrainedParts = Annotated[
+    str, Meta(pattern=r"^((embedding|norms|head)(,(embedding|norms|head))*)?$")
+]
+"""Parts that train: some of embedding, norms, head between commas."""
+
+PACKED_BYTES: dict[str, Fraction] = {
+    "nf4": Fraction(1, 2) + Fraction(4, 64),
+    "nf4_double": Fraction(1, 2) + Fraction(1, 64) + Fraction(4, 64 * 256),
+    "int4": Fraction(1, 2) + Fraction(2, 128) + Fraction(1, 2 * 128),
+    "marlin": Fraction(1, 2) + Fraction(2, 128),
+    "int8": 1 + Fraction(2, 128) + Fraction(1, 128),
+}
+"""Bytes of a weight of a linear, by format, with its scales and zeros.  nf4: blocks of 64 with an
+fp32 scale, or with the scale in 8 bits and one in fp32 for 256 of them (bitsandbytes,
+functional.py: quantize_4bit).  int4, int8: groups of 128 with an fp16 scale and a zero of the
+weight's bits (AutoGPTQ @058fd80a, qlinear_cuda_old.py).  marlin: groups of 128 without zeros
+(IST-DASLab/marlin @0f102e1)."""
 
 BYTES_PER_ELEMENT: dict[str, int] = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
 
@@ -101,6 +125,7 @@ class Model(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     - `mlp`: gated (`swiglu`, `geglu`) or two matrices; `relu2` is the square of ReLU, `xielu` has
       two trainable scalars.  `activation_steps`: tensors of `ffn` columns that the activation saves
       in addition to its input if it is a formula of eager operators (tanh approximations of GELU).
+      `glu_clamp`: both halves of the input of a gated activation of experts are clamped first.
     - `block`: in `parallel` blocks attention and MLP read the same residual stream, through a norm
       each or through a shared norm.  `pre_norm`, `post_norm`: norms at the input and at the output
       of attention and MLP.  `embedding_norm`: a norm after the embedding.
@@ -162,6 +187,7 @@ class Model(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     head_bias: bool = False
     attention_chunked: bool = False
     attention_sinks: bool = False
+    glu_clamp: bool = False
     experts: Experts | None = None
     latent: Latent | None = None
     mtp_layers: Annotated[int, Meta(ge=0, le=64)] = 0
@@ -244,6 +270,7 @@ class Model(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             "attention in chunks": self.attention_chunked,
             "attention sinks": self.attention_sinks,
             "experts": self.experts is not None,
+            "a clamped activation": self.glu_clamp,
             "norms of queries and keys without a weight": self.qk_norm
             and self.qk_norm_weights == "none",
             "latent attention": self.latent is not None,
@@ -404,9 +431,59 @@ class Model(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return layers + self.embedding_parameters + head + self.norm_parameters
 
 
-class Work(Part, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Trained(Part, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What trains, and how the other weights are held; by default everything trains."""
+
+    lora_rank: Annotated[NonNegativeInt, Fact(metavar="R")] = 0
+    """Linears have low-rank adapters of this rank, which train instead of the model (0: none)."""
+    lora_targets: Annotated[AdapterTargets, Fact(metavar="T")] = "all"
+    """These linears have adapters: all, or some of q,k,v,o,gate,up,down."""
+    lora_train: Literal["ab", "b"] = "ab"
+    """Both matrices of an adapter train, or B alone (LoRA-FA)."""
+    lora_dropout: Annotated[Probability, Fact(metavar="P")] = 0.0
+    """Adapters drop this share of their input."""
+    dora: bool = False
+    """Adapters also train the magnitude of each row of a weight (DoRA)."""
+    trained_parts: Annotated[TrainedParts, Fact(metavar="T")] = ""
+    """Of embedding,norms,head these train too; without adapters, these alone."""
+    frozen_layers: Annotated[NonNegativeInt, Fact(metavar="N")] = 0
+    """The embedding and so many of the first layers do not train."""
+    trained_dtype: Literal["stack", "fp32"] = "stack"
+    """What trains is held in this precision (PEFT makes adapters fp32)."""
+    base_dtype: BaseDtype = "stack"
+    """Weights that do not train are held in this format; linears of less than 16 bits are widened
+    at each use (nf4_double: with quantised scales; int4: GPTQ and AWQ)."""
+
+    @property
+    def trains_all(self) -> bool:
+        """Whether every weight trains, as the stack holds it."""
+        return self.trained == Trained()
+
+    @property
+    def trained(self) -> "Trained":
+        """These facts alone."""
+        return Trained(**{name: getattr(self, name) for name in Trained.__struct_fields__})
+
+    @property
+    def partly(self) -> bool:
+        """Whether some weights do not train."""
+        return bool(self.lora_rank or self.trained_parts or self.frozen_layers)
+
+    @property
+    def targets(self) -> tuple[str, ...]:
+        """The names of the adapted linears; none without adapters."""
+        every = get_args(AdapterTarget)
+        named = every if self.lora_targets == "all" else self.lora_targets.split(",")
+        return tuple(name for name in every if name in named and self.lora_rank)
+
+    def trains(self, part: str) -> bool:
+        """Whether a part (embedding, norms, head) trains beside adapters, or alone."""
+        return part in self.trained_parts.split(",")
+
+
+class Work(Trained, Part, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What a step computes, beside its model: a sequence length, a compute precision, documents
-    and the tokens of experts."""
+    and the tokens of experts; and what it trains."""
 
     seq_len: Annotated[PositiveInt, Fact(metavar="S", column="always")]
     """A sequence has so many tokens."""

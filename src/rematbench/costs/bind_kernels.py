@@ -101,12 +101,18 @@ class KernelCosts:
         return min(1, count) if self.system.kernels.compiled else count
 
     def loops_s(self, op: Op, direction: Direction) -> float:
-        """Seconds in which the host issues the further GEMMs of an operator's grouped ones."""
+        """Seconds in which the host issues the further kernels of grouped ones.  Behind
+        a weight's gradient autograd calls a hook, which takes as long as a launch."""
         if self.system.kernels.compiled:
             return 0.0
         kernels: tuple[Kernel, ...] = getattr(op, direction)
-        more = sum(kernel.batch - 1 for kernel in kernels if isinstance(kernel, Gemm))
-        return more * self.common.grouped_gemm_s
+        more = sum(
+            (kernel.batch - 1) * self._launches(kernel, direction)
+            for kernel in kernels
+            if isinstance(kernel, Gemm | Elementwise)
+        )
+        hook_s = self.stack.host_launch_s if direction == "backward_weight" else 0.0
+        return more * (self.common.grouped_gemm_s + hook_s)
 
     def _launches(self, kernel: Kernel, direction: Direction) -> int:
         if isinstance(kernel, Named):
@@ -129,7 +135,7 @@ class KernelCosts:
                     busy = self._named_s(kernel, direction)
                 case Attention():
                     busy = self._attention_s(kernel, direction)
-            groups = kernel.batch if isinstance(kernel, Gemm) else 1
+            groups = kernel.batch if isinstance(kernel, Gemm | Elementwise) else 1
             gaps = groups * self._launches(kernel, direction) * self.stack.gap_s
             user = self.system.scales
             scale = self.stack.kernel_scale * self.network.kernel_scale * user.kernels
@@ -319,8 +325,8 @@ def part_of(kernel: Kernel, direction: Direction, rows_fraction: float) -> Kerne
             some = max(1, round(rows * rows_fraction))
             weight = direction == "backward_weight"
             return Gemm(m, n, some, batch) if weight else Gemm(some, n, k, batch)
-        case Elementwise(hbm_bytes=nbytes, launches=launches):
-            return Elementwise(round(nbytes * rows_fraction), launches)
+        case Elementwise(hbm_bytes=nbytes):
+            return replace(kernel, hbm_bytes=round(nbytes * rows_fraction))
         case Named(elements=elements):
             return replace(kernel, elements=round(elements * rows_fraction))
         case Attention():

@@ -60,7 +60,29 @@ def _mean_keys(
 
 def model_flop_per_token(work: Workload, *, causal: bool = True) -> float:
     """Model FLOPs of one token's forward and backward (no recomputation, no padding)."""
-    return matrix_flop_per_token(work.model) + attention_flop_per_token(work, causal=causal)
+    matrices = matrix_flop_per_token(work.model) - frozen_flop_per_token(work)
+    return matrices + attention_flop_per_token(work, causal=causal)
+
+
+def frozen_flop_per_token(work: Workload) -> int:
+    """FLOPs per token that weights without a gradient leave out, less those of adapters: the
+    gradient of a frozen matrix, and the backward below the first layer that trains."""
+    model = work.model
+    if not work.partly:
+        return 0
+    layer = model.active_layer_matrices // model.num_layers
+    if not (work.lora_rank or work.trained_parts):
+        return 4 * layer * work.frozen_layers
+    head = model.hidden * model.vocab * (not work.trains("head"))
+    adapters = work.lora_rank * (model.num_layers - work.frozen_layers) * _adapted_widths(work)
+    return 2 * (model.active_layer_matrices + head) - 2 * FORWARD_AND_BACKWARD * adapters
+
+
+def _adapted_widths(work: Workload) -> int:
+    """Rows and columns of the adapted linears of a layer."""
+    model = work.model
+    inner = {"q": model.q_width, "k": model.kv_width, "v": model.kv_width, "o": model.q_width}
+    return sum(model.hidden + inner.get(target, model.ffn) for target in work.targets)
 
 
 def megatron_flop_per_token(

@@ -7,7 +7,7 @@ from rematbench.inputs.load import load_system
 from rematbench.inputs.stackfacts import other_versions
 from rematbench.inputs.stages import prediction_rank
 from rematbench.inputs.system import System
-from rematbench.workload import Model, Workload
+from rematbench.workload import Workload
 
 DEGREE_WORDS = {
     "tp": "tensor parallelism",
@@ -28,7 +28,7 @@ def check_layout(layout: Layout, workload: Workload, system: System) -> None:
     _check(_batch_rules(layout))
     _check(_rules(layout, workload, system))
     if layout.stages or workload.model.mtp_layers:
-        _check(_prediction_rules(layout, workload.model, system))
+        _check(_prediction_rules(layout, workload, system))
 
 
 def _check(rules: list[tuple[bool, str]]) -> None:
@@ -37,8 +37,9 @@ def _check(rules: list[tuple[bool, str]]) -> None:
             raise LayoutError(rule)
 
 
-def _prediction_rules(lay: Layout, model: Model, system: System) -> list[tuple[bool, str]]:
+def _prediction_rules(lay: Layout, work: Workload, system: System) -> list[tuple[bool, str]]:
     """The rules of layers that predict more tokens, which stand where the layout says."""
+    model = work.model
     rank, words = prediction_rank(model, lay), "layers that predict more tokens are not simulated"
     if rank is None:
         return []
@@ -46,6 +47,7 @@ def _prediction_rules(lay: Layout, model: Model, system: System) -> list[tuple[b
     overlaps = lay.ep > 1 and system.experts.ep_overlap != "none"
     return [
         (model.mtp_layers > 1, f"{words} where there is more than one"),
+        (not work.trains_all, f"{words} where only a part of the model trains"),
         (model.block != "sequential", f"{words} with attention and MLP in parallel"),
         (rank == 0 and lay.pp > 1, f"{words} on the first of several ranks, as in Megatron-core"),
         (model.tied_embeddings and inside, f"{words} between tied embeddings on other ranks"),
@@ -100,8 +102,37 @@ def _rules(lay: Layout, work: Workload, system: System) -> list[tuple[bool, str]
         *_ulysses_rules(lay, work, system),
         *_latent_rules(lay, work, system),
         *_expert_rules(lay, work, system),
+        *_trained_rules(lay, work),
         *_ep_overlap_rules(lay, work, system),
         *_stack_rules(lay, system),
+    ]
+
+
+def _trained_rules(lay: Layout, work: Workload) -> list[tuple[bool, str]]:
+    """The rules of a model of which only a part trains."""
+    model, mlp = work.model, {"gate", "up", "down"}
+    experts = model.experts is not None and bool(mlp & {*work.targets})
+    return [
+        (
+            not work.partly and work.base_dtype != "stack",
+            f"base_dtype {work.base_dtype} holds weights that do not train, but all train (give "
+            "lora_rank, trained_parts or frozen_layers)",
+        ),
+        (work.dora and not work.lora_rank, "dora needs adapters (lora_rank)"),
+        (experts, "adapters of experts are not modelled (lora_targets: q,k,v,o)"),
+        (work.partly and lay.tp > 1, f"tp = {lay.tp} with weights that do not train: not modelled"),
+        (
+            work.frozen_layers > 0 and lay.pp > 1,
+            f"pp = {lay.pp} with frozen_layers: not modelled",
+        ),
+        (
+            work.frozen_layers >= model.num_layers,
+            f"frozen_layers {work.frozen_layers} must be below the {model.num_layers} layers",
+        ),
+        (
+            work.trained_parts == "head" and lay.pp > 1,
+            f"pp = {lay.pp} where no layer trains: not modelled",
+        ),
     ]
 
 

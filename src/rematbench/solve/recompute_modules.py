@@ -13,7 +13,7 @@ Module = Literal["core_attn", "layernorm", "mlp", "moe", "moe_act", "shared_expe
 CORE_ATTENTION = ("attn_probs", "attn_probs_mask", "attn_probs_dropped")
 MLP = ("gate_out", "up_out", "act_out", "fc2_in")
 SHARED = ("shared_gate_out", "shared_up_out", "shared_fc2_in")
-WEIGHTED = ("expert_act_out", "expert_fc2_in")
+WEIGHTED = ("expert_act_out", "expert_clamped", "expert_fc2_in")
 EXPERTS = ("expert_in", "expert_fc1_out", "expert_probs", *WEIGHTED)
 MODULES: dict[Module, tuple[str, ...]] = {
     "core_attn": (*CORE_ATTENTION, "lse"),

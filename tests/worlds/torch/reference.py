@@ -11,7 +11,7 @@ from rematbench.problem import Problem
 from rematbench.workload import Model
 from rematbench.worlds.torch.arithmetic import IGNORED, NORM_EPS, ROPE_BASE
 from rematbench.worlds.torch.batch import Batch
-from rematbench.worlds.torch.parameters import AdamW, full_weight, specs_by_name
+from rematbench.worlds.torch.parameters import ADAPTED, AdamW, full_weight, specs_by_name
 
 
 class Run(NamedTuple):
@@ -34,7 +34,11 @@ class Reference:
         return F.layer_norm(x, x.shape[-1:], weight, self.weights[f"{name}.bias"], NORM_EPS)
 
     def linear(self, x: Tensor, name: str) -> Tensor:
-        return F.linear(x, self.weights[f"{name}.weight"], self.weights.get(f"{name}.bias"))
+        out = F.linear(x, self.weights[f"{name}.weight"], self.weights.get(f"{name}.bias"))
+        prefix, _, local = name.rpartition(".")
+        target = next((t for t, weight in ADAPTED.items() if weight == local), local)
+        a, b = (self.weights.get(f"{prefix}.lora_{target}.{part}") for part in "ab")
+        return out if a is None or b is None else out + x @ a.T @ b.T
 
     def heads(self, x: Tensor, name: str, heads: int) -> Tensor:
         y = self.linear(x, name).unflatten(-1, (heads, -1)).transpose(1, 2)
@@ -142,8 +146,10 @@ def weights_of(problem: Problem, seed: int) -> dict[str, Tensor]:
     first = ChunkOps(problem, 0, 0, layers)
     last = ChunkOps(problem, lay.pp - 1, lay.vpp - 1, layers)
     places = [(unit.table.part, unit.layer) for unit in (*first.units, *last.units)]
-    specs = specs_by_name(model, places, model.vocab)
-    return {name: full_weight(spec, seed).requires_grad_() for name, spec in specs.items()}
+    specs = specs_by_name(model, places, model.vocab, work=problem.workload)
+    return {
+        name: full_weight(spec, seed).requires_grad_(spec.trained) for name, spec in specs.items()
+    }
 
 
 def train(
@@ -157,8 +163,9 @@ def train(
     in place of the model's own; so each step's are those at the weights that another run has."""
     weights = weights_of(problem, seed)
     model = Reference(problem.workload.model, weights)
+    trained = {name: weight for name, weight in weights.items() if weight.requires_grad}
     optimizer = torch.optim.AdamW(
-        weights.values(),
+        trained.values(),
         lr=rule.lr,
         betas=(rule.beta1, rule.beta2),
         eps=rule.eps,
@@ -171,7 +178,7 @@ def train(
         loss.backward()
         run.losses.append(float(loss.detach()))
         gradients = {}
-        for name, weight in weights.items():
+        for name, weight in trained.items():
             gradients[name] = weight.grad.clone()
         run.gradients.append(gradients)
         for name, given in (along[len(run.losses) - 1] if along else {}).items():

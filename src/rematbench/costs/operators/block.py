@@ -258,6 +258,7 @@ def _loss(b: Builder, name: str, logits: str, beside: tuple[str, ...]) -> None:
             reduce=statistics,
             scratch_forward_bytes=scratch[0],
             scratch_backward_bytes=scratch[1],
+            holds=("final_norm_out",) if system.loss.shifts_logits else (),
         )
     )
 
@@ -278,12 +279,15 @@ def _loss_scratch(system: System, logits_bytes: int, wide_bytes: int) -> tuple[i
 
     The logits, the saved softmax and the logits' gradient are counted elsewhere.  Forward: the fp32
     copy of the logits (Megatron also keeps the logits during this time; F.cross_entropy of
-    `model(x).float()` does not).  Backward, unless in place: the gradients of the log-probabilities
-    and of the fp32 logits, before the gradient of the logits exists.
+    `model(x).float()` does not), and the copy without the last token.  Backward, unless in place:
+    the gradients of the log-probabilities and of the fp32 logits, before the gradient of the logits
+    exists.
     """
+    shifted = wide_bytes if system.loss.shifts_logits else 0
     if system.loss.fused_loss:
-        return 0, 0
+        return shifted, 0
     copy = wide_bytes if system.loss.logits_fp32 and system.loss.loss_keeps_logits else 0
     if system.loss.loss_in_place:
-        return copy, 0
-    return max(0, copy - logits_bytes), 2 * wide_bytes - logits_bytes
+        return copy + shifted, 0
+    forward = copy + shifted if shifted else max(0, copy - logits_bytes)
+    return forward, 2 * wide_bytes - logits_bytes

@@ -50,7 +50,7 @@ class Builder:
         self.model: Model = work.model
         self.system = system
         self.fused_attention = fused_attention
-        self.ulysses = layout.ulysses
+        self.ulysses, self.ep, self.expert_tp = layout.ulysses, layout.ep, layout.expert_tp
         self.imbalance, self.capacity_factor = work.imbalance, work.capacity_factor
         self.padded = work.expert_padding == "capacity"
         self.s = shapes(work, layout, system)

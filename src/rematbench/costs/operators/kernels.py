@@ -44,10 +44,12 @@ class Attention(Struct, frozen=True, tag="attention"):
 
 
 class Elementwise(Struct, frozen=True, tag="elementwise"):
-    """A memory-bound kernel (or a fused run of them): bytes read plus written, kernels launched."""
+    """A memory-bound kernel (or a fused run of them): bytes read plus written, kernels launched;
+    `batch`: a loop issues the launches for each of so many groups."""
 
     hbm_bytes: int
     launches: int = 1
+    batch: int = 1
 
 
 class Named(Struct, frozen=True, tag="named"):

@@ -57,8 +57,8 @@ from rematbench.engine.lowering.step_blocks import (
 from rematbench.engine.lowering.step_end import emit_step_end
 from rematbench.engine.program.program import Block, Program, RankProgram, Step
 from rematbench.engine.program.storage import COPIED_OUT, SENT, Slot, Storage
-from rematbench.plan import Pass, Plan
-from rematbench.problem import Problem, gathered_bytes, gathers_by_layer, tied_on_one_rank
+from rematbench.plan import Pass, Plan, gathers_by_layer
+from rematbench.problem import Problem, gathered_bytes, tied_on_one_rank
 
 
 class PassClass(NamedTuple):

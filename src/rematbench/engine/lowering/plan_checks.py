@@ -21,13 +21,9 @@ from rematbench.plan import (
     Recompute,
     Select,
     Split,
-)
-from rematbench.problem import (
-    Problem,
-    completed_after_backward,
     gathers_by_layer,
-    rank_parameters,
 )
+from rematbench.problem import Problem, completed_after_backward, rank_parameters
 
 
 def check_plan(plan: Plan, problem: Problem) -> None:
@@ -115,7 +111,7 @@ def _check_pieces(plan: Plan, problem: Problem) -> None:
             f"{problem.system.states.param_bytes}-byte weights; wire must be param"
         )
     shares = [
-        shard(rank_parameters(problem, plan, rank), optimizer.shards)
+        shard(rank_parameters(problem, plan, rank, trained=True), optimizer.shards)
         for rank in range(problem.layout.pp)
     ]
     if away and pieces.size > min(shares):

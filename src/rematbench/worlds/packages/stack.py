@@ -30,7 +30,7 @@ from rematbench.inputs.system import with_facts
 from rematbench.plan import Plan, Unsupported
 from rematbench.plugins.discover import load_baseline
 from rematbench.plugins.registry import Composition, Method
-from rematbench.problem import Evaluator, Problem
+from rematbench.problem import Evaluator, LayerKind, Problem
 from rematbench.worlds.packages.process import baselines
 
 
@@ -132,7 +132,7 @@ class StackProblem(Problem):
         )
 
     @cached_property
-    def _layers(self) -> dict[tuple[int, bool, bool], OpTable]:
+    def _layers(self) -> dict[LayerKind, OpTable]:
         return {window: self._extended(table) for window, table in super()._layers.items()}
 
     @cached_property

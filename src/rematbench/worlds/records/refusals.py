@@ -2,10 +2,11 @@
 
 from math import gcd
 
+from rematbench.costs.operators.ops import OpTable
 from rematbench.engine.lowering.states.state_shards import has_whole_gradients
 from rematbench.inputs.shapes import shapes
 from rematbench.plan import Plan
-from rematbench.problem import Problem, gathered_bytes, tensor_parameters
+from rematbench.problem import Problem, gathered_bytes, trained_operators
 
 EXECUTED = ("experts", "latent attention")
 """The features of blocks, of those that Llama's and GPT's lack, that the runtime has."""
@@ -53,6 +54,7 @@ def refusals(problem: Problem, plan: Plan) -> list[str]:
         "outputs that a pipeline stage holds": system.parallel.holds_outputs and lay.pp > 1,
         "replicas of sharded states": lay.state_shards < lay.dp * lay.cp,
         "KV heads replicated over tp": model.num_kv_heads % lay.tp != 0,
+        **_refused_of_adapters(problem),
         **_refused_of_experts(problem, plan),
         **_refused_in_backward(problem, plan),
         **_refused_of_units(problem, plan),
@@ -73,6 +75,22 @@ def uneven_experts(problem: Problem) -> bool:
         shapes(problem.workload, lay, problem.system).shard_tokens,
     )
     return any(count % period for count in rows)
+
+
+def _refused_of_adapters(problem: Problem) -> dict[str, bool]:
+    """Refusals of a model of which only a part trains."""
+    work, lay = problem.workload, problem.layout
+    others = bool(work.trained_parts or work.frozen_layers or work.dora)
+    return {
+        "weights that do not train, other than with low-rank adapters": others,
+        "dropout of adapters": work.lora_dropout > 0,
+        f"frozen weights in {work.base_dtype}": work.base_dtype != "stack",
+        f"what trains in {work.trained_dtype}": work.trained_dtype != "stack",
+        "adapters over data-parallel ranks": work.partly and lay.has_peers,
+        "adapters of models with experts": work.partly and work.model.experts is not None,
+        f"the optimizer {problem.stack_choice.optimizer_kind}": problem.stack_choice.optimizer_kind
+        is not None,
+    }
 
 
 def _refused_of_experts(problem: Problem, plan: Plan) -> dict[str, bool]:
@@ -153,3 +171,8 @@ def _refused_in_backward(problem: Problem, plan: Plan) -> dict[str, bool]:
     given = problem.system.states.grad_bytes
     words = f"optimizer in backward with {given}-byte gradients where it sums {8 * width} bits"
     return {words: asked and given != width}
+
+
+def tensor_parameters(problem: Problem, table: OpTable) -> list[int]:
+    """The trained parameters of a table's operators, leaving out operators without any."""
+    return [op.trained_parameters for op in trained_operators(problem, table)]

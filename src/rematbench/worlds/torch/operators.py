@@ -1,15 +1,17 @@
 """The operators of the plan vocabulary on one rank: names to kernels, parameters and rows."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from typing import get_args
 
 import torch
 from torch import Tensor
 
+from rematbench.workload import AdapterTarget
 from rematbench.worlds.torch import arithmetic, experts
 from rematbench.worlds.torch import attention_backends as attn
 from rematbench.worlds.torch.groups import Group
 from rematbench.worlds.torch.operands import Call, Tensors
-from rematbench.worlds.torch.parameters import HEAD_NORMS
+from rematbench.worlds.torch.parameters import ADAPTED, HEAD_NORMS
 
 Forward = Callable[[Call], Tensors]
 Backward = Callable[[Call], Tensors]
@@ -24,6 +26,8 @@ NORMS = (
     *("attn_norm", "mlp_norm", "post_attn_norm", "post_mlp_norm", "final_norm"),
     *("q_latent_norm", "kv_latent_norm", *HEAD_NORMS),
 )
+ADAPTERS = tuple(f"lora_{target}" for target in get_args(AdapterTarget))
+"""The products with the first matrix of an adapter; the linear adds those with the second."""
 SUMS = ("attn_add", "mlp_add", "shared_add")
 
 
@@ -221,8 +225,10 @@ def _norm_backward(call: Call) -> Tensors:
         dx, dw = arithmetic.rms_norm_backward(grad, groups, weight.value)
     else:
         dx, dw, db = arithmetic.layer_norm_backward(grad, groups, weight.value)
-        call.parameter(f"{call.op.name}.bias").grad.add_(db)
-    weight.grad.add_(dw)
+        if weight.spec.trained:
+            call.parameter(f"{call.op.name}.bias").grad.add_(db)
+    if weight.spec.trained:
+        weight.grad.add_(dw)
     return {call.op.inputs[0]: dx.view(x.shape)}
 
 
@@ -239,10 +245,49 @@ def _weights(call: Call) -> list[tuple[str, str]]:
 def _column(call: Call) -> Tensors:
     x = call.input()
     return {
-        out: _turned(call, name, call.linear(x, name, call.bias(name)))
+        out: _turned(call, name, _adapted(call, name, call.linear(x, name, call.bias(name))))
         for out, name in _weights(call)
         if out in call.wanted
     }
+
+
+def _adapter(call: Call, name: str) -> str:
+    """The adapter of a linear by the local name of its weight; empty if it has none."""
+    target = next((t for t, weight in ADAPTED.items() if weight == name), name)
+    low = f"lora_{target}"
+    return low if low in call.op.inputs else ""
+
+
+def _adapted(call: Call, name: str, out: Tensor) -> Tensor:
+    """A linear's output with that of its adapter."""
+    low = _adapter(call, name)
+    return out + call.linear(call.tensors[low], f"{low}.b", None) if low else out
+
+
+def _differentiable(call: Call, name: str) -> bool:
+    return call.unit.table.activations[name].differentiable
+
+
+def _low_gradients(call: Call, gradients: Iterable[tuple[str, Tensor]]) -> Tensors:
+    """The gradients of the products with A, in the order of the operator's inputs."""
+    found = {
+        low: grad @ call.parameter(f"{low}.b").value
+        for name, grad in gradients
+        if (low := _adapter(call, name)) and _differentiable(call, low)
+    }
+    return {name: found[name] for name in call.op.inputs if name in found}
+
+
+def _add_weight_gradient(call: Call, name: str, grad: Tensor) -> None:
+    """Add the gradient of a linear's weight and bias, or of its adapter's B, from that of its
+    output."""
+    if low := _adapter(call, name):
+        arithmetic.add_weight_gradient(call.parameter(f"{low}.b").grad, grad, call.tensors[low])
+    if not call.parameter(name).spec.trained:
+        return
+    arithmetic.add_weight_gradient(call.parameter(name).grad, grad, call.input())
+    if call.bias(name) is not None:
+        call.parameter(f"{name}.bias").grad.add_(grad.sum(0))
 
 
 def _turned(call: Call, name: str, x: Tensor, *, inverse: bool = False) -> Tensor:
@@ -300,40 +345,41 @@ def _column_backward(call: Call) -> Tensors:
     """Return the input gradient. If RoPE has rotated an output, the rotation of its gradient is
     undone in place, because the weight gradient reads this storage next."""
     dx: Tensor | None = None
+    x, gradients = call.op.inputs[0], list[tuple[str, Tensor]]()
     for name, turned in _column_gradients(call):
         grad = _turned(call, name, turned, inverse=True)
         if call.grads_are_views and grad is not turned:
             turned.copy_(grad)
-        weight = call.parameter(name).value
-        dx = grad @ weight if dx is None else torch.addmm(dx, grad, weight)
-    assert dx is not None
-    return {call.op.inputs[0]: dx}
+        gradients.append((name, grad))
+        if _differentiable(call, x):
+            weight = call.parameter(name).value
+            dx = grad @ weight if dx is None else torch.addmm(dx, grad, weight)
+    return ({} if dx is None else {x: dx}) | _low_gradients(call, gradients)
 
 
 def _column_weight(call: Call) -> None:
-    x = call.input()
     for name, found in _column_gradients(call):
         back = call.grads_are_views  # turned back already
         grad = found if back else _turned(call, name, found, inverse=True)
-        arithmetic.add_weight_gradient(call.parameter(name).grad, grad, x)
-        if call.bias(name) is not None:
-            call.parameter(f"{name}.bias").grad.add_(grad.sum(0))
+        _add_weight_gradient(call, name, grad)
 
 
 def _row(call: Call) -> Tensors:
     """This rank's partial sum; one rank of the group adds the bias."""
     bias = call.bias(call.op.name) if call.model.place.tp == 0 else None
-    return {call.op.outputs[0]: call.linear(call.input(), call.op.name, bias)}
+    out = call.linear(call.input(), call.op.name, bias)
+    return {call.op.outputs[0]: _adapted(call, call.op.name, out)}
 
 
 def _row_backward(call: Call) -> Tensors:
-    return {call.op.inputs[0]: call.grads[0] @ call.parameter(call.op.name).value}
+    x, dx = call.op.inputs[0], Tensors()
+    if _differentiable(call, x):
+        dx[x] = call.grads[0] @ call.parameter(call.op.name).value
+    return dx | _low_gradients(call, [(call.op.name, call.grads[0])])
 
 
 def _row_weight(call: Call) -> None:
-    arithmetic.add_weight_gradient(call.parameter(call.op.name).grad, call.grads[0], call.input())
-    if call.bias(call.op.name) is not None:
-        call.parameter(f"{call.op.name}.bias").grad.add_(call.grads[0].sum(0))
+    _add_weight_gradient(call, call.op.name, call.grads[0])
 
 
 # -- pointwise ------------------------------------------------------------------------------------
@@ -386,7 +432,7 @@ def _mul_backward(call: Call) -> Tensors:
 FORWARD: dict[str, Forward] = {
     **dict.fromkeys(NORMS, _norm),
     **dict.fromkeys(COLUMNS, _column),
-    **dict.fromkeys(ROWS, _row),
+    **dict.fromkeys((*ROWS, *ADAPTERS), _row),
     **dict.fromkeys(SUMS, _residual),
     "k_turn": _turn,
     "k_join": _join,
@@ -400,7 +446,7 @@ FORWARD: dict[str, Forward] = {
 BACKWARD_INPUT: dict[str, Backward] = {
     **dict.fromkeys(NORMS, _norm_backward),
     **dict.fromkeys(COLUMNS, _column_backward),
-    **dict.fromkeys(ROWS, _row_backward),
+    **dict.fromkeys((*ROWS, *ADAPTERS), _row_backward),
     "k_turn": _turn_backward,
     "k_join": _join_backward,
     "attention": attention_backward,
@@ -411,7 +457,7 @@ BACKWARD_INPUT: dict[str, Backward] = {
 }
 BACKWARD_WEIGHT: dict[str, Weight] = {
     **dict.fromkeys(COLUMNS, _column_weight),
-    **dict.fromkeys(ROWS, _row_weight),
+    **dict.fromkeys((*ROWS, *ADAPTERS), _row_weight),
     "embedding": embedding_weight,
     **experts.BACKWARD_WEIGHT,
 }

@@ -120,7 +120,8 @@ class RankModel:
         )
 
     def _locals(self, unit: Unit) -> dict[str, ParameterSpec]:
-        return unit_specs(self.kind, unit.table.part, unit.layer, self._vocab, self.held_experts)
+        of_unit = unit.table.part, unit.layer, self._vocab, self.held_experts
+        return unit_specs(self.kind, *of_unit, self.problem.workload)
 
     @property
     def _vocab(self) -> int:
@@ -129,7 +130,8 @@ class RankModel:
     def _specs(self) -> list[ParameterSpec]:
         """Every parameter, in the order in which the parameters are made."""
         places = [(unit.table.part, unit.layer) for c in self.chunks for unit in c.units]
-        return list(specs_by_name(self.kind, places, self._vocab, self.held_experts).values())
+        of_rank = self._vocab, self.held_experts, self.problem.workload
+        return list(specs_by_name(self.kind, places, *of_rank).values())
 
     def _build(
         self, unit: Unit, seed: int, draw: Draw, states: dict[str, UnitStates]
