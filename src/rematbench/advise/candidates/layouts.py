@@ -154,6 +154,11 @@ def _stated(layout: Layout, work: Workload) -> list[LayoutChoice]:
 def _dense_between_experts(work: Workload) -> str:
     """Why a model cannot be searched; empty if it can."""
     model = work.model
+    if model.mtp_layers:
+        return (
+            f"search has no layers that predict more tokens, as {model.name} has; simulate and "
+            "compare take --layout"
+        )
     if model.experts is None or set(model.experts.dense_layers) == set(range(model.first_dense)):
         return ""
     return (
