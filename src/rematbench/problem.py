@@ -10,7 +10,7 @@ import msgspec
 
 from rematbench.costs.bind import CostModel
 from rematbench.costs.offload_estimate import PipelineOffloadEstimator, pipeline_offload_estimator
-from rematbench.costs.operators.adapters import Place, trained_table
+from rematbench.costs.operators.adapters import Place, place_of, trained_table
 from rematbench.costs.operators.block import embedding_table, head_table, layer_table
 from rematbench.costs.operators.ops import Op, OpTable, rebuild_ops
 from rematbench.costs.states import StateBytes, non_torch_bytes, room_bytes, state_bytes
@@ -221,26 +221,18 @@ class Problem:
     def embedding(self) -> OpTable:
         """Operators of the embedding."""
         table = embedding_table(self.workload, self.layout, self.system)
-        return self._trained(table, Place(trains=self.workload.frozen_layers == 0))
-
-    def _trained(self, table: OpTable, place: Place) -> OpTable:
+        place = Place(trains=self.workload.frozen_layers == 0)
         return trained_table(table, self.workload, self.system, place)
 
     def _place(self, layer: int) -> Place:
-        """Whether a layer's own weights train, and whether its input has a gradient; after the last
-        layer, of the head."""
-        work = self.workload
-        if work.trains_all:
-            return Place()
-        inside = bool(work.lora_rank) or work.trains("norms") or not work.trained_parts
-        below = self.embedding.trained > 0 or (inside and layer > work.frozen_layers)
-        return Place(trains=layer >= work.frozen_layers, differentiated=below)
+        return place_of(layer, self.workload, embedded=self.embedding.trained > 0)
 
     @cached_property
     def head(self) -> OpTable:
         """Operators of the final norm, output projection and loss."""
         table = head_table(self.workload, self.layout, self.system)
-        return self._trained(table, self._place(self.workload.model.num_layers))
+        place = self._place(self.workload.model.num_layers)
+        return trained_table(table, self.workload, self.system, place)
 
     @cached_property
     def _kinds(self) -> tuple[tuple[int, bool, Place], ...]:
@@ -255,10 +247,11 @@ class Problem:
     def _layers(self) -> dict[tuple[int, bool, Place], OpTable]:
         fused, of = self.attention == "flash", (self.workload, self.layout, self.system)
         return {
-            (window, dense, place): self._trained(
-                layer_table(*of, fused_attention=fused, window=window, dense=dense), place
+            kind: trained_table(
+                layer_table(*of, fused_attention=fused, window=kind[0], dense=kind[1]),
+                *(self.workload, self.system, kind[2]),
             )
-            for window, dense, place in sorted(set(self._kinds))
+            for kind in sorted(set(self._kinds))
         }
 
     def layer(self, index: int) -> OpTable:
@@ -379,32 +372,11 @@ def head_parameters(problem: Problem) -> tuple[int, int]:
     return sum(op.parameters for op in ops), sum(op.trained_parameters for op in ops)
 
 
-def tensor_parameters(problem: Problem, table: OpTable) -> list[int]:
-    """The trained parameters of a table's operators, leaving out operators without any."""
-    return [op.trained_parameters for op in trained_operators(problem, table)]
-
-
-def operator_tensors(problem: Problem, table: OpTable, op: Op) -> list[int]:
-    """Parameters of an operator's tensors with a gradient in reverse order, as in autograd.  Each
-    output of a linear that the stack does not fuse has its own tensor."""
-    widths = [table.activations[name].row_bytes for name in op.outputs]
-    count = op.trained_parameters
-    if problem.system.kernels.fused_linears or not op.has_weight or len(widths) < 2:
-        return [count]
-    others = [count * width // sum(widths) for width in reversed(widths[1:])]
-    return [*others, count - sum(others)]
-
-
 def weighted_operators(problem: Problem, table: OpTable) -> list[Op]:
     """The operators of a table that have parameters; a tied output projection counts only if the
     embedding is on another rank."""
     tied = table.part == "head" and tied_on_one_rank(problem)
     return [op for op in table.ops if op.parameters and not (tied and op.name == "lm_head")]
-
-
-def trained_operators(problem: Problem, table: OpTable) -> list[Op]:
-    """The operators of a table that have parameters with a gradient, as in `weighted_operators`."""
-    return [op for op in weighted_operators(problem, table) if op.trained_parameters]
 
 
 def has_exact_pins(system: System, plan: Plan) -> bool:
@@ -416,15 +388,10 @@ def has_exact_pins(system: System, plan: Plan) -> bool:
 def rank_parameters(problem: Problem, plan: Plan, rank: int, *, trained: bool = False) -> int:
     """Parameters that one rank holds after tensor and pipeline parallelism; with `trained` those of
     them with a gradient."""
-
-    def of(table: OpTable) -> int:
-        return table.trained if trained else table.parameters
-
-    layers = sum(of(problem.layer(i)) for chunk in plan.partition[rank] for i in chunk)
-    ends = of(problem.embedding) if rank == 0 else 0
-    if rank == problem.layout.pp - 1:
-        ends += head_parameters(problem)[trained]
-    return layers + ends
+    tables = [problem.layer(index) for chunk in plan.partition[rank] for index in chunk]
+    tables += [problem.embedding] if rank == 0 else []
+    head = head_parameters(problem)[trained] if rank == problem.layout.pp - 1 else 0
+    return head + sum(t.trained if trained else t.parameters for t in tables)
 
 
 def state_fates(layout: Layout, system: System) -> tuple[StateFate, ...]:

@@ -43,6 +43,16 @@ class Place(Struct, frozen=True, order=True):
     differentiated: bool = True
 
 
+def place_of(layer: int, work: Workload, *, embedded: bool) -> Place:
+    """The place of a layer, or after the last layer of the head.  `embedded`: whether the embedding
+    trains."""
+    if work.trains_all:
+        return Place()
+    inside = bool(work.lora_rank) or work.trains("norms") or not work.trained_parts
+    below = embedded or (inside and layer > work.frozen_layers)
+    return Place(trains=layer >= work.frozen_layers, differentiated=below)
+
+
 def trained_table(table: OpTable, work: Workload, system: System, place: Place) -> OpTable:
     """The operators of a part, of which only what the work says trains."""
     return table if work.trains_all else _Trainer(table, work, system, place).table()

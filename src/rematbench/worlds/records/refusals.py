@@ -2,10 +2,10 @@
 
 from math import gcd
 
-from rematbench.engine.lowering.states.state_shards import has_whole_gradients
+from rematbench.engine.lowering.states.state_shards import has_whole_gradients, tensor_parameters
 from rematbench.inputs.shapes import shapes
 from rematbench.plan import Plan
-from rematbench.problem import Problem, gathered_bytes, tensor_parameters
+from rematbench.problem import Problem, gathered_bytes
 
 SUM_BYTES = {"fp64": 8, "fp32": 4, "bf16": 4}
 """Bytes of the runtime's gradient sums, by compute precision."""
