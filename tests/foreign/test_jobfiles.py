@@ -117,7 +117,6 @@ def test_an_unknown_key_is_named(file: str, unknown: str) -> None:
 @pytest.mark.parametrize(
     ("file", "refusal"),
     [
-        ("factory_lora.yaml", "finetuning_type: lora"),
         ("titan_70b.toml", "float8"),
         ("zero1_nvme.json", "nvme"),
     ],
