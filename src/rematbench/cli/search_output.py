@@ -105,6 +105,7 @@ def where(result: Result) -> str:
     words += [f"shard degree {lay.shard_degree}"] if lay.shard_degree else []
     words += [f"--partition {uneven}"] if uneven else []
     words += ["optimizer on host"] if _hosts(result) else []
+    words += ["exchanges overlap"] if result.problem.ep_overlaps else []
     return " ".join(words) or "1 GPU"
 
 
@@ -129,6 +130,7 @@ def _cells(row: dict[str, Any], result: Result) -> Iterator[str]:
     more = f"\n  layers {row['partition']}" if result.job.uneven_layers else ""
     more += "\n  without sp" if lay.tp > 1 and not lay.sp else ""
     more += "\n  optimizer on host" if _hosts(result) else ""
+    more += "\n  exchanges overlap" if result.problem.ep_overlaps else ""
     more += f"\n  ep {lay.ep} etp {lay.etp}" if lay.etp is not None else ""
     yield from (str(row["place"]), f"{row['name']}{more}", str(lay.tp))
     exchanged = f"u{lay.ulysses}" if lay.ulysses > 1 else ""

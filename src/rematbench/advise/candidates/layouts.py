@@ -14,14 +14,18 @@ from rematbench.inputs.cluster import Cluster
 from rematbench.inputs.job import Job
 from rematbench.inputs.layout import Layout, LayoutError, even_partition
 from rematbench.inputs.layout_rules import check_layout
-from rematbench.inputs.system import System, ZeroStage
+from rematbench.inputs.system import Dispatcher, System, ZeroStage, with_facts
 from rematbench.plan import Plan, Unsupported
 from rematbench.plugins.registry import IDENTITY, Registry
 from rematbench.problem import Problem
-from rematbench.workload import Workload
+from rematbench.workload import Work, Workload
 
 DEGREES = ("tp", "cp", "pp", "vpp", "dp")
 """The degrees that tables show of every layout, in this order."""
+
+
+FLEX: dict[str, Dispatcher] = {"hopper": "deepep", "blackwell": "hybridep"}
+"""Dispatchers that send a token once to a node, by the GPUs that have their kernels."""
 
 
 MOST_MICRO_BATCH = 64
@@ -50,13 +54,15 @@ class LayoutChoice(Struct, frozen=True):
     """A layout and the layers of each of its chunks, in pipeline order.  `even`: the partition is
     the even one; `hosted`: the optimizer's states are in host memory, although the stack keeps them
     on the device; `states`: the method, with its settings, that places them in pieces (empty:
-    none)."""
+    none); `overlaps`: experts' exchanges run beside another micro-batch, although the stack has
+    them wait."""
 
     layout: Layout
     sizes: tuple[int, ...]
     even: bool = True
     hosted: bool = False
     states: str = ""
+    overlaps: bool = False
 
     def base(self, plan: Plan) -> Plan:
         """The plan that methods begin with: `plan` with this choice's partition."""
@@ -115,6 +121,8 @@ def space(spec: Job, fixed: Fixed, work: Workload, cluster: Cluster, system: Sys
         if not results:
             refused["the first chunk has none of the layers with experts (not searched)"] += 1
         choices += results
+        if _may_overlap(spec, layout, work, system):
+            choices += [replace(choice, overlaps=True) for choice in results]
         hosts = spec.stack.optimizer is None and may_host(cluster, system)
         if hosts and work.model.experts is None:
             choices += [replace(choice, hosted=True) for choice in results]
@@ -130,6 +138,34 @@ def _dense_between_experts(work: Workload) -> str:
         f"search needs dense layers to come first, but {model.name} has {model.expert_layers} "
         f"layers with experts of {model.num_layers}; simulate and compare take --ep and --etp"
     )
+
+
+def _may_overlap(spec: Job, layout: Layout, work: Workload, system: System) -> bool:
+    """Whether experts' exchanges may run beside another micro-batch, if the job leaves that
+    open."""
+    if spec.stack.ep_overlap or not switches_overlap(system) or layout.num_micro_batches == 1:
+        return False
+    try:
+        check_layout(layout, work, with_facts(system, ep_overlap="interleaved"))
+    except LayoutError:
+        return False
+    return True
+
+
+def switches_overlap(system: System) -> bool:
+    """Whether the stack can run experts' exchanges beside another micro-batch, and does not
+    yet."""
+    return "ep_overlap" in system.accepts.features and system.experts.ep_overlap == "none"
+
+
+def leanest_dispatcher(generation: str, system: System, work: Work) -> Dispatcher | None:
+    """The dispatcher with which no layout is slower or fuller than with the stack's; None where
+    that is the stack's own.  DeepEP's kernels run on Hopper, HybridEP's on Blackwell too
+    (Megatron-core 0.16.1, core/transformer/moe/fused_a2a.py)."""
+    plain = system.experts.dispatcher == "alltoall" and "ep_overlap" in system.accepts.features
+    if not plain or work.expert_padding == "capacity":
+        return None
+    return FLEX.get(generation)
 
 
 def may_host(cluster: Cluster, system: System) -> bool:
@@ -163,7 +199,7 @@ def layouts(
                 refused["global batch is not a multiple of the number of replicas"] += 1
                 continue
             for sp, micro_batch, vpp, (zero, ep, etp) in product(
-                _row_shards(fixed.sp, tp),
+                _row_shards(fixed.sp, tp, work),
                 _micro_batches(fixed.micro_batch, batch // replicas),
                 _chunks(fixed.vpp, pp, work.model.num_layers),
                 _states_and_experts(fixed, (tp, cp, pp, dp), work, system),
@@ -190,10 +226,13 @@ def _degrees(fixed: int | None, total: int, most: int) -> list[int]:
     return [n for n in range(1, min(total, most) + 1) if total % n == 0]
 
 
-def _row_shards(fixed: bool | None, tp: int) -> list[bool]:
-    """Sequence parallelism on and off; off alone where one rank has the whole tensors."""
+def _row_shards(fixed: bool | None, tp: int, work: Workload) -> list[bool]:
+    """Sequence parallelism on and off; off alone where one rank has the whole tensors, on alone for
+    experts, which need it."""
     if tp == 1:
         return [False]
+    if fixed is None and work.model.experts is not None:
+        return [True]
     return [True, False] if fixed is None else [fixed]
 
 

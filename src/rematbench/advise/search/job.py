@@ -11,7 +11,13 @@ from msgspec import convert
 from msgspec.structs import replace
 
 from rematbench.advise.candidates.candidate import Variant, load_compare
-from rematbench.advise.candidates.layouts import LayoutChoice, Space, partitions, space
+from rematbench.advise.candidates.layouts import (
+    LayoutChoice,
+    Space,
+    leanest_dispatcher,
+    partitions,
+    space,
+)
 from rematbench.advise.candidates.methods import (
     package_variants,
     placements,
@@ -40,8 +46,7 @@ from rematbench.plugins.discover import discover
 from rematbench.plugins.registry import IDENTITY, MethodEntry, MethodError, Registry
 from rematbench.problem import Problem
 from rematbench.workload import Model
-from rematbench.worlds.packages.flags import Engines
-from rematbench.worlds.packages.limits import without_options
+from rematbench.worlds.packages.flags import Engines, unsaid
 from rematbench.worlds.packages.process import baselines
 
 GIB = 2**30
@@ -50,15 +55,24 @@ GIB = 2**30
 class SearchSpace:
     """What a search may try: the layouts of a job, and the methods.  `evaluator`: keeps programs
     for searches of the same model and length on other clusters (None: there are no such searches).
+    `leaner`: the dispatcher of experts that replaces the stack's (empty: none).
     Raises ConfigError, LayoutError or MethodError for wrong inputs."""
 
     def __init__(self, request: SearchRequest, evaluator: Evaluator | None = None) -> None:
-        self.request, self.evaluator = request, evaluator
+        self.evaluator = evaluator
         spec = request.spec
         self.model = spec.model if isinstance(spec.model, Model) else load_model(spec.model)
         cluster = spec.cluster if isinstance(spec.cluster, Cluster) else load_cluster(spec.cluster)
         self.cluster = cluster
         self.system = stack_of(spec)
+        self.leaner = ""
+        undecided = request.leaner and spec.stack.dispatcher is None
+        if undecided and self.model.experts is not None:
+            self.leaner = leanest_dispatcher(cluster.generation, self.system, spec.work) or ""
+        if self.leaner:
+            request = replace(request, spec=spec.changed(dispatcher=self.leaner))
+            self.system = stack_of(request.spec)
+        self.request = request
         if self.system.host.optimizer_on_host and cluster.host_update_parameters_per_s is None:
             why = f"{cluster.name} has no host_update_parameters_per_s, so step times are unknown"
             raise ConfigError("", "optimizer", f"'host': cluster {why} (allowed here: device)")
@@ -164,7 +178,7 @@ class SearchSpace:
         even = (choice for choice in self.space.choices if choice.even)
         kinds = {(_kind(choice), choice.sizes[:1]): choice for choice in even}
         problems = map(self.problem, kinds.values())
-        runs = [item for item in problems if not without_options(package.cls.inexpressible(item))]
+        runs = [item for item in problems if not unsaid(package, item)]
         if not runs:
             raise MethodError(
                 f"engine {package.name} cannot run stack {self.system.name} on any of these layouts"
@@ -214,7 +228,10 @@ class SearchSpace:
         hosted = problem.system.host.optimizer_on_host and not self.system.host.optimizer_on_host
         named = f"+{result.method}"
         states = next((text for text in self.states if named.endswith(f"+{text}")), "")
-        return LayoutChoice(problem.layout, sizes, even=even, hosted=hosted, states=states)
+        beside = problem.system.experts.ep_overlap != self.system.experts.ep_overlap
+        return LayoutChoice(
+            problem.layout, sizes, even=even, hosted=hosted, states=states, overlaps=beside
+        )
 
     def completed(self, results: Sequence[Result]) -> list[Result]:
         """Return the results of plans that fit, fastest first, with all columns of a table except
@@ -247,8 +264,9 @@ class SearchSpace:
 
     def spec(self, choice: LayoutChoice) -> Job:
         """The job's problem at one layout, with the given names of model, cluster and system."""
-        hosted = {"optimizer": "host"} if choice.hosted else {}
-        return self.request.spec.changed(**degrees(choice.layout), **hosted)
+        chosen = {"optimizer": "host"} if choice.hosted else {}
+        chosen |= {"ep_overlap": "on"} if choice.overlaps else {}
+        return self.request.spec.changed(**degrees(choice.layout), **chosen)
 
     def problem(self, choice: LayoutChoice) -> Problem:
         """Return the Problem at one layout, with its reserve.  Raises ConfigError if the reserve is
@@ -285,7 +303,14 @@ def _kind(choice: LayoutChoice) -> tuple[object, ...]:
     lay = choice.layout
     degrees = (lay.tp, lay.cp, lay.pp, lay.vpp, lay.dp, lay.ulysses, lay.num_micro_batches)
     above = [degree > 1 for degree in degrees]
-    return (*above, lay.sequence_parallel, lay.zero_stage, choice.even, choice.hosted)
+    return (
+        *above,
+        lay.sequence_parallel,
+        lay.zero_stage,
+        choice.even,
+        choice.hosted,
+        choice.overlaps,
+    )
 
 
 def _registry(request: SearchRequest) -> Registry:
@@ -341,7 +366,8 @@ def simulated(row: Mapping[str, str], reserve_gib: float | None = None) -> Resul
     told = {name: row[name] for name in facts(Job) if row.get(name) and name != "sp"}
     told |= {} if flag(row, "sp", True) else {"sp": "false"}
     spec = convert(nested(told, Job), Job, strict=False)
-    search, layout = SearchSpace(SearchRequest(spec=spec, reserve_gib=reserve_gib)), spec.layout
+    request = SearchRequest(spec=spec, reserve_gib=reserve_gib, leaner=False)
+    search, layout = SearchSpace(request), spec.layout
     sizes = tuple(int(layers) for layers in row["partition"].split(","))
     choice = next(
         item for item in partitions(layout, search.model.num_layers) if item.sizes == sizes

@@ -21,7 +21,8 @@ def space_words(job: SearchSpace) -> str:
         each = f"{methods} policies that {job.package.name} has options for"
     by = " to ".join(dict.fromkeys((*job.states[:1], *job.states[-1:])))
     states = f", {placed:,} of them with states placed by {by}" if placed else ""
-    return f"{layouts:,} layout{many}{states}, each with {each}"
+    lean = f"; experts exchange by {job.leaner}, with which no plan is slower than with the stack's"
+    return f"{layouts:,} layout{many}{states}, each with {each}{lean if job.leaner else ''}"
 
 
 def not_searched(job: SearchSpace) -> list[str]:
@@ -46,10 +47,23 @@ def _of_layouts(job: SearchSpace, layouts: list[Layout]) -> Iterator[str]:
     if any(layout.pp > 1 for layout in layouts):
         yield "partitions other than the even one with a layer more or less at the ends"
         yield "schedules other than 1F1B"
+    if any(layout.ep > 1 for layout in layouts):
+        yield from _of_exchanges(job)
     if "hybrid_sharding" in features and not fixed.shard_degree:
         yield "shard_degree (replicas of shards)"
     if "param_offload" in features:
         yield "parameters in host memory"
+
+
+def _of_exchanges(job: SearchSpace) -> Iterator[str]:
+    """What of experts' exchanges is not tried."""
+    chosen = job.request.spec.stack
+    if not job.leaner:
+        yield f"dispatchers other than {job.system.experts.dispatcher} (--dispatcher)"
+    if "ep_overlap" not in job.system.accepts.features:
+        yield "exchanges beside another micro-batch (the stack has none)"
+    elif chosen.ep_overlap is None:
+        yield "exchanges beside another micro-batch with --ep-overlap delayed_wgrad"
 
 
 def _of_package() -> Iterator[str]:
