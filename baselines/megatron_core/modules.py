@@ -2,7 +2,9 @@
 
 from typing import Literal
 
-RecomputeModule = Literal["core_attn", "layernorm", "mlp", "moe", "moe_act", "shared_experts"]
+from rematbench.solve.recompute_modules import Module
+
+RecomputeModule = Module
 OffloadModule = Literal["attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm"]
 
 MIN_OFFLOADED = 2
@@ -12,6 +14,7 @@ TRACED: dict[str, tuple[str, ...]] = {
     "core_attn": ("causal_mask",),
     "layernorm": ("attn_norm_statistics", "mlp_norm_statistics"),
     "mlp": ("up_out_offset",),
+    "mla_up_proj": ("rope_tables",),
 }
 """What a module drops of the tensors that only the traced stack saves (stack.py)."""
 MOVED: dict[str, tuple[str, ...]] = {

@@ -10,6 +10,7 @@ import msgspec
 
 from rematbench.costs.bind import CostModel
 from rematbench.costs.offload_estimate import PipelineOffloadEstimator, pipeline_offload_estimator
+from rematbench.costs.operators.adapters import Place, trained_table
 from rematbench.costs.operators.block import embedding_table, head_table, layer_table
 from rematbench.costs.operators.ops import Op, OpTable, rebuild_ops
 from rematbench.costs.states import StateBytes, non_torch_bytes, room_bytes, state_bytes
@@ -17,9 +18,10 @@ from rematbench.inputs.cluster import Cluster
 from rematbench.inputs.constants import Calibration
 from rematbench.inputs.facts import CPU
 from rematbench.inputs.kernel_rates import RateError
-from rematbench.inputs.layout import Layout, LayoutError, even_partition
+from rematbench.inputs.layout import Layout, LayoutError
 from rematbench.inputs.layout_rules import check_layout
 from rematbench.inputs.precision import attention_problem, peak_flop_per_s
+from rematbench.inputs.stages import base_partition
 from rematbench.inputs.system import AttentionBackend, StackChoice, System, TpOverlap
 from rematbench.plan import Plan, StateFate
 from rematbench.workload import Workload
@@ -102,6 +104,7 @@ class Problem:
         """Why no kernel of this problem has seconds, in one line; empty if all have."""
         generation, precision = self.cluster.generation, self.workload.precision
         rates, tf32, missing = self.calibration.kernels, self.system.kernels.tf32, ""
+        missing = self.workload.model.untimed
         if not self.calibration.has_rates(generation):
             known = ", ".join(sorted(set(self.calibration.gpus) & set(rates.generations) - {CPU}))
             missing = (
@@ -219,26 +222,45 @@ class Problem:
     @cached_property
     def embedding(self) -> OpTable:
         """Operators of the embedding."""
-        return embedding_table(self.workload, self.layout, self.system)
+        table = embedding_table(self.workload, self.layout, self.system)
+        return self._trained(table, Place(trains=self.workload.frozen_layers == 0))
+
+    def _trained(self, table: OpTable, place: Place) -> OpTable:
+        return trained_table(table, self.workload, self.system, place)
+
+    def _place(self, layer: int) -> Place:
+        """Whether a layer's own weights train, and whether its input has a gradient; after the last
+        layer, of the head."""
+        work = self.workload
+        if work.trains_all:
+            return Place()
+        inside = bool(work.lora_rank) or work.trains("norms") or not work.trained_parts
+        below = self.embedding.trained > 0 or (inside and layer > work.frozen_layers)
+        return Place(trains=layer >= work.frozen_layers, differentiated=below)
 
     @cached_property
     def head(self) -> OpTable:
         """Operators of the final norm, output projection and loss."""
-        return head_table(self.workload, self.layout, self.system)
+        table = head_table(self.workload, self.layout, self.system)
+        return self._trained(table, self._place(self.workload.model.num_layers))
 
     @cached_property
-    def _kinds(self) -> tuple[tuple[int, bool], ...]:
-        """The (attention window, whether dense) of each layer."""
+    def _kinds(self) -> tuple[tuple[int, bool, Place], ...]:
+        """The (attention window, whether dense, place) of each layer."""
         model = self.workload.model
         windows = model.attention_window or (0,) * model.num_layers
-        return tuple((window, model.is_dense(layer)) for layer, window in enumerate(windows))
+        return tuple(
+            (w, model.is_dense(layer), self._place(layer)) for layer, w in enumerate(windows)
+        )
 
     @cached_property
-    def _layers(self) -> dict[tuple[int, bool], OpTable]:
+    def _layers(self) -> dict[tuple[int, bool, Place], OpTable]:
         fused, of = self.attention == "flash", (self.workload, self.layout, self.system)
         return {
-            (window, dense): layer_table(*of, fused_attention=fused, window=window, dense=dense)
-            for window, dense in sorted(set(self._kinds))
+            (window, dense, place): self._trained(
+                layer_table(*of, fused_attention=fused, window=window, dense=dense), place
+            )
+            for window, dense, place in sorted(set(self._kinds))
         }
 
     def layer(self, index: int) -> OpTable:
@@ -257,10 +279,10 @@ class Problem:
 
     @cached_property
     def base_plan(self) -> Plan:
-        """The plan that keeps all activations: even partition, the layout's schedule, the system's
+        """The plan that keeps all activations: the layout's partition and schedule, the system's
         state fates."""
         return Plan(
-            partition=even_partition(self.workload.model.num_layers, self.layout),
+            partition=base_partition(self.workload.model, self.layout),
             schedule="interleaved_1f1b" if self.layout.vpp > 1 else "1f1b",
             states=state_fates(self.layout, self.system),
         )
@@ -297,24 +319,26 @@ def _refuse_experts(problem: Problem) -> None:
 def rank_states(problem: Problem, plan: Plan, rank: int) -> StateBytes:
     """Bytes of the training states of one rank on the device under the layout's ZeRO stage.  Those
     of experts are sharded over expert data parallelism."""
-    experts = expert_parameters(problem, plan, rank)
-    rest = rank_parameters(problem, plan, rank) - experts
-    lay, system = problem.layout, problem.system
-    one = state_bytes(rest, lay, system)
-    two = state_bytes(experts, lay, system, shards=lay.expert_shards)
+    lay, system, found = problem.layout, problem.system, list[tuple[StateBytes, StateBytes]]()
+    for trained in (False, True):
+        experts = expert_parameters(problem, plan, rank, trained=trained)
+        rest = rank_parameters(problem, plan, rank, trained=trained) - experts
+        two = state_bytes(experts, lay, system, shards=lay.expert_shards)
+        found.append((state_bytes(rest, lay, system), two))
+    held, updated = found
     return StateBytes(
-        parameter=one.parameter + two.parameter,
-        gradient=one.gradient + two.gradient,
-        optimizer=one.optimizer + two.optimizer,
+        parameter=sum(one.parameter for one in held),
+        gradient=sum(one.gradient for one in updated),
+        optimizer=sum(one.optimizer for one in updated),
     )
 
 
-def expert_parameters(problem: Problem, plan: Plan, rank: int) -> int:
-    """Parameters of experts that one rank holds."""
+def expert_parameters(problem: Problem, plan: Plan, rank: int, *, trained: bool = False) -> int:
+    """Parameters of experts that one rank holds; with `trained` those of them with a gradient."""
     if problem.workload.model.experts is None:
         return 0
     layers = [problem.layer(index) for chunk in plan.partition[rank] for index in chunk]
-    return sum(table.expert_parameters for table in layers)
+    return sum(t.trained_experts if trained else t.expert_parameters for t in layers)
 
 
 def tied_on_one_rank(problem: Problem) -> bool:
@@ -351,24 +375,26 @@ def completed_after_backward(problem: Problem) -> str:
     return ""
 
 
-def head_parameters(problem: Problem) -> int:
-    """Parameters of the head on its rank."""
-    return sum(tensor_parameters(problem, problem.head))
+def head_parameters(problem: Problem) -> tuple[int, int]:
+    """Parameters of the head on its rank, and those of them with a gradient."""
+    ops = weighted_operators(problem, problem.head)
+    return sum(op.parameters for op in ops), sum(op.trained_parameters for op in ops)
 
 
 def tensor_parameters(problem: Problem, table: OpTable) -> list[int]:
-    """The parameter counts of a table's operators, leaving out operators without parameters."""
-    return [op.parameters for op in weighted_operators(problem, table)]
+    """The trained parameters of a table's operators, leaving out operators without any."""
+    return [op.trained_parameters for op in trained_operators(problem, table)]
 
 
 def operator_tensors(problem: Problem, table: OpTable, op: Op) -> list[int]:
-    """Parameters of an operator's tensors in reverse order, as in autograd.  Each output of a
-    linear that the stack does not fuse has its own tensor."""
+    """Parameters of an operator's tensors with a gradient in reverse order, as in autograd.  Each
+    output of a linear that the stack does not fuse has its own tensor."""
     widths = [table.activations[name].row_bytes for name in op.outputs]
+    count = op.trained_parameters
     if problem.system.kernels.fused_linears or not op.has_weight or len(widths) < 2:
-        return [op.parameters]
-    others = [op.parameters * width // sum(widths) for width in reversed(widths[1:])]
-    return [*others, op.parameters - sum(others)]
+        return [count]
+    others = [count * width // sum(widths) for width in reversed(widths[1:])]
+    return [*others, count - sum(others)]
 
 
 def weighted_operators(problem: Problem, table: OpTable) -> list[Op]:
@@ -378,18 +404,28 @@ def weighted_operators(problem: Problem, table: OpTable) -> list[Op]:
     return [op for op in table.ops if op.parameters and not (tied and op.name == "lm_head")]
 
 
+def trained_operators(problem: Problem, table: OpTable) -> list[Op]:
+    """The operators of a table that have parameters with a gradient, as in `weighted_operators`."""
+    return [op for op in weighted_operators(problem, table) if op.trained_parameters]
+
+
 def has_exact_pins(system: System, plan: Plan) -> bool:
     """Whether pinned activations take their own bytes of host memory and not torch's blocks: by the
     stack's allocator, or because the plan places its own memory."""
     return system.host.pinned_blocks == "exact" or plan.addresses == "planned"
 
 
-def rank_parameters(problem: Problem, plan: Plan, rank: int) -> int:
-    """Parameters that one rank holds after tensor and pipeline parallelism."""
-    layers = sum(problem.layer(i).parameters for chunk in plan.partition[rank] for i in chunk)
-    ends = problem.embedding.parameters if rank == 0 else 0
+def rank_parameters(problem: Problem, plan: Plan, rank: int, *, trained: bool = False) -> int:
+    """Parameters that one rank holds after tensor and pipeline parallelism; with `trained` those of
+    them with a gradient."""
+
+    def of(table: OpTable) -> int:
+        return table.trained if trained else table.parameters
+
+    layers = sum(of(problem.layer(i)) for chunk in plan.partition[rank] for i in chunk)
+    ends = of(problem.embedding) if rank == 0 else 0
     if rank == problem.layout.pp - 1:
-        ends += head_parameters(problem)
+        ends += head_parameters(problem)[trained]
     return layers + ends
 
 

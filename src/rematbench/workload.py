@@ -1,6 +1,7 @@
 """The training work: a decoder-only transformer, a sequence length and a compute precision."""
 
-from typing import Annotated, Literal
+from fractions import Fraction
+from typing import Annotated, Literal, get_args
 
 from msgspec import Meta, Struct
 from msgspec.structs import force_setattr, replace
@@ -31,6 +32,29 @@ HeadNormWeights = Literal["head", "each_head", "width", "none"]
 RouterKind = Literal["softmax", "sigmoid"]
 Precision = Literal["bf16", "fp16", "fp32", "fp64"]
 
+BaseDtype = Literal["stack", "bf16", "fp32", "nf4", "nf4_double", "int4", "marlin", "int8"]
+AdapterTarget = Literal["q", "k", "v", "o", "gate", "up", "down"]
+_WORDS = "|".join(get_args(AdapterTarget))
+AdapterTargets = Annotated[str, Meta(pattern=rf"^(all|({_WORDS})(,({_WORDS}))*)$")]
+"""Adapted linears: `all`, or some of q, k, v, o, gate, up, down between commas."""
+TrainedParts = Annotated[
+    str, Meta(pattern=r"^((embedding|norms|head)(,(embedding|norms|head))*)?$")
+]
+"""Parts that train: some of embedding, norms, head between commas."""
+
+PACKED_BYTES: dict[str, Fraction] = {
+    "nf4": Fraction(1, 2) + Fraction(4, 64),
+    "nf4_double": Fraction(1, 2) + Fraction(1, 64) + Fraction(4, 64 * 256),
+    "int4": Fraction(1, 2) + Fraction(2, 128) + Fraction(1, 2 * 128),
+    "marlin": Fraction(1, 2) + Fraction(2, 128),
+    "int8": 1 + Fraction(2, 128) + Fraction(1, 128),
+}
+"""Bytes of a weight of a linear, by format, with its scales and zeros.  nf4: blocks of 64 with an
+fp32 scale, or with the scale in 8 bits and one in fp32 for 256 of them (bitsandbytes,
+functional.py: quantize_4bit).  int4, int8: groups of 128 with an fp16 scale and a zero of the
+weight's bits (AutoGPTQ @058fd80a, qlinear_cuda_old.py).  marlin: groups of 128 without zeros
+(IST-DASLab/marlin @0f102e1)."""
+
 BYTES_PER_ELEMENT: dict[str, int] = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
 
 
@@ -58,6 +82,40 @@ class Experts(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     aux_loss: Cap = 0.0
 
 
+class Latent(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Latent attention: queries, and keys with values, are projected down to few columns, normed,
+    and projected up to heads (DeepSeek-V2, arXiv 2405.04434).
+
+    - `q_rank`: columns of compressed queries (0: queries are projected at once); `kv_rank`: columns
+      of compressed keys and values.
+    - `nope`, `rope`: columns of a head of queries and of keys without and with rotary positions;
+      all heads of keys share the latter.  `v`: columns of a head of values.
+    - `index_heads`, `index_dim`, `index_top`: an indexer of so many heads and columns chooses so
+      many tokens for each query (sparse attention, DeepSeek-V3.2; 0: attention to all tokens).
+    """
+
+    q_rank: Annotated[int, Meta(ge=0, le=1 << 24)] = 0
+    kv_rank: Width
+    nope: Width
+    rope: Width
+    v: Width
+    index_heads: Annotated[int, Meta(ge=0, le=1 << 24)] = 0
+    index_dim: Annotated[int, Meta(ge=0, le=1 << 24)] = 0
+    index_top: Annotated[int, Meta(ge=0, le=1 << 24)] = 0
+
+    @property
+    def qk(self) -> int:
+        """Columns of a head of queries, and of keys."""
+        return self.nope + self.rope
+
+    def matrix_parameters(self, hidden: int, heads: int) -> int:
+        """Parameters of the projections to queries, keys and values, and of the indexer's."""
+        q = self.q_rank * (hidden + heads * self.qk) if self.q_rank else hidden * heads * self.qk
+        kv = hidden * (self.kv_rank + self.rope) + self.kv_rank * heads * (self.nope + self.v)
+        index = hidden * (self.index_dim + self.index_heads)
+        return q + kv + index + (self.q_rank or hidden) * self.index_heads * self.index_dim
+
+
 class Model(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A decoder-only transformer, with the terms of its published config.
 
@@ -67,6 +125,7 @@ class Model(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     - `mlp`: gated (`swiglu`, `geglu`) or two matrices; `relu2` is the square of ReLU, `xielu` has
       two trainable scalars.  `activation_steps`: tensors of `ffn` columns that the activation saves
       in addition to its input if it is a formula of eager operators (tanh approximations of GELU).
+      `glu_clamp`: both halves of the input of a gated activation of experts are clamped first.
     - `block`: in `parallel` blocks attention and MLP read the same residual stream, through a norm
       each or through a shared norm.  `pre_norm`, `post_norm`: norms at the input and at the output
       of attention and MLP.  `embedding_norm`: a norm after the embedding.
@@ -83,6 +142,11 @@ class Model(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     - `attention_chunked`: the window of a layer is a chunk: a token attends to the tokens before it
       in its chunk.  `attention_sinks`: a trainable logit for each head beside the scores.
     - `experts`: a mixture of experts in place of the MLP; `ffn` is then the width of dense layers.
+    - `latent`: queries, keys and values pass through few columns; `head_dim` is then the columns of
+      a head of queries and keys, and every head has keys and values of its own.
+    - `mtp_layers`: layers behind the last one that each predict one more token (multi-token
+      prediction, DeepSeek-V3, arXiv 2412.19437).  Each joins the hidden states with the embedding
+      of the next token by a linear, and uses the model's embedding and output projection.
     - `max_positions` 0 with learned positions: a Workload sets it to its sequence length.
     """
 
@@ -123,7 +187,10 @@ class Model(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     head_bias: bool = False
     attention_chunked: bool = False
     attention_sinks: bool = False
+    glu_clamp: bool = False
     experts: Experts | None = None
+    latent: Latent | None = None
+    mtp_layers: Annotated[int, Meta(ge=0, le=64)] = 0
     left_out: str = ""
     source: str = ""
 
@@ -134,8 +201,30 @@ class Model(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def kv_width(self) -> int:
-        """Columns of the key (or value) projection: KV heads x head_dim."""
+        """Columns of the keys (without latent attention also of the values): KV heads x
+        head_dim."""
         return self.num_kv_heads * self.head_dim
+
+    @property
+    def v_dim(self) -> int:
+        """Columns of a head of values."""
+        return self.latent.v if self.latent else self.head_dim
+
+    @property
+    def sparse_attention(self) -> bool:
+        """Whether an indexer chooses the tokens to which a query attends."""
+        return self.latent is not None and self.latent.index_top > 0
+
+    @property
+    def untimed(self) -> str:
+        """Why the model's operators have no seconds; empty if they have."""
+        words = "sparse attention (an indexer chooses the tokens of each query)"
+        return words * self.sparse_attention
+
+    @property
+    def out_width(self) -> int:
+        """Columns of attention's output: heads x columns of values."""
+        return self.num_heads * self.v_dim
 
     @property
     def gated(self) -> bool:
@@ -181,8 +270,12 @@ class Model(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             "attention in chunks": self.attention_chunked,
             "attention sinks": self.attention_sinks,
             "experts": self.experts is not None,
+            "a clamped activation": self.glu_clamp,
             "norms of queries and keys without a weight": self.qk_norm
             and self.qk_norm_weights == "none",
+            "latent attention": self.latent is not None,
+            "sparse attention": self.sparse_attention,
+            "layers that predict more tokens": self.mtp_layers > 0,
             "different rates of dropout": self.drops_attention != (self.dropout > 0)
             or self.drops_embedding != (self.dropout > 0),
         }
@@ -241,14 +334,23 @@ class Model(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def attention_matrix_parameters(self) -> int:
-        """Parameters of one layer's attention linears, which tensor parallelism splits."""
+        """Parameters of one layer's attention linears, which tensor parallelism splits (of latent
+        attention all but the projections to few columns)."""
+        if self.latent is not None:
+            inside = self.latent.matrix_parameters(self.hidden, self.num_heads)
+            return inside + self.hidden * self.out_width
         return self.hidden * (2 * self.q_width + 2 * self.kv_width)
 
     @property
     def attention_vector_parameters(self) -> int:
         """Parameters of one layer's norms, attention biases and sinks."""
         norms = self.norm_parameters * self.layer_norms
-        qkv = (self.q_width + 2 * self.kv_width) if self.qkv_bias else 0
+        columns = self.q_width + 2 * self.kv_width
+        if self.latent is not None:
+            ranks = (self.latent.q_rank, self.latent.kv_rank)
+            norms += sum(map(self.norm_parameters_of, ranks)) + 2 * self.latent.index_dim
+            columns = sum(ranks) + self.latent.rope
+        qkv = columns if self.qkv_bias else 0
         proj = self.hidden if self.proj_bias else 0
         heads = self.head_norm_parameters(self.q_width) + self.head_norm_parameters(self.kv_width)
         return norms + heads + qkv + proj + self.num_heads * self.attention_sinks
@@ -263,14 +365,16 @@ class Model(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def active_layer_matrices(self) -> int:
-        """Parameters of the matrices of all layers that one token passes."""
-        total = self.num_layers * self.attention_matrix_parameters
-        total += (self.num_layers - self.expert_layers) * self.mlp_matrix_parameters(self.ffn)
+        """Parameters of the matrices of all layers that one token passes, also of those that
+        predict more tokens."""
+        every, sparse = self.num_layers + self.mtp_layers, 0
+        total = every * self.attention_matrix_parameters + self.mtp_layers * self.join_parameters
         if self.experts is not None:
             width = self.experts.active * self.experts.ffn + self.experts.shared_ffn
             router = self.hidden * (self.experts.count + self.experts.shared_gate)
-            total += self.expert_layers * (self.mlp_matrix_parameters(width) + router)
-        return total
+            sparse = self.expert_layers + self.mtp_layers
+            total += sparse * (self.mlp_matrix_parameters(width) + router)
+        return total + (every - sparse) * self.mlp_matrix_parameters(self.ffn)
 
     @property
     def embedding_parameters(self) -> int:
@@ -286,7 +390,7 @@ class Model(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def parameters(self) -> int:
-        """All trainable parameters."""
+        """All trainable parameters, without those of layers that predict more tokens."""
         return self._with_experts(self.experts.count if self.experts else 0)
 
     @property
@@ -295,23 +399,91 @@ class Model(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         and everything else."""
         return self._with_experts(self.experts.active if self.experts else 0)
 
+    @property
+    def prediction_parameters(self) -> int:
+        """Trainable parameters of the layers that predict more tokens: of each the linear that
+        joins hidden states and an embedding, a norm of each of these, a layer, and a norm."""
+        count = self.experts.count if self.experts else 0
+        layer = self._layer_parameters(count, dense=self.experts is None)
+        return self.mtp_layers * (layer + self.join_parameters + 3 * self.norm_parameters)
+
+    @property
+    def join_parameters(self) -> int:
+        """Parameters of the linear that joins hidden states and an embedding."""
+        return 2 * self.hidden * self.hidden
+
+    def _layer_parameters(self, count: int, *, dense: bool) -> int:
+        """Trainable parameters of a layer: with one MLP, or with `count` experts."""
+        attention = self.attention_matrix_parameters + self.attention_vector_parameters
+        if dense or self.experts is None:
+            return attention + self.mlp_parameters(self.ffn)
+        shared = self.experts.shared_ffn
+        experts = count * self.mlp_parameters(self.experts.ffn) + self.router_parameters
+        return attention + experts + (self.mlp_parameters(shared) if shared else 0)
+
     def _with_experts(self, count: int) -> int:
         """Trainable parameters with `count` experts in each layer that has experts."""
-        attention = self.attention_matrix_parameters + self.attention_vector_parameters
-        dense = (self.num_layers - self.expert_layers) * self.mlp_parameters(self.ffn)
-        layers = self.num_layers * attention + dense
+        layers = (self.num_layers - self.expert_layers) * self._layer_parameters(count, dense=True)
         if self.experts is not None:
-            shared = self.experts.shared_ffn
-            layer = count * self.mlp_parameters(self.experts.ffn) + self.router_parameters
-            layers += self.expert_layers * (layer + (self.mlp_parameters(shared) if shared else 0))
+            layers += self.expert_layers * self._layer_parameters(count, dense=False)
         head = 0 if self.tied_embeddings else self.head_parameters
         head += self.vocab if self.head_bias else 0
         return layers + self.embedding_parameters + head + self.norm_parameters
 
 
-class Work(Part, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Trained(Part, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What trains, and how the other weights are held; by default everything trains."""
+
+    lora_rank: Annotated[NonNegativeInt, Fact(metavar="R")] = 0
+    """Linears have low-rank adapters of this rank, which train instead of the model (0: none)."""
+    lora_targets: Annotated[AdapterTargets, Fact(metavar="T")] = "all"
+    """These linears have adapters: all, or some of q,k,v,o,gate,up,down."""
+    lora_train: Literal["ab", "b"] = "ab"
+    """Both matrices of an adapter train, or B alone (LoRA-FA)."""
+    lora_dropout: Annotated[Probability, Fact(metavar="P")] = 0.0
+    """Adapters drop this share of their input."""
+    dora: bool = False
+    """Adapters also train the magnitude of each row of a weight (DoRA)."""
+    trained_parts: Annotated[TrainedParts, Fact(metavar="T")] = ""
+    """Of embedding,norms,head these train too; without adapters, these alone."""
+    frozen_layers: Annotated[NonNegativeInt, Fact(metavar="N")] = 0
+    """The embedding and so many of the first layers do not train."""
+    trained_dtype: Literal["stack", "fp32"] = "stack"
+    """What trains is held in this precision (PEFT makes adapters fp32)."""
+    base_dtype: BaseDtype = "stack"
+    """Weights that do not train are held in this format; linears of less than 16 bits are widened
+    at each use (nf4_double: with quantised scales; int4: GPTQ and AWQ)."""
+
+    @property
+    def trains_all(self) -> bool:
+        """Whether every weight trains, as the stack holds it."""
+        return self.trained == Trained()
+
+    @property
+    def trained(self) -> "Trained":
+        """These facts alone."""
+        return Trained(**{name: getattr(self, name) for name in Trained.__struct_fields__})
+
+    @property
+    def partly(self) -> bool:
+        """Whether some weights do not train."""
+        return bool(self.lora_rank or self.trained_parts or self.frozen_layers)
+
+    @property
+    def targets(self) -> tuple[str, ...]:
+        """The names of the adapted linears; none without adapters."""
+        every = get_args(AdapterTarget)
+        named = every if self.lora_targets == "all" else self.lora_targets.split(",")
+        return tuple(name for name in every if name in named and self.lora_rank)
+
+    def trains(self, part: str) -> bool:
+        """Whether a part (embedding, norms, head) trains beside adapters, or alone."""
+        return part in self.trained_parts.split(",")
+
+
+class Work(Trained, Part, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What a step computes, beside its model: a sequence length, a compute precision, documents
-    and the tokens of experts."""
+    and the tokens of experts; and what it trains."""
 
     seq_len: Annotated[PositiveInt, Fact(metavar="S", column="always")]
     """A sequence has so many tokens."""

@@ -455,3 +455,27 @@ def test_no_layout_is_slower_or_fuller_with_the_leaner_dispatcher(seed: int) -> 
                 )
                 assert lean.step_s <= other.step_s * (1 + 1e-9)
                 assert max(lean.peak_device_bytes) <= max(other.peak_device_bytes)
+
+
+@pytest.mark.parametrize(
+    ("stages", "pp", "seed"),
+    [
+        ("Et|ttt|tt|tL", 2, 3),
+        ("Etttt|t|tt|tL", 4, 5),
+        *(pytest.param("Ett|t|tttt|tL", pp, seed, marks=pytest.mark.soak)
+          for pp in (2, 4) for seed in range(8)),
+    ],
+)  # fmt: skip
+def test_stated_stages_are_searched_like_all_others(
+    stages: str, pp: int, seed: int, short: bool, held: Held
+) -> None:
+    one = uneven(seed)
+    model = one.spec.model
+    assert isinstance(model, Model)
+    model = replace(model, num_layers=stages.count("t"), attention_window=())
+    spec = one.spec.changed(model=model, stages=stages, gpus=pp, global_batch=4 * pp)
+    one = replace(one, spec=spec, fixed=replace(one.fixed, pp=pp, vpp=None))
+    assert {choice.layout.vpp for choice in SearchJob(one).space.choices} == {4 // pp}
+    found = some(one, MOST // (16 if short else 4))
+    for share in SHARES[3:4] if short else SHARES[:4:3]:
+        held(at_the_edge(one, found, share), found)

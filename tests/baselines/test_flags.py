@@ -20,6 +20,7 @@ from rematbench.inputs.job import Job
 from rematbench.inputs.layout import Layout
 from rematbench.inputs.load import load_system
 from rematbench.inputs.stackfacts import NO_FACTS
+from rematbench.inputs.stages import partition_of_sizes, stages_of
 from rematbench.inputs.system import FACTS as STACK_FACTS
 from rematbench.inputs.system import Accepts, with_facts
 from rematbench.plan import Plan, Unsupported
@@ -215,7 +216,6 @@ def test_what_a_baseline_cannot_say_is_named() -> None:
 UNSAID: list[tuple[str, Asked, str]] = [
     ("megatron_core", Asked("dp2-zero2"), "zero_stage 2 is Megatron-FSDP"),
     ("megatron_core", Asked("ulysses2"), "Ulysses needs TransformerEngine"),
-    ("megatron_core", Asked("pp2", model=replace(TINY, num_layers=5)), "5 layers in pp x vpp"),
     ("deepspeed", Asked("ulysses2"), "sequence_parallel_size alone exchanges nothing"),
     ("deepspeed", Asked("tp2"), "tensor parallelism"),
 ]
@@ -324,15 +324,40 @@ def test_whole_prints_the_model_too() -> None:
         assert word in words
 
 
-def test_stages_with_other_ends_have_options() -> None:
-    """The first and the last stage may have other layers than those between."""
-    assert partition_words([3, 4, 4, 2], Layout(pp=4)) == [
-        "--decoder-first-pipeline-num-layers 3",
-        "--decoder-last-pipeline-num-layers 2",
-    ]
-    assert partition_words([4, 4, 4, 4], Layout(pp=4)) == []
-    assert partition_words([4, 3, 4, 4], Layout(pp=4)) is None
-    assert partition_words([2, 3, 3, 2], Layout(pp=2, vpp=2)) is None
+def test_uneven_stages_are_printed_and_not_run() -> None:
+    _, answer = answered(
+        "keep_all", {}, "megatron_core", Asked("pp2", model=replace(TINY, num_layers=5))
+    )
+    assert "--decoder-first-pipeline-num-layers" in answer.flags
+    assert not answer.missing
+    assert any("5 layers in pp x vpp" in line for line in answer.not_run)
+
+
+END_WORDS = ("decoder-first-pipeline-num-layers 3", "decoder-last-pipeline-num-layers 2")
+
+
+@pytest.mark.parametrize(
+    ("sizes", "layout", "words"),
+    [
+        (
+            [3, 4, 4, 2],
+            {},
+            ["decoder-first-pipeline-num-layers 3", "decoder-last-pipeline-num-layers 2"],
+        ),
+        ([4, 4, 4, 4], {}, []),
+        ([4, 4, 4, 4], {"vpp": 2}, ["num-layers-per-virtual-pipeline-stage 4"]),
+        ([4, 3, 4, 4], {}, ["pipeline-model-parallel-layout 'Etttt|ttt|tttt|ttttL'"]),
+        ([2, 3, 3, 0], {"vpp": 2}, ["pipeline-model-parallel-layout 'Ett|(ttt|)*2L'"]),
+        ([0, 4, 4, 4], {}, ["pipeline-model-parallel-layout 'E|(tttt|)*2ttttL'"]),
+    ],
+)
+def test_every_partition_has_options(
+    sizes: list[int], layout: dict[str, int], words: list[str]
+) -> None:
+    """The layers of the ends where the others are equal, else the text of all stages."""
+    pp = 4 // layout.get("vpp", 1)
+    stages = stages_of(partition_of_sizes(sizes, pp), sum(sizes))
+    assert partition_words(stages, Layout(pp=pp, **layout)) == [f"--{word}" for word in words]
 
 
 def test_an_overlap_of_exchanges_is_printed_and_refused_beside_recomputed_experts() -> None:

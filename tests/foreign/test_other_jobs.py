@@ -88,7 +88,6 @@ def test_a_name_of_a_file_chooses_no_task(tmp_path: Path, out: str) -> None:
         "--exp-avg-dtype fp8",
         "--q-lora-rank 512",
         "--optimizer muon",
-        "--pipeline-model-parallel-layout Et|tL",
         "--num-experts 4 --moe-token-dispatcher-type other",
     ],
 )

@@ -132,6 +132,7 @@ def heading(problem: Problem) -> list[str]:
     ulysses = f" (of it ulysses {lay.ulysses})" if lay.ulysses > 1 else ""
     shards = f" over {lay.shard_degree} ranks" if lay.shard_degree else ""
     experts = f"  ep {lay.ep}  etp {lay.expert_tp}" if work.model.experts else ""
+    stages = f" | stages {lay.stages}" if lay.stages else ""
     faster, leaner = faster_attention(problem), leaner_exchanges(problem)
     return [
         f"{work.model.name}, {work.seq_len:,} tokens{_packed(problem)}, {work.precision}, on "
@@ -140,7 +141,7 @@ def heading(problem: Problem) -> list[str]:
         f"tp {lay.tp}{sp}  cp {lay.cp}  pp {lay.pp}  vpp {lay.vpp}  dp {lay.dp}{ulysses}{experts}  "
         f"zero {lay.zero_stage}{shards} | micro-batch {lay.micro_batch}, global batch "
         f"{lay.global_batch}, {lay.num_micro_batches} micro-batches | attention "
-        f"{problem.attention}",
+        f"{problem.attention}{stages}",
         f"assumes: {assumed(problem)}",
         *(f"does not tile: {line}" for line in untiled_of(problem)),
         *([f"{faster} (--attention, if the stack has it)"] if faster else []),

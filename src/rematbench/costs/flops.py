@@ -11,11 +11,13 @@ FORWARD_AND_BACKWARD = 3
 
 def matrix_flop_per_token(model: Model) -> int:
     """FLOPs per token of the weight matrices that it passes, except the input embedding, forward
-    and backward: 6 (L P_layer + h V), with the active experts of a layer.
+    and backward: 6 (L P_layer + h V), with the active experts of a layer, and h V once more for
+    each layer that predicts one more token.
 
     Source: Yuan et al., USENIX ATC 2024 (MFU as counted there); Narayanan et al. 2021, eq. 3.
     """
-    weights = model.active_layer_matrices + model.hidden * model.vocab
+    heads = 1 + model.mtp_layers
+    weights = model.active_layer_matrices + heads * model.hidden * model.vocab
     return 2 * FORWARD_AND_BACKWARD * weights
 
 
@@ -23,16 +25,24 @@ def attention_flop_per_token(work: Workload, *, causal: bool) -> float:
     """FLOPs per token of attention scores and weighted sums, forward and backward: 12 s h L dense,
     half of it causal.
 
-    Generalised to heads x head_dim and to windows, per layer 12 x heads x head_dim x (mean keys
-    per query).  The causal mean is s / 2, as the sources count it, not (s + 1) / 2.  With packed
-    documents only pairs inside a document count.
+    Generalised to heads x head_dim, to values of other columns and to windows, per layer 6 x heads
+    x (columns of keys + columns of values) x (mean keys per query).  The causal mean is s / 2, as
+    the sources count it, not (s + 1) / 2.  With packed documents only pairs inside a document
+    count.
     """
     model = work.model
     windows = model.attention_window or (0,) * model.num_layers
+    windows += (0,) * model.mtp_layers
     length = work.document_len or work.seq_len
     chunked = model.attention_chunked
     keys = fsum(_mean_keys(work.seq_len, length, window, causal, chunked) for window in windows)
-    return 4 * FORWARD_AND_BACKWARD * model.q_width * keys
+    return _attended_flop(model, keys)
+
+
+def _attended_flop(model: Model, keys: float) -> float:
+    """FLOPs of a token's scores and weighted sums over `keys` keys of each head, forward and
+    backward (of six products, three over the columns of keys and three over those of values)."""
+    return 2 * FORWARD_AND_BACKWARD * (model.q_width + model.out_width) * keys
 
 
 def _mean_keys(
@@ -50,7 +60,29 @@ def _mean_keys(
 
 def model_flop_per_token(work: Workload, *, causal: bool = True) -> float:
     """Model FLOPs of one token's forward and backward (no recomputation, no padding)."""
-    return matrix_flop_per_token(work.model) + attention_flop_per_token(work, causal=causal)
+    matrices = matrix_flop_per_token(work.model) - frozen_flop_per_token(work)
+    return matrices + attention_flop_per_token(work, causal=causal)
+
+
+def frozen_flop_per_token(work: Workload) -> int:
+    """FLOPs per token that weights without a gradient leave out, less those of adapters: the
+    gradient of a frozen matrix, and the backward below the first layer that trains."""
+    model = work.model
+    if not work.partly:
+        return 0
+    layer = model.active_layer_matrices // model.num_layers
+    if not (work.lora_rank or work.trained_parts):
+        return 4 * layer * work.frozen_layers
+    head = model.hidden * model.vocab * (not work.trains("head"))
+    adapters = work.lora_rank * (model.num_layers - work.frozen_layers) * _adapted_widths(work)
+    return 2 * (model.active_layer_matrices + head) - 2 * FORWARD_AND_BACKWARD * adapters
+
+
+def _adapted_widths(work: Workload) -> int:
+    """Rows and columns of the adapted linears of a layer."""
+    model = work.model
+    inner = {"q": model.q_width, "k": model.kv_width, "v": model.kv_width, "o": model.q_width}
+    return sum(model.hidden + inner.get(target, model.ffn) for target in work.targets)
 
 
 def megatron_flop_per_token(
@@ -62,9 +94,11 @@ def megatron_flop_per_token(
 
     Source: num_floating_point_operations of Megatron-LM's training.py.
     """
-    keys = model.num_layers * (seq_len / 2 if causal else float(seq_len))
-    head = 2 * FORWARD_AND_BACKWARD * model.hidden * (padded_vocab - model.vocab)
-    return matrix_flop_per_token(model) + head + 4 * FORWARD_AND_BACKWARD * model.q_width * keys
+    layers = model.num_layers + model.mtp_layers
+    keys = layers * (seq_len / 2 if causal else float(seq_len))
+    heads = 1 + model.mtp_layers
+    head = 2 * FORWARD_AND_BACKWARD * heads * model.hidden * (padded_vocab - model.vocab)
+    return matrix_flop_per_token(model) + head + _attended_flop(model, keys)
 
 
 def mfu(

@@ -13,7 +13,7 @@ from rematbench.costs.states import reduce_buckets
 from rematbench.engine.lowering.lower import lower
 from rematbench.engine.lowering.states.held_states import lends_gradients
 from rematbench.engine.lowering.states.host_states import host_states, on_device
-from rematbench.engine.lowering.states.state_shards import sharded
+from rematbench.engine.lowering.states.state_shards import rank_sharded
 from rematbench.engine.program.action import STATE_COPIES, Kind
 from rematbench.engine.program.ledger import RankLedger, issue_order, pool_bytes
 from rematbench.engine.program.program import Late, Program
@@ -24,7 +24,6 @@ from rematbench.plan import Plan
 from rematbench.problem import (
     NOT_TIMED,
     Problem,
-    expert_parameters,
     gathers_by_layer,
     has_exact_pins,
     rank_parameters,
@@ -232,8 +231,7 @@ def _rank_bytes(
     problem: Problem, plan: Plan, rank: int, ledger: RankLedger, pools: int
 ) -> RankBytes:
     system = problem.system
-    count = rank_parameters(problem, plan, rank)
-    experts = expert_parameters(problem, plan, rank)
+    count = rank_parameters(problem, plan, rank, trained=True)
     sizes = {
         "parameter": system.states.param_bytes,
         "gradient": system.states.grad_bytes,
@@ -245,7 +243,7 @@ def _rank_bytes(
     host = host_states(problem, plan, rank)
     for kind in device:
         fate = plan.state(kind)  # type: ignore[arg-type]  # the three state kinds
-        nbytes = sharded(count - experts, experts, fate, problem.layout) * sizes[kind]
+        nbytes = rank_sharded(problem, plan, rank, fate) * sizes[kind]
         if kind == "gradient" and lends_gradients(plan):
             nbytes = 0
         device[kind] = nbytes if fate.home == "device" else 0
@@ -286,7 +284,7 @@ def kernel_flop(kernel: Kernel) -> float:
         case Gemm(m=m, n=n, k=k, batch=batch):
             return 2.0 * m * n * k * batch
         case Attention(batch=batch, heads=heads, head_dim=head_dim, pairs=pairs):
-            return 4.0 * pairs * heads * head_dim * batch
+            return 2.0 * pairs * heads * (head_dim + kernel.values) * batch
     return 0.0
 
 

@@ -240,6 +240,8 @@ def _layout(reading: Reading, options: Options, script: Script) -> None:
         stage = stage.removesuffix(".0")
         reading.put("zero_stage", int(stage) if stage in "0123" else 0, "--zero-stage")
     reading.put("sp", "sequence-parallel" in options, "--sequence-parallel")
+    if stages := first_value(options, name := "pipeline-model-parallel-layout"):
+        reading.put("stages", stages, f"--{name}")
     for word in ("bf16", "fp16"):
         if word in options:
             reading.put("precision", word, f"--{word}")

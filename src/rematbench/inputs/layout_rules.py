@@ -5,6 +5,7 @@ from math import lcm
 from rematbench.inputs.layout import Layout, LayoutError
 from rematbench.inputs.load import load_system
 from rematbench.inputs.stackfacts import other_versions
+from rematbench.inputs.stages import base_partition
 from rematbench.inputs.system import System
 from rematbench.workload import Workload
 
@@ -26,6 +27,8 @@ def check_layout(layout: Layout, workload: Workload, system: System) -> None:
     _check(_size_rules(layout, workload))
     _check(_batch_rules(layout))
     _check(_rules(layout, workload, system))
+    if layout.stages:
+        base_partition(workload.model, layout)
 
 
 def _check(rules: list[tuple[bool, str]]) -> None:
@@ -79,9 +82,39 @@ def _rules(lay: Layout, work: Workload, system: System) -> list[tuple[bool, str]
             "cp_kind: allgather has",
         ),
         *_ulysses_rules(lay, work, system),
+        *_latent_rules(lay, work, system),
         *_expert_rules(lay, work, system),
+        *_trained_rules(lay, work),
         *_ep_overlap_rules(lay, work, system),
         *_stack_rules(lay, system),
+    ]
+
+
+def _trained_rules(lay: Layout, work: Workload) -> list[tuple[bool, str]]:
+    """The rules of a model of which only a part trains."""
+    model, mlp = work.model, {"gate", "up", "down"}
+    experts = model.experts is not None and bool(mlp & {*work.targets})
+    return [
+        (
+            not work.partly and work.base_dtype != "stack",
+            f"base_dtype {work.base_dtype} holds weights that do not train, but all train (give "
+            "lora_rank, trained_parts or frozen_layers)",
+        ),
+        (work.dora and not work.lora_rank, "dora needs adapters (lora_rank)"),
+        (experts, "adapters of experts are not modelled (lora_targets: q,k,v,o)"),
+        (work.partly and lay.tp > 1, f"tp = {lay.tp} with weights that do not train: not modelled"),
+        (
+            work.frozen_layers > 0 and lay.pp > 1,
+            f"pp = {lay.pp} with frozen_layers: not modelled",
+        ),
+        (
+            work.frozen_layers >= model.num_layers,
+            f"frozen_layers {work.frozen_layers} must be below the {model.num_layers} layers",
+        ),
+        (
+            work.trained_parts == "head" and lay.pp > 1,
+            f"pp = {lay.pp} where no layer trains: not modelled",
+        ),
     ]
 
 
@@ -207,6 +240,24 @@ def _nested_rules(
         *(
             (holds, f"Ulysses inside context parallelism has no {words} (TransformerEngine)")
             for words, holds in refused.items()
+        ),
+    ]
+
+
+def _latent_rules(lay: Layout, work: Workload, system: System) -> list[tuple[bool, str]]:
+    """The rules of values with other columns than keys, in words of TransformerEngine, on which
+    stacks with fused norms run (attn_forward_func_with_cp of context_parallel.py), and of DeepSpeed
+    0.19.8 (ulysses_sp.py, UlyssesSPAttentionHF)."""
+    if work.model.latent is None:
+        return []
+    words = "Context parallelism does not support MLA with cp_comm_type="
+    gathered = system.parallel.cp_kind == "allgather" and system.kernels.norm == "fused"
+    return [
+        (lay.cp > 1 and gathered, f"cp = {lay.cp}: {words}'all_gather' (TransformerEngine)"),
+        (
+            lay.ulysses > 1 and lay.cp == 1,
+            f"ulysses = {lay.ulysses} with latent attention: {words}'a2a' (TransformerEngine), and "
+            "DeepSpeed's value input tensor does not match the required shape, the keys'",
         ),
     ]
 
@@ -355,7 +406,7 @@ def _model_rules(lay: Layout, work: Workload) -> list[tuple[bool, str]]:
             f"{model.name}",
         ),
         (
-            model.num_layers < lay.num_chunks,
+            model.num_layers < lay.num_chunks and not lay.stages,
             f"{model.num_layers} layers cannot fill pp x vpp = {lay.num_chunks} chunks",
         ),
         (

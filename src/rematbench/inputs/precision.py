@@ -5,13 +5,17 @@ Stacks and clusters are described in 16 bits, and fp16 has the bytes and rates o
 
 from rematbench.inputs.cluster import Cluster
 from rematbench.inputs.constants import Calibration
-from rematbench.inputs.system import System, with_facts
-from rematbench.workload import BYTES_PER_ELEMENT, Model, Precision
+from rematbench.inputs.system import OptimizerKind, System, with_facts
+from rematbench.workload import BYTES_PER_ELEMENT, Model, Precision, Trained
 
 WIDE: tuple[Precision, ...] = ("fp32", "fp64")
 """The precisions of more than 16 bits."""
 FP32, MASTER = 4, 4
 """Bytes of an fp32 element, and of a parameter's fp32 copy among the optimizer's states."""
+OF_TRAINED = (
+    *("grad_bytes", "optimizer_bytes", "reduce_bytes", "step_scratch_bytes", "late_state_bytes"),
+)
+"""The states of what trains."""
 ADAM = 12
 """Bytes of Adam's states with an fp32 copy of the parameters."""
 
@@ -43,6 +47,48 @@ def in_precision(system: System, precision: Precision, zero_stage: int) -> Syste
         step_scratch_bytes=scratch,
         late_state_bytes=min(late, states + copy),
         held_logit_bytes=system.loss.held_logit_bytes and max(width, system.loss.held_logit_bytes),
+    )
+
+
+def of_trained(system: System, work: Trained, zero_stage: int) -> System:
+    """The stack with the bytes of the weights that do not train, as the work holds them, and of the
+    gradients and optimizer states of those that do.
+
+    torch.optim keeps moments in the parameters' precision, and trained parameters that are fp32
+    need no copy.  A linear of less than 16 bits is counted in parameters of this stack
+    (`Op.parameters`), and so is what trains in fp32.
+    """
+    changed: dict[str, int] = {}
+    if work.trained_dtype == "fp32" and system.states.param_bytes < FP32:
+        wide = in_precision(system, "fp32", zero_stage).states
+        changed = {name: getattr(wide, name) for name in OF_TRAINED}
+    if work.base_dtype in BYTES_PER_ELEMENT:
+        width = BYTES_PER_ELEMENT[work.base_dtype]
+        changed |= {"param_bytes": width, "gather_bytes": width}
+    return with_facts(system, **changed) if changed else system
+
+
+def with_optimizer(system: System, kind: OptimizerKind | None) -> System:
+    """The stack with another optimizer than its Adam, whose master weights stay.
+
+    Adam and Lion in 8 bits: one byte for each state (bitsandbytes, optim/optimizer.py; 1.6 % more
+    for the scales of blocks of 256 are left out, as are 8 bytes for the parameters of tensors below
+    4,096 elements); in 4 bits torchao, optim/subclass_4bit.py.  Adafactor: sums of rows and columns
+    (Shazeer & Stern 2018), no bytes a parameter.  Lion, SGD with momentum and Muon: one state of
+    the moments' width (Muon's Adam of embedding and head has two; their second is left out).
+    """
+    if kind is None:
+        return system
+    states = system.states
+    moment = FP32 if states.optimizer_bytes >= 2 * FP32 else states.optimizer_bytes // 2
+    own = {"adam8bit": 2, "adam4bit": 1, "adam_bf16": 4, "lion8bit": 1, "adafactor": 0, "sgd": 0}
+    nbytes = own.get(kind, moment)
+    late, master = states.late_state_bytes, states.optimizer_bytes - 2 * moment
+    return with_facts(
+        system,
+        optimizer_bytes=master + nbytes,
+        late_state_bytes=nbytes if late else 0,
+        step_scratch_bytes=states.step_scratch_bytes if states.flat_step else 0,
     )
 
 

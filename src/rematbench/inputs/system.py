@@ -42,6 +42,20 @@ AttentionChoice = Literal["flash", "unfused", "fa1", "fa2", "fa3", "cudnn", "tri
 in memory), or a fused kernel by its name."""
 
 
+OptimizerKind = Literal[
+    "adam8bit",
+    "adam4bit",
+    "adam_bf16",
+    "lion",
+    "lion8bit",
+    "adafactor",
+    "muon",
+    "momentum",
+    "sgd",
+]
+"""Optimizers other than the stack's Adam."""
+
+
 class StackChoice(Part, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What a run chooses of its stack and its devices; None: as the stack or the cluster has it."""
 
@@ -51,6 +65,8 @@ class StackChoice(Part, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A device has so many bytes of memory; this replaces the cluster's value."""
     optimizer: Annotated[Home | None, Fact(column="own")] = None
     """Optimizer states are there; this replaces the stack's value."""
+    optimizer_kind: OptimizerKind | None = None
+    """The optimizer is this one instead of the stack's Adam; master weights stay."""
     parameters: Annotated[Home | None, Fact(column="own")] = None
     """Parameters are there with ZeRO 3; this replaces the stack's value."""
     ep_overlap: EpOverlapChoice | None = None
@@ -132,6 +148,9 @@ class Loss(Part, frozen=True, kw_only=True, forbid_unknown_fields=True):
     loss_keeps_logits: bool = True
     """If true, a wide copy of the logits is alive while the softmax is computed; otherwise the
     softmax overwrites the logits."""
+    shifts_logits: bool = False
+    """If true, the loss copies the logits of all tokens but the last after it has widened them,
+    while the model's forward still has its logits and the input of the head."""
     held_logit_bytes: StateBytes = 0
     """So many bytes per logit stay alive during the loss's backward because the training loop holds
     the model's output (0: it holds none).  With logits computed in pieces no output exists."""
@@ -280,6 +299,12 @@ class ExpertExchange(Part, frozen=True, kw_only=True, forbid_unknown_fields=True
     """If true, and exchanges overlap, the weight gradients of a backward follow the input gradients
     of its attention and of its experts, so that the exchange behind those overlaps with them
     too."""
+    fused_router: bool = False
+    """If true, one kernel computes a router's probabilities and map, and one each the scores and
+    the value of its balancing loss; otherwise torch operators do."""
+    fused_indices: bool = False
+    """If true, one kernel makes DeepEP's indices a map of tokens to experts; otherwise torch
+    operators do."""
     expert_workspaces: Workspaces = 0
     """A model with experts has so many workspaces more than `workspaces` (the streams of a grouped
     GEMM)."""

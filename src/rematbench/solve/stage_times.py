@@ -7,6 +7,7 @@ from math import fsum
 
 from msgspec.structs import replace
 
+from rematbench.costs.operators.ops import OpTable
 from rematbench.plan import Plan
 from rematbench.problem import Problem, gathered_bytes
 from rematbench.solve.layer_costs import backward_s, forward_s, layers_in_flight
@@ -76,7 +77,7 @@ class StageTimes:
         lean = problem.cost.weigh(relocation.smallest_plan(base)).peak_device_bytes
         self.room = [relocation.usable - peak for peak in lean]
         kept_input = table.activations["layer_input"].nbytes
-        states = _state_bytes(problem, base) * table.parameters
+        states = _state_bytes(problem, base, table)
         self.per_layer = [states + kept_input * n for n in self.in_flight]
 
     def __call__(self, rank: int, layers: int) -> float:
@@ -96,8 +97,8 @@ def _pass_s(problem: Problem) -> float:
     return fsum(forward_s(problem, t) + backward_s(problem, t) for t in tables) / len(tables)
 
 
-def _state_bytes(problem: Problem, plan: Plan) -> float:
-    """Device bytes of states per parameter of a rank, and of what a pipeline holds whole."""
+def _state_bytes(problem: Problem, plan: Plan, table: OpTable) -> float:
+    """Device bytes of the states of a table on a rank, and of what a pipeline holds whole."""
     system, parameter, gradient = problem.system, plan.state("parameter"), plan.state("gradient")
     sizes = {
         "parameter": system.states.param_bytes,
@@ -105,9 +106,12 @@ def _state_bytes(problem: Problem, plan: Plan) -> float:
         "optimizer": system.states.optimizer_bytes,
     }
     held = gathered_bytes(problem) if parameter.release == "step" else 0
+    sums = 0
     if gradient.release == "step":
-        held, sizes["gradient"] = held + system.states.reduce_bytes, 0
-    return held + fsum(sizes[s.kind] / s.shards for s in plan.states if s.home == "device")
+        sums, sizes["gradient"] = system.states.reduce_bytes, 0
+    per = {s.kind: sizes[s.kind] / s.shards for s in plan.states if s.home == "device"}
+    weights = held + per.pop("parameter", 0.0)
+    return weights * table.parameters + (sums + fsum(per.values())) * table.trained
 
 
 def balanced_partition(relocation: Relocation) -> tuple[tuple[tuple[int, ...], ...], ...]:

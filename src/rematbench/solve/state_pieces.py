@@ -28,7 +28,7 @@ def shares(problem: Problem, base: Plan) -> list[int]:
     """The parameters that each pipeline rank's optimizer updates."""
     shards = base.state("optimizer").shards
     ranks = range(problem.layout.pp)
-    return [shard(rank_parameters(problem, base, rank), shards) for rank in ranks]
+    return [shard(rank_parameters(problem, base, r, trained=True), shards) for r in ranks]
 
 
 def even(count: int, share: float, one: Place, other: Place) -> tuple[Place, ...]:

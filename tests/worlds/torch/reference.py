@@ -11,7 +11,7 @@ from rematbench.problem import Problem
 from rematbench.workload import Model
 from rematbench.worlds.torch.arithmetic import IGNORED, NORM_EPS, ROPE_BASE
 from rematbench.worlds.torch.batch import Batch
-from rematbench.worlds.torch.parameters import AdamW, full_weight, specs_by_name
+from rematbench.worlds.torch.parameters import ADAPTED, AdamW, full_weight, specs_by_name
 
 
 class Run(NamedTuple):
@@ -34,7 +34,11 @@ class Reference:
         return F.layer_norm(x, x.shape[-1:], weight, self.weights[f"{name}.bias"], NORM_EPS)
 
     def linear(self, x: Tensor, name: str) -> Tensor:
-        return F.linear(x, self.weights[f"{name}.weight"], self.weights.get(f"{name}.bias"))
+        out = F.linear(x, self.weights[f"{name}.weight"], self.weights.get(f"{name}.bias"))
+        prefix, _, local = name.rpartition(".")
+        target = next((t for t, weight in ADAPTED.items() if weight == local), local)
+        a, b = (self.weights.get(f"{prefix}.lora_{target}.{part}") for part in "ab")
+        return out if a is None or b is None else out + x @ a.T @ b.T
 
     def heads(self, x: Tensor, name: str, heads: int) -> Tensor:
         y = self.linear(x, name).unflatten(-1, (heads, -1)).transpose(1, 2)
@@ -42,16 +46,37 @@ class Reference:
             y = self.norm(y, f"{name}_norm")
         if self.model.position != "rope" or name.endswith("v"):
             return y
+        return self.turned(y)
+
+    def turned(self, y: Tensor) -> Tensor:
+        """All columns of each head after RoPE."""
         half = y.shape[-1] // 2
         power = torch.arange(half, dtype=torch.float64) * 2 / y.shape[-1]
         angle = torch.arange(y.shape[-2], dtype=torch.float64)[:, None] * ROPE_BASE**-power
         turn = torch.polar(torch.ones_like(angle), angle)
         turned = torch.complex(y[..., :half].double(), y[..., half:].double()) * turn
-        return torch.cat([turned.real, turned.imag], -1).to(x.dtype)
+        return torch.cat([turned.real, turned.imag], -1).to(y.dtype)
 
-    def layer(self, x: Tensor, name: str) -> Tensor:
+    def latent(self, x: Tensor, name: str) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values of latent attention."""
+        given, heads = self.model.latent, self.model.num_heads
+        assert given is not None
+        y = x
+        if given.q_rank:
+            y = self.norm(self.linear(x, f"{name}.q_latent"), f"{name}.q_latent_norm")
+        q = self.linear(y, f"{name}.q").unflatten(-1, (heads, -1)).transpose(1, 2)
+        q = torch.cat([q[..., : given.nope], self.turned(q[..., given.nope :])], -1)
+        y = self.norm(self.linear(x, f"{name}.kv_latent"), f"{name}.kv_latent_norm")
+        own, v = (
+            self.linear(y, f"{name}.{part}").unflatten(-1, (heads, -1)).transpose(1, 2)
+            for part in ("k_nope", "v")
+        )
+        shared = self.turned(self.linear(x, f"{name}.k_rope")[:, None])
+        return q, torch.cat([own, shared.expand(-1, heads, -1, -1)], -1), v
+
+    def grouped(self, y: Tensor, name: str) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, and keys and values once for each of their heads."""
         m = self.model
-        y = self.norm(x, f"{name}.attn_norm")
         q = self.heads(y, f"{name}.q", m.num_heads)
         k = self.heads(y, f"{name}.k", m.num_kv_heads).repeat_interleave(
             m.num_heads // m.num_kv_heads, 1
@@ -59,6 +84,12 @@ class Reference:
         v = self.heads(y, f"{name}.v", m.num_kv_heads).repeat_interleave(
             m.num_heads // m.num_kv_heads, 1
         )
+        return q, k, v
+
+    def layer(self, x: Tensor, name: str) -> Tensor:
+        m = self.model
+        y = self.norm(x, f"{name}.attn_norm")
+        q, k, v = (self.latent if m.latent else self.grouped)(y, name)
         scores = q @ k.transpose(-1, -2) / m.head_dim**0.5
         hidden = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
         y = scores.masked_fill(hidden, float("-inf")).softmax(-1) @ v
@@ -115,8 +146,10 @@ def weights_of(problem: Problem, seed: int) -> dict[str, Tensor]:
     first = ChunkOps(problem, 0, 0, layers)
     last = ChunkOps(problem, lay.pp - 1, lay.vpp - 1, layers)
     places = [(unit.table.part, unit.layer) for unit in (*first.units, *last.units)]
-    specs = specs_by_name(model, places, model.vocab)
-    return {name: full_weight(spec, seed).requires_grad_() for name, spec in specs.items()}
+    specs = specs_by_name(model, places, model.vocab, work=problem.workload)
+    return {
+        name: full_weight(spec, seed).requires_grad_(spec.trained) for name, spec in specs.items()
+    }
 
 
 def train(
@@ -130,8 +163,9 @@ def train(
     in place of the model's own; so each step's are those at the weights that another run has."""
     weights = weights_of(problem, seed)
     model = Reference(problem.workload.model, weights)
+    trained = {name: weight for name, weight in weights.items() if weight.requires_grad}
     optimizer = torch.optim.AdamW(
-        weights.values(),
+        trained.values(),
         lr=rule.lr,
         betas=(rule.beta1, rule.beta2),
         eps=rule.eps,
@@ -144,7 +178,7 @@ def train(
         loss.backward()
         run.losses.append(float(loss.detach()))
         gradients = {}
-        for name, weight in weights.items():
+        for name, weight in trained.items():
             gradients[name] = weight.grad.clone()
         run.gradients.append(gradients)
         for name, given in (along[len(run.losses) - 1] if along else {}).items():

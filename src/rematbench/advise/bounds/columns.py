@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from rematbench.costs.operators.ops import OpTable
 from rematbench.costs.states import reduce_buckets
 from rematbench.engine.lowering.states.state_shards import shards_experts
 from rematbench.inputs.layout import Layout
@@ -135,17 +136,25 @@ class Columns:
         turn = np.where(self.vpp > 1, (2 * self.vpp - 1) * self.pp, 1)
         first, second, last = (
             np.where(self.count * self.vpp - flights >= turn, width * (rest + own), 0.0)
-            for flights, (rest, own) in zip(self.in_flight, self._parameters, strict=True)
+            for flights, (rest, own) in zip(self.in_flight, self._trained, strict=True)
         )
         return first, second, last
 
     @cached_property
     def _parameters(self) -> list[tuple[NDArray[np.int64], NDArray[np.int64]]]:
-        """Parameters of the first, the second and the last rank: all but those of experts, and
-        those."""
+        return self._counts(trained=False)
+
+    @cached_property
+    def _trained(self) -> list[tuple[NDArray[np.int64], NDArray[np.int64]]]:
+        return self._counts(trained=True)
+
+    def _counts(self, *, trained: bool) -> list[tuple[NDArray[np.int64], NDArray[np.int64]]]:
+        """Parameters of the first, the second and the last rank, or those with a gradient: all but
+        those of experts, and those."""
         problem = self.problem
-        dense_layer, layer, experts = least_parameters(problem)
-        head, embedding = head_parameters(problem), problem.embedding.parameters
+        dense_layer, layer, experts = least_parameters(problem, trained=trained)
+        head = head_parameters(problem)[trained]
+        embedding = _counted(problem.embedding, trained)
         single, dense = self.pp == 1, problem.workload.model.first_dense
         begun = dense * single  # a single rank is the first one too
         first, second, last = self.first - dense, self.second - begun, self.last - begun
@@ -176,21 +185,31 @@ class Columns:
             + whole[:, 0] * n
             + whole[:, 1] * m
             + np.asarray(
-                sum((-(-n // per[:, i]) - (-m // apart[:, i])) * nbytes for i, nbytes in kinds)
+                sum(
+                    (-(-many[0] // per[:, i]) - (-many[1] // apart[:, i])) * nbytes
+                    for (i, nbytes), many in ((k, updated if k[0] else (n, m)) for k in kinds)
+                )
             )
-            for rank, (n, m) in enumerate(self._parameters)
+            for rank, ((n, m), updated) in enumerate(
+                zip(self._parameters, self._trained, strict=True)
+            )
         )
         return first, second, last
 
 
-def least_parameters(problem: Problem) -> tuple[int, int, int]:
+def least_parameters(problem: Problem, *, trained: bool) -> tuple[int, int, int]:
     """The fewest parameters of a dense layer that comes before the layers with experts (0 without
-    such layers), of another layer without its experts, and of its experts."""
+    such layers), of another layer without its experts, and of its experts; with `trained` those
+    with a gradient."""
     kinds = problem.layer_kinds
     later = [table for table in kinds if table.expert_parameters] or kinds
-    experts = min(table.expert_parameters for table in later)
-    dense = [table.parameters for table in kinds if table not in later]
-    return min(dense, default=0), min(table.parameters for table in later) - experts, experts
+    experts = min(t.trained_experts if trained else t.expert_parameters for t in later)
+    dense = [_counted(table, trained) for table in kinds if table not in later]
+    return min(dense, default=0), min(_counted(t, trained) for t in later) - experts, experts
+
+
+def _counted(table: OpTable, trained: bool) -> int:
+    return table.trained if trained else table.parameters
 
 
 def _held(layout: Layout, problem: Problem) -> tuple[int, int, int]:

@@ -121,7 +121,7 @@ class LayoutGroup:
     def end_s(self) -> Array:
         """Lower bound of the seconds after a rank's last pass: one gradient reduction and one
         parameter gather, if nothing hides them, and the update of states in host memory."""
-        _, layer, own = least_parameters(self.problem)
+        _, layer, own = least_parameters(self.problem, trained=True)
         begun = self.columns.first - self.problem.workload.model.first_dense
         layers = np.minimum(begun, self.columns.last)
         found = [

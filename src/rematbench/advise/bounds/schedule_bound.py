@@ -350,8 +350,8 @@ def _stall_s(problem: Problem, plan: Plan, rank: int) -> float:
     shards = plan.state("optimizer").shards
     total = 0.0
     for layers in plan.partition[rank]:
-        count = sum(problem.layer(layer).parameters for layer in layers)
-        experts = sum(problem.layer(layer).expert_parameters for layer in layers)
+        count = sum(problem.layer(layer).trained for layer in layers)
+        experts = sum(problem.layer(layer).trained_experts for layer in layers)
         width, comms = system.states.reduce_bytes, list[Comm]()
         if system.zero.reduce_overlap:
             comms += gradient_reductions(lay, shards, 1, width * count, width * experts)

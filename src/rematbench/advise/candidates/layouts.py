@@ -14,6 +14,7 @@ from rematbench.inputs.cluster import Cluster
 from rematbench.inputs.job import Job
 from rematbench.inputs.layout import Layout, LayoutError, even_partition
 from rematbench.inputs.layout_rules import check_layout
+from rematbench.inputs.stages import partition_of_sizes, read_stages
 from rematbench.inputs.system import Dispatcher, System, ZeroStage, with_facts
 from rematbench.plan import Plan, Unsupported
 from rematbench.plugins.registry import IDENTITY, Registry
@@ -66,7 +67,14 @@ class LayoutChoice(Struct, frozen=True):
 
     def base(self, plan: Plan) -> Plan:
         """The plan that methods begin with: `plan` with this choice's partition."""
-        return plan if self.even else replace(plan, partition=_partition(self.sizes, self.layout))
+        if self.even:
+            return plan
+        return replace(plan, partition=partition_of_sizes(self.sizes, self.layout.pp))
+
+    def of_sizes(self, sizes: tuple[int, ...]) -> "LayoutChoice":
+        """The choice with other numbers of layers."""
+        even = sizes == even_sizes(sum(sizes), self.layout)
+        return replace(self, sizes=sizes, even=even)
 
     def keeping(self, problem: Problem, registry: Registry) -> Plan | Unsupported:
         """The plan that keeps every activation here, with its states where they are placed."""
@@ -79,12 +87,25 @@ class LayoutChoice(Struct, frozen=True):
         return () if self.even else ("--partition", ",".join(map(str, self.sizes)))
 
 
-def _partition(sizes: tuple[int, ...], lay: Layout) -> tuple[tuple[tuple[int, ...], ...], ...]:
-    starts = [sum(sizes[:i]) for i in range(len(sizes))]
-    chunks = [tuple(range(a, a + n)) for a, n in zip(starts, sizes, strict=True)]
-    return tuple(
-        tuple(chunks[chunk * lay.pp + rank] for chunk in range(lay.vpp)) for rank in range(lay.pp)
-    )
+def even_sizes(layers: int, layout: Layout) -> tuple[int, ...]:
+    """The layers of each chunk of the even partition, in pipeline order."""
+    even = even_partition(layers, layout)
+    return tuple(len(rank[chunk]) for chunk in range(layout.vpp) for rank in even)
+
+
+def ended(
+    choice: LayoutChoice, layout: Layout, layers: int, first: int, last: int
+) -> LayoutChoice | None:
+    """The choice with so many layers in the first and the last chunk of `layout`, and the others
+    in the chunks between, as evenly as possible, the first of these with more; None if there is
+    none with layers in each."""
+    between = layout.num_chunks - 2
+    rest = layers - first - last
+    if min(first, last) < 0 or rest < between or (rest and not between):
+        return None
+    each, extra = divmod(rest, between) if between else (0, 0)
+    sizes = (first, *(each + (i < extra) for i in range(between)), last)
+    return replace(choice, layout=layout).of_sizes(sizes)
 
 
 class Space(Struct, frozen=True):
@@ -115,11 +136,12 @@ def space(spec: Job, fixed: Fixed, work: Workload, cluster: Cluster, system: Sys
             continue
         results = [
             choice
-            for choice in partitions(layout, work.model.num_layers)
-            if choice.sizes[0] > work.model.first_dense
+            for choice in _stated(layout, work) or partitions(layout, work.model.num_layers)
+            if choice.sizes[0] > work.model.first_dense and choice.sizes[-1]
         ]
         if not results:
-            refused["the first chunk has none of the layers with experts (not searched)"] += 1
+            words = "the first chunk has none of the layers with experts (not searched)"
+            refused["a chunk has no layers (not searched)" if layout.stages else words] += 1
         choices += results
         if _may_overlap(spec, layout, work, system):
             choices += [replace(choice, overlaps=True) for choice in results]
@@ -127,6 +149,14 @@ def space(spec: Job, fixed: Fixed, work: Workload, cluster: Cluster, system: Sys
         if hosts and work.model.experts is None:
             choices += [replace(choice, hosted=True) for choice in results]
     return Space(tuple(choices), dict(refused))
+
+
+def _stated(layout: Layout, work: Workload) -> list[LayoutChoice]:
+    """The layout with the layers that its text states; none without a text."""
+    if not layout.stages:
+        return []
+    stages = read_stages(layout.stages)
+    return [LayoutChoice(layout, tuple(len(stage.layers) for stage in stages))]
 
 
 def _dense_between_experts(work: Workload) -> str:
@@ -201,7 +231,7 @@ def layouts(
             for sp, micro_batch, vpp, (zero, ep, etp) in product(
                 _row_shards(fixed.sp, tp, work),
                 _micro_batches(fixed.micro_batch, batch // replicas),
-                _chunks(fixed.vpp, pp, work.model.num_layers),
+                _chunks(fixed.vpp, pp, work.model.num_layers, spec.degrees.stages),
                 _states_and_experts(fixed, (tp, cp, pp, dp), work, system),
             ):
                 yield Layout(
@@ -242,12 +272,15 @@ def _micro_batches(fixed: int | None, sequences: int) -> list[int]:
     return _degrees(None, sequences, MOST_MICRO_BATCH)
 
 
-def _chunks(fixed: int | None, pp: int, layers: int) -> list[int]:
-    """Chunks per rank: 1, and each number for which all chunks have equally many layers if the
-    embedding, the head or both count as a layer (the chunks at the ends then have one layer less;
-    Megatron: account_for_embedding_in_pipeline_split, account_for_loss_in_pipeline_split)."""
+def _chunks(fixed: int | None, pp: int, layers: int, stages: str) -> list[int]:
+    """Chunks per rank: those of stated stages; else 1, and each number for which all chunks have
+    equally many layers if the embedding, the head or both count as a layer (the chunks at the ends
+    then have one layer less; Megatron: account_for_embedding_in_pipeline_split,
+    account_for_loss_in_pipeline_split)."""
     if fixed is not None:
         return [fixed]
+    if stages:
+        return [max(1, len(read_stages(stages)) // pp)]
     if pp == 1:
         return [1]
     ends = (0, 1, 2)
@@ -303,18 +336,12 @@ def _stages(fixed: ZeroStage | None, pp: int, peers: bool, system: System) -> li
 def partitions(layout: Layout, layers: int) -> Iterator[LayoutChoice]:
     """The even partition, and the partitions with one layer less or more on the first or the last
     rank (without interleaving, from pp 3 on)."""
-    even = even_partition(layers, layout)
-    sizes = [len(even[i % layout.pp][i // layout.pp]) for i in range(layout.num_chunks)]
-    yield LayoutChoice(layout, tuple(sizes))
+    sizes = even_sizes(layers, layout)
+    even = LayoutChoice(layout, sizes)
+    yield even
     if layout.pp < 3 or layout.vpp > 1:
         return
     for first, last in product((-1, 0, 1), repeat=2):
-        moved = list(sizes)
-        moved[0] += first
-        moved[-1] += last
-        middle = layers - moved[0] - moved[-1]
-        each, extra = divmod(middle, layout.pp - 2)
-        inner = [each + (i < extra) for i in range(layout.pp - 2)]
-        result = (moved[0], *inner, moved[-1])
-        if min(result) > 0 and result != tuple(sizes):
-            yield LayoutChoice(layout, result, even=False)
+        moved = ended(even, layout, layers, sizes[0] + first, sizes[-1] + last)
+        if moved is not None and min(moved.sizes) > 0 and not moved.even:
+            yield moved

@@ -11,13 +11,7 @@ from msgspec import convert
 from msgspec.structs import replace
 
 from rematbench.advise.candidates.candidate import Variant, load_compare
-from rematbench.advise.candidates.layouts import (
-    LayoutChoice,
-    Space,
-    leanest_dispatcher,
-    partitions,
-    space,
-)
+from rematbench.advise.candidates.layouts import LayoutChoice, Space, leanest_dispatcher, space
 from rematbench.advise.candidates.methods import (
     package_variants,
     placements,
@@ -369,7 +363,5 @@ def simulated(row: Mapping[str, str], reserve_gib: float | None = None) -> Resul
     request = SearchRequest(spec=spec, reserve_gib=reserve_gib, leaner=False)
     search, layout = SearchSpace(request), spec.layout
     sizes = tuple(int(layers) for layers in row["partition"].split(","))
-    choice = next(
-        item for item in partitions(layout, search.model.num_layers) if item.sizes == sizes
-    )
+    choice = LayoutChoice(layout, sizes).of_sizes(sizes)
     return LayoutTrials(search.job(choice)).trial(row["name"], search.registry).result

@@ -3,6 +3,7 @@
 from rematbench.costs.operators.builder import Builder
 from rematbench.costs.operators.experts import add_experts
 from rematbench.costs.operators.kernels import Elementwise, Kernel, Named
+from rematbench.costs.operators.latent import add_latent
 from rematbench.costs.operators.ops import Comm, Op, OpTable
 from rematbench.inputs.layout import Layout
 from rematbench.inputs.system import System
@@ -85,6 +86,17 @@ def layer_table(
 def _attention(b: Builder, x: str, window: int) -> None:
     """Add attention from the tensor `x` to `proj_out`."""
     model, s = b.model, b.s
+    if model.latent is not None:
+        add_latent(b, model.latent, x)
+    else:
+        _heads(b, x)
+    b.attention(window)
+    b.row("proj", "attn_out", "proj_out", s.out_width, bias=model.proj_bias)
+
+
+def _heads(b: Builder, x: str) -> None:
+    """Add the projections from the tensor `x` to queries, keys and values, and their norms."""
+    model, s = b.model, b.s
     rope: tuple[Kernel, ...] = ()
     if model.position == "rope":
         turned = int(s.tokens * (s.q_width + s.kv_width) * model.rotary_share)
@@ -96,8 +108,6 @@ def _attention(b: Builder, x: str, window: int) -> None:
     for name, width in projected.items():
         if _is_normed(b, name):
             b.head_norm(f"{name[0]}_norm", f"{name}_raw", name, width)
-    b.attention(window)
-    b.row("proj", "attn_out", "proj_out", s.q_width, bias=model.proj_bias)
 
 
 def _pre_norm(b: Builder, name: str, x: str) -> str:
@@ -166,6 +176,7 @@ def head_table(work: Workload, layout: Layout, system: System) -> OpTable:
             reduce=statistics,
             scratch_forward_bytes=scratch[0],
             scratch_backward_bytes=scratch[1],
+            holds=("final_norm_out",) if system.loss.shifts_logits else (),
         )
     )
     return b.table("head")
@@ -187,12 +198,15 @@ def _loss_scratch(system: System, logits_bytes: int, wide_bytes: int) -> tuple[i
 
     The logits, the saved softmax and the logits' gradient are counted elsewhere.  Forward: the fp32
     copy of the logits (Megatron also keeps the logits during this time; F.cross_entropy of
-    `model(x).float()` does not).  Backward, unless in place: the gradients of the log-probabilities
-    and of the fp32 logits, before the gradient of the logits exists.
+    `model(x).float()` does not), and the copy without the last token.  Backward, unless in place:
+    the gradients of the log-probabilities and of the fp32 logits, before the gradient of the logits
+    exists.
     """
+    shifted = wide_bytes if system.loss.shifts_logits else 0
     if system.loss.fused_loss:
-        return 0, 0
+        return shifted, 0
     copy = wide_bytes if system.loss.logits_fp32 and system.loss.loss_keeps_logits else 0
     if system.loss.loss_in_place:
-        return copy, 0
-    return max(0, copy - logits_bytes), 2 * wide_bytes - logits_bytes
+        return copy + shifted, 0
+    forward = copy + shifted if shifted else max(0, copy - logits_bytes)
+    return forward, 2 * wide_bytes - logits_bytes

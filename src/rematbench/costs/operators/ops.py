@@ -6,12 +6,13 @@ cp tokens of a rank, t = tensor parallel, h hidden, e bytes per element.
 """
 
 from functools import cached_property
-from typing import Literal
+from typing import Literal, get_args
 
 import msgspec
 from msgspec import Struct
 
-from rematbench.costs.operators.kernels import Elementwise, Kernel
+from rematbench.costs.operators.kernels import Elementwise, Gemm, Kernel
+from rematbench.workload import AdapterTarget
 
 CommKind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "ring"]
 Group = Literal["tp", "cp", "ulysses", "dp", "pp", "replica", "ep", "etp", "edp", "expert_replica"]
@@ -77,6 +78,10 @@ class Op(Struct, frozen=True, kw_only=True):
     moves no bytes. `scratch_*` are bytes that exist only during the kernel.
 
     `holds`: tensors that the caller of a module keeps until the end of this operator, in a forward.
+
+    `parameters`: the operator's weights, as many as have the bytes of the stack's parameters (a
+    4-bit weight is a part of one); `trained`: those with a gradient, counted (None: `parameters`).
+    `adapts`: the linear of whose adapter the operator is a part.
     """
 
     name: str
@@ -97,6 +102,8 @@ class Op(Struct, frozen=True, kw_only=True):
     alias_inputs: tuple[str, ...] = ()
     holds: tuple[str, ...] = ()
     parameters: int = 0
+    trained: int | None = None
+    adapts: str = ""
     of_experts: bool = False
     replicated: bool = False
     scratch_forward_bytes: int = 0
@@ -106,6 +113,16 @@ class Op(Struct, frozen=True, kw_only=True):
     def has_weight(self) -> bool:
         """Whether the operator has a weight gradient, computed apart from the input gradient."""
         return bool(self.backward_weight)
+
+    @property
+    def is_matrix(self) -> bool:
+        """Whether the operator multiplies by a weight."""
+        return self.parameters > 0 and any(isinstance(one, Gemm) for one in self.forward)
+
+    @property
+    def trained_parameters(self) -> int:
+        """The number of weights with a gradient."""
+        return self.parameters if self.trained is None else self.trained
 
     @property
     def exchanges(self) -> bool:
@@ -140,6 +157,16 @@ class OpTable(Struct, frozen=True, kw_only=True, dict=True):
     def expert_parameters(self) -> int:
         """Of these, the weights of the experts that the rank holds."""
         return sum(op.parameters for op in self.ops if op.of_experts)
+
+    @cached_property
+    def trained(self) -> int:
+        """The number of weights of one rank with a gradient."""
+        return sum(op.trained_parameters for op in self.ops)
+
+    @cached_property
+    def trained_experts(self) -> int:
+        """Of these, the weights of the experts that the rank holds."""
+        return sum(op.trained_parameters for op in self.ops if op.of_experts)
 
     def op(self, name: str) -> Op:
         """The operator with this name; StopIteration if the table has no such operator."""
@@ -196,6 +223,9 @@ def memory_kernel(*nbytes: int) -> tuple[Kernel, ...]:
     return (Elementwise(hbm_bytes=sum(nbytes)),)
 
 
+LORA_KINDS = ("", "_in", "_mask", "_base", "_out")
+"""What an adapter saves: the product with its first matrix, its input where that is a copy, the
+mask of the input's dropout, and for DoRA the outputs of the linear and of the adapter."""
 _HEADS = ("q", "k", "v")
 _NORMS = (
     "attn_norm",
@@ -203,6 +233,8 @@ _NORMS = (
     "mlp_norm",
     "post_mlp_norm",
     "final_norm",
+    "q_latent_norm",
+    "kv_latent_norm",
 )
 _MORE_NORMS = ("embedding_norm", "q_norm", "k_norm")
 """Norms whose outputs have names of their own."""
@@ -234,6 +266,7 @@ _EXPERTS = (
     "expert_probs",
     "expert_fc1_out",
     "expert_act_out",
+    "expert_clamped",
     "expert_fc2_in",
     "expert_out",
     "unsorted",
@@ -245,6 +278,7 @@ _EXPERTS = (
     "shared_out",
 )
 _SCORES = ("probs", "softmax", "capped", "probs_mask", "probs_dropped")
+_ADAPTERS = tuple(f"lora_{name}{kind}" for name in get_args(AdapterTarget) for kind in LORA_KINDS)
 _ENDS = ("logits", "logits_capped", "logits_held", "loss_saved")
 
 ACTIVATIONS = frozenset(
@@ -252,7 +286,9 @@ ACTIVATIONS = frozenset(
         *_BLOCK,
         *_EXPERTS,
         *_ENDS,
+        *_ADAPTERS,
         *_HEADS,
+        *("q_latent", "kv_latent", "k_rope", "k_nope", "k_turned", "chosen"),
         *(f"{name}_rows" for name in _HEADS),
         *(f"{name}{order}_raw" for name in "qk" for order in ("", "_rows")),
         *(f"{name}_repeated" for name in "kv"),

@@ -39,10 +39,11 @@ def check_plan(plan: Plan, problem: Problem) -> None:
         )
     virtual = [plan.partition[r][c] for c in range(lay.vpp) for r in range(lay.pp)]
     layers = [layer for chunk in virtual for layer in chunk]
-    if layers != list(range(problem.workload.model.num_layers)):
+    model = problem.workload.model
+    if layers != list(range(model.num_layers + model.mtp_layers)):
         raise PlanError("partition must contain every layer once, in order of the virtual stages")
-    if any(not chunk for chunk in virtual):
-        raise PlanError("partition has an empty chunk: every chunk needs a layer")
+    if not all(virtual[1:-1]):
+        raise PlanError("partition has a chunk that holds nothing: give it a layer")
     parameter = plan.state("parameter")
     if gathers_by_layer(parameter, lay) and parameter.release == "never":
         raise PlanError(
@@ -103,7 +104,7 @@ def _check_pieces(plan: Plan, problem: Problem) -> None:
             f"{problem.system.states.param_bytes}-byte weights; wire must be param"
         )
     shares = [
-        shard(rank_parameters(problem, plan, rank), optimizer.shards)
+        shard(rank_parameters(problem, plan, rank, trained=True), optimizer.shards)
         for rank in range(problem.layout.pp)
     ]
     if away and pieces.size > min(shares):

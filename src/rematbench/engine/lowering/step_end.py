@@ -112,7 +112,7 @@ def _free_shards(steps: Steps, plan: Plan, problem: Problem) -> None:
 def _update(steps: Steps, plan: Plan, problem: Problem) -> None:
     """Append the update of the rank's share of the parameters, on the device or on the host."""
     system, optimizer = problem.system, plan.state("optimizer")
-    held = rank_parameters(problem, plan, steps.rank)
+    held = rank_parameters(problem, plan, steps.rank, trained=True)
     count = rank_sharded(problem, plan, steps.rank, optimizer)
     nbytes = system.states.param_bytes * count
     if optimizer.home == "device":
@@ -139,13 +139,13 @@ def _update(steps: Steps, plan: Plan, problem: Problem) -> None:
 
 
 def _parameters(chunk: ChunkOps) -> int:
-    return sum(unit.parameters for unit in chunk.units)
+    return sum(unit.trained for unit in chunk.units)
 
 
 def _expert_parameters(chunk: ChunkOps) -> int:
     if chunk.problem.workload.model.experts is None:
         return 0
-    return sum(unit.expert_parameters for unit in chunk.units)
+    return sum(unit.trained_experts for unit in chunk.units)
 
 
 def _reductions(plan: Plan, problem: Problem, chunk: ChunkOps) -> tuple[Comm, ...]:
@@ -162,6 +162,8 @@ def _norm_reduction(plan: Plan, problem: Problem, chunks: list[ChunkOps]) -> Com
 
 def _tied_embeddings(steps: Steps, problem: Problem) -> None:
     """First and last rank exchange the gradient of the tied embedding (as in Megatron)."""
-    nbytes = problem.system.states.grad_bytes * problem.head.op("lm_head").parameters
+    nbytes = problem.system.states.grad_bytes * problem.head.op("lm_head").trained_parameters
+    if not nbytes:
+        return
     steps.add(("tied_send", nbytes), partial(tied_send_block, nbytes), Pass(False, 0, 0))
     steps.add(("tied_recv", nbytes), partial(tied_recv_block, nbytes), Pass(False, 0, 0))

@@ -16,6 +16,7 @@ from typing import NamedTuple, cast
 from msgspec import Struct
 from msgspec.structs import replace
 
+from rematbench.costs.operators.adapters import Place
 from rematbench.costs.operators.ops import Activation, Op, OpTable, Part
 from rematbench.engine.lowering.lower import lower
 from rematbench.engine.program.program import RankProgram
@@ -132,7 +133,7 @@ class StackProblem(Problem):
         )
 
     @cached_property
-    def _layers(self) -> dict[tuple[int, bool], OpTable]:
+    def _layers(self) -> dict[tuple[int, bool, Place], OpTable]:
         return {window: self._extended(table) for window, table in super()._layers.items()}
 
     @cached_property

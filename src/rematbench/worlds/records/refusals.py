@@ -7,6 +7,8 @@ from rematbench.inputs.shapes import shapes
 from rematbench.plan import Plan
 from rematbench.problem import Problem, gathered_bytes, tensor_parameters
 
+EXECUTED = ("experts", "latent attention")
+"""The features of blocks, of those that Llama's and GPT's lack, that the runtime has."""
 SUM_BYTES = {"fp64": 8, "fp32": 4, "bf16": 4}
 """Bytes of the runtime's gradient sums, by compute precision."""
 
@@ -21,13 +23,14 @@ def refusals(problem: Problem, plan: Plan) -> list[str]:
         "sliding-window attention": bool(windows),
         "packed documents": problem.workload.packed,
         "rotary positions with an odd head_dim": model.position == "rope"
-        and model.head_dim % 2 != 0,
+        and (model.latent.rope if model.latent else model.head_dim) % 2 != 0,
+        "Ulysses with latent attention": lay.ulysses > 1 and model.latent is not None,
         "soft caps": model.attention_soft_cap != 0 or model.logit_soft_cap != 0,
         "norms over each head with tensor parallelism and without sequence parallelism": (
             model.qk_norm and lay.tp > 1 and not lay.sequence_parallel
         ),
         "norms that scale by 1 + weight": model.norm_offset,
-        **{words: words != "experts" for words in model.special_features},
+        **{words: words not in EXECUTED for words in model.special_features},
         f"what {system.name} keeps of eager operators": any(
             (
                 system.kernels.norm_keeps_steps,
@@ -50,6 +53,7 @@ def refusals(problem: Problem, plan: Plan) -> list[str]:
         "outputs that a pipeline stage holds": system.parallel.holds_outputs and lay.pp > 1,
         "replicas of sharded states": lay.state_shards < lay.dp * lay.cp,
         "KV heads replicated over tp": model.num_kv_heads % lay.tp != 0,
+        **_refused_of_adapters(problem),
         **_refused_of_experts(problem, plan),
         **_refused_in_backward(problem, plan),
         **_refused_of_units(problem, plan),
@@ -70,6 +74,22 @@ def uneven_experts(problem: Problem) -> bool:
         shapes(problem.workload, lay, problem.system).shard_tokens,
     )
     return any(count % period for count in rows)
+
+
+def _refused_of_adapters(problem: Problem) -> dict[str, bool]:
+    """Refusals of a model of which only a part trains."""
+    work, lay = problem.workload, problem.layout
+    others = bool(work.trained_parts or work.frozen_layers or work.dora)
+    return {
+        "weights that do not train, other than with low-rank adapters": others,
+        "dropout of adapters": work.lora_dropout > 0,
+        f"frozen weights in {work.base_dtype}": work.base_dtype != "stack",
+        f"what trains in {work.trained_dtype}": work.trained_dtype != "stack",
+        "adapters over data-parallel ranks": work.partly and lay.has_peers,
+        "adapters of models with experts": work.partly and work.model.experts is not None,
+        f"the optimizer {problem.stack_choice.optimizer_kind}": problem.stack_choice.optimizer_kind
+        is not None,
+    }
 
 
 def _refused_of_experts(problem: Problem, plan: Plan) -> dict[str, bool]:

@@ -67,13 +67,16 @@ class Names:
         unit = self.model.units[chunk][action.part]
         op = unit.table.op(action.op)
         ops = self.model.chunks[chunk]
-        gradient = attrgetter("is_gradient")
-        incoming = tuple(takewhile(gradient, action.reads))  # before the saved tensors
         new = {alloc.storage.whole: alloc.storage for alloc in action.allocs}
         part = new.get(storage_of(unit.prefix, op.name, Role.PARTIAL))
         there = {storage.whole: storage for storage in action.reads}
         inputs, outputs = (
             {name: ops.storage(unit, name) for name in names} for names in (op.inputs, op.outputs)
+        )
+        own = {storage.whole for storage in inputs.values()}
+        gradient = attrgetter("is_gradient")
+        incoming = tuple(  # before the saved tensors, and before what is added to
+            takewhile(lambda one: one.is_gradient and one.whole not in own, action.reads)
         )
         return Operands(
             unit=unit,

@@ -1,25 +1,33 @@
 """The operators of the plan vocabulary on one rank: names to kernels, parameters and rows."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from typing import get_args
 
 import torch
 from torch import Tensor
 
+from rematbench.workload import AdapterTarget
 from rematbench.worlds.torch import arithmetic, experts
 from rematbench.worlds.torch import attention_backends as attn
 from rematbench.worlds.torch.groups import Group
 from rematbench.worlds.torch.operands import Call, Tensors
-from rematbench.worlds.torch.parameters import HEAD_NORMS
+from rematbench.worlds.torch.parameters import ADAPTED, HEAD_NORMS
 
 Forward = Callable[[Call], Tensors]
 Backward = Callable[[Call], Tensors]
 Weight = Callable[[Call], None]
 
-COLUMNS = ("qkv", "fc1", "lm_head", "shared_fc1")
-"""The column-parallel operators: each output has its own weight, so that none is a view."""
+COLUMNS = ("qkv", "q_up", "kv_up", "fc1", "lm_head", "shared_fc1", "q_down", "kv_down")
+"""The column-parallel operators, and the projections to few columns, which no rank splits: each
+output has its own weight, so that none is a view."""
 ROWS = ("proj", "fc2", "shared_fc2")
 """The row-parallel operators."""
-NORMS = ("attn_norm", "mlp_norm", "post_attn_norm", "post_mlp_norm", "final_norm", *HEAD_NORMS)
+NORMS = (
+    *("attn_norm", "mlp_norm", "post_attn_norm", "post_mlp_norm", "final_norm"),
+    *("q_latent_norm", "kv_latent_norm", *HEAD_NORMS),
+)
+ADAPTERS = tuple(f"lora_{target}" for target in get_args(AdapterTarget))
+"""The products with the first matrix of an adapter; the linear adds those with the second."""
 SUMS = ("attn_add", "mlp_add", "shared_add")
 
 
@@ -38,11 +46,11 @@ def _by_rank(sequences: Tensor, ranks: int, batch: int) -> Tensor:
 
 
 def _heads(call: Call, x: Tensor, heads: int) -> Tensor:
-    """rows x columns -> batch x heads x rows x head_dim."""
+    """rows x columns -> batch x heads x rows x columns of a head."""
     shape, ranks = call.model.attention, call.model.problem.layout.ulysses
     if ranks > 1:
         x = _whole_sequences(x, ranks, shape.batch)
-    return x.view(shape.batch, -1, heads, shape.head_dim).transpose(1, 2)
+    return x.view(shape.batch, -1, heads, x.shape[-1] // heads).transpose(1, 2)
 
 
 def _flat(x: Tensor) -> Tensor:
@@ -77,10 +85,13 @@ def _whole_kv(call: Call, name: str) -> Tensor:
     shape, cp = call.model.attention, call.model.problem.layout.cp
     if cp == 1:
         return _heads(call, call.tensors[name], shape.kv_heads)
-    full = call.tensors["full"].view(call.model.dtype).view(2, -1)[0 if name == "k" else 1]
-    by_slice = full.view(cp, shape.batch, 2, -1, shape.kv_heads, shape.head_dim)
+    full = call.tensors["full"].view(call.model.dtype)
+    sizes = [call.unit.table.activations[each].nbytes for each in ("k", "v")]
+    at = full.numel() * sizes[0] // sum(sizes)
+    full, dim = (full[:at], shape.head_dim) if name == "k" else (full[at:], shape.v_dim)
+    by_slice = full.view(cp, shape.batch, 2, -1, shape.kv_heads, dim)
     by_slice = by_slice.permute(1, 0, 2, 3, 4, 5).reshape(
-        shape.batch, 2 * cp, -1, shape.kv_heads, shape.head_dim
+        shape.batch, 2 * cp, -1, shape.kv_heads, dim
     )
     return _in_order(by_slice, slice_order(call)).flatten(1, 2).transpose(1, 2)
 
@@ -100,7 +111,7 @@ def attention(call: Call) -> Tensors:
     k, v = _whole_kv(call, "k"), _whole_kv(call, "v")
     pairs = sum((b.q1 - b.q0) * (b.k1 - b.k0) / (1 + b.causal)
                 for g in attn.blocks(shape.rows, model.slices) for b in g)  # fmt: skip
-    model.flop += 4.0 * pairs * shape.heads * shape.head_dim * shape.batch
+    model.flop += 2.0 * pairs * shape.heads * (shape.head_dim + shape.v_dim) * shape.batch
     if "attn_probs" in call.op.outputs:
         probs = attn.probabilities(q, k)
         out = probs @ attn.repeat(v, shape.heads)
@@ -214,8 +225,10 @@ def _norm_backward(call: Call) -> Tensors:
         dx, dw = arithmetic.rms_norm_backward(grad, groups, weight.value)
     else:
         dx, dw, db = arithmetic.layer_norm_backward(grad, groups, weight.value)
-        call.parameter(f"{call.op.name}.bias").grad.add_(db)
-    weight.grad.add_(dw)
+        if weight.spec.trained:
+            call.parameter(f"{call.op.name}.bias").grad.add_(db)
+    if weight.spec.trained:
+        weight.grad.add_(dw)
     return {call.op.inputs[0]: dx.view(x.shape)}
 
 
@@ -232,10 +245,49 @@ def _weights(call: Call) -> list[tuple[str, str]]:
 def _column(call: Call) -> Tensors:
     x = call.input()
     return {
-        out: _turned(call, name, call.linear(x, name, call.bias(name)))
+        out: _turned(call, name, _adapted(call, name, call.linear(x, name, call.bias(name))))
         for out, name in _weights(call)
         if out in call.wanted
     }
+
+
+def _adapter(call: Call, name: str) -> str:
+    """The adapter of a linear by the local name of its weight; empty if it has none."""
+    target = next((t for t, weight in ADAPTED.items() if weight == name), name)
+    low = f"lora_{target}"
+    return low if low in call.op.inputs else ""
+
+
+def _adapted(call: Call, name: str, out: Tensor) -> Tensor:
+    """A linear's output with that of its adapter."""
+    low = _adapter(call, name)
+    return out + call.linear(call.tensors[low], f"{low}.b", None) if low else out
+
+
+def _differentiable(call: Call, name: str) -> bool:
+    return call.unit.table.activations[name].differentiable
+
+
+def _low_gradients(call: Call, gradients: Iterable[tuple[str, Tensor]]) -> Tensors:
+    """The gradients of the products with A, in the order of the operator's inputs."""
+    found = {
+        low: grad @ call.parameter(f"{low}.b").value
+        for name, grad in gradients
+        if (low := _adapter(call, name)) and _differentiable(call, low)
+    }
+    return {name: found[name] for name in call.op.inputs if name in found}
+
+
+def _add_weight_gradient(call: Call, name: str, grad: Tensor) -> None:
+    """Add the gradient of a linear's weight and bias, or of its adapter's B, from that of its
+    output."""
+    if low := _adapter(call, name):
+        arithmetic.add_weight_gradient(call.parameter(f"{low}.b").grad, grad, call.tensors[low])
+    if not call.parameter(name).spec.trained:
+        return
+    arithmetic.add_weight_gradient(call.parameter(name).grad, grad, call.input())
+    if call.bias(name) is not None:
+        call.parameter(f"{name}.bias").grad.add_(grad.sum(0))
 
 
 def _turned(call: Call, name: str, x: Tensor, *, inverse: bool = False) -> Tensor:
@@ -246,11 +298,42 @@ def _turned(call: Call, name: str, x: Tensor, *, inverse: bool = False) -> Tenso
 
 
 def _rotated(call: Call, x: Tensor, *, inverse: bool = False) -> Tensor:
-    """x after RoPE, if the model has it."""
-    model = call.model
+    """x after RoPE, if the model has it; of heads of latent attention the last columns."""
+    model, latent = call.model, call.model.kind.latent
     if model.kind.position != "rope":
         return x
-    return arithmetic.rope(x, call.rows(model.cos), call.rows(model.sin), inverse=inverse)
+    cos, sin = call.rows(model.cos), call.rows(model.sin)
+    if latent is None or call.op.name == "k_turn":
+        return arithmetic.rope(x, cos, sin, inverse=inverse)
+    out = x.clone()
+    heads = out.view(x.shape[0], -1, latent.qk)[..., latent.nope :]
+    heads.copy_(arithmetic.rope(heads.contiguous(), cos, sin, inverse=inverse).view(heads.shape))
+    return out
+
+
+def _turn(call: Call) -> Tensors:
+    return {call.op.outputs[0]: _rotated(call, call.input())}
+
+
+def _turn_backward(call: Call) -> Tensors:
+    return {call.op.inputs[0]: _rotated(call, call.grads[0], inverse=True)}
+
+
+def _join(call: Call) -> Tensors:
+    """A head's own columns of keys, then those that all heads share."""
+    own, shared = (call.tensors[name] for name in call.op.inputs)
+    heads = own.view(own.shape[0], call.model.shapes.heads, -1)
+    every = shared[:, None].expand(-1, heads.shape[1], -1)
+    return {call.op.outputs[0]: torch.cat([heads, every], -1).flatten(1)}
+
+
+def _join_backward(call: Call) -> Tensors:
+    grad = call.grads[0].view(call.grads[0].shape[0], call.model.shapes.heads, -1)
+    latent = call.model.kind.latent
+    assert latent is not None
+    own, shared = torch.split(grad, [latent.nope, latent.rope], -1)
+    parts = own.flatten(1), shared.sum(1)
+    return dict(zip(call.op.inputs, parts, strict=True))
 
 
 def _column_gradients(call: Call) -> Iterator[tuple[str, Tensor]]:
@@ -262,40 +345,41 @@ def _column_backward(call: Call) -> Tensors:
     """Return the input gradient. If RoPE has rotated an output, the rotation of its gradient is
     undone in place, because the weight gradient reads this storage next."""
     dx: Tensor | None = None
+    x, gradients = call.op.inputs[0], list[tuple[str, Tensor]]()
     for name, turned in _column_gradients(call):
         grad = _turned(call, name, turned, inverse=True)
         if call.grads_are_views and grad is not turned:
             turned.copy_(grad)
-        weight = call.parameter(name).value
-        dx = grad @ weight if dx is None else torch.addmm(dx, grad, weight)
-    assert dx is not None
-    return {call.op.inputs[0]: dx}
+        gradients.append((name, grad))
+        if _differentiable(call, x):
+            weight = call.parameter(name).value
+            dx = grad @ weight if dx is None else torch.addmm(dx, grad, weight)
+    return ({} if dx is None else {x: dx}) | _low_gradients(call, gradients)
 
 
 def _column_weight(call: Call) -> None:
-    x = call.input()
     for name, found in _column_gradients(call):
         back = call.grads_are_views  # turned back already
         grad = found if back else _turned(call, name, found, inverse=True)
-        arithmetic.add_weight_gradient(call.parameter(name).grad, grad, x)
-        if call.bias(name) is not None:
-            call.parameter(f"{name}.bias").grad.add_(grad.sum(0))
+        _add_weight_gradient(call, name, grad)
 
 
 def _row(call: Call) -> Tensors:
     """This rank's partial sum; one rank of the group adds the bias."""
     bias = call.bias(call.op.name) if call.model.place.tp == 0 else None
-    return {call.op.outputs[0]: call.linear(call.input(), call.op.name, bias)}
+    out = call.linear(call.input(), call.op.name, bias)
+    return {call.op.outputs[0]: _adapted(call, call.op.name, out)}
 
 
 def _row_backward(call: Call) -> Tensors:
-    return {call.op.inputs[0]: call.grads[0] @ call.parameter(call.op.name).value}
+    x, dx = call.op.inputs[0], Tensors()
+    if _differentiable(call, x):
+        dx[x] = call.grads[0] @ call.parameter(call.op.name).value
+    return dx | _low_gradients(call, [(call.op.name, call.grads[0])])
 
 
 def _row_weight(call: Call) -> None:
-    arithmetic.add_weight_gradient(call.parameter(call.op.name).grad, call.grads[0], call.input())
-    if call.bias(call.op.name) is not None:
-        call.parameter(f"{call.op.name}.bias").grad.add_(call.grads[0].sum(0))
+    _add_weight_gradient(call, call.op.name, call.grads[0])
 
 
 # -- pointwise ------------------------------------------------------------------------------------
@@ -348,8 +432,10 @@ def _mul_backward(call: Call) -> Tensors:
 FORWARD: dict[str, Forward] = {
     **dict.fromkeys(NORMS, _norm),
     **dict.fromkeys(COLUMNS, _column),
-    **dict.fromkeys(ROWS, _row),
+    **dict.fromkeys((*ROWS, *ADAPTERS), _row),
     **dict.fromkeys(SUMS, _residual),
+    "k_turn": _turn,
+    "k_join": _join,
     "attention": attention,
     **dict.fromkeys(("act", "shared_act"), _act),
     "mul": _mul,
@@ -360,7 +446,9 @@ FORWARD: dict[str, Forward] = {
 BACKWARD_INPUT: dict[str, Backward] = {
     **dict.fromkeys(NORMS, _norm_backward),
     **dict.fromkeys(COLUMNS, _column_backward),
-    **dict.fromkeys(ROWS, _row_backward),
+    **dict.fromkeys((*ROWS, *ADAPTERS), _row_backward),
+    "k_turn": _turn_backward,
+    "k_join": _join_backward,
     "attention": attention_backward,
     **dict.fromkeys(("act", "shared_act"), _act_backward),
     "mul": _mul_backward,
@@ -369,7 +457,7 @@ BACKWARD_INPUT: dict[str, Backward] = {
 }
 BACKWARD_WEIGHT: dict[str, Weight] = {
     **dict.fromkeys(COLUMNS, _column_weight),
-    **dict.fromkeys(ROWS, _row_weight),
+    **dict.fromkeys((*ROWS, *ADAPTERS), _row_weight),
     "embedding": embedding_weight,
     **experts.BACKWARD_WEIGHT,
 }

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from rematbench.costs.operators.ops import Part
 from rematbench.inputs.layout import Layout
-from rematbench.workload import Experts, Model
+from rematbench.workload import Experts, Latent, Model, Trained
 from rematbench.worlds.torch.arithmetic import fused, wide
 
 INIT_STD = 0.05
@@ -39,7 +39,7 @@ class ParameterSpec(NamedTuple):
     replicated), `rows` the number of rows after padding (of a vocabulary; 0: no padding),
     `own_rows` whether a tensor-parallel rank has only the gradient of its own rows (norms and
     routers), `mean` the mean of its initial values. `expert`: it belongs to an expert, which only
-    some ranks hold."""
+    some ranks hold. `trained`: it has a gradient and states."""
 
     name: str
     shape: tuple[int, ...]
@@ -48,6 +48,7 @@ class ParameterSpec(NamedTuple):
     own_rows: bool = False
     mean: float = 0.0
     expert: bool = False
+    trained: bool = True
 
     def parts(self, layout: Layout) -> int:
         """The number of ranks over which the parameter is split."""
@@ -72,11 +73,54 @@ small epsilon the first update is the gradient's sign, and the rounding of a gra
 whole step of its weight."""
 
 
+ALL = Trained()
+"""Everything trains."""
+
+
 def unit_specs(
-    model: Model, part: Part, layer: int, vocab: int, experts: range | None = None
+    model: Model,
+    part: Part,
+    layer: int,
+    vocab: int,
+    experts: range | None = None,
+    work: Trained = ALL,
 ) -> dict[str, ParameterSpec]:
     """The parameters of the embedding, the head or a layer, by local name. `vocab` is the padded
-    vocabulary; of a layer's experts only those in `experts` (None: all)."""
+    vocabulary; of a layer's experts only those in `experts` (None: all). With adapters, which only
+    layers have, nothing else trains."""
+    specs = _model_specs(model, part, layer, vocab, experts)
+    if not work.lora_rank:
+        return specs
+    frozen = {local: spec._replace(trained=False) for local, spec in specs.items()}
+    return frozen | (_adapter_specs(work, f"layers.{layer}", specs) if part == "layer" else {})
+
+
+def _adapter_specs(
+    work: Trained, prefix: str, specs: dict[str, ParameterSpec]
+) -> dict[str, ParameterSpec]:
+    """The two matrices of each adapter of a layer's linears: A (rank x columns) and B (rows x
+    rank) of a weight with rows x columns."""
+    found: dict[str, ParameterSpec] = {}
+    for target in work.targets:
+        local, rank = f"lora_{target}", work.lora_rank
+        weight = specs.get(ADAPTED.get(target, target))
+        if weight is None:  # an MLP without a gate
+            continue
+        rows, columns = weight.shape
+        found[local] = ParameterSpec(
+            f"{prefix}.{local}.a", (rank, columns), trained=work.lora_train == "ab"
+        )
+        found[f"{local}.b"] = ParameterSpec(f"{prefix}.{local}.b", (rows, rank))
+    return found
+
+
+ADAPTED = {"o": "proj", "gate": "gate_out", "up": "up_out", "down": "fc2"}
+"""The local names of linears that adapters name in another way."""
+
+
+def _model_specs(
+    model: Model, part: Part, layer: int, vocab: int, experts: range | None
+) -> dict[str, ParameterSpec]:
     match part:
         case "embedding":
             return _embedding_specs(model, vocab)
@@ -97,11 +141,12 @@ def specs_by_name(
     places: Iterable[tuple[Part, int]],
     vocab: int,
     experts: range | None = None,
+    work: Trained = ALL,
 ) -> dict[str, ParameterSpec]:
     """The parameters of (part, layer) pairs, each once, in the order of creation."""
     found: dict[str, ParameterSpec] = {}
     for part, layer in places:
-        for spec in unit_specs(model, part, layer, vocab, experts).values():
+        for spec in unit_specs(model, part, layer, vocab, experts, work).values():
             found.setdefault(spec.name, spec)
     return found
 
@@ -115,8 +160,9 @@ def _embedding_specs(model: Model, vocab: int) -> dict[str, ParameterSpec]:
     return specs
 
 
-def _norm_specs(model: Model, local: str, name: str) -> dict[str, ParameterSpec]:
-    width = model.head_dim if local in HEAD_NORMS else model.hidden
+def _norm_specs(model: Model, local: str, name: str, width: int = 0) -> dict[str, ParameterSpec]:
+    """A norm over `width` columns (0: a head's, or the hidden ones)."""
+    width = width or (model.head_dim if local in HEAD_NORMS else model.hidden)
     specs = {local: ParameterSpec(f"{name}.weight", (width,), own_rows=True, mean=1.0)}
     if model.norm == "layernorm":
         specs[f"{local}.bias"] = ParameterSpec(f"{name}.bias", (width,), own_rows=True)
@@ -133,11 +179,35 @@ def _attention_specs(model: Model, prefix: str) -> dict[str, ParameterSpec]:
         norms += HEAD_NORMS
     for norm in norms:
         specs |= _norm_specs(model, norm, f"{prefix}.{norm}")
-    for local, width in (("q", model.q_width), ("k", model.kv_width), ("v", model.kv_width)):
-        specs |= _linear_specs(prefix, local, (width, model.hidden), 0, bias=model.qkv_bias)
+    if model.latent is not None:
+        specs |= _latent_specs(model, model.latent, prefix)
+    else:
+        for local, width in (("q", model.q_width), ("k", model.kv_width), ("v", model.kv_width)):
+            specs |= _linear_specs(prefix, local, (width, model.hidden), 0, bias=model.qkv_bias)
     return specs | _linear_specs(
-        prefix, "proj", (model.hidden, model.q_width), 1, bias=model.proj_bias
+        prefix, "proj", (model.hidden, model.out_width), 1, bias=model.proj_bias
     )
+
+
+def _latent_specs(model: Model, given: Latent, prefix: str) -> dict[str, ParameterSpec]:
+    """The projections of latent attention: those to few columns, which each rank has whole, with
+    their norms, and those up to heads."""
+    specs: dict[str, ParameterSpec] = {}
+    down = {"q_latent": given.q_rank} if given.q_rank else {}
+    for local, width in (down | {"kv_latent": given.kv_rank, "k_rope": given.rope}).items():
+        shape = (width, model.hidden)
+        specs[local] = ParameterSpec(f"{prefix}.{local}.weight", shape, own_rows=True)
+        if model.qkv_bias:
+            bias = ParameterSpec(f"{prefix}.{local}.bias", shape[:1], own_rows=True)
+            specs[f"{local}.bias"] = bias
+    norms = {"q_latent_norm": given.q_rank} if given.q_rank else {}
+    for local, width in (norms | {"kv_latent_norm": given.kv_rank}).items():
+        specs |= _norm_specs(model, local, f"{prefix}.{local}", width)
+    heads, source = model.num_heads, given.q_rank or model.hidden
+    specs |= _linear_specs(prefix, "q", (model.q_width, source), 0, bias=False)
+    for local, width in (("k_nope", heads * given.nope), ("v", heads * given.v)):
+        specs |= _linear_specs(prefix, local, (width, given.kv_rank), 0, bias=False)
+    return specs
 
 
 def _linear_specs(
@@ -352,7 +422,7 @@ def build(
         full = full_weight(spec, seed) if device.type != "meta" else _unknown(spec)
     own = shard(padded(full, spec), spec, owner.tp_rank, owner.tp)
     size, (start, stop) = own.numel(), owner.span or (0, 0)
-    if owner.span is None:
+    if owner.span is None and spec.trained:
         part = -(-size // owner.state_shards)
         size, start = part * owner.state_shards, part * owner.state_rank
         stop = start + part
@@ -364,11 +434,12 @@ def build(
     if on_host:
         master = in_host_memory(master)
         host = HostShard(in_host_memory(master), in_host_memory(flat[start:stop]))
+    count = flat.numel() if gradients and spec.trained else 0
     return Parameter(
         spec=spec,
         owner=owner,
         flat=flat,
-        grad_flat=torch.zeros(flat.numel() * gradients, dtype=wide(dtype), device=device),
+        grad_flat=torch.zeros(count, dtype=wide(dtype), device=device),
         shape=own.shape,
         start=start,
         stop=stop,

@@ -98,7 +98,8 @@ class RankModel:
         self.pieces = self._cut(plan)
         where = positions(lay, place, problem.workload.seq_len)
         self.where = where.repeat(lay.micro_batch).to(device)
-        self.cos, self.sin = rope_tables(self.where, self.kind.head_dim, self.dtype)
+        turned = self.kind.latent.rope if self.kind.latent else self.kind.head_dim
+        self.cos, self.sin = rope_tables(self.where, turned, self.dtype)
         self.chosen = self._chosen()
         self.slices = slices(lay, place)
         self.batches: list[MicroBatch] = []
@@ -119,7 +120,8 @@ class RankModel:
         )
 
     def _locals(self, unit: Unit) -> dict[str, ParameterSpec]:
-        return unit_specs(self.kind, unit.table.part, unit.layer, self._vocab, self.held_experts)
+        of_unit = unit.table.part, unit.layer, self._vocab, self.held_experts
+        return unit_specs(self.kind, *of_unit, self.problem.workload)
 
     @property
     def _vocab(self) -> int:
@@ -128,7 +130,8 @@ class RankModel:
     def _specs(self) -> list[ParameterSpec]:
         """Every parameter, in the order in which the parameters are made."""
         places = [(unit.table.part, unit.layer) for c in self.chunks for unit in c.units]
-        return list(specs_by_name(self.kind, places, self._vocab, self.held_experts).values())
+        of_rank = self._vocab, self.held_experts, self.problem.workload
+        return list(specs_by_name(self.kind, places, *of_rank).values())
 
     def _build(
         self, unit: Unit, seed: int, draw: Draw, states: dict[str, UnitStates]
@@ -208,8 +211,8 @@ class RankModel:
         """One rank's attention; under Ulysses whole sequences with a part of the heads."""
         s, ranks = self.shapes, self.problem.layout.ulysses
         rows = ranks * s.tokens // s.micro_batch
-        kv_heads = max(1, s.kv_heads // ranks)
-        return Shape(s.micro_batch, rows, s.heads // ranks, kv_heads, self.kind.head_dim)
+        kv_heads, dims = max(1, s.kv_heads // ranks), (self.kind.head_dim, self.kind.v_dim)
+        return Shape(s.micro_batch, rows, s.heads // ranks, kv_heads, *dims)
 
     def dtype_of(self, tensor: Activation) -> torch.dtype:
         """The element type of an activation."""

@@ -45,17 +45,20 @@ def state_bytes(case: Case) -> int:
     """A lower bound of the bytes of all ranks' parameters, gradients, master weights and moments.
     They are counted as the runtime stores them, without padding."""
     problem, lay = case.problem, case.problem.layout
-    stages = (rank_parameters(problem, case.plan, stage) for stage in range(lay.pp))
-    return sum(_held(case, count) for count in stages) * (lay.gpus // lay.pp)
+    total = 0
+    for stage in range(lay.pp):
+        trained = rank_parameters(problem, case.plan, stage, trained=True)
+        total += _held(case, rank_parameters(problem, case.plan, stage), trained)
+    return total * (lay.gpus // lay.pp)
 
 
-def _held(case: Case, count: int) -> int:
-    """Bytes that a rank holds for `count` of its own parameters."""
+def _held(case: Case, held: int, count: int) -> int:
+    """Bytes that a rank holds for `held` of its own parameters, of which `count` train."""
     dtype, plan = DTYPES[case.problem.workload.precision], case.plan
     parameter, gradient = plan.state("parameter"), plan.state("gradient")
     optimizer = plan.state("optimizer")
     sums = (optimizer.update != "backward") * wide(dtype).itemsize
-    own = count * dtype.itemsize // parameter.shards + count * sums // gradient.shards
+    own = held * dtype.itemsize // parameter.shards + count * sums // gradient.shards
     return own + count * 3 * wide(dtype).itemsize // optimizer.shards
 
 
@@ -64,11 +67,12 @@ def initialization_bytes(case: Case) -> int:
     float64 next to the parameters that it has."""
     lay, total = case.problem.layout, 0
     for stage in range(lay.pp):
-        made, most = 0, 0
+        made, trained, most = 0, 0, 0
         for spec in _specs(case, stage):
             whole = prod(spec.shape)
-            most = max(most, _held(case, made) + whole * torch.float64.itemsize)
+            most = max(most, _held(case, made, trained) + whole * torch.float64.itemsize)
             made += whole // spec.parts(lay)
+            trained += whole // spec.parts(lay) * spec.trained
         total += most
     return total * (lay.gpus // lay.pp)
 
@@ -83,7 +87,7 @@ def _specs(case: Case, stage: int) -> list[ParameterSpec]:
     ]
     model = problem.workload.model
     held = range(model.experts.count // problem.layout.ep) if model.experts else None
-    return list(specs_by_name(model, places, 0, held).values())
+    return list(specs_by_name(model, places, 0, held, problem.workload).values())
 
 
 def memory_shortage(case: Case) -> str:

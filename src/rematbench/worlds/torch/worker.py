@@ -257,7 +257,7 @@ def record_bytes(executor: Executor, result: RankResult) -> None:
 def _shards(case: Case, parameters: list[Parameter]) -> dict[str, GradientShard]:
     """This rank's part of the summed gradients: its ZeRO shard, or the whole gradient."""
     found = {}
-    for parameter in parameters:
+    for parameter in (one for one in parameters if one.spec.trained):
         own, owner = parameter.own_grad, parameter.owner
         found[parameter.spec.name] = GradientShard(
             spec=parameter.spec,

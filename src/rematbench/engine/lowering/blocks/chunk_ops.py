@@ -61,17 +61,24 @@ class Unit(NamedTuple):
     place: int  # inside the chunk
     layer: int  # global layer, -1 for embedding and head
     parameters: int  # on one rank, before any ZeRO sharding
+    trained: int  # of these, those with a gradient
     variant: int = 0  # index into the problem's distinct layers
 
     @property
     def norm_parameters(self) -> int:
         """The number of norm and router parameters, which sequence parallelism replicates."""
-        return sum(op.parameters for op in self.table.ops if op.replicated or not op.has_weight)
+        ops = self.table.ops
+        return sum(op.trained_parameters for op in ops if op.replicated or not op.has_weight)
 
     @property
     def expert_parameters(self) -> int:
         """Of the parameters, those of experts."""
         return self.table.expert_parameters
+
+    @property
+    def trained_experts(self) -> int:
+        """Of the parameters with a gradient, those of experts."""
+        return self.table.trained_experts
 
 
 class ChunkOps:
@@ -100,18 +107,19 @@ class ChunkOps:
         self.units: list[Unit] = []
         if self.first:
             table = problem.embedding
-            self.units.append(Unit(EMBEDDING, table, 0, -1, table.parameters))
+            self.units.append(Unit(EMBEDDING, table, 0, -1, table.parameters, table.trained))
         kinds = [with_saved(table, held) if held else table for table in problem.layer_kinds]
         for i, layer in enumerate(layers):
             variant = problem.variant(layer)
             table = kinds[variant]
-            self.units.append(Unit(part_of("L", i), table, i, layer, table.parameters, variant))
+            counts = table.parameters, table.trained
+            self.units.append(Unit(part_of("L", i), table, i, layer, *counts, variant))
         if self.last:
             # A training loop cannot hold logits that are computed in pieces.
             pieces = any("loss" in run.ops and run.count > 1 for run in mini_sequences)
             head = without_activation(problem.head, "logits_held") if pieces else problem.head
             self._logits = not pieces
-            self.units.append(Unit(HEAD, head, 0, -1, head_parameters(problem)))
+            self.units.append(Unit(HEAD, head, 0, -1, *head_parameters(problem)))
 
     @classmethod
     def of(

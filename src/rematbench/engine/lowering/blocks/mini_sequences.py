@@ -49,7 +49,7 @@ def mini_runs(table: OpTable, sequences: tuple[MiniSequence, ...]) -> dict[str, 
     runs: dict[str, MiniRun] = {}
     names = [op.name for op in table.ops]
     for sequence in sequences:
-        present = [name for name in names if name in sequence.ops]
+        present = [op.name for op in table.ops if (op.adapts or op.name) in sequence.ops]
         if not present or sequence.count == 1:
             continue
         first = names.index(present[0])

@@ -195,7 +195,7 @@ class Recomputer:
     def _columns(self, unit: Unit, op: Op, writes: dict[str, Storage]) -> float:
         """The share of a linear's output columns to recompute: all if a single GEMM makes all
         outputs, otherwise the columns of the outputs that are written."""
-        if self.chunk.problem.system.kernels.fused_linears or not op.has_weight or not writes:
+        if self.chunk.problem.system.kernels.fused_linears or not op.is_matrix or not writes:
             return 1.0
         width = {name: unit.table.activations[name].row_bytes for name in op.outputs}
         return sum(width[name] for name in writes) / sum(width.values())

@@ -17,7 +17,7 @@ from rematbench.engine.lowering.states.emit_states import GradReducer
 from rematbench.engine.program.action import COMPUTE, Action, Alloc, Kind
 from rematbench.engine.program.storage import NO_PART, ModelPart, storage_of
 from rematbench.plan import Plan, StateFate
-from rematbench.problem import Problem, gathered_bytes, operator_tensors, weighted_operators
+from rematbench.problem import Problem, gathered_bytes, operator_tensors, trained_operators
 
 BUCKET = "bucket"
 PART, COPY = storage_of(NO_PART, "gradient_part"), storage_of(NO_PART, "bucket_copy")
@@ -30,7 +30,7 @@ def buckets_of(plan: Plan, problem: Problem, chunks: Sequence[ChunkOps]) -> Buck
     optimizer = plan.state("optimizer")
     if optimizer.shards == 1 or optimizer.update == "backward":
         return None
-    count = sum(unit.parameters for chunk in chunks for unit in chunk.units)
+    count = sum(unit.trained for chunk in chunks for unit in chunk.units)
     found = reduce_buckets(count, problem.layout, problem.system)
     return found if found.copy else None
 
@@ -58,13 +58,13 @@ class BucketReducer(GradReducer):
 
     def _bytes(self, unit: Unit) -> int:
         """Bytes of the gradients of a unit that are alive at once: of its largest tensor."""
-        weighted = weighted_operators(self.problem, unit.table)
+        weighted = trained_operators(self.problem, unit.table)
         sizes = (max(operator_tensors(self.problem, unit.table, op)) for op in weighted)
-        return self.width * max(sizes)
+        return self.width * max(sizes, default=0)
 
     def after(self, w: BlockWriter, unit: Unit, *, last: bool) -> None:
         """Copy a unit's gradients into the bucket; reduce a full bucket."""
-        if unit.parameters:
+        if unit.trained:
             self._open(w)
             if self._filled() + self._size(unit) > self.system.zero.bucket_bytes:
                 self._empty(w)
@@ -77,7 +77,7 @@ class BucketReducer(GradReducer):
             self._close(w)
 
     def _size(self, unit: Unit) -> int:
-        return self.system.states.reduce_bytes * unit.parameters
+        return self.system.states.reduce_bytes * unit.trained
 
     def _filled(self) -> int:
         return sum(map(self._size, self.bucket))

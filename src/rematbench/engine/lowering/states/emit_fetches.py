@@ -78,7 +78,7 @@ def layers_ahead(chunk: ChunkOps, system: System) -> int:
 def _matrices(chunk: ChunkOps, unit: Unit) -> list[Matrices]:
     found, tied = [], unit.table.part == "head" and tied_on_one_rank(chunk.problem)
     for op in unit.table.ops:
-        if op.parameters and (op.has_weight or unit.table.part == "embedding"):
+        if op.is_matrix or (op.parameters and unit.table.part == "embedding"):
             owner = (chunk.units[0].prefix, "embedding") if tied else (unit.prefix, op.name)
             found.append(Matrices(unit.prefix, op.name, weights_of(*owner), op.parameters))
     return found

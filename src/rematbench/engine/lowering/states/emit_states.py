@@ -57,9 +57,9 @@ def weights_of(unit: ModelPart, tensor: str = "") -> Storage:
 
 
 def updated(unit: Unit, fate: StateFate, layout: Layout) -> int:
-    """The number of a unit's parameters of which one rank holds a state."""
-    experts = unit.expert_parameters
-    return sharded(unit.parameters - experts, experts, fate, layout)
+    """The number of a unit's trained parameters of which one rank holds a state."""
+    experts = unit.trained_experts
+    return sharded(unit.trained - experts, experts, fate, layout)
 
 
 def gathered_parts(unit: Unit, fate: StateFate, layout: Layout) -> list[Gathered]:
@@ -346,23 +346,23 @@ class GradReducer:
             self._allocate(w, self.tied)
 
     def _allocate(self, w: BlockWriter, unit: Unit) -> None:
-        if self.transient and unit.parameters:
+        if self.transient and unit.trained:
             allocate_gradients(w, unit, Alloc(self.buffer(unit), self._bytes(unit)))
 
     def _bytes(self, unit: Unit) -> int:
         """Bytes of a unit's buffer."""
-        return self.width * unit.parameters
+        return self.width * unit.trained
 
     def after(self, w: BlockWriter, unit: Unit, *, last: bool) -> None:
         """Reduce a full bucket, and free the buffers of earlier reductions."""
-        if self.update and unit.parameters:
+        if self.update and unit.trained:
             self._apply(w, unit)
             return
-        if unit.parameters:
+        if unit.trained:
             self.bucket.append(unit)
         if self.sums_in_last and unit.norm_parameters:
             self._sum_norms(w, unit)
-        size = sum(self.system.states.reduce_bytes * u.parameters for u in self.bucket)
+        size = sum(self.system.states.reduce_bytes * u.trained for u in self.bucket)
         due = self.transient or last or size >= self.system.zero.bucket_bytes
         if self.bucket and due:
             self._reduce(w, size)
@@ -389,7 +389,7 @@ class GradReducer:
         if self.shared:
             reads = [self.buffer(unit)]
             width = self.system.states.reduce_bytes
-            for comm in self.reductions(width * unit.parameters, width * unit.expert_parameters):
+            for comm in self.reductions(width * unit.trained, width * unit.trained_experts):
                 w.wait(COMPUTE, w.collective(comm, unit.prefix, "gradients", reads, []))
         if self.sums_norms and unit.norm_parameters:
             norms = norm_reduction(self.system, unit.norm_parameters)
@@ -443,7 +443,7 @@ class GradReducer:
         """The parameters of this rank's part of a unit whose gradients go to the host."""
         if self.leaving is not None:
             return self.leaving[unit.prefix]
-        return -(-unit.parameters // self.optimizer.shards)
+        return -(-unit.trained // self.optimizer.shards)
 
     def _exchange(
         self, w: BlockWriter, size: int, storages: tuple[Storage, ...], allocs: tuple[Alloc, ...]
@@ -452,7 +452,7 @@ class GradReducer:
         w.wait("dp", w.mark(COMPUTE))
         for norm in self.norms[-1:]:
             w.wait("dp", norm)
-        experts = sum(unit.expert_parameters for unit in self.bucket)
+        experts = sum(unit.trained_experts for unit in self.bucket)
         comms = self.reductions(size, self.system.states.reduce_bytes * experts)
         for comm in comms:
             event = w.new_event()

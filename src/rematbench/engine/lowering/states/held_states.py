@@ -86,16 +86,14 @@ class GradientSums(GradReducer):
 
     def after(self, w: BlockWriter, unit: Unit, *, last: bool) -> None:
         """Add a buffer to the sum."""
-        if self.apart and unit.parameters:
+        if self.apart and unit.trained:
             self._begin(w, unit)
             w.free(self.buffer(unit))
 
     def _begin(self, w: BlockWriter, unit: Unit) -> None:
-        if self.first and unit.parameters:
+        if self.first and unit.trained:
             sums = _sums_of(unit.prefix)
-            allocate_gradients(
-                w, unit, Alloc(sums, self.system.states.reduce_bytes * unit.parameters)
-            )
+            allocate_gradients(w, unit, Alloc(sums, self.system.states.reduce_bytes * unit.trained))
             self.survivors.add(sums)
 
 
@@ -141,7 +139,7 @@ def unit_sums(plan: Plan, problem: Problem, chunk: ChunkOps) -> tuple[UnitSums, 
     shards, width = (plan.state("optimizer").shards, gradient.shards), system.states.reduce_bytes
     found = []
     for unit in reversed(chunk.units):
-        count, experts = unit.parameters, unit.expert_parameters
+        count, experts = unit.trained, unit.trained_experts
         comms = gradient_reductions(lay, *shards, width * count, width * experts)
         nbytes = system.states.grad_bytes * updated(unit, gradient, lay)
         shard = storage_of(unit.prefix, role=Role.SHARD).held

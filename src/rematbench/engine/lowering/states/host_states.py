@@ -9,7 +9,7 @@ from rematbench.costs.states import (
     zero3_host_states,
 )
 from rematbench.plan import Plan
-from rematbench.problem import Problem, operator_tensors, rank_parameters, weighted_operators
+from rematbench.problem import Problem, operator_tensors, rank_parameters, trained_operators
 
 
 def host_states(problem: Problem, plan: Plan, rank: int) -> HostStates:
@@ -19,17 +19,18 @@ def host_states(problem: Problem, plan: Plan, rank: int) -> HostStates:
     optimizer = plan.state("optimizer")
     sizes = (system.states.param_bytes, system.states.grad_bytes, system.states.optimizer_bytes)
     hosted, leaves = (state.home == "host" for state in (optimizer, parameter))
-    count = rank_parameters(problem, plan, rank)
+    held = rank_parameters(problem, plan, rank)
+    count = rank_parameters(problem, plan, rank, trained=True)
     if optimizer.pieces is not None:
         places = optimizer.cut(shard(count, optimizer.shards))
         updated = [piece.count for piece in places if piece.place == "host"]
         visiting = [piece.count for piece in places if piece.place == "visit"]
-        weights = shard(count, parameter.shards) * system.states.param_bytes * leaves
-        held = pieces_host_bytes(updated, visiting, system)
-        return HostStates(held=held + weights, update=0)
+        weights = shard(held, parameter.shards) * system.states.param_bytes * leaves
+        weights += pieces_host_bytes(updated, visiting, system)
+        return HostStates(held=weights, update=0)
     if not (hosted or leaves) or not system.host.host_gradients:
-        states = zip((parameter, gradient, optimizer), sizes, strict=True)
-        away = [shard(count, state.shards) * n for state, n in states if state.home == "host"]
+        states = zip((parameter, gradient, optimizer), (held, count, count), sizes, strict=True)
+        away = [shard(many, state.shards) * n for state, many, n in states if state.home == "host"]
         return HostStates(held=sum(away))
     tensors = rank_tensors(problem, plan, rank)
     if layout.zero_stage == PARAMETER_STAGE:
@@ -40,7 +41,7 @@ def host_states(problem: Problem, plan: Plan, rank: int) -> HostStates:
 
 
 def on_device(plan: Plan, held: int) -> dict[str, int]:
-    """The parameters of a rank, which holds `held` before any sharding, whose states of a kind at
+    """The parameters of a rank, which trains `held` before any sharding, whose states of a kind at
     home on the host stay on the device: optimizer states of resident pieces, and the gradients of
     all pieces that the host does not update."""
     optimizer = plan.state("optimizer")
@@ -60,7 +61,7 @@ def rank_tensors(problem: Problem, plan: Plan, rank: int) -> list[int]:
     by_table = {
         id(table): [
             count
-            for op in weighted_operators(problem, table)
+            for op in trained_operators(problem, table)
             for count in reversed(operator_tensors(problem, table, op))
         ]
         for table in tables

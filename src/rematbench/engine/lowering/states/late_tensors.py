@@ -13,7 +13,7 @@ from rematbench.plan import Plan
 from rematbench.problem import (
     Problem,
     operator_tensors,
-    weighted_operators,
+    trained_operators,
 )
 
 MOMENTS = 2
@@ -40,16 +40,16 @@ def late_tensors(chunks: Sequence[ChunkOps], plan: Plan, problem: Problem) -> La
         return None
     units = {}
     optimizer = plan.state("optimizer")
-    held = sum(unit.parameters for chunk in chunks for unit in chunk.units)
+    held = sum(unit.trained for chunk in chunks for unit in chunk.units)
     whole = system.states.flat_step and here and optimizer.update == "step"
     flat = flat_update(plan, system, held) if whole else None
     for chunk in chunks:
         for unit in chunk.units:
             updated = [
-                sharded(0, op.parameters, optimizer, layout)
+                sharded(0, op.trained_parameters, optimizer, layout)
                 if op.of_experts
-                else shard(op.parameters, optimizer.shards)
-                for op in weighted_operators(problem, unit.table)
+                else shard(op.trained_parameters, optimizer.shards)
+                for op in trained_operators(problem, unit.table)
             ]
             scratch = [n * scratch_bytes for n in updated]
             if flat is not None:  # with the first unit, all of the rank
@@ -92,5 +92,5 @@ def _gradients(
     shards = plan.state("gradient").shards
     return {
         op.name: tuple(shard(n, shards) * grad_bytes for n in operator_tensors(problem, table, op))
-        for op in weighted_operators(problem, table)
+        for op in trained_operators(problem, table)
     }

@@ -57,7 +57,7 @@ def ready_pieces(chunks: Sequence[ChunkOps], plan: Plan) -> ReadyPieces | None:
     optimizer = plan.state("optimizer")
     if optimizer.pieces is None or optimizer.pieces.start == "norm" or optimizer.home == "device":
         return None
-    held = sum(unit.parameters for chunk in chunks for unit in chunk.units)
+    held = sum(unit.trained for chunk in chunks for unit in chunk.units)
     ranges = list(unit_ranges(chunks, optimizer.shards))
     found: list[dict[ModelPart, tuple[Ready, ...]]] = [{} for _ in chunks]
     for piece in optimizer.cut(-(-held // optimizer.shards)):

@@ -92,7 +92,7 @@ def gradients_that_leave(chunks: Sequence[ChunkOps], plan: Plan) -> Leaving | No
     if optimizer.pieces is None or plan.state("gradient").home == "device":
         return None
     shards = optimizer.shards
-    held = sum(unit.parameters for chunk in chunks for unit in chunk.units)
+    held = sum(unit.trained for chunk in chunks for unit in chunk.units)
     pieces = [p for p in optimizer.cut(-(-held // shards)) if p.place == "host"]
     found: Leaving = tuple({} for _ in chunks)
     for chunk, unit, start, stop in unit_ranges(chunks, shards):
@@ -109,7 +109,7 @@ def unit_ranges(
     start = 0
     for chunk in reversed(chunks):
         for unit in reversed(chunk.units):
-            stop = start + -(-unit.parameters // shards)
+            stop = start + -(-unit.trained // shards)
             yield chunk, unit, start, stop
             start = stop
 

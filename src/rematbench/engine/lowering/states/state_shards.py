@@ -33,6 +33,7 @@ def has_whole_gradients(gradient: StateFate, layout: Layout) -> bool:
 
 def rank_sharded(problem: Problem, plan: Plan, rank: int, fate: StateFate) -> int:
     """The number of parameters of which a rank holds a state."""
-    experts = expert_parameters(problem, plan, rank)
-    rest = rank_parameters(problem, plan, rank) - experts
+    trained = fate.kind != "parameter"
+    experts = expert_parameters(problem, plan, rank, trained=trained)
+    rest = rank_parameters(problem, plan, rank, trained=trained) - experts
     return sharded(rest, experts, fate, problem.layout)

@@ -1,0 +1,282 @@
+"""Operators of a model of which only a part trains: what they save follows from what trains.
+
+A frozen linear saves no input, and an operator none of whose inputs has a gradient saves nothing.
+An adapter (Hu et al. 2021, arXiv 2106.09685) adds y = x W + s (x A) B beside a linear: operators of
+its own make x A, from a copy of x where the adapter drops a part of it or has another type, and the
+linear's operator multiplies by B.  Saved are the input of A if A trains (LoRA-FA trains B alone,
+arXiv 2308.03303), and x A.  Source of the copies and of the sums: PEFT, tuners/lora/layer.py.
+A linear in 4 or 8 bits is widened whole for each product (bitsandbytes, autograd/_functions.py).
+Deviations: the first layer's input has no gradient, also under reentrant checkpointing, for which
+packages give it one (enable_input_require_grads); where a layer saves its input, the first layer
+does too, so that plans can compute from it again.
+"""
+
+from collections.abc import Iterator
+from math import ceil
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from rematbench.costs.operators.kernels import Elementwise, Gemm, Kernel
+from rematbench.costs.operators.ops import (
+    Activation,
+    Op,
+    OpTable,
+    memory_kernel,
+    without_activation,
+)
+from rematbench.inputs.system import System
+from rematbench.workload import PACKED_BYTES, Workload
+
+FP32 = 4
+LINEARS = {"q": "qkv", "k": "qkv", "v": "qkv", "o": "proj"}
+LINEARS |= {"gate": "fc1", "up": "fc1", "down": "fc2"}
+"""The operator of each linear that an adapter may adapt."""
+_OUTPUTS = {"o": "proj_out", "down": "fc2_out", "gate": "gate_out", "up": "up_out"}
+
+
+class Place(Struct, frozen=True, order=True):
+    """What a part's weights and input are: `trains`: whether its own weights (or adapters) train;
+    `differentiated`: whether its input has a gradient."""
+
+    trains: bool = True
+    differentiated: bool = True
+
+
+def trained_table(table: OpTable, work: Workload, system: System, place: Place) -> OpTable:
+    """The operators of a part, of which only what the work says trains."""
+    return table if work.trains_all else _Trainer(table, work, system, place).table()
+
+
+class _Trainer:
+    """Rewrites the operators of one part in forward order."""
+
+    def __init__(self, table: OpTable, work: Workload, system: System, place: Place) -> None:
+        self.part, self.work, self.system, self.place = table.part, work, system, place
+        self.e = work.element_bytes
+        self.width = max(FP32, self.e) if work.trained_dtype == "fp32" else self.e
+        self.old, self.activations = table, dict(table.activations)
+        self.first = {"layer": "layer_input", "head": "layer_output"}.get(table.part, "")
+        self.live = {self.first} if place.differentiated else set[str]()
+        if self.first and not place.differentiated:
+            self._still(self.first)
+        self.adapted = work.targets if table.part == "layer" and place.trains else ()
+        self.unmade: list[str] = []
+
+    def table(self) -> OpTable:
+        """The part with what trains."""
+        ops = [new for op in self.old.ops for new in self._rewritten(op)]
+        found = OpTable(part=self.part, ops=tuple(ops), activations=self.activations)
+        for name in self.unmade:
+            found = without_activation(found, name)
+        return found
+
+    def _still(self, *names: str) -> None:
+        """Note that tensors have no gradient."""
+        for name in names:
+            self.activations[name] = replace(self.activations[name], differentiable=False)
+
+    def _rewritten(self, op: Op) -> Iterator[Op]:
+        """The operators of an adapter, and then the operator itself."""
+        whole = self._trains(op)
+        targets = [name for name in self.adapted if self._output(op, name)]
+        op = replace(op, **self._held(op, whole=whole))
+        op = op if whole else self._frozen(op)
+        if op.is_matrix and op.inputs[0] not in self.live:
+            inner = tuple(one for one in op.backward_input if not isinstance(one, Gemm))
+            op = replace(op, backward_input=inner if targets else ())
+        for target in targets:
+            yield from self._inputs(op, target)
+        if targets:
+            op = self._adapted(op, targets)
+        if op.trained_parameters or not self.live.isdisjoint(op.inputs):
+            self.live.update(name for name in op.outputs if self.activations[name].differentiable)
+            yield replace(op, alias_inputs=tuple(n for n in op.alias_inputs if n in self.live))
+            return
+        self._still(*op.outputs)
+        kept = tuple(name for name in op.saves if name == self.first)
+        op = replace(op, saves=kept, backward_input=(), alias_inputs=(), scratch_backward_bytes=0)
+        yield replace(op, grad_gather=None, grad_reduce=None, regather=None)
+
+    def _trains(self, op: Op) -> bool:
+        """Whether an operator's weights train."""
+        work, place = self.work, self.place
+        if not work.partly:
+            return True
+        if not (work.lora_rank or work.trained_parts):  # layers are frozen from below
+            return place.trains
+        if op.name in ("embedding", "lm_head"):
+            ends = {"head" if op.name == "lm_head" else "embedding"}
+            ends |= {"head", "embedding"} if work.model.tied_embeddings else set()
+            return any(map(work.trains, ends))
+        return place.trains and op.name.endswith("norm") and work.trains("norms")
+
+    def _held(self, op: Op, *, whole: bool) -> dict[str, int]:
+        """The operator's weights in parameters of the stack, and the number that trains."""
+        own, packed = self.system.states.param_bytes, PACKED_BYTES.get(self.work.base_dtype)
+        if whole:
+            return {"parameters": self._wide(op.parameters), "trained": op.parameters}
+        if packed is None or not op.is_matrix or self.part != "layer" or op.replicated:
+            return {"trained": 0}
+        gemms = [one for one in op.forward if isinstance(one, Gemm)]
+        weights = sum(one.n * one.k * one.batch for one in gemms)
+        rest = op.parameters - weights
+        largest = max(one.n * one.k for one in gemms)
+        if not self.system.kernels.fused_linears and not op.of_experts:
+            columns = [self.activations[name].row_bytes for name in op.outputs]
+            largest = largest * max(columns) // sum(columns)
+        return {
+            "parameters": ceil(weights * packed / own) + rest,
+            "trained": 0,
+            "scratch_forward_bytes": op.scratch_forward_bytes + largest * self.e,
+            "scratch_backward_bytes": op.scratch_backward_bytes + largest * self.e,
+        }
+
+    def _wide(self, count: int) -> int:
+        """Weights that train, in parameters of the stack."""
+        own = self.system.states.param_bytes
+        return ceil(count * max(FP32, own) / own) if self.work.trained_dtype == "fp32" else count
+
+    def _frozen(self, op: Op) -> Op:
+        """An operator whose own weights have no gradient."""
+        if op.name.endswith("norm"):
+            scaled = [name for name in op.outputs if name.endswith("_scaled")]
+            self.unmade += scaled
+            return op
+        if self.part == "embedding":
+            return replace(op, backward_weight=())
+        if not op.is_matrix:
+            return op
+        widened = self._widened(op)
+        return replace(
+            op,
+            saves=tuple(name for name in op.saves if name != op.inputs[0]),
+            forward=(*widened, *op.forward),
+            backward_input=(*widened, *op.backward_input),
+            backward_weight=(),
+        )
+
+    def _widened(self, op: Op) -> tuple[Kernel, ...]:
+        """The kernel that widens the packed weights of a linear, which it reads and writes."""
+        packed = PACKED_BYTES.get(self.work.base_dtype)
+        if packed is None or self.part != "layer" or op.replicated:
+            return ()
+        count = sum(one.n * one.k * one.batch for one in op.forward if isinstance(one, Gemm))
+        return memory_kernel(ceil(count * (packed + self.e)))
+
+    # -- adapters --------------------------------------------------------------------------------
+
+    def _output(self, op: Op, target: str) -> str:
+        """The output of a linear that an adapter adds to; empty if it has none (an MLP without a
+        gate)."""
+        stem = _OUTPUTS.get(target, target)
+        names = (stem, f"{stem}_rows") if LINEARS[target] == op.name else ()
+        return next((name for name in op.outputs if name.removesuffix("_raw") in names), "")
+
+    def _add(self, name: str, like: str, columns: int, width: int, *, live: bool) -> str:
+        rows = self.activations[like].rows
+        self.activations[name] = Activation(name, rows, columns * width, live)
+        return name
+
+    def _inputs(self, op: Op, target: str) -> Iterator[Op]:
+        """The operators that copy the input of an adapter and multiply it by A."""
+        work, (x,) = self.work, op.inputs
+        live, rows = x in self.live, self.activations[x].rows
+        columns, source = self.activations[x].row_bytes // self.e, x
+        both = work.lora_train == "ab"
+        if work.lora_dropout or self.width != self.e:
+            source = self._add(f"lora_{target}_in", x, columns, self.width, live=live)
+            mask: tuple[str, ...] = ()
+            if work.lora_dropout:
+                mask = (self._add(f"lora_{target}_mask", x, columns, 1, live=False),)
+            moved = memory_kernel(*(self.activations[name].nbytes for name in (x, source, *mask)))
+            yield Op(
+                name=source,
+                inputs=(x,),
+                outputs=(source, *mask),
+                saves=mask if live else (),
+                forward=moved,
+                backward_input=moved if live else (),
+                adapts=op.name,
+            )
+            self.live.update({source} if live else ())
+        low = self._add(f"lora_{target}", x, work.lora_rank, self.width, live=live or both)
+        self.live.update({low} if live or both else ())
+        yield Op(
+            name=low,
+            inputs=(source,),
+            outputs=(low,),
+            saves=(source,) if both else (),
+            forward=(Gemm(rows, work.lora_rank, columns),),
+            backward_input=(Gemm(rows, columns, work.lora_rank),) if live else (),
+            backward_weight=(Gemm(columns, work.lora_rank, rows),) if both else (),
+            parameters=self._wide(columns * work.lora_rank),
+            trained=columns * work.lora_rank if both else 0,
+            adapts=op.name,
+        )
+
+    def _adapted(self, op: Op, targets: list[str]) -> Op:
+        """A linear that adds the products with B."""
+        rank, rows = self.work.lora_rank, self.activations[op.inputs[0]].rows
+        low = tuple(f"lora_{target}" for target in targets)
+        outs = [self._output(op, target) for target in targets]
+        widths = [self.activations[out].row_bytes // self.e for out in outs]
+        trained = sum(widths) * rank
+        kernels: dict[str, tuple[Kernel, ...]] = {
+            "forward": tuple(Gemm(rows, width, rank) for width in widths),
+            "backward_input": tuple(
+                Gemm(rows, rank, width)
+                for name, width in zip(low, widths, strict=True)
+                if name in self.live
+            ),
+            "backward_weight": tuple(Gemm(rank, width, rows) for width in widths),
+        }
+        scratch = 0
+        if not self.system.kernels.fused_linears:
+            kernels["forward"] += self._sums(rows * sum(widths), forward=True, count=len(widths))
+            kernels["backward_input"] += self._sums(
+                rows * sum(widths), forward=False, count=len(widths)
+            )
+            scratch = 2 * self.width * rows * max(widths)
+        op = replace(
+            op,
+            inputs=(*op.inputs, *low),
+            saves=(*op.saves, *low),
+            parameters=op.parameters + self._wide(trained),
+            trained=op.trained_parameters + trained,
+            scratch_forward_bytes=max(op.scratch_forward_bytes, scratch),
+            **{name: (*getattr(op, name), *more) for name, more in kernels.items()},
+        )
+        return self._dora(op, targets, outs) if self.work.dora else op
+
+    def _sums(self, elements: int, *, forward: bool, count: int) -> tuple[Kernel, ...]:
+        """The operators that scale an adapter's output and add it to the linear's, and that cast
+        where their types differ."""
+        cast = 0 if self.width == self.e else self.width + self.e
+        each = 4 * self.width + self.e + cast if forward else 2 * self.width + cast
+        launches = (2 if forward else 1) + bool(cast)
+        return (Elementwise(elements * each, count * launches),)
+
+    def _dora(self, op: Op, targets: list[str], outs: list[str]) -> Op:
+        """A linear whose adapters also train a magnitude for each row of a weight.  Both outputs
+        are saved.  In each forward a norm of W + s B A is computed from the product of A and B with
+        an identity, and freed (PEFT, tuners/lora/dora.py)."""
+        (x, *_), made, extra, scratch, kernels = op.inputs, list[str](), 0, 0, list[Kernel]()
+        columns = self.activations[x].row_bytes // self.e
+        for target, out in zip(targets, outs, strict=True):
+            width = self.activations[out].row_bytes // self.e
+            for kind in ("base", "out"):
+                made.append(self._add(f"lora_{target}_{kind}", x, width, self.e, live=False))
+            extra += width
+            scratch = max(scratch, (columns**2 + 3 * columns * width) * self.width)
+            kernels += [Gemm(columns, self.work.lora_rank, columns)]
+            kernels += [Gemm(columns, width, self.work.lora_rank)]
+        return replace(
+            op,
+            outputs=(*op.outputs, *made),
+            saves=(*op.saves, *made),
+            forward=(*op.forward, *kernels),
+            parameters=op.parameters + FP32 * extra // self.system.states.param_bytes,
+            trained=op.trained_parameters + extra,
+            scratch_forward_bytes=max(op.scratch_forward_bytes, scratch),
+        )
