@@ -19,14 +19,15 @@ from rematbench.inputs.system import Dispatcher, System, ZeroStage, with_facts
 from rematbench.plan import Plan, Unsupported
 from rematbench.plugins.registry import IDENTITY, Registry
 from rematbench.problem import Problem
-from rematbench.workload import Work, Workload
+from rematbench.workload import Workload
 
 DEGREES = ("tp", "cp", "pp", "vpp", "dp")
 """The degrees that tables show of every layout, in this order."""
 
 
 FLEX: dict[str, Dispatcher] = {"hopper": "deepep", "blackwell": "hybridep"}
-"""Dispatchers that send a token once to a node, by the GPUs that have their kernels."""
+"""Dispatchers that send a token once to a node, by the GPUs that have their kernels (Megatron-core
+0.16.1, core/transformer/moe/fused_a2a.py)."""
 
 
 MOST_MICRO_BATCH = 64
@@ -56,7 +57,7 @@ class LayoutChoice(Struct, frozen=True):
     the even one; `hosted`: the optimizer's states are in host memory, although the stack keeps them
     on the device; `states`: the method, with its settings, that places them in pieces (empty:
     none); `overlaps`: experts' exchanges run beside another micro-batch, although the stack has
-    them wait."""
+    them wait; `dispatcher`: it replaces the stack's (None: it does not)."""
 
     layout: Layout
     sizes: tuple[int, ...]
@@ -64,6 +65,7 @@ class LayoutChoice(Struct, frozen=True):
     hosted: bool = False
     states: str = ""
     overlaps: bool = False
+    dispatcher: Dispatcher | None = None
 
     def base(self, plan: Plan) -> Plan:
         """The plan that methods begin with: `plan` with this choice's partition."""
@@ -143,8 +145,10 @@ def space(spec: Job, fixed: Fixed, work: Workload, cluster: Cluster, system: Sys
             words = "the first chunk has none of the layers with experts (not searched)"
             refused["a chunk has no layers (not searched)" if layout.stages else words] += 1
         choices += results
-        if _may_overlap(spec, layout, work, system):
-            choices += [replace(choice, overlaps=True) for choice in results]
+        for dispatcher, overlaps in _exchanges_of(spec, layout, work, cluster, system):
+            choices += [
+                replace(choice, dispatcher=dispatcher, overlaps=overlaps) for choice in results
+            ]
         hosts = spec.stack.optimizer is None and may_host(cluster, system)
         if hosts and work.model.experts is None:
             choices += [replace(choice, hosted=True) for choice in results]
@@ -170,32 +174,42 @@ def _dense_between_experts(work: Workload) -> str:
     )
 
 
-def _may_overlap(spec: Job, layout: Layout, work: Workload, system: System) -> bool:
-    """Whether experts' exchanges may run beside another micro-batch, if the job leaves that
-    open."""
-    if spec.stack.ep_overlap or not switches_overlap(system) or layout.num_micro_batches == 1:
-        return False
-    try:
-        check_layout(layout, work, with_facts(system, ep_overlap="interleaved"))
-    except LayoutError:
-        return False
-    return True
+def _exchanges_of(
+    spec: Job, layout: Layout, work: Workload, cluster: Cluster, system: System
+) -> Iterator[tuple[Dispatcher | None, bool]]:
+    """The (dispatcher, whether exchanges overlap) of experts that a layout may have beside the
+    stack's, where the job leaves them open."""
+    beside = switches_overlap(spec, system) and layout.num_micro_batches > 1
+    flex = other_dispatcher(spec, cluster, system)
+    for dispatcher, overlaps in product(dict.fromkeys((None, flex)), (False, True)[: 1 + beside]):
+        if layout.ep == 1 or not (dispatcher or overlaps):
+            continue
+        chosen = with_facts(
+            system,
+            dispatcher=dispatcher or system.experts.dispatcher,
+            ep_overlap="interleaved" if overlaps else system.experts.ep_overlap,
+        )
+        try:
+            check_layout(layout, work, chosen)
+        except LayoutError:
+            continue
+        yield dispatcher, overlaps
 
 
-def switches_overlap(system: System) -> bool:
-    """Whether the stack can run experts' exchanges beside another micro-batch, and does not
-    yet."""
-    return "ep_overlap" in system.accepts.features and system.experts.ep_overlap == "none"
+def switches_overlap(spec: Job, system: System) -> bool:
+    """Whether the stack can run experts' exchanges beside another micro-batch, does not yet, and
+    the job leaves it open."""
+    has = "ep_overlap" in system.accepts.features and system.experts.ep_overlap == "none"
+    return has and spec.stack.ep_overlap is None
 
 
-def leanest_dispatcher(generation: str, system: System, work: Work) -> Dispatcher | None:
-    """The dispatcher with which no layout is slower or fuller than with the stack's; None where
-    that is the stack's own.  DeepEP's kernels run on Hopper, HybridEP's on Blackwell too
-    (Megatron-core 0.16.1, core/transformer/moe/fused_a2a.py)."""
+def other_dispatcher(spec: Job, cluster: Cluster, system: System) -> Dispatcher | None:
+    """The dispatcher to try beside the stack's all-to-all, if the job leaves it open: where the
+    stack is Megatron-core of 0.16, of which alone exchanges overlap too, and the GPUs have its
+    kernels."""
     plain = system.experts.dispatcher == "alltoall" and "ep_overlap" in system.accepts.features
-    if not plain or work.expert_padding == "capacity":
-        return None
-    return FLEX.get(generation)
+    undecided = plain and spec.stack.dispatcher is None
+    return FLEX.get(cluster.generation) if undecided else None
 
 
 def may_host(cluster: Cluster, system: System) -> bool:

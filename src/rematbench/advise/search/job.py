@@ -11,7 +11,7 @@ from msgspec import convert
 from msgspec.structs import replace
 
 from rematbench.advise.candidates.candidate import Variant, load_compare
-from rematbench.advise.candidates.layouts import LayoutChoice, Space, leanest_dispatcher, space
+from rematbench.advise.candidates.layouts import LayoutChoice, Space, space
 from rematbench.advise.candidates.methods import (
     package_variants,
     placements,
@@ -49,24 +49,15 @@ GIB = 2**30
 class SearchSpace:
     """What a search may try: the layouts of a job, and the methods.  `evaluator`: keeps programs
     for searches of the same model and length on other clusters (None: there are no such searches).
-    `leaner`: the dispatcher of experts that replaces the stack's (empty: none).
     Raises ConfigError, LayoutError or MethodError for wrong inputs."""
 
     def __init__(self, request: SearchRequest, evaluator: Evaluator | None = None) -> None:
-        self.evaluator = evaluator
+        self.request, self.evaluator = request, evaluator
         spec = request.spec
         self.model = spec.model if isinstance(spec.model, Model) else load_model(spec.model)
         cluster = spec.cluster if isinstance(spec.cluster, Cluster) else load_cluster(spec.cluster)
         self.cluster = cluster
         self.system = stack_of(spec)
-        self.leaner = ""
-        undecided = request.leaner and spec.stack.dispatcher is None
-        if undecided and self.model.experts is not None:
-            self.leaner = leanest_dispatcher(cluster.generation, self.system, spec.work) or ""
-        if self.leaner:
-            request = replace(request, spec=spec.changed(dispatcher=self.leaner))
-            self.system = stack_of(request.spec)
-        self.request = request
         if self.system.host.optimizer_on_host and cluster.host_update_parameters_per_s is None:
             why = f"{cluster.name} has no host_update_parameters_per_s, so step times are unknown"
             raise ConfigError("", "optimizer", f"'host': cluster {why} (allowed here: device)")
@@ -222,10 +213,12 @@ class SearchSpace:
         hosted = problem.system.host.optimizer_on_host and not self.system.host.optimizer_on_host
         named = f"+{result.method}"
         states = next((text for text in self.states if named.endswith(f"+{text}")), "")
-        beside = problem.system.experts.ep_overlap != self.system.experts.ep_overlap
+        own, stacks = problem.system.experts, self.system.experts
         return LayoutChoice(
-            problem.layout, sizes, even=even, hosted=hosted, states=states, overlaps=beside
-        )
+            problem.layout, sizes, even=even, hosted=hosted, states=states,
+            overlaps=own.ep_overlap != stacks.ep_overlap,
+            dispatcher=own.dispatcher if own.dispatcher != stacks.dispatcher else None,
+        )  # fmt: skip
 
     def completed(self, results: Sequence[Result]) -> list[Result]:
         """Return the results of plans that fit, fastest first, with all columns of a table except
@@ -260,6 +253,7 @@ class SearchSpace:
         """The job's problem at one layout, with the given names of model, cluster and system."""
         chosen = {"optimizer": "host"} if choice.hosted else {}
         chosen |= {"ep_overlap": "on"} if choice.overlaps else {}
+        chosen |= {"dispatcher": choice.dispatcher} if choice.dispatcher else {}
         return self.request.spec.changed(**degrees(choice.layout), **chosen)
 
     def problem(self, choice: LayoutChoice) -> Problem:
@@ -304,6 +298,7 @@ def _kind(choice: LayoutChoice) -> tuple[object, ...]:
         choice.even,
         choice.hosted,
         choice.overlaps,
+        choice.dispatcher,
     )
 
 
@@ -360,8 +355,7 @@ def simulated(row: Mapping[str, str], reserve_gib: float | None = None) -> Resul
     told = {name: row[name] for name in facts(Job) if row.get(name) and name != "sp"}
     told |= {} if flag(row, "sp", True) else {"sp": "false"}
     spec = convert(nested(told, Job), Job, strict=False)
-    request = SearchRequest(spec=spec, reserve_gib=reserve_gib, leaner=False)
-    search, layout = SearchSpace(request), spec.layout
+    search, layout = SearchSpace(SearchRequest(spec=spec, reserve_gib=reserve_gib)), spec.layout
     sizes = tuple(int(layers) for layers in row["partition"].split(","))
     choice = LayoutChoice(layout, sizes).of_sizes(sizes)
     return LayoutTrials(search.job(choice)).trial(row["name"], search.registry).result

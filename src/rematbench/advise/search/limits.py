@@ -4,7 +4,11 @@ no layout has here."""
 from collections.abc import Iterator
 
 from rematbench.advise.candidates.candidate import Variant
-from rematbench.advise.candidates.layouts import MOST_MICRO_BATCH
+from rematbench.advise.candidates.layouts import (
+    MOST_MICRO_BATCH,
+    other_dispatcher,
+    switches_overlap,
+)
 from rematbench.advise.candidates.methods import LARGEST_UNIT
 from rematbench.advise.search.job import SearchSpace
 from rematbench.inputs.layout import Layout
@@ -21,8 +25,7 @@ def space_words(job: SearchSpace) -> str:
         each = f"{methods} policies that {job.package.name} has options for"
     by = " to ".join(dict.fromkeys((*job.states[:1], *job.states[-1:])))
     states = f", {placed:,} of them with states placed by {by}" if placed else ""
-    lean = f"; experts exchange by {job.leaner}, with which no plan is slower than with the stack's"
-    return f"{layouts:,} layout{many}{states}, each with {each}{lean if job.leaner else ''}"
+    return f"{layouts:,} layout{many}{states}, each with {each}"
 
 
 def not_searched(job: SearchSpace) -> list[str]:
@@ -57,13 +60,13 @@ def _of_layouts(job: SearchSpace, layouts: list[Layout]) -> Iterator[str]:
 
 def _of_exchanges(job: SearchSpace) -> Iterator[str]:
     """What of experts' exchanges is not tried."""
-    chosen = job.request.spec.stack
-    if not job.leaner:
-        yield f"dispatchers other than {job.system.experts.dispatcher} (--dispatcher)"
-    if "ep_overlap" not in job.system.accepts.features:
+    spec, system = job.request.spec, job.system
+    tried = [system.experts.dispatcher, other_dispatcher(spec, job.cluster, system)]
+    yield f"dispatchers other than {' and '.join(filter(None, tried))} (--dispatcher)"
+    if "ep_overlap" not in system.accepts.features:
         yield "exchanges beside another micro-batch (the stack has none)"
-    elif chosen.ep_overlap is None:
-        yield "exchanges beside another micro-batch with --ep-overlap delayed_wgrad"
+    elif switches_overlap(spec, system):
+        yield "delayed weight gradients (--ep-overlap delayed_wgrad)"
 
 
 def _of_package() -> Iterator[str]:

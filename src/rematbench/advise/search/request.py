@@ -25,9 +25,7 @@ class SearchRequest(Struct, frozen=True, kw_only=True):
     With `faster_than_s` the search counts the layouts that have a plan with a shorter step, keeps
     the first such plan of each, and proves no best plan.  With `any_fit` it looks for any plan that
     fits, and bounds no step.  `most_methods`: the most methods of a plan (None: as in
-    config/compare.yaml).  `hosts`: whether plans may use host memory beyond what the job says.
-    `leaner`: whether experts may exchange by another dispatcher than the stack's, where the job
-    leaves that open."""
+    config/compare.yaml).  `hosts`: whether plans may use host memory beyond what the job says."""
 
     spec: Job
     fixed: Fixed = Fixed()
@@ -40,7 +38,6 @@ class SearchRequest(Struct, frozen=True, kw_only=True):
     any_fit: bool = False
     most_methods: int | None = None
     hosts: bool = True
-    leaner: bool = True
 
 
 class Progress(Struct, frozen=True, kw_only=True):

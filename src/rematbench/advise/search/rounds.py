@@ -117,7 +117,11 @@ class SearchJob(SearchSpace):
         def order(index: int) -> tuple[int, int]:
             return layouts[index][0].layout.tp, layouts[index][0].layout.micro_batch
 
-        every = [index for index, own in enumerate(layouts) if not own[0].overlaps]
+        every = [
+            index
+            for index, own in enumerate(layouts)
+            if not own[0].overlaps and not own[0].dispatcher
+        ]
         deep = [index for index in every if layouts[index][0].layout.pp > 1] or list(every)
         ordered = sorted(deep, key=order)
         middle = len(ordered) // 2
@@ -313,7 +317,7 @@ def place_of(result: Result) -> Hashable:
     optimizer's states in the same memory."""
     problem, system = result.problem, result.problem.system
     pieces = result.plan.state("optimizer").pieces if result.plan else None
-    chosen = (system.host.optimizer_on_host, system.experts.ep_overlap)
+    chosen = (system.host.optimizer_on_host, system.experts)
     return problem.layout, result.base.partition, *chosen, pieces
 
 
