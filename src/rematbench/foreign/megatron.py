@@ -292,6 +292,8 @@ def _model(reading: Reading, options: Options) -> None:
         "embedding_norm": "embed-layernorm" in options,
         "dropout": _number(reading, options, "hidden-dropout", "0.1"),
     }
+    if depth := int(_number(reading, options, "mtp-num-layers", "0")):
+        model["mtp_layers"] = depth
     if options.get("attention-dropout"):
         model["attention_dropout"] = _number(reading, options, "attention-dropout", "0.1")
         if model["attention_dropout"] == model["dropout"]:
