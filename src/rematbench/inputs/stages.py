@@ -112,6 +112,14 @@ def base_partition(model: Model, layout: Layout) -> Partition:
     return partition_of_sizes([sum(map(len, stage[:2])) for stage in stages], layout.pp)
 
 
+def prediction_rank(model: Model, layout: Layout) -> int | None:
+    """The pipeline rank of the layers that predict more tokens; None without any."""
+    for rank, chunks in enumerate(base_partition(model, layout)):
+        if any(layer >= model.num_layers for chunk in chunks for layer in chunk):
+            return rank
+    return None
+
+
 def _words(layers: int, prediction: int) -> str:
     return f"{layers} layers" + f" and {prediction} prediction layers" * bool(prediction)
 

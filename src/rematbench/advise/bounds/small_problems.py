@@ -12,8 +12,8 @@ from rematbench.engine.lowering.states.state_shards import has_whole_gradients
 from rematbench.inputs.cluster import Cluster
 from rematbench.inputs.layout import Layout
 from rematbench.inputs.system import System, with_facts
-from rematbench.plan import Plan
-from rematbench.problem import Problem, state_fates
+from rematbench.plan import Plan, state_fates
+from rematbench.problem import Problem
 from rematbench.solve.kept import resolved
 
 

@@ -208,7 +208,7 @@ def _matters(column: Words, word: str, *, detail: bool) -> bool:
 
 
 def _is_choice(name: str, column: Words, cell: str) -> bool:
-    """Whether a cell is a value of a fact of the job and no term of the column."""
+    """Whether a cell is a value of a fact of the job, which the column leaves to it."""
     known = facts(Job).get(name)
     values = get_args(plain_type(known)) if known else ()
     return cell in values and column.meaning(cell) is None
