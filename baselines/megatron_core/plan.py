@@ -331,7 +331,7 @@ def _model(setup: Setup) -> list[Reason]:
         ),
         (model.position == "alibi", "ALiBi positions are not in megatron-core"),
         (model.post_norm, "post-norms are not in the GPT layer spec"),
-        *((words != "experts", f"{words} {_said(words)}") for words in model.special_features),
+        *((words != "experts", f"{words} {_said(words)}") for words in setup.special_features),
         *_experts(setup),
         (any(model.attention_window), "sliding-window attention needs TransformerEngine"),
         (setup.work.document_len > 0, "packed documents need TransformerEngine"),

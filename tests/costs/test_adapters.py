@@ -9,10 +9,11 @@ from rematbench.evaluate.evaluator import evaluate
 from rematbench.evaluate.problems import make_problem
 from rematbench.inputs.job import Job
 from rematbench.inputs.layout import LayoutError
-from rematbench.plan import Plan
-from rematbench.plugins.discover import discover
+from rematbench.plan import Plan, Unsupported
+from rematbench.plugins.discover import baselines, discover
 from rematbench.problem import Problem, rank_parameters, rank_states
 from rematbench.workload import PACKED_BYTES
+from rematbench.worlds.packages.limits import setup_of
 
 RANK = 16
 
@@ -173,6 +174,18 @@ def test_an_optimizer_replaces_the_moments_and_leaves_masters(
     assert made(optimizer_kind=kind).system.states.optimizer_bytes == own
     deepspeed = made("huggingface-deepspeed", optimizer_kind=kind).system.states
     assert deepspeed.optimizer_bytes == 4 + master
+
+
+@pytest.mark.parametrize("facts", [{"lora_rank": 4}, {"optimizer_kind": "lion"}])
+def test_no_package_is_said_to_run_it(facts: dict[str, Any]) -> None:
+    """The flags of a package would start full training with Adam."""
+    found = setup_of(made(**facts)).special_features
+    assert found == setup_of(made()).special_features + found[-1:]
+    for name in ("deepspeed", "megatron_core"):
+        problem = made(name.replace("_", "-"), **facts)
+        refused = baselines()[name].cls().plan(problem, problem.base_plan)
+        assert isinstance(refused, Unsupported)
+        assert found[-1] in refused.reason
 
 
 MISTRAL = [
