@@ -10,10 +10,11 @@ from rematbench.evaluate.problems import make_problem
 from rematbench.inputs.job import Job
 from rematbench.inputs.layout import LayoutError
 from rematbench.plan import Plan, Unsupported
-from rematbench.plugins.discover import baselines, discover
+from rematbench.plugins.discover import discover
 from rematbench.problem import Problem, rank_parameters, rank_states
 from rematbench.workload import PACKED_BYTES
 from rematbench.worlds.packages.limits import setup_of
+from rematbench.worlds.packages.process import baselines
 
 RANK = 16
 
