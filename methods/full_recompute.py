@@ -26,35 +26,37 @@ from rematbench.plan import (
 )
 from rematbench.problem import Problem
 from rematbench.solve.kept import holding_inputs, kept_activations, with_live_rules
+from rematbench.solve.recompute_modules import chosen_layers
 from rematbench.workload import PositiveInt
 
 
 class FullRecompute(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`uniform`: every chunk in groups of `num_layers`, each rebuilt from its first input. `block`:
     the first `num_layers` layers of every chunk, each as a group; the rest is kept. `every` n: only
-    every n-th layer of the model, each as a group (uniform, one layer). `inputs` host: the inputs
-    of groups are freed on the device after the next layer's forward, and copied back one layer
-    ahead of their backward."""
+    every n-th layer of the model, each as a group (uniform, one layer). `layers`: only
+    these (`0-5,20`), `per_chunk`: the first so many of each chunk in pipeline order (`6,5,4,4`),
+    each as a group. `inputs` host: the inputs of groups are freed on the device after the next
+    layer's forward, and copied back one layer ahead of their backward."""
 
     name: ClassVar[str] = "full_recompute"
     method: Literal["uniform", "block"] = "uniform"
     num_layers: PositiveInt = 1
     every: PositiveInt = 1
     inputs: Literal["device", "host"] = "device"
+    layers: str = ""
+    per_chunk: str = ""
 
     def plan(self, problem: Problem, base: Plan) -> Plan | Unsupported:
         """Drop the kept activations of each recomputed layer, except the groups' inputs."""
-        layers = problem.workload.model.num_layers
-        if self.every > 1 and (self.method, self.num_layers) != ("uniform", 1):
-            return Unsupported("`every` needs method=uniform and num_layers=1")
-        if self.every > layers:
-            return Unsupported(f"every={self.every} selects none of the {layers} layers")
+        chosen = self._chosen(base)
+        if isinstance(chosen, str):
+            return Unsupported(chosen)
         if self.inputs == "host" and (refused := self._host_refusal(problem, base)):
             return Unsupported(refused)
         kept = kept_activations(problem, base)
         inner = tuple(sorted(kept - {"layer_input"}))
         base = holding_inputs(problem, base, inner, whole=True) if inner else base
-        made = with_live_rules(problem, base, *self._rules(inner, base, layers)) if inner else base
+        made = with_live_rules(problem, base, *self._rules(inner, base, chosen)) if inner else base
         if made == base:
             return base.noting(full_recompute="no-op: the base keeps nothing inside layers")
         if self.num_layers > 1 and self.method == "uniform" and _rebuilds_early(base):
@@ -67,17 +69,34 @@ class FullRecompute(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     def _host_refusal(self, problem: Problem, base: Plan) -> str:
         if "activation_offload" not in problem.system.accepts.features:
             return f"system {problem.system.name} has no activation offload"
-        if (self.every, self.method) != (1, "uniform"):
-            return "inputs on the host need method=uniform and every=1"
+        if (self.every, self.method) != (1, "uniform") or self.layers or self.per_chunk:
+            return "inputs on the host need method=uniform, every=1 and all layers"
         if base.transfers != Transfers():
             return "inputs on the host: the base already sets how tensors are copied"
         return ""
 
-    def _rules(self, inner: tuple[str, ...], base: Plan, layers: int) -> list[Rule]:
-        if self.every > 1:
-            return [_layers(inner, tuple(range(self.every - 1, layers, self.every)))]
+    def _chosen(self, base: Plan) -> tuple[int, ...] | str:
+        """The layers that are groups of their own; none if every layer is in a group, or the reason
+        why the settings do not say it."""
+        listed = bool(self.layers or self.per_chunk)
+        if (listed or self.every > 1) and (self.method, self.num_layers) != ("uniform", 1):
+            words = "`layers` and `per_chunk` need" if listed else "`every` needs"
+            return f"{words} method=uniform and num_layers=1"
+        if listed and self.every > 1:
+            return "`layers` and `per_chunk` need every=1"
+        if listed:
+            return chosen_layers(base, self.layers, self.per_chunk)
+        chunks = _chunks(base)
         if self.method == "block":
-            return [_layers(inner, tuple(i for c in _chunks(base) for i in c[: self.num_layers]))]
+            return tuple(layer for chunk in chunks for layer in chunk[: self.num_layers])
+        last = max(layer for chunk in chunks for layer in chunk)
+        if self.every > last + 1:
+            return f"every={self.every} selects none of the {last + 1} layers"
+        return tuple(range(self.every - 1, last + 1, self.every)) if self.every > 1 else ()
+
+    def _rules(self, inner: tuple[str, ...], base: Plan, chosen: tuple[int, ...]) -> list[Rule]:
+        if chosen:
+            return [_layers(inner, chosen)]
         if self.num_layers == 1:
             return [_layers(inner, None)]
         groups = [chunk[i : i + self.num_layers] for chunk in _chunks(base)

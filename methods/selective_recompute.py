@@ -13,10 +13,18 @@ from typing import ClassVar
 from msgspec import Struct
 from msgspec.structs import replace
 
-from rematbench.plan import Plan, Recompute, Rule, Scope, Select, Unsupported
+from rematbench.plan import Plan, Rule, Scope, Unsupported
 from rematbench.problem import Problem
-from rematbench.solve.kept import holding_inputs, kept_activations
-from rematbench.solve.recompute_modules import CORE_ATTENTION, MODULES, Module, modules_dropped
+from rematbench.solve.kept import holding_inputs, kept_activations, with_live_rules
+from rematbench.solve.recompute_modules import (
+    CORE_ATTENTION,
+    MODULES,
+    Module,
+    before_experts,
+    chosen_layers,
+    modules_dropped,
+    rebuilding,
+)
 
 AT_ONCE = ("moe", "shared_experts")
 """The modules that it runs again as a whole, before their backward."""
@@ -27,7 +35,8 @@ class SelectiveRecompute(Struct, frozen=True, kw_only=True, forbid_unknown_field
     whose saved outputs are dropped; `keep`: drop all activations of a layer except these and its
     input.  If all are empty: drop the internals of unfused attention.  `scope`: rebuild before each
     consumer, or at the start of the layer's backward.  `held`: outputs that the policy caches
-    although no backward reads them."""
+    although no backward reads them.  `layers`, `per_chunk`: only in these layers (`0-5,20`),
+    or in the first so many of each chunk in pipeline order (`6,5,4,4`)."""
 
     name: ClassVar[str] = "selective_recompute"
     modules: tuple[Module, ...] = ()
@@ -36,10 +45,17 @@ class SelectiveRecompute(Struct, frozen=True, kw_only=True, forbid_unknown_field
     keep: tuple[str, ...] = ()
     scope: Scope = "consumer"
     held: tuple[str, ...] = ()
+    layers: str = ""
+    per_chunk: str = ""
 
     def plan(self, problem: Problem, base: Plan) -> Plan | Unsupported:
         """Recompute the chosen activations where the base keeps them."""
-        tables = problem.layer_kinds
+        tables, layers = problem.layer_kinds, None
+        if self.layers or self.per_chunk:
+            chosen = chosen_layers(base, self.layers, self.per_chunk)
+            if isinstance(chosen, str):
+                return Unsupported(chosen)
+            layers, tables = chosen, tuple(map(problem.layer, chosen))
         known = {name for table in tables for name in table.activations}
         made = {op.name: op.outputs for table in tables for op in table.ops}
         unknown = sorted({*self.activations, *self.keep, *self.held} - known - set(CORE_ATTENTION))
@@ -49,30 +65,41 @@ class SelectiveRecompute(Struct, frozen=True, kw_only=True, forbid_unknown_field
             return Unsupported(
                 f"a layer has no activation or operator {unknown[0]!r} (known: {names})"
             )
-        if self.modules and known.isdisjoint(modules_dropped(self.modules)):
-            model = problem.workload.model.name
-            return Unsupported(f"no layer of {model} has {' or '.join(self.modules)}")
+        model = problem.workload.model
+        lacking = [m for m in self.modules if m == "mla_up_proj" and model.latent is None]
+        if self.modules and (lacking or known.isdisjoint(modules_dropped(self.modules))):
+            return Unsupported(
+                f"no layer of {model.name} has {' or '.join(lacking or self.modules)}"
+            )
         kept = kept_activations(problem, base) - {"layer_input"}
         modules = set(modules_dropped(self.modules))
+        routed = before_experts(problem) if "layernorm" in self.modules else ()
+        modules -= {"attn_norm_out"} if routed else set()
         wanted = {*modules, *self.activations, *(name for op in self.ops for name in made[op])}
         if self.keep:
             wanted |= kept - set(self.keep)
-        dropped = tuple(sorted(kept & (wanted or set(CORE_ATTENTION))))
+        dropped = tuple(sorted(kept & known & (wanted or set(CORE_ATTENTION))))
         if not dropped:
             return base.noting(selective_recompute=f"no-op: {_why(problem, wanted)}")
         base = holding_inputs(problem, base, dropped, whole=False)
         again = self._sent_back(problem)
         held = tuple(dict.fromkeys((*base.held, *self.held, *again)))
-        rules = self._rules((*dropped, *again))
-        return replace(base.with_rules(*rules), held=held).noting(dropped=", ".join(dropped))
+        base = replace(base, held=held)
+        norm = () if "mlp" in self.modules else routed
+        rules = self._rules((*dropped, *again), norm, layers)
+        plan = with_live_rules(problem, base, *rules) if layers else base.with_rules(*rules)
+        return plan.noting(dropped=", ".join(dropped))
 
     def _sent_back(self, problem: Problem) -> tuple[str, ...]:
         """What experts send back, if their whole module runs again: nothing reads it."""
         sent = "combined" if problem.layout.ep > 1 else "unsorted"
         return (sent,) if "moe" in self.modules else ()
 
-    def _rules(self, dropped: tuple[str, ...]) -> list[Rule]:
-        """A rule for the tensors of modules that run again as a whole, and one for all others."""
+    def _rules(
+        self, dropped: tuple[str, ...], routed: tuple[int, ...], layers: tuple[int, ...] | None
+    ) -> list[Rule]:
+        """Rules for the tensors of modules that run again as a whole, and for all others, of
+        `layers` (None: of all); of the norm before experts in the layers `routed`."""
         module = {name for one in self.modules if one in AT_ONCE for name in MODULES[one]}
         module |= {"combined", "unsorted"}
         parts: dict[Scope, tuple[str, ...]] = {
@@ -80,9 +107,9 @@ class SelectiveRecompute(Struct, frozen=True, kw_only=True, forbid_unknown_field
             self.scope: tuple(n for n in dropped if self.scope == "layer" or n not in module),
         }
         return [
-            Rule(Select(parts=("layer",), activations=names, kept=True), Recompute(scope=scope))
+            rule
             for scope, names in parts.items()
-            if names
+            for rule in rebuilding(names, scope, routed, layers)
         ]
 
 

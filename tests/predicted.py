@@ -5,8 +5,8 @@ from functools import cache
 from typing import Any
 
 from rematbench.evidence.predict import predict_rows
-from rematbench.evidence.published.sheets import Cell, Row, read_sheet
-from rematbench.inputs.paths import data_dir
+from rematbench.evidence.published.sheets import Cell, Row
+from rematbench.evidence.published.words import committed
 
 _MADE: dict[tuple[tuple[str, Any], ...], dict[str, Any]] = {}
 
@@ -14,7 +14,7 @@ _MADE: dict[tuple[tuple[str, Any], ...], dict[str, Any]] = {}
 @cache
 def published(sheet: str) -> list[Cell]:
     """The rows of results/published/SHEET."""
-    return read_sheet(data_dir("published") / sheet)
+    return list(committed(sheet))
 
 
 def predicted(rows: Sequence[Row]) -> list[dict[str, Any]]:
@@ -28,3 +28,9 @@ def predicted(rows: Sequence[Row]) -> list[dict[str, Any]]:
 def predicted_of(sheet: str, chosen: Callable[[Row], object]) -> list[dict[str, Any]]:
     """The predicted rows of a sheet for which `chosen` is true."""
     return predicted([row for row in published(sheet) if chosen(row)])
+
+
+def read_of(sheet: str) -> list[dict[str, Any]]:
+    """The predicted rows of a sheet without those that a word refuses."""
+    rows = predicted(published(sheet))
+    return [row for row in rows if row["pred_status"] in ("ok", "oom")]

@@ -35,7 +35,7 @@ from rematbench.plugins.discover import discover
 from rematbench.plugins.registry import Registry
 from rematbench.problem import Problem
 from rematbench.solve.relocate import Relocation
-from rematbench.workload import Experts, Model, Workload
+from rematbench.workload import Experts, Latent, Model, Workload
 
 LLAMA = replace(method_contract.LLAMA, name="test-llama")
 GPT = replace(method_contract.GPT, name="test-gpt")
@@ -59,6 +59,11 @@ BLOCKS: dict[str, dict[str, Any]] = {
     "experts": {
         "experts": Experts(count=4, active=2, ffn=64, shared_ffn=32, dense_layers=(0,)),
         "mlp": "swiglu",
+    },
+    "latent": {
+        "latent": Latent(q_rank=24, kv_rank=16, nope=8, rope=4, v=6),
+        "head_dim": 12,
+        "num_kv_heads": LLAMA.num_heads,
     },
     "attention_dropout": {"attention_dropout": 0.1, "embedding_dropout": 0.0, "mlp": "relu2"},
 }

@@ -107,11 +107,12 @@ def expert_layouts(draw: st.DrawFn, ranks: int) -> dict[str, Any]:
 
 @st.composite
 def partitions(draw: st.DrawFn, problem: Problem) -> Partition:
-    """Any split of the layers into non-empty chunks."""
+    """Any split of the layers into chunks, of which the first and the last may have none."""
     lay, total = problem.layout, problem.workload.model.num_layers
+    least = 1 if lay.num_chunks < 3 else 0  # some chunk has layers
     inner = st.lists(
-        st.integers(1, total - 1), min_size=lay.num_chunks - 1, max_size=lay.num_chunks - 1,
-        unique=True,
+        st.integers(least, total - least), min_size=lay.num_chunks - 1,
+        max_size=lay.num_chunks - 1, unique=True,
     )  # fmt: skip
     cuts = [0, *sorted(draw(inner)), total] if lay.num_chunks > 1 else [0, total]
     virtual = [tuple(range(a, b)) for a, b in pairwise(cuts)]
@@ -119,7 +120,9 @@ def partitions(draw: st.DrawFn, problem: Problem) -> Partition:
 
 
 @st.composite
-def selects(draw: st.DrawFn, problem: Problem, names: tuple[str, ...]) -> Select:
+def selects(
+    draw: st.DrawFn, problem: Problem, names: tuple[str, ...], partition: Partition
+) -> Select:
     """Some activations of the layers, everywhere or in part of the run."""
     where: dict[str, Any] = {}
     match draw(st.integers(0, 4)):
@@ -129,7 +132,8 @@ def selects(draw: st.DrawFn, problem: Problem, names: tuple[str, ...]) -> Select
         case 2:
             where["micro_batches"] = (0, draw(st.integers(1, problem.layout.num_micro_batches)))
         case 3:
-            where["stages"] = (draw(st.integers(0, problem.layout.pp - 1)),)
+            holding = [rank for rank, chunks in enumerate(partition) if any(chunks)]
+            where["stages"] = (draw(st.sampled_from(holding)),)
     chosen = draw(st.sets(st.sampled_from(names), min_size=1))
     return Select(parts=("layer",), activations=tuple(sorted(chosen)), **where)
 
@@ -146,11 +150,11 @@ def rule_sets(draw: st.DrawFn, problem: Problem, partition: Partition) -> tuple[
     rules: list[Rule] = []
     match draw(st.integers(0, 6)):
         case 0:
-            rules = [Rule(draw(selects(problem, local)), again)]
+            rules = [Rule(draw(selects(problem, local, partition)), again)]
         case 1:
-            rules = [Rule(draw(selects(problem, local)), split)]
+            rules = [Rule(draw(selects(problem, local, partition)), split)]
         case 2:
-            rules = [Rule(draw(selects(problem, names)), Offload())]
+            rules = [Rule(draw(selects(problem, names, partition)), Offload())]
         case 3:
             rules = [*FULL]
         case 4:
@@ -176,7 +180,7 @@ def rule_sets(draw: st.DrawFn, problem: Problem, partition: Partition) -> tuple[
     if draw(st.booleans()):
         rules.append(Rule(Select(kept=True), budget))
     if draw(st.booleans()):
-        rules.append(Rule(draw(selects(problem, names)), Keep()))
+        rules.append(Rule(draw(selects(problem, names, partition)), Keep()))
     return tuple(rules)
 
 
@@ -240,7 +244,7 @@ def cases(draw: st.DrawFn, deeper: int = 0) -> tuple[Problem, Plan]:
 
 def grouped(partition: Partition) -> tuple[Rule, ...]:
     """Each chunk rebuilt as one group from its input."""
-    chunks = [chunk for rank in partition for chunk in rank]
+    chunks = [chunk for rank in partition for chunk in rank if chunk]
     return tuple(
         rule
         for chunk in chunks

@@ -25,7 +25,7 @@ rule small_models:
     input:
         script="figures/small_models.py",
         style=STYLE,
-        cells="results/paper/predictions_more.csv",
+        cells="results/paper/tables/predictions.csv",
         instant="results/paper/predictions_instant_hosts.csv",
     output:
         pdf="results/paper/figures/small_models.pdf",

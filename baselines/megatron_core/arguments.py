@@ -12,13 +12,9 @@ from typing import Any, NamedTuple, get_args
 from msgspec.structs import replace
 
 from baselines.common.interface import NotRunnable
+from baselines.megatron_core.modules import OffloadModule, RecomputeModule
 from baselines.megatron_core.options import NAMES
-from baselines.megatron_core.plan import (
-    MegatronCore,
-    OffloadModule,
-    RecomputeModule,
-    fusion_argument,
-)
+from baselines.megatron_core.plan import MegatronCore, fusion_argument
 from rematbench.inputs.layout import Layout
 from rematbench.worlds.records.record import RunSpec
 

@@ -6,14 +6,16 @@ import torch
 import torch.nn.functional as F
 from megatron.core.distributed import DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import OptimizerConfig
-from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.enums import AttnBackend
 
 from baselines.common.interface import NotRunnable
 from baselines.megatron_core.arguments import fields
 from baselines.megatron_core.experts import expert_fields
 from baselines.megatron_core.guards import has_transformer_engine
-from baselines.megatron_core.plan import MIN_OFFLOADED, MegatronCore, has_biases
+from baselines.megatron_core.limits import has_biases
+from baselines.megatron_core.modules import MIN_OFFLOADED
+from baselines.megatron_core.plan import MegatronCore
 from rematbench.workload import Model
 from rematbench.worlds.packages.process import PackageJob
 from rematbench.worlds.records.record import RunSpec
@@ -31,8 +33,9 @@ def transformer_config(job: PackageJob, policy: MegatronCore) -> TransformerConf
     refuses."""
     own = _fixed(job, policy)
     given = fields(job.options, job.run, own) if job.options else _recomputation(policy)
+    kind = MLATransformerConfig if job.run.model.latent else TransformerConfig
     try:
-        return TransformerConfig(**(own | given))
+        return kind(**(own | given))
     except (ValueError, AssertionError, TypeError) as error:
         said = " ".join(str(error).split())
         raise NotRunnable(
@@ -47,6 +50,7 @@ def _fixed(job: PackageJob, policy: MegatronCore) -> dict[str, Any]:
     traced = run.world == "traced"
     return {
         **_model(run.model),
+        **_latent(run.model),
         **expert_fields(run, policy),
         "tensor_model_parallel_size": lay.tp,
         "pipeline_model_parallel_size": lay.pp,
@@ -90,6 +94,21 @@ def _model(model: Model) -> dict[str, Any]:
         "qk_layernorm": model.qk_norm,
         "hidden_dropout": model.dropout,
         "attention_dropout": model.dropout,
+    }
+
+
+def _latent(model: Model) -> dict[str, Any]:
+    """The fields of latent attention; empty without it."""
+    given = model.latent
+    if given is None:
+        return {}
+    return {
+        "q_lora_rank": given.q_rank or None,
+        "kv_lora_rank": given.kv_rank,
+        "qk_head_dim": given.nope,
+        "qk_pos_emb_head_dim": given.rope,
+        "v_head_dim": given.v,
+        "rope_type": "rope",
     }
 
 

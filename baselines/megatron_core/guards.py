@@ -33,11 +33,9 @@ def _options(job: PackageJob, policy: MegatronCore) -> list[Reason]:
     latent = "multi_latent_attention" in parse(job.options)
     return [
         (
-            latent and job.run.layout.tp > 1,
-            "latent attention under tp: the local spec of 0.16.1 gives the shared part of keys the "
-            "gradient of this rank's heads only, beside a right loss",
+            latent and job.run.model.latent is None,
+            f"latent attention, which {job.run.model.name} does not have",
         ),
-        (latent, "latent attention (not run here)"),
         (bool(conflict), conflict),
     ]
 
@@ -56,7 +54,7 @@ def _with_transformer_engine(run: RunSpec, policy: MegatronCore) -> list[Reason]
             "fp32 on TransformerEngine, whose fp32 products are TF32 and whose attention has no "
             "fp32 but the quadratic one",
         ),
-        policy.norms,
+        policy.norms(run.model),
     ]
 
 
@@ -89,6 +87,7 @@ def _executed(run: RunSpec, policy: MegatronCore) -> list[Reason]:
             "dropout has no common stream of random numbers to compare",
         ),
         (here and run.model.experts is not None, "experts are traced here, not executed"),
+        (here and run.model.latent is not None, "latent attention is traced here, not executed"),
         (here and run.model.qk_norm, "norms over heads are traced here, not executed"),
         (
             here and policy.bias_activation_fusion and run.model.mlp == "gelu",

@@ -56,6 +56,36 @@ class SdpaAttention(MegatronModule):  # type: ignore[misc]  # its base has no ty
         return out.permute(2, 0, 1, 3).flatten(2)
 
 
+class UnequalAttention(MegatronModule):  # type: ignore[misc]  # its base has no types
+    """Causal core attention of values with other columns than keys, which torch's flash operator
+    for a CPU refuses; it saves what a flash kernel saves."""
+
+    def __init__(self, config: Any, *_: Any, **__: Any) -> None:
+        super().__init__(config=config)
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
+        """seq x batch x heads x columns -> seq x batch x (heads columns of values)."""
+        out: Tensor = _Unequal.apply(query, key, value)  # type: ignore[no-untyped-call]
+        return out.flatten(2)
+
+
+class _Unequal(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *rows: Tensor) -> Tensor:
+        q, k, v = (x.permute(1, 2, 0, 3) for x in rows)
+        out, lse = attend(q, k, v, (0,))
+        found = out.permute(2, 0, 1, 3).contiguous()
+        ctx.save_for_backward(*rows, found, lse)
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        query, key, value, rows, lse = ctx.saved_tensors
+        q, k, v, out, grad = (x.permute(1, 2, 0, 3) for x in (query, key, value, rows, grads[0]))
+        found = attend_backward(grad, q, k, v, out, lse, (0,))
+        return tuple(x.permute(2, 0, 1, 3).contiguous() for x in found)
+
+
 class GatheredAttention(MegatronModule):  # type: ignore[misc]  # its base has no types
     """Core attention under context parallelism, with the keys and values of all ranks gathered. The
     backward gathers them once more. A rank holds one slice from the head and one from the tail of
@@ -138,12 +168,17 @@ def _local_spec(run: RunSpec, policy: MegatronCore, *, dense: bool) -> tuple[Any
         num_experts=experts.count if experts else None,
         moe_grouped_gemm="moe_act" in policy.modules,
         qk_layernorm=run.model.qk_norm,
+        multi_latent_attention=run.model.latent is not None,
         normalization="RMSNorm" if rms else "LayerNorm",
     )
     spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = Norm
     attention = spec.submodules.self_attention.submodules
     if run.model.qk_norm:
         attention.q_layernorm = attention.k_layernorm = Norm
+    if run.model.latent is not None:
+        attention.q_layernorm = attention.kv_layernorm = Norm
+        attention.core_attention = UnequalAttention
+        return spec, "torch's products as one operator, for values of other columns than keys"
     if run.layout.cp > 1:
         attention.core_attention = GatheredAttention
         return spec, "gathered keys and values, torch's flash operator"

@@ -4,9 +4,11 @@ Source: Megatron-LM, megatron/training/arguments.py of core 0.16.  `flags` lists
 the facts that act in a job and have no option here as assumed.
 """
 
+import shlex
 from collections.abc import Callable
 
 from rematbench.inputs.layout import Layout
+from rematbench.inputs.stages import Stage, stages_text
 from rematbench.inputs.system import System
 from rematbench.problem import Problem
 from rematbench.workload import Model, Workload
@@ -111,10 +113,10 @@ NAMES = frozenset({
     *("moe_expert_capacity_factor", "moe_pad_expert_input_to_capacity"),
     *("moe_flex_dispatcher_backend", "moe_token_dispatcher_type", "moe_grouped_gemm"),
     *("optimizer_cpu_offload", "make_vocab_size_divisible_by", "cuda_graph_impl", "swiglu"),
-    *("untie_embeddings_and_output_weights", "disable_bias_linear", "vocab_size"),
+    *("softmax_type", "untie_embeddings_and_output_weights", "disable_bias_linear", "vocab_size"),
     *("group_query_attention", "max_position_embeddings", "position_embedding_type"),
     *("num_attention_heads", "num_experts", "moe_layer_freq", "num_layers", "normalization"),
-    *("num_distributed_optimizer_instances",),
+    *("num_distributed_optimizer_instances", "multi_latent_attention", "mtp_num_layers"),
 })  # fmt: skip
 """Names of the options printed here that a run of the package does not check against its job: the
 run has no GPU to overlap on, and takes the model from the job."""
@@ -171,19 +173,23 @@ def expert_words(layout: Layout, work: Workload) -> list[str]:
     ]
 
 
-def partition_words(sizes: list[int], layout: Layout) -> list[str] | None:
-    """The options for the layers of each stage; None for sizes that no option gives.  Stages
-    between the first and the last have equal sizes."""
-    middle = sizes[1:-1] or sizes[:1]
-    if layout.vpp > 1 or len(set(middle)) > 1:
-        return None if len(set(sizes)) > 1 else []
-    first, last = (sizes[0], sizes[-1]) if layout.pp > 1 else (middle[0], middle[0])
-    if len(set(sizes)) == 1:
-        return []
-    return [
-        f"--decoder-first-pipeline-num-layers {first}",
-        f"--decoder-last-pipeline-num-layers {last}",
-    ]
+def partition_words(stages: tuple[Stage, ...], layout: Layout) -> list[str]:
+    """The options for the layers of each chunk: none for equal ones, the layers of the first and
+    the last rank, or the text of all stages, from which Megatron-LM derives the chunks of a
+    rank."""
+    sizes = [len(stage.layers) for stage in stages]
+    ahead = any(stage.prediction for stage in stages[:-1])
+    if len(set(sizes)) > 1 or ahead or layout.stages:
+        if layout.vpp > 1 or len(set(sizes[1:-1])) > 1 or not all(sizes) or ahead:
+            return [f"--pipeline-model-parallel-layout {shlex.quote(stages_text(stages))}"]
+        if len(set(sizes)) > 1:
+            return [
+                f"--decoder-first-pipeline-num-layers {sizes[0]}",
+                f"--decoder-last-pipeline-num-layers {sizes[-1]}",
+            ]
+    if layout.vpp > 1:
+        return [f"--num-layers-per-virtual-pipeline-stage {sizes[0]}"]
+    return []
 
 
 def model_words(model: Model) -> list[str]:
@@ -193,7 +199,7 @@ def model_words(model: Model) -> list[str]:
         f"--hidden-size {model.hidden}",
         f"--ffn-hidden-size {model.ffn}",
         f"--num-attention-heads {model.num_heads}",
-        f"--kv-channels {model.head_dim}",
+        *([] if model.latent else [f"--kv-channels {model.head_dim}"]),
         f"--vocab-size {model.vocab}",
         f"--position-embedding-type {POSITIONS.get(model.position, 'rope')}",
         f"--hidden-dropout {model.dropout}",
@@ -206,11 +212,27 @@ def model_words(model: Model) -> list[str]:
     words += ["--normalization RMSNorm"] * (model.norm == "rmsnorm")
     if model.position == "rope" and model.rotary_share < 1.0:
         words.append(f"--rotary-percent {model.rotary_share}")
+    words += ["--softmax-type learnable"] * model.attention_sinks
     words += ["--swiglu"] * (model.mlp == "swiglu")
     words += ["--untie-embeddings-and-output-weights"] * (not model.tied_embeddings)
     words += ["--disable-bias-linear"] * (not model.mlp_bias)
     words += ["--add-qkv-bias"] * (model.qkv_bias and not model.mlp_bias)
-    return words + _experts(model)
+    words += [f"--mtp-num-layers {model.mtp_layers}"] * (model.mtp_layers > 0)
+    return words + _latent(model) + _experts(model)
+
+
+def _latent(model: Model) -> list[str]:
+    given = model.latent
+    if given is None:
+        return []
+    return [
+        "--multi-latent-attention",
+        *([f"--q-lora-rank {given.q_rank}"] if given.q_rank else []),
+        f"--kv-lora-rank {given.kv_rank}",
+        f"--qk-head-dim {given.nope}",
+        f"--qk-pos-emb-head-dim {given.rope}",
+        f"--v-head-dim {given.v}",
+    ]
 
 
 def _experts(model: Model) -> list[str]:

@@ -16,8 +16,17 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from baselines.megatron_core import options
+from baselines.megatron_core.limits import has_biases, of_layout, of_model
+from baselines.megatron_core.modules import (
+    MIN_OFFLOADED,
+    MOVED,
+    TRACED,
+    OffloadModule,
+    RecomputeModule,
+)
 from rematbench.engine.lowering.passes.emit_op import NOT_AGAIN
 from rematbench.engine.lowering.schedule import interleaved
+from rematbench.inputs.stages import stages_of
 from rematbench.plan import (
     Group,
     Offload,
@@ -31,41 +40,19 @@ from rematbench.plan import (
 )
 from rematbench.problem import Problem
 from rematbench.solve.kept import holding_inputs, kept_activations
-from rematbench.solve.recompute_modules import modules_dropped
+from rematbench.solve.recompute_modules import before_experts, modules_dropped, rebuilding
 from rematbench.workload import Model, PositiveInt
-from rematbench.worlds.packages.limits import NOT_RUN, Reason, Setup, active_reasons, setup_of
+from rematbench.worlds.packages.limits import (
+    NOT_RUN,
+    Reason,
+    Setup,
+    active_reasons,
+    setup_of,
+    without_options,
+)
 from rematbench.worlds.packages.stack import StackProblem
 
 T = TypeVar("T")
-RecomputeModule = Literal["core_attn", "layernorm", "mlp", "moe", "moe_act", "shared_experts"]
-OffloadModule = Literal["attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm"]
-
-MIN_OFFLOADED = 2
-"""Least elements of a tensor that is offloaded. Single numbers stay out: on CUDA fp32 attention
-saves its seeds, which lie on the host."""
-TRACED: dict[str, tuple[str, ...]] = {
-    "core_attn": ("causal_mask",),
-    "layernorm": ("attn_norm_statistics", "mlp_norm_statistics"),
-    "mlp": ("up_out_offset",),
-}
-"""What a module drops of the tensors that only the traced stack saves (stack.py)."""
-MOVED: dict[str, tuple[str, ...]] = {
-    "attn_norm": ("layer_input", "attn_norm_statistics"),
-    "qkv_linear": ("attn_norm_out",),
-    "core_attn": (
-        "q",
-        "k",
-        "v",
-        "kv_repeated",  # of the traced stack (stack.py)
-        "lse",
-        "attn_probs",
-        "attn_probs_mask",
-        "attn_probs_dropped",
-        "causal_mask",
-    ),
-    "attn_proj": ("attn_out",),
-    "mlp_norm": ("attn_residual", "mlp_norm_statistics"),
-}
 
 
 class MegatronCore(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -94,14 +81,9 @@ class MegatronCore(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     overlap_grad_reduce: bool = False
 
     def plan(self, problem: Problem, base: Plan) -> Plan | Unsupported:
-        """The plan with the fates of this stack's saved tensors under the settings."""
-        refused = active_reasons(self._reasons(problem, base))
-        return Unsupported(refused[0]) if refused else self.decided(problem, base)
-
-    def decided(self, problem: Problem, base: Plan) -> Plan | Unsupported:
-        """The plan that the options decide, also for a job that has options and is not run here."""
-        refused = active_reasons(self._reasons(problem, base))
-        refused = tuple(reason for reason in refused if not reason.endswith(NOT_RUN))
+        """The plan with the fates of this stack's saved tensors under the settings, also for a job
+        that has options and is not run here."""
+        refused = without_options(active_reasons(self._reasons(problem, base)))
         if refused:
             return Unsupported(refused[0])
         plan = replace(base, orders=_orders(problem))
@@ -112,7 +94,9 @@ class MegatronCore(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             if "mlp" in self.modules and _norms_in_linears(problem):
                 beside += ("mlp_norm_out",)
             dropped = modules_dropped(self.modules)
-            plan = _dropping(problem, plan, (*dropped, *beside))
+            routed = self._norms_before_experts(problem)
+            dense = "mlp" in self.modules
+            plan = _dropping(problem, plan, (*dropped, *beside), routed, dense=dense)
         if self.offload_modules:
             plan = self._offloading(problem, plan)
         return plan
@@ -138,30 +122,44 @@ class MegatronCore(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     @classmethod
     def inexpressible(cls, problem: Problem) -> tuple[str, ...]:
-        """The facts of a problem that no option can express under any policy."""
+        """The facts of a problem that no option can express under any policy, or that are not run
+        here although options express them (these end with NOT_RUN)."""
         setup = setup_of(problem)
         hosted = (
             problem.system.host.optimizer_on_host,
             "optimizer states in host memory (--optimizer-cpu-offload, not run here)",
         )
-        reasons = [*_model(setup), *_layout(setup), _uneven(setup), hosted, _overlapped(problem)]
+        reasons = [
+            *of_model(setup),
+            *of_layout(setup),
+            _uneven(setup),
+            hosted,
+            _overlapped(problem),
+        ]
         return active_reasons(reasons)
 
     def limits(self, setup: Setup) -> list[Reason]:
         """The jobs that 0.16.1 refuses late, runs wrongly or never finishes, in every world."""
         policy = _policy(self, setup.model, {_per_chunk(setup)})
-        return [*_model(setup), *_layout(setup), _uneven(setup), *policy]
+        return [*of_model(setup), *of_layout(setup), _uneven(setup), *policy]
 
-    @property
-    def norms(self) -> Reason:
+    def norms(self, model: Model) -> Reason:
         """Whether norms are recomputed or offloaded, with the reason why this does nothing where
-        norms are part of linears."""
-        moved = bool({"attn_norm", "mlp_norm"} & set(self.offload_modules))
+        norms are part of linears, as all are but those before experts."""
+        idle = (
+            {"attn_norm"} if model.expert_layers == model.num_layers else {"attn_norm", "mlp_norm"}
+        )
+        recomputed = self.recompute == "selective" and "layernorm" in self.modules
         return (
-            moved or (self.recompute == "selective" and "layernorm" in self.modules),
+            bool(idle & set(self.offload_modules)) or (recomputed and model.experts is None),
             "norms recomputed or offloaded on TransformerEngine, whose norms are part of the "
             "linear after them: 0.16.1 does nothing and says nothing",
         )
+
+    def _norms_before_experts(self, problem: Problem) -> tuple[int, ...]:
+        """The layers in which norms are recomputed, if no other norms are modules."""
+        outside = not _norms_in_linears(problem) or "layernorm" not in self.modules
+        return () if outside else before_experts(problem)
 
     @property
     def mechanism(self) -> str:
@@ -183,18 +181,19 @@ class MegatronCore(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         selected = self.modules if self.recompute == "selective" else ()
         again = self.recompute == "full" or "moe" in selected
         return [
-            *_model(setup), *_layout(setup), _uneven(setup, itself and len(sizes) > 1),
+            *of_model(setup), *of_layout(setup), _uneven(setup, itself and len(sizes) > 1),
             *_policy(self, setup.model, sizes), *self._inside_linears(problem),
             (problem.ep_overlaps and again, NOT_AGAIN), _overlapped(problem),
         ]  # fmt: skip
 
     def _inside_linears(self, problem: Problem) -> list[Reason]:
-        return [self.norms] if _norms_in_linears(problem) else []
+        return [self.norms(problem.workload.model)] if _norms_in_linears(problem) else []
 
     @classmethod
     def partition(cls, problem: Problem, plan: Plan) -> bool:
-        """Whether options give the layers of each stage of a plan."""
-        return options.partition_words(_sizes(plan), problem.layout) is not None
+        """Whether options give the layers of each stage of a plan, as the text of all stages
+        does."""
+        return True
 
     @classmethod
     def facts_with_options(cls, problem: Problem) -> set[str]:
@@ -213,9 +212,8 @@ class MegatronCore(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             f"--global-batch-size {lay.global_batch}",
             f"--seq-length {work.seq_len}",
         ]
-        if lay.vpp > 1:
-            per_chunk = work.model.num_layers // (lay.pp * lay.vpp)
-            words.append(f"--num-layers-per-virtual-pipeline-stage {per_chunk}")
+        partition = (plan or problem.base_plan).partition
+        words += options.partition_words(stages_of(partition, work.model.num_layers), lay)
         words += ["--sequence-parallel"] * lay.sequence_parallel
         words += ["--use-distributed-optimizer"] * (lay.zero_stage == 1)
         words += [f"--{work.precision}"] * (work.precision in ("bf16", "fp16"))
@@ -223,8 +221,6 @@ class MegatronCore(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         words += ["--qk-layernorm"] * work.model.qk_norm
         words += options.expert_words(lay, work)
         words += options.stack_words(problem)
-        if plan is not None:
-            words += options.partition_words(_sizes(plan), lay) or []
         words += options.model_words(work.model) if whole else []
         fusion = fusion_argument(work.model)
         words += [fusion] * (bool(fusion) and not self.bias_activation_fusion)
@@ -277,16 +273,6 @@ def _overlapped(problem: Problem) -> Reason:
     return problem.ep_overlaps, f"exchanges beside another micro-batch ({option}, {NOT_RUN}"
 
 
-def _sizes(plan: Plan) -> list[int]:
-    """The layers of each stage."""
-    return [sum(len(layers) for layers in rank) for rank in plan.partition]
-
-
-def has_biases(model: Model) -> bool:
-    """Whether every linear has a bias (`add_bias_linear`)."""
-    return model.qkv_bias and model.proj_bias and model.mlp_bias
-
-
 def fusion_argument(model: Model) -> str:
     """The argument of Megatron-LM that switches the fused activation off. Empty for a model without
     a fused activation: the fused GELU includes the bias."""
@@ -307,12 +293,12 @@ def _orders(problem: Problem) -> tuple[tuple[Pass, ...], ...]:
 
 
 def _per_chunk(setup: Setup) -> int:
-    return setup.model.num_layers // setup.layout.num_chunks
+    return max(1, setup.model.num_layers // setup.layout.num_chunks)
 
 
 def _chunk_sizes(base: Plan) -> set[int]:
-    """The numbers of layers that chunks have."""
-    return {len(layers) for rank in base.partition for layers in rank}
+    """The numbers of layers that chunks with layers have."""
+    return {len(layers) for rank in base.partition for layers in rank if layers}
 
 
 def _norms_in_linears(problem: Problem) -> bool:
@@ -321,89 +307,11 @@ def _norms_in_linears(problem: Problem) -> bool:
     return problem.system.kernels.norm == "fused" and not isinstance(problem, StackProblem)
 
 
-def _model(setup: Setup) -> list[Reason]:
-    model = setup.model
-    some = model.proj_bias or model.mlp_bias
-    return [
-        (
-            some and not has_biases(model),
-            "biases of some linears only (add_bias_linear is for all)",
-        ),
-        (model.position == "alibi", "ALiBi positions are not in megatron-core"),
-        (model.post_norm, "post-norms are not in the GPT layer spec"),
-        *((words != "experts", f"{words} {_said(words)}") for words in setup.special_features),
-        *_experts(setup),
-        (any(model.attention_window), "sliding-window attention needs TransformerEngine"),
-        (setup.work.document_len > 0, "packed documents need TransformerEngine"),
-        (
-            model.attention_soft_cap != 0 or model.logit_soft_cap != 0,
-            "soft caps are not in megatron-core",
-        ),
-        (model.mlp == "geglu", "geglu: its fused function is the tanh approximation"),
-        (
-            setup.work.precision not in ("fp32", "bf16"),
-            f"precision {setup.work.precision} (fp32 and bf16 run)",
-        ),
-    ]
-
-
-HAVE_OPTIONS = ("rotary positions on a part of the heads", "no positions")
-"""Features of a block that Megatron-LM has an option for, and this baseline does not run."""
-
-
-def _said(words: str) -> str:
-    return NOT_RUN if words in HAVE_OPTIONS else "(no option of megatron-core)"
-
-
-def _experts(setup: Setup) -> list[Reason]:
-    """What of experts is not run, and the two jobs with experts whose gradients are wrong beside a
-    right loss in 0.16.1."""
-    model, lay, experts = setup.model, setup.layout, setup.model.experts
-    if experts is None:
-        return []
-    return [
-        (model.mlp_bias, "biases of experts (not run here)"),
-        (model.mlp != "swiglu", f"experts with {model.mlp} (not run here)"),
-        (experts.router_bias, "a bias of the router (not run here)"),
-        (experts.shared_gate, "a gate of the shared expert (not run here)"),
-        (experts.groups > 1, "groups of experts (not run here)"),
-        (setup.work.drops_tokens, "a capacity of experts without padding (not run here)"),
-        (
-            experts.aux_loss > 0 and lay.tp > 1,
-            "an auxiliary loss under tp, per token as here: 0.16.1 scales its gradient by a rank's "
-            "tokens, so it is 1/tp of the right one beside a right loss",
-        ),
-        (
-            lay.tp > 1 and lay.ep == 1 and lay.expert_tp == 1,
-            "tp with ep 1 and etp 1: 0.16.1 does not sum the gradients of experts over tp, and the "
-            "loss is right all the same; set etp = tp, or ep",
-        ),
-    ]
-
-
-def _layout(setup: Setup) -> list[Reason]:
-    lay, model = setup.layout, setup.model
-    return [
-        (lay.zero_stage > 1, f"zero_stage {lay.zero_stage} is Megatron-FSDP, not run here"),
-        (
-            lay.state_shards < lay.dp * lay.cp,
-            "hybrid sharding (num_distributed_optimizer_instances is not run here)",
-        ),
-        (lay.ulysses > 1, "Ulysses needs TransformerEngine (cp_comm_type a2a)"),
-        (model.num_kv_heads % lay.tp != 0, "KV heads replicated over tp"),
-        (
-            lay.cp > 1 and setup.attention == "unfused",
-            "unfused attention under context parallelism",
-        ),
-        (lay.pp > 1 and lay.vpp > 1 and lay.num_micro_batches % lay.pp != 0,
-         "the interleaved schedule needs micro-batches % pp == 0"),
-    ]  # fmt: skip
-
-
 def _uneven(setup: Setup, uneven: bool | None = None) -> Reason:
     count, chunks = setup.model.num_layers, setup.layout.num_chunks
-    words = f"{count} layers in pp x vpp = {chunks} chunks: only even ones"
-    return (count % chunks != 0 if uneven is None else uneven, words)
+    words = f"{count} layers in pp x vpp = {chunks} chunks (only even ones are built, {NOT_RUN}"
+    uneven = count % chunks != 0 if uneven is None else uneven
+    return (uneven or bool(setup.layout.stages), words)
 
 
 def _policy(policy: MegatronCore, model: Model, sizes: set[int]) -> list[Reason]:
@@ -445,6 +353,7 @@ def _policy(policy: MegatronCore, model: Model, sizes: set[int]) -> list[Reason]
             "attn_proj" in moved and "core_attn" not in moved,
             "offload_modules attn_proj without core_attn, whose backward needs the same tensor",
         ),
+        (bool(moved) and model.latent is not None, "offloads of latent attention (not run here)"),
         (
             moved == set(get_args(OffloadModule)),
             "all five offload_modules at once fail in 0.16.1; leave one out",
@@ -465,6 +374,7 @@ def _idle_modules(modules: Container[str], model: Model) -> Iterator[str]:
         ("moe_act", routed),
         ("shared_experts", shared),
         ("mlp", model.expert_layers < model.num_layers),
+        ("mla_up_proj", model.latent is not None),
     ):
         if module in modules and not there:
             yield f"recompute module {module} has no effect: no layer of {model.name} has one"
@@ -476,13 +386,17 @@ def _subsets(names: tuple[T, ...]) -> list[tuple[T, ...]]:
     return [pick for size in range(1, len(names) + 1) for pick in combinations(names, size)]
 
 
-def _dropping(problem: Problem, base: Plan, names: tuple[str, ...]) -> Plan:
-    dropped = tuple(sorted(set(names) & kept_activations(problem, base)))
+def _dropping(
+    problem: Problem, base: Plan, names: tuple[str, ...], routed: tuple[int, ...], *, dense: bool
+) -> Plan:
+    """The plan that drops these tensors; `routed`: of norms only those before the experts of these
+    layers (empty: all norms), and with `dense` those in front of each MLP too."""
+    kept = kept_activations(problem, base) - ({"attn_norm_out"} if routed else set())
+    dropped = tuple(sorted(set(names) & kept))
     if not dropped:
         return base.noting(megatron_core="no-op: this stack saves nothing inside these modules")
     base = holding_inputs(problem, base, dropped, whole=False)
-    select = Select(parts=("layer",), activations=dropped, kept=True)
-    return base.with_rules(Rule(select, Recompute(scope="consumer")))
+    return base.with_rules(*rebuilding(dropped, "consumer", () if dense else routed))
 
 
 def _whole(names: tuple[str, ...], layers: tuple[int, ...] | None) -> Rule:

@@ -186,6 +186,8 @@ def _te() -> None:
     if not hasattr(moe_utils, "te_general_gemm"):  # asked by the fp32 router
         moe_utils.te_general_gemm = None
     tp_random: Any = importlib.import_module("megatron.core.tensor_parallel.random")
+    latent: Any = importlib.import_module("megatron.core.transformer.multi_latent_attention")
+    latent.HAVE_TE = extension.HAVE_TE  # it has stand-ins of the package's classes
     if not hasattr(tp_random, "FP8GlobalStateManager"):  # asked with fp8 off, too
         tp_random.FP8GlobalStateManager = _NoFp8
         tp_random.activation_recompute_forward = lambda **_: contextlib.nullcontext()

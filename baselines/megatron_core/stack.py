@@ -11,6 +11,7 @@ from rematbench.costs.operators.ops import Part
 from rematbench.engine.program.program import RankProgram
 from rematbench.inputs.shapes import shapes
 from rematbench.problem import Problem
+from rematbench.workload import Latent
 from rematbench.worlds.packages.stack import Extra, Stack
 
 
@@ -67,12 +68,14 @@ def _rope(policy: MegatronCore, problem: Problem) -> tuple[Extra, ...]:
     made = partial(Extra, dtype=problem.workload.precision)
     tables = made(
         name="rope_tables",
-        producer="qkv",
+        producer="q_up" if model.latent else "qkv",
         rows=s.seq_len // s.cp,
-        row_bytes=4 * model.head_dim * e,
+        row_bytes=4 * (model.latent.rope if model.latent else model.head_dim) * e,
         saved_by="attention",
         why="cosine and sine of each position, for q and for k",
     )
+    if model.latent is not None:
+        return (tables,)
     whole = made(
         name="qkv_before_rope",
         producer="qkv",
@@ -143,10 +146,18 @@ def _once(policy: MegatronCore, problem: Problem) -> dict[str, int]:
         "position ids": 8 * s.seq_len // s.cp,
         "routing": _routing(policy, problem) * s.shard_tokens,
     }
-    if model.position == "rope" and not policy.offload_modules:  # else made before the metering
+    if model.latent is not None:  # a table for each layer
+        found["angles of RoPE (fp32)"] = _angles(problem, model.latent)
+    elif model.position == "rope" and not policy.offload_modules:  # else made before the metering
         each = 4 * model.head_dim * s.seq_len // s.cp
         found["angles of RoPE (fp32)"] = problem.layout.vpp * each  # one table per chunk
     return found
+
+
+def _angles(problem: Problem, given: Latent) -> int:
+    """Bytes of the angles of positions, of which each layer of a rank has a table."""
+    layers = -(-problem.workload.model.num_layers // problem.layout.pp)
+    return 4 * given.rope * problem.workload.seq_len // problem.layout.cp * layers
 
 
 def _routing(policy: MegatronCore, problem: Problem) -> int:
@@ -219,6 +230,8 @@ def _norms(problem: Problem) -> tuple[Extra, ...]:
     s = shapes(problem.workload, problem.layout, problem.system)
     rms = problem.workload.model.norm == "rmsnorm"
     norms: tuple[tuple[str, Part], ...] = (
+        ("q_latent_norm", "layer"),
+        ("kv_latent_norm", "layer"),
         ("attn_norm", "layer"),
         ("mlp_norm", "layer"),
         ("final_norm", "head"),
@@ -235,6 +248,7 @@ def _norms(problem: Problem) -> tuple[Extra, ...]:
             why="1/rms of each row" if rms else "mean and 1/deviation of each row",
         )
         for op, part in norms
+        if part == "head" or op in {op.name for op in problem.layer(0).ops}
     )
 
 

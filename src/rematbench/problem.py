@@ -11,18 +11,24 @@ import msgspec
 from rematbench.costs.bind import CostModel
 from rematbench.costs.offload_estimate import PipelineOffloadEstimator, pipeline_offload_estimator
 from rematbench.costs.operators.adapters import Place, place_of, trained_table
-from rematbench.costs.operators.block import embedding_table, head_table, layer_table
+from rematbench.costs.operators.block import (
+    embedding_table,
+    head_table,
+    layer_table,
+    prediction_table,
+)
 from rematbench.costs.operators.ops import Op, OpTable, rebuild_ops
 from rematbench.costs.states import StateBytes, non_torch_bytes, room_bytes, state_bytes
 from rematbench.inputs.cluster import Cluster
 from rematbench.inputs.constants import Calibration
 from rematbench.inputs.facts import CPU
 from rematbench.inputs.kernel_rates import RateError
-from rematbench.inputs.layout import Layout, LayoutError, even_partition
+from rematbench.inputs.layout import Layout, LayoutError
 from rematbench.inputs.layout_rules import check_layout
 from rematbench.inputs.precision import attention_problem, peak_flop_per_s
+from rematbench.inputs.stages import base_partition, prediction_rank
 from rematbench.inputs.system import AttentionBackend, StackChoice, System, TpOverlap
-from rematbench.plan import Plan, StateFate
+from rematbench.plan import Plan, state_fates
 from rematbench.workload import Workload
 
 AttentionKind = Literal["flash", "unfused"]
@@ -52,6 +58,16 @@ class Weight(NamedTuple):
 
 Evaluator = Callable[["Problem", Plan], Evaluation]
 Weigher = Callable[["Problem", Plan], Weight]
+
+
+class LayerKind(NamedTuple):
+    """A kind of layer: its attention window, whether it has one MLP, its place among what trains,
+    and whether it predicts one more token."""
+
+    window: int
+    dense: bool
+    place: Place
+    predicts: bool
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,6 +119,7 @@ class Problem:
         """Why no kernel of this problem has seconds, in one line; empty if all have."""
         generation, precision = self.cluster.generation, self.workload.precision
         rates, tf32, missing = self.calibration.kernels, self.system.kernels.tf32, ""
+        missing = self.workload.model.untimed
         if not self.calibration.has_rates(generation):
             known = ", ".join(sorted(set(self.calibration.gpus) & set(rates.generations) - {CPU}))
             missing = (
@@ -235,28 +252,46 @@ class Problem:
         return trained_table(table, self.workload, self.system, place)
 
     @cached_property
-    def _kinds(self) -> tuple[tuple[int, bool, Place], ...]:
-        """The (attention window, whether dense, place) of each layer."""
+    def _kinds(self) -> tuple[LayerKind, ...]:
+        """The kind of each layer."""
         model = self.workload.model
         windows = model.attention_window or (0,) * model.num_layers
+        every = enumerate((*windows, *(0 for _ in range(model.mtp_layers))))
         return tuple(
-            (w, model.is_dense(layer), self._place(layer)) for layer, w in enumerate(windows)
+            LayerKind(window, model.is_dense(i), self._place(i), i >= model.num_layers)
+            for i, window in every
         )
 
     @cached_property
-    def _layers(self) -> dict[tuple[int, bool, Place], OpTable]:
+    def _layers(self) -> dict[LayerKind, OpTable]:
+        return {kind: self._table(kind) for kind in sorted(set(self._kinds))}
+
+    def _table(self, kind: LayerKind) -> OpTable:
         fused, of = self.attention == "flash", (self.workload, self.layout, self.system)
-        return {
-            kind: trained_table(
-                layer_table(*of, fused_attention=fused, window=kind[0], dense=kind[1]),
-                *(self.workload, self.system, kind[2]),
-            )
-            for kind in sorted(set(self._kinds))
-        }
+        window, dense, place, predicts = kind
+        if predicts:
+            last = self.prediction_rank == self.layout.pp - 1
+            copies = self.layout.pp > 1 and not (last and self.workload.model.tied_embeddings)
+            return prediction_table(*of, fused_attention=fused, dense=dense, copies=copies)
+        table = layer_table(*of, fused_attention=fused, window=window, dense=dense)
+        return trained_table(table, self.workload, self.system, place)
+
+    @cached_property
+    def prediction_rank(self) -> int | None:
+        """The pipeline rank of the layer that predicts one more token; None without one."""
+        return prediction_rank(self.workload.model, self.layout)
+
+    @property
+    def embedding_ranks(self) -> tuple[int, int] | None:
+        """The first rank, and the other rank that has a copy of the token embedding: as its output
+        projection, or for a prediction.  They exchange its gradient.  None without another."""
+        tied, last = self.workload.model.tied_embeddings, self.layout.pp - 1
+        other = last if tied else self.prediction_rank
+        return (0, other) if last and other is not None else None
 
     def layer(self, index: int) -> OpTable:
-        """Operators of a decoder layer (global index); layers differ in attention window and in
-        whether they have experts."""
+        """Operators of a layer (global index); layers differ in attention window, in whether they
+        have experts, and in whether they predict one more token."""
         return self._layers[self._kinds[index]]
 
     def variant(self, index: int) -> int:
@@ -270,10 +305,10 @@ class Problem:
 
     @cached_property
     def base_plan(self) -> Plan:
-        """The plan that keeps all activations: even partition, the layout's schedule, the system's
+        """The plan that keeps all activations: the layout's partition and schedule, the system's
         state fates."""
         return Plan(
-            partition=even_partition(self.workload.model.num_layers, self.layout),
+            partition=base_partition(self.workload.model, self.layout),
             schedule="interleaved_1f1b" if self.layout.vpp > 1 else "1f1b",
             states=state_fates(self.layout, self.system),
         )
@@ -337,13 +372,6 @@ def tied_on_one_rank(problem: Problem) -> bool:
     return problem.workload.model.tied_embeddings and problem.layout.pp == 1
 
 
-def gathers_by_layer(parameter: StateFate, layout: Layout) -> bool:
-    """Whether the weights of a layer are brought into a buffer before each use: gathered from the
-    peers that hold them, or copied from host memory, or both."""
-    elsewhere = layout.has_peers or parameter.home == "host"
-    return parameter.gather == "layer" and elsewhere
-
-
 def gathered_bytes(problem: Problem) -> int:
     """Bytes of a parameter in a buffer that kernels read or write: as the stack gathers it, and
     not narrower than the precision of the kernels."""
@@ -358,7 +386,7 @@ def completed_after_backward(problem: Problem) -> str:
         return (
             f"optimizer-in-backward needs one micro-batch per step, not {layout.num_micro_batches}"
         )
-    if problem.workload.model.tied_embeddings and layout.pp > 1:
+    if problem.embedding_ranks is not None:
         return (
             f"optimizer-in-backward with tied embeddings over {layout.pp} pipeline stages, which "
             "exchange their gradient after all backwards"
@@ -379,10 +407,9 @@ def weighted_operators(problem: Problem, table: OpTable) -> list[Op]:
     return [op for op in table.ops if op.parameters and not (tied and op.name == "lm_head")]
 
 
-def has_exact_pins(system: System, plan: Plan) -> bool:
-    """Whether pinned activations take their own bytes of host memory and not torch's blocks: by the
-    stack's allocator, or because the plan places its own memory."""
-    return system.host.pinned_blocks == "exact" or plan.addresses == "planned"
+def trained_operators(problem: Problem, table: OpTable) -> list[Op]:
+    """The operators of a table that have parameters with a gradient, as in `weighted_operators`."""
+    return [op for op in weighted_operators(problem, table) if op.trained_parameters]
 
 
 def rank_parameters(problem: Problem, plan: Plan, rank: int, *, trained: bool = False) -> int:
@@ -392,46 +419,6 @@ def rank_parameters(problem: Problem, plan: Plan, rank: int, *, trained: bool = 
     tables += [problem.embedding] if rank == 0 else []
     head = head_parameters(problem)[trained] if rank == problem.layout.pp - 1 else 0
     return head + sum(t.trained if trained else t.parameters for t in tables)
-
-
-def state_fates(layout: Layout, system: System) -> tuple[StateFate, ...]:
-    """ZeRO stages and FSDP as fates (Rajbhandari et al. 2020, arXiv 1910.02054): stage 1 shards the
-    optimizer, stage 2 also the gradients, stage 3 also the parameters, which are gathered per layer
-    before each use.  Sharded gradients are in host memory if the stack keeps them there with its
-    optimizer.  A pipeline gathers and reduces once in a step: FSDP2's stages of a pipeline neither
-    reshard nor reduce before the last backward (torch 2.13, torch/distributed/pipelining/stage.py,
-    backward_maybe_with_nosync and perform_reduce_grad)."""
-    shards, held = layout.state_shards, layout.pp > 1
-    stage = layout.zero_stage
-    sharded_grad = shards if stage >= 2 else 1
-    leaves = system.host.optimizer_on_host and system.host.host_gradients and stage >= 2
-    parameter = StateFate(kind="parameter", gather="step" if 1 <= stage <= 2 else "none")
-    if stage == 3:
-        parameter = StateFate(
-            kind="parameter",
-            shards=shards,
-            gather="layer",
-            release="step" if held else "forward",
-            keeps_ends=system.zero.data_parallel == "fsdp" and not held,
-            home="host" if system.host.parameters_on_host else "device",
-        )
-    elif stage == 2 and system.zero.data_parallel == "fsdp":
-        release: Literal["step", "backward"] = "step" if held else "backward"
-        parameter = StateFate(kind="parameter", shards=shards, gather="layer", release=release)
-    return (
-        parameter,
-        StateFate(
-            kind="gradient",
-            shards=sharded_grad,
-            home="host" if leaves else "device",
-            release="step" if held and stage >= 2 and layout.has_peers and not leaves else "never",
-        ),
-        StateFate(
-            kind="optimizer",
-            shards=shards if stage >= 1 else 1,
-            home="host" if system.host.optimizer_on_host else "device",
-        ),
-    )
 
 
 class CostFacade(CostModel):

@@ -303,6 +303,23 @@ def test_nothing_faster_is_missed_where_exchanges_overlap(seed: int) -> None:
     assert best is None or searched_s(edge) <= best.fitting_s * (1 + 1e-9)
 
 
+def test_nothing_faster_is_missed_where_only_experts_have_peers() -> None:
+    """Without data parallelism, ZeRO 2 and 3 share the states of experts alone."""
+    one = drawn_experts(8)
+    spec = one.spec.changed(system="torchtitan", gpus=4, global_batch=2)
+    fixed = Fixed(tp=4, cp=1, pp=1, micro_batch=1, etp=1)
+    one = replace(one, spec=spec, only=("keep_all", "full_recompute"), fixed=fixed)
+    stages = {(item.layout.ep, item.layout.zero_stage) for item in SearchJob(one).space.choices}
+    assert stages == {(4, 1), *((ep, stage) for ep in (1, 2) for stage in range(4))}
+    one = replace(one, fixed=replace(fixed, ep=2))
+    found = everything(one)
+    edge = at_the_edge(one, found, 0.15)
+    best = fastest_that_fits(edge, found)
+    assert best is not None
+    assert best.problem.layout.zero_stage == 3
+    assert searched_s(edge) <= best.fitting_s * (1 + 1e-9)
+
+
 def test_dense_layers_between_experts_are_refused() -> None:
     one = drawn_experts(8)
     assert isinstance(one.spec.model, Model)
@@ -394,3 +411,52 @@ def test_the_best_layout_of_a_method_is_found(
     found = some(one, MOST // 6, FixedFamily(candidates).roots)
     for share in SHARES[2:3] if short else SHARES:
         held(at_the_edge(one, found, share), found, candidates)
+
+
+@pytest.mark.parametrize("vpp", [1, None])
+def test_exchanges_beside_another_micro_batch_are_searched_too(vpp: int | None) -> None:
+    """A job that leaves it open has every layout with and without, where the schedule allows, and
+    with either dispatcher."""
+    one = drawn_experts(11)
+    spec = one.spec.changed(
+        system="megatron-core-2026", attention="fa2", cluster=replace(
+            load_cluster("h100-80gb"), hbm_bytes=ENDLESS
+        ),
+        global_batch=2 * one.spec.degrees.global_batch,
+    )  # fmt: skip
+    one = replace(one, spec=spec, fixed=replace(one.fixed, vpp=vpp, zero_stage=1))
+    choices = SearchJob(one).space.choices
+    for choice in choices:
+        lay = choice.layout
+        beside = lay.ep > 1 and (lay.pp == 1 or lay.vpp > 1) and lay.num_micro_batches > 1
+        assert (replace(choice, overlaps=not choice.overlaps) in choices) == beside
+        other = None if choice.dispatcher else "deepep"
+        assert (replace(choice, dispatcher=other) in choices) == (lay.ep > 1)
+    found = some(one, 80)
+    edge = at_the_edge(one, found, SHARES[3])
+    best = fastest_that_fits(edge, found)
+    assert best is None or searched_s(edge) <= best.fitting_s * (1 + 1e-9)
+
+
+@pytest.mark.parametrize(
+    ("stages", "pp", "seed"),
+    [
+        ("Et|ttt|tt|tL", 2, 3),
+        ("Etttt|t|tt|tL", 4, 5),
+        *(pytest.param("Ett|t|tttt|tL", pp, seed, marks=pytest.mark.soak)
+          for pp in (2, 4) for seed in range(8)),
+    ],
+)  # fmt: skip
+def test_stated_stages_are_searched_like_all_others(
+    stages: str, pp: int, seed: int, short: bool, held: Held
+) -> None:
+    one = uneven(seed)
+    model = one.spec.model
+    assert isinstance(model, Model)
+    model = replace(model, num_layers=stages.count("t"), attention_window=())
+    spec = one.spec.changed(model=model, stages=stages, gpus=pp, global_batch=4 * pp)
+    one = replace(one, spec=spec, fixed=replace(one.fixed, pp=pp, vpp=None))
+    assert {choice.layout.vpp for choice in SearchJob(one).space.choices} == {4 // pp}
+    found = some(one, MOST // (16 if short else 4))
+    for share in SHARES[3:4] if short else SHARES[:4:3]:
+        held(at_the_edge(one, found, share), found)

@@ -1,5 +1,6 @@
 """The space of a search: what it has, and that its output says what it leaves out."""
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -11,6 +12,8 @@ from rematbench.advise.search.questions import reached
 from rematbench.advise.search.request import SearchRequest
 from rematbench.advise.search.rounds import SearchJob
 from rematbench.inputs.job import Job
+from rematbench.inputs.layout import Layout, LayoutError
+from rematbench.inputs.layout_rules import check_layout
 from rematbench.plugins.discover import discover
 from rematbench.plugins.registry import method_text
 from tests.everything import ALONE
@@ -22,14 +25,15 @@ LONG = Job(
 
 
 def job(fixed: Fixed = Fixed(), only: tuple[str, ...] = (), **others: Any) -> SearchJob:  # noqa: B008
-    """One of gpt-1.3b on a node."""
+    """One of gpt-1.3b, or of another model, on a node."""
     given: dict[str, Any] = {
+        "model": "gpt-1.3b",
         "system": "megatron-core",
         "seq_len": 2048,
         "global_batch": 8,
         **others,
     }
-    spec = Job(model="gpt-1.3b", cluster="a800-80gb", gpus=8, **given)
+    spec = Job(**{"cluster": "a800-80gb", "gpus": 8, **given})
     return SearchJob(SearchRequest(spec=spec, fixed=fixed, only=only))
 
 
@@ -50,6 +54,32 @@ def test_a_length_that_rows_do_not_divide_has_tensor_parallelism_without_rows() 
     assert not any(lay.sp for lay in layouts)
 
 
+@pytest.mark.parametrize("system", ["megatron-core", "torchtitan"])
+def test_experts_share_states_as_the_stack_can_on_every_layout(system: str) -> None:
+    """Of all degrees of 8 GPUs: no rank shares states in a stage that the stack lacks, also where
+    experts alone have peers, and the space has every other layout (one stage where no rank has a
+    peer)."""
+    made = job(Fixed(cp=1, vpp=1), model="mixtral-8x7b", system=system)
+    work, kept = made.request.spec.workload(made.model), set[Layout]()
+    degrees = (1, 2, 4, 8)
+    for tp, pp, ep, micro_batch, stage in product(*(degrees,) * 4, (0, 1, 2, 3)):
+        for etp in {1, tp} if tp * pp <= 8 else ():
+            layout = Layout(
+                tp=tp, pp=pp, dp=8 // tp // pp, sp=tp > 1, ep=ep, etp=etp, zero_stage=stage,
+                micro_batch=micro_batch, global_batch=8,
+            )  # fmt: skip
+            try:
+                check_layout(layout, work, made.system)
+            except LayoutError:
+                continue
+            shares = layout.dp > 1 or layout.expert_dp > 1
+            assert stage in made.system.accepts.zero_stages or not shares
+            again = system == "torchtitan" and pp > 1 and stage == 2  # it is stage 3 there
+            if (shares and not again) or stage == 1:
+                kept.add(layout)
+    assert kept == {c.layout for c in made.space.choices if c.even}
+
+
 def test_the_output_names_every_limit_that_applies() -> None:
     """Of a pipeline its schedules; of a batch its micro-batches; of methods their grids."""
     whole = not_searched(job(global_batch=8 * MOST_MICRO_BATCH, system="rematbench"))
@@ -60,6 +90,17 @@ def test_the_output_names_every_limit_that_applies() -> None:
     held = "ZeRO 2 and 3 with more than 3 chunks of a rank (not modelled)"
     assert held in not_searched(job(system="torchtitan"))
     assert held not in whole
+    pieces = "optimizer states on the host in pieces (name optimizer_offload with --method)"
+    assert pieces in whole
+    experts = not_searched(job(model="mixtral-8x7b"))
+    assert pieces not in experts  # it would be refused
+    assert "dispatchers other than alltoall (--dispatcher)" in experts
+    assert "exchanges beside another micro-batch (the stack has none)" in experts
+    hopper = {"cluster": "h100-80gb", "system": "megatron-core-0.16", "model": "mixtral-8x7b"}
+    assert "dispatchers other than alltoall and deepep (--dispatcher)" in not_searched(
+        job(**hopper)
+    )
+    assert not any("exchanges beside" in words for words in not_searched(job(**hopper)))
     last = discover().methods["mst"].grid[-1]
     assert f"more pieces than {method_text(discover().methods['mst'], last)}" in whole
 

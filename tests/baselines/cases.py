@@ -47,6 +47,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "pp2-vpp2-one-group": {"pp": 2, "vpp": 2, "global_batch": 2},
     "dp2-zero0": {"dp": 2, "zero_stage": 0},
     "dp2": {"dp": 2},
+    "dp2-ep2": {"dp": 2, "ep": 2},
     "dp2-zero2": {"dp": 2, "zero_stage": 2},
     "dp2-zero3": {"dp": 2, "zero_stage": 3},
     "ulysses2": {"dp": 2, "ulysses": 2, "zero_stage": 1},

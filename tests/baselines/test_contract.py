@@ -46,10 +46,12 @@ def test_the_docstring_says_claim_source_and_deviations(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_policy_knows_no_framework(name: str) -> None:
-    """plan.py and its options.py are loaded by the core; run.py and its neighbours never are."""
+    """plan.py and the files that it reads are loaded by the core; run.py and its neighbours never
+    are."""
     plan = Path(baselines()[name].origin)
-    options = f"baselines.{plan.parent.name}.options"
-    for path in filter(Path.exists, (plan, plan.with_name("options.py"))):
+    loaded = ("options", "modules", "limits")
+    files = [plan.with_name(f"{name}.py") for name in loaded]
+    for path in filter(Path.exists, (plan, *files)):
         tree = ast.parse(path.read_text())
         named = [n for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)]
         modules = {
@@ -60,7 +62,8 @@ def test_the_policy_knows_no_framework(name: str) -> None:
             for a in n.names
         }
         modules |= {a.name for n in ast.walk(tree) if isinstance(n, ast.Import) for a in n.names}
-        tops = {m.split(".")[0] for m in modules - {options}}
+        beside = {f"baselines.{plan.parent.name}.{name}" for name in loaded}
+        tops = {m.split(".")[0] for m in modules - beside}
         assert not tops & {"torch", "megatron", "deepspeed", "baselines"}
 
 

@@ -6,12 +6,14 @@ from typing import Any, NamedTuple
 import pytest
 from msgspec.structs import replace
 
-from baselines.megatron_core.plan import TRACED, MegatronCore
+from baselines.megatron_core.modules import TRACED
+from baselines.megatron_core.plan import MegatronCore
 from rematbench.inputs.layout import LayoutError
-from rematbench.plan import Unsupported
+from rematbench.plan import Plan
 from rematbench.problem import Problem
 from rematbench.solve.recompute_modules import modules_dropped
 from rematbench.workload import Experts, Model
+from rematbench.worlds.packages.limits import active_reasons, setup_of
 from rematbench.worlds.packages.process import job as make_job
 from rematbench.worlds.packages.process import policy, run_jobs
 from rematbench.worlds.packages.stack import stack_of
@@ -134,16 +136,15 @@ def test_one_more_layer_with_experts_weighs_what_the_stack_says(tmp_path: Path) 
 
 
 def reason(model: Model, layout: dict[str, int], **settings: Any) -> str:
-    """Why a policy gives no plan."""
-    plan = MegatronCore(**{"bias_activation_fusion": True, **settings}).plan
-    case = Layered(model, layout).problem(4)
-    found = plan(case, case.base_plan)
-    assert isinstance(found, Unsupported)
-    return found.reason
+    """Why the package does not run a policy."""
+    policy = MegatronCore(**{"bias_activation_fusion": True, **settings})
+    return "; ".join(active_reasons(policy.limits(setup_of(Layered(model, layout).problem(4)))))
 
 
 def test_gradients_that_would_be_wrong_beside_a_right_loss_are_refused() -> None:
     assert "auxiliary loss under tp" in reason(BALANCED, ETP2)
+    case = Layered(BALANCED, ETP2).problem(4)
+    assert isinstance(MegatronCore().plan(case, case.base_plan), Plan)  # it has options
     assert "does not sum the gradients of experts over tp" in reason(ROUTED, {"tp": 2, "etp": 1})
 
 

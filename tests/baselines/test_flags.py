@@ -11,18 +11,21 @@ from msgspec.structs import replace
 
 import baselines.deepspeed.options as deepspeed_options
 import baselines.megatron_core.options as megatron_options
+from baselines.megatron_core.modules import MIN_OFFLOADED
 from baselines.megatron_core.options import partition_words
-from baselines.megatron_core.plan import MIN_OFFLOADED, MegatronCore
+from baselines.megatron_core.plan import MegatronCore
 from rematbench.evaluate.evaluation import RankBytes
 from rematbench.evaluate.problems import make_problem
 from rematbench.inputs.job import Job
 from rematbench.inputs.layout import Layout
 from rematbench.inputs.load import load_system
 from rematbench.inputs.stackfacts import NO_FACTS
+from rematbench.inputs.stages import partition_of_sizes, stages_of
 from rematbench.inputs.system import FACTS as STACK_FACTS
 from rematbench.inputs.system import Accepts, with_facts
 from rematbench.plan import Plan, Unsupported
-from rematbench.worlds.packages.flags import FlagsAnswer, flags_of
+from rematbench.workload import Experts
+from rematbench.worlds.packages.flags import FlagsAnswer, fates, flags_of
 from rematbench.worlds.packages.process import PackageJob, baselines, policy, run_jobs
 from rematbench.worlds.packages.process import job as make_job
 from rematbench.worlds.records.record import Record, World
@@ -213,7 +216,6 @@ def test_what_a_baseline_cannot_say_is_named() -> None:
 UNSAID: list[tuple[str, Asked, str]] = [
     ("megatron_core", Asked("dp2-zero2"), "zero_stage 2 is Megatron-FSDP"),
     ("megatron_core", Asked("ulysses2"), "Ulysses needs TransformerEngine"),
-    ("megatron_core", Asked("pp2", model=replace(TINY, num_layers=5)), "5 layers in pp x vpp"),
     ("deepspeed", Asked("ulysses2"), "sequence_parallel_size alone exchanges nothing"),
     ("deepspeed", Asked("tp2"), "tensor parallelism"),
 ]
@@ -322,15 +324,40 @@ def test_whole_prints_the_model_too() -> None:
         assert word in words
 
 
-def test_stages_with_other_ends_have_options() -> None:
-    """The first and the last stage may have other layers than those between."""
-    assert partition_words([3, 4, 4, 2], Layout(pp=4)) == [
-        "--decoder-first-pipeline-num-layers 3",
-        "--decoder-last-pipeline-num-layers 2",
-    ]
-    assert partition_words([4, 4, 4, 4], Layout(pp=4)) == []
-    assert partition_words([4, 3, 4, 4], Layout(pp=4)) is None
-    assert partition_words([2, 3, 3, 2], Layout(pp=2, vpp=2)) is None
+def test_uneven_stages_are_printed_and_not_run() -> None:
+    _, answer = answered(
+        "keep_all", {}, "megatron_core", Asked("pp2", model=replace(TINY, num_layers=5))
+    )
+    assert "--decoder-first-pipeline-num-layers" in answer.flags
+    assert not answer.missing
+    assert any("5 layers in pp x vpp" in line for line in answer.not_run)
+
+
+END_WORDS = ("decoder-first-pipeline-num-layers 3", "decoder-last-pipeline-num-layers 2")
+
+
+@pytest.mark.parametrize(
+    ("sizes", "layout", "words"),
+    [
+        (
+            [3, 4, 4, 2],
+            {},
+            ["decoder-first-pipeline-num-layers 3", "decoder-last-pipeline-num-layers 2"],
+        ),
+        ([4, 4, 4, 4], {}, []),
+        ([4, 4, 4, 4], {"vpp": 2}, ["num-layers-per-virtual-pipeline-stage 4"]),
+        ([4, 3, 4, 4], {}, ["pipeline-model-parallel-layout 'Etttt|ttt|tttt|ttttL'"]),
+        ([2, 3, 3, 0], {"vpp": 2}, ["pipeline-model-parallel-layout 'Ett|(ttt|)*2L'"]),
+        ([0, 4, 4, 4], {}, ["pipeline-model-parallel-layout 'E|(tttt|)*2ttttL'"]),
+    ],
+)
+def test_every_partition_has_options(
+    sizes: list[int], layout: dict[str, int], words: list[str]
+) -> None:
+    """The layers of the ends where the others are equal, else the text of all stages."""
+    pp = 4 // layout.get("vpp", 1)
+    stages = stages_of(partition_of_sizes(sizes, pp), sum(sizes))
+    assert partition_words(stages, Layout(pp=pp, **layout)) == [f"--{word}" for word in words]
 
 
 def test_an_overlap_of_exchanges_is_printed_and_refused_beside_recomputed_experts() -> None:
@@ -347,12 +374,10 @@ def test_an_overlap_of_exchanges_is_printed_and_refused_beside_recomputed_expert
         )
     )  # fmt: skip
     fused: dict[str, Any] = {"bias_activation_fusion": True, "recompute": "selective"}
-    refused = MegatronCore(modules=("moe",), **fused).decided(made, made.base_plan)
+    refused = MegatronCore(modules=("moe",), **fused).plan(made, made.base_plan)
     assert isinstance(refused, Unsupported)
     assert refused.reason.startswith("disable moe in recompute_modules")
-    assert isinstance(
-        MegatronCore(modules=("moe_act",), **fused).decided(made, made.base_plan), Plan
-    )
+    assert isinstance(MegatronCore(modules=("moe_act",), **fused).plan(made, made.base_plan), Plan)
 
 
 def test_a_capacity_of_experts_is_printed() -> None:
@@ -374,6 +399,17 @@ def test_a_job_that_is_not_run_here_has_options_all_the_same() -> None:
     assert any("not run here" in line for line in answer.not_run)
 
 
+def test_sinks_have_an_option() -> None:
+    """As has a job with rotary positions on a part of the heads: neither is run here."""
+    model = replace(TINY, attention_sinks=True, rotary_share=0.5)
+    answer = printed(model=model, whole=True)
+    assert not answer.missing
+    assert {"--softmax-type learnable", "--rotary-percent 0.5"} <= {
+        f"--{words}".strip() for words in answer.flags.split("--")
+    }
+    assert any("attention sinks (not run here)" in line for line in answer.not_run)
+
+
 def test_deepspeed_says_overlap_and_buckets() -> None:
     """Of the stack, where the stage has them."""
     layout = {"tp": 1, "pp": 1, "zero_stage": 3}
@@ -383,3 +419,42 @@ def test_deepspeed_says_overlap_and_buckets() -> None:
     assert zero["contiguous_gradients"] is True
     assert zero["stage3_prefetch_bucket_size"] == 50_000_000
     assert any(line.startswith("grad_bytes") for line in said.assumed)
+
+
+DROPPED = ("mlp_norm_out", "expert_fc2_in")
+
+
+@pytest.mark.parametrize("dense", [0, 1])
+def test_the_norm_before_experts_is_recomputed_on_transformer_engine(dense: int) -> None:
+    """Its norms are parts of linears but that one: dense layers, and attention, keep theirs.  The
+    options of published jobs with an auxiliary loss under tp are printed, with a remark."""
+    experts = Experts(count=8, active=2, ffn=48, aux_loss=0.001, dense_layers=tuple(range(dense)))
+    made = make_problem(
+        Job(
+            model=replace(TINY, experts=experts), cluster="h100-80gb", system="megatron-core-0.16",
+            gpus=8, seq_len=64, global_batch=16, tp=2, pp=2, ep=4, etp=1,
+        )
+    )  # fmt: skip
+    plan = plan_of(made, "selective_recompute", modules="moe_act,layernorm")
+    sites = {site for site, one in fates(made, plan).items() if one.changed}
+    where = [{site[:-1] for site in sites if site[-1] == name} for name in DROPPED]
+    assert {site[-1] for site in sites} == set(DROPPED)
+    assert where[0] == where[1]
+    answer = flags_of(made, plan, "megatron_core")
+    assert not answer.missing
+    assert "--recompute-modules layernorm moe_act" in answer.flags
+    assert "calculate-per-token-loss" not in answer.flags
+    assert any("--calculate-per-token-loss" in line for line in answer.not_run)
+
+
+def test_norms_of_dense_layers_are_parts_of_linears() -> None:
+    made = make_problem(
+        Job(
+            model=TINY, cluster="h100-80gb", system="megatron-core-0.16",
+            gpus=2, seq_len=64, global_batch=16, tp=2,
+        )
+    )  # fmt: skip
+    idle = MegatronCore(recompute="selective", modules=("layernorm",), bias_activation_fusion=True)
+    refused = idle.plan(made, made.base_plan)
+    assert isinstance(refused, Unsupported)
+    assert refused.reason.startswith("norms recomputed or offloaded on TransformerEngine")

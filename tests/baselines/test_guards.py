@@ -13,9 +13,10 @@ from baselines.deepspeed import configuration as deepspeed
 from baselines.deepspeed.plan import DeepSpeed, pieces
 from baselines.megatron_core import guards as megatron
 from baselines.megatron_core.arguments import policy_of
-from baselines.megatron_core.plan import MegatronCore, OffloadModule
+from baselines.megatron_core.modules import OffloadModule
+from baselines.megatron_core.plan import MegatronCore
 from rematbench.inputs.system import StackChoice
-from rematbench.workload import Experts
+from rematbench.workload import Experts, Latent
 from rematbench.worlds.packages.limits import setup_of
 from rematbench.worlds.packages.process import PackageJob
 from tests.baselines.cases import GPT, TINY, Asked, asked_job, asked_problem
@@ -27,7 +28,11 @@ BIASED: Changes = {"qkv_bias": True, "proj_bias": True, "mlp_bias": True}
 
 EXPERTS = Experts(count=4, active=2, ffn=32)
 UNFUSED = {"stack": StackChoice(attention="unfused")}
-LATENT = {"options": "--multi-latent-attention"}
+LATENT: Changes = {
+    **{"latent": Latent(kv_rank=16, nope=8, rope=8, v=8), "head_dim": 16},
+    "num_kv_heads": TINY.num_heads,
+}
+AWAY: Changes = {"offload_modules": ("core_attn",)}
 
 
 class Broken(NamedTuple):
@@ -123,8 +128,12 @@ MEGATRON = [
         policy={"bias_activation_fusion": True},
         model={"experts": EXPERTS},
     ),
-    Broken("latent attention under tp", layout={"tp": 2}, job=LATENT),
-    Broken(r"latent attention \(not run here\)", job=LATENT),
+    Broken("offloads of latent attention", policy=AWAY, model=LATENT),
+    Broken("latent attention is traced here", model=LATENT),
+    Broken(
+        f"latent attention, which {TINY.name} does not",
+        job={"options": "--multi-latent-attention"},
+    ),
     Broken(
         r"num_layers is 2, but the options say 1; modules is \('mlp',\), but the options say "
         r"\('core_attn',\)",

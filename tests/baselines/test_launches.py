@@ -13,6 +13,7 @@ import pytest
 import torch
 from msgspec.structs import replace
 
+from rematbench.costs.operators.launches import COUNTS, LAUNCHES, ROUTER, ROUTER_LOSS
 from rematbench.inputs.load import load_system
 from rematbench.inputs.paths import data_dir
 from tests.baselines.cases import GPT, TINY, Asked, asked_problem
@@ -21,6 +22,8 @@ from tests.installed import needs
 from tests.problems import remade
 
 Choice = Literal["flash", "unfused"]
+COPIES = 5
+"""Copies of counts to the host (_maybe_dtoh_and_synchronize), for which a trace has stand-ins."""
 DISPATCHED = {
     ("gpt", "unfused"): {"forward": 24, "backward": 44},
     ("llama", "flash"): {"forward": 38, "backward": 40},
@@ -75,6 +78,20 @@ def test_a_host_launches_in_proportion_to_the_table(model: str, attention: str) 
 
 
 @pytest.mark.full
+def test_a_layer_of_experts_launches_what_its_table_says() -> None:
+    """A gate is a product and the casts of the table; a balancing loss adds to both directions; the
+    trace leaves out the copies of counts to the host."""
+    found = of_megatron_core()
+    plain, balanced, table = found["experts"], found["balanced"], LAUNCHES["alltoall"]
+    assert plain["router"] == 1 + ROUTER[False].forward
+    assert balanced["router"] == plain["router"] + ROUTER_LOSS[False].forward
+    assert balanced["backward"] == plain["backward"] + ROUTER_LOSS[False].backward
+    assert plain[COUNTS] == table[COUNTS].forward - COPIES
+    for name in ("permute", "sort", "unsort", "unpermute"):
+        assert plain[name] == table[name].forward
+
+
+@pytest.mark.full
 @pytest.mark.parametrize(("layout", "model"), DEEPSPEED)
 def test_deepspeed_launches_more_than_the_table(layout: str, model: str) -> None:
     """Its decoder takes RoPE apart.  q, k and v are exchanged one by one, where the table has one
@@ -108,7 +125,8 @@ def test_transformers_launches_more_than_the_table(family: str, attention: str) 
 @cache
 def of_megatron_core() -> dict[str, dict[str, float]]:
     """All in one process: importing the package takes seconds."""
-    return dispatched("launches_megatron_core.py", *(word for key in DISPATCHED for word in key))
+    asked = (*DISPATCHED, ("experts", "flash"), ("balanced", "flash"))
+    return dispatched("launches_megatron_core.py", *(word for key in asked for word in key))
 
 
 def dispatched(script: str, *arguments: str) -> Any:

@@ -38,8 +38,8 @@ ARGUMENTS = [
     ),
     (
         Asked(),
-        "+--recompute-granularity selective --recompute-modules mla_up_proj",
-        r"--recompute-modules mla_up_proj is not run here \(allowed: core_attn, layernorm, mlp,",
+        "+--recompute-granularity selective --recompute-modules gdn_norm_out",
+        r"--recompute-modules gdn_norm_out is not run here \(allowed: core_attn, layernorm, mlp,",
     ),
 ]
 

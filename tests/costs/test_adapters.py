@@ -4,11 +4,14 @@ published peaks."""
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from rematbench.evaluate.evaluator import evaluate
 from rematbench.evaluate.problems import make_problem
 from rematbench.inputs.job import Job
 from rematbench.inputs.layout import LayoutError
+from rematbench.inputs.load import load_model
+from rematbench.model import Latent
 from rematbench.plan import Plan, Unsupported
 from rematbench.plugins.discover import discover
 from rematbench.problem import Problem, rank_parameters, rank_states
@@ -17,6 +20,7 @@ from rematbench.worlds.packages.limits import setup_of
 from rematbench.worlds.packages.process import baselines
 
 RANK = 16
+LATENT = Latent(kv_rank=512, nope=128, rope=64, v=128)
 
 
 def made(system: str = "huggingface-flash", model: str = "llama-3.1-8b", **facts: Any) -> Problem:
@@ -151,6 +155,7 @@ def test_frozen_layers_have_no_backward_and_norms_can_train_alone() -> None:
         ({"dora": True}, "needs adapters"),
         ({"lora_rank": 4, "model": "mixtral-8x7b", "system": "megatron-core"}, "adapters of exp"),
         ({"lora_rank": 4, "tp": 2, "gpus": 2, "system": "megatron-core"}, "tp = 2"),
+        ({"lora_rank": 4, "model": replace(load_model("llama2-7b"), latent=LATENT)}, "latent att"),
         ({"frozen_layers": 32}, "must be below the 32 layers"),
     ],
 )

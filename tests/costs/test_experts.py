@@ -15,9 +15,12 @@ from msgspec.structs import replace
 from rematbench.costs.bind_kernels import Direction
 from rematbench.costs.collectives import group_ranks, worst_group
 from rematbench.costs.operators.block import layer_table
-from rematbench.costs.operators.kernels import Gemm
+from rematbench.costs.operators.kernels import Elementwise, Gemm
 from rematbench.costs.operators.ops import OpTable
 from rematbench.costs.states import state_bytes
+from rematbench.engine.lowering.lower import lower
+from rematbench.engine.program.action import Kind
+from rematbench.engine.simulate.seconds import ActionCosts
 from rematbench.evaluate.evaluation import evaluate
 from rematbench.evaluate.problems import make_problem
 from rematbench.evidence.published.sheets import read_sheet
@@ -28,7 +31,9 @@ from rematbench.inputs.load import load_system
 from rematbench.inputs.paths import data_dir
 from rematbench.inputs.system import with_facts
 from rematbench.problem import rank_states
+from rematbench.solve.recompute_modules import modules_dropped
 from rematbench.workload import Experts, Model, Workload
+from tests.problems import remade
 
 MEGATRON = load_system("megatron-core")
 TOKENS = 4096
@@ -348,7 +353,52 @@ def test_the_host_paces_the_gemms_of_a_group() -> None:
     assert weight > 8 * 2 * 4 * 4096 * 8192 / cost.cluster.hbm_bytes_per_s  # fp32, read and written
     op = make_problem(Job(**STEP)).layer(0).op("expert_fc1")
     assert cost.loops_s(op, "forward") == pytest.approx((128 // 8 - 1) * pace_s)
+    hook_s = cost.stack.host_launch_s  # of each further expert's gradient
+    assert cost.loops_s(op, "backward_weight") == pytest.approx(15 * (pace_s + hook_s))
     assert cost.loops_s(make_problem(Job(**STEP)).layer(0).op("router"), "forward") == 0.0
+
+
+def test_the_host_issues_experts_at_a_pace_of_their_own() -> None:
+    """A launch of experts takes `expert_pace` launches of a dense layer; a balancing loss, torch
+    operators in place of a fused kernel, and a dispatcher add launches."""
+
+    def issued_s(op: str, dispatcher: str = "alltoall", **facts: bool) -> float:
+        made = make_problem(Job(**STEP))
+        made = remade(made, system=with_facts(made.system, dispatcher=dispatcher, **facts))
+        blocks = lower(made.base_plan, made).ranks[0].blocks
+        action = next(
+            action
+            for block in blocks
+            for action in block.actions
+            if (action.op, action.kind) == (op, Kind.FORWARD)
+        )
+        return ActionCosts(made).issue_s(action, 0) / made.cost.host_launch_s
+
+    pace = make_problem(Job(**STEP)).cost.common.expert_pace
+    assert pace > 1.0
+    assert issued_s("proj") == 1.0
+    assert issued_s("router") == pytest.approx(pace * (1 + 10 + 15))
+    assert issued_s("router", fused_router=True) == pytest.approx(pace * (1 + 3 + 8))
+    assert issued_s("expert_counts") == pytest.approx(pace * 11)
+    assert issued_s("sort", "deepep") == pytest.approx(pace * 19)
+    assert issued_s("sort", "deepep", fused_indices=True) == pytest.approx(pace * 7)
+    assert issued_s("sort", "hybridep") == pytest.approx(pace)
+
+
+def test_a_clamp_and_biases_of_experts_are_kernels_of_their_own() -> None:
+    """Megatron-core's clamp reads and writes both halves and joins them, its last bias is three
+    passes in fp32 and a cast for each expert's rows; the joined halves are saved too."""
+    plain = table(replace(QWEN, mlp_bias=False), ep=8, dp=8)
+    clamped = table(replace(QWEN, glu_clamp=True), ep=8, dp=8)
+    biased = table(replace(QWEN, mlp_bias=True), ep=8, dp=8)
+    rows, width, hidden = TOKENS * 8, 2 * 768, QWEN.hidden
+    assert clamped.op("expert_act").forward[:-1] == (Elementwise(4 * rows * width * 2, 3),)
+    assert clamped.saved_bytes - plain.saved_bytes == rows * width * 2
+    *_, added = biased.op("expert_fc2").forward
+    assert added == Elementwise(28 * rows * hidden, 2, 16)
+    assert biased.op("expert_fc2").backward_input[0] == Elementwise(40 * rows * hidden, 5, 16)
+    assert biased.saved_bytes == plain.saved_bytes
+    assert "expert_clamped" in modules_dropped(["moe_act"])
 
 
 def test_half_of_the_published_rates_of_grouped_gemms_are_near() -> None:

@@ -16,6 +16,9 @@ from rematbench.engine.simulate.seconds import ActionCosts
 from rematbench.evaluate.evaluation import evaluate
 from rematbench.evaluate.problems import make_problem, overlapping
 from rematbench.evaluate.proof import check
+from rematbench.evaluate.result import leaner_exchanges
+from rematbench.host.declared import flat
+from rematbench.inputs.configfile import ConfigError
 from rematbench.inputs.job import Job
 from rematbench.inputs.layout import LayoutError
 from rematbench.inputs.load import load_system
@@ -237,3 +240,23 @@ def test_our_executor_has_no_second_micro_batch() -> None:
     found = given()
     named = refusals(found, found.base_plan)
     assert "experts' exchanges beside another micro-batch" in named
+
+
+def test_a_job_chooses_the_dispatcher_of_its_stack() -> None:
+    job = Job(
+        model="tiny-experts", cluster="h800-80gb", system="megatron-core-0.16", gpus=4,
+        seq_len=64, global_batch=8, ep=4,
+    )  # fmt: skip
+    plain, chosen = make_problem(job), make_problem(job.changed(dispatcher="deepep"))
+    assert (plain.system.experts.dispatcher, chosen.system.experts.dispatcher) == (
+        "alltoall",
+        "deepep",
+    )
+    assert chosen.chosen.dispatcher == "deepep"
+    assert "deepep and hybridep" in leaner_exchanges(plain)
+    assert "--ep-overlap on" in leaner_exchanges(chosen)
+    assert "--dispatcher" not in leaner_exchanges(chosen)
+    assert not leaner_exchanges(make_problem(job.changed(dispatcher="deepep", ep_overlap="on")))
+    assert not leaner_exchanges(make_problem(job.changed(ep=1)))
+    with pytest.raises(ConfigError, match="dispatcher: 'deepep': tiny-llama has no experts"):
+        make_problem(Job(**{**flat(job), "model": "tiny-llama", "ep": 1, "dispatcher": "deepep"}))

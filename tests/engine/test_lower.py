@@ -154,7 +154,6 @@ def test_illegal_rules(case: str, rules: tuple[Rule, ...], message: str) -> None
         ((((0, 1),), ((2,),)), "contain every layer once, in order"),
         ((((0, 1),), ((2, 2, 3),)), "contain every layer once, in order"),
         ((((2, 3),), ((0, 1),)), "contain every layer once, in order"),
-        ((((0, 1, 2, 3),), ((),)), "empty chunk"),
         ((((0, 1, 2, 3),),), r"\[1\] chunks per rank, but the layout needs \[1, 1\]"),
         ((((0, 1), (2, 3)), ((), ())), r"\[2, 2\] chunks per rank, but the layout needs \[1, 1\]"),
     ],
@@ -163,6 +162,13 @@ def test_illegal_partitions(partition: Any, message: str) -> None:
     given = problem(pp=2, global_batch=2)
     with pytest.raises(PlanError, match=message):
         lower(replace(given.base_plan, partition=partition), given)
+
+
+def test_a_chunk_holds_something() -> None:
+    given = problem(pp=2, vpp=2, global_batch=2)
+    lower(replace(given.base_plan, partition=(((), (2, 3)), ((0, 1), ()))), given)
+    with pytest.raises(PlanError, match="a chunk that holds nothing"):
+        lower(replace(given.base_plan, partition=(((0, 1), (2, 3)), ((), ()))), given)
 
 
 def test_optimizer_in_backward_needs_one_micro_batch() -> None:

@@ -34,10 +34,11 @@ JOBS: list[dict[str, Any]] = [
         "stack": "megatron-core-0.16",
         "model": MIXTURE,
         "kept": True,
-        "facts": {"ep_overlap": "interleaved"},
+        "facts": {"ep_overlap": "interleaved", "dispatcher": "deepep"},
         "dp": 8,
         "ep": 8,
-        "global_batch": 16,
+        "micro_batch": 4,
+        "global_batch": 64,
     },
     {"stack": "huggingface", "dp": 2, "global_batch": 4, "precision": "fp32"},
 ]

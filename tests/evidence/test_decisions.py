@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from rematbench.evidence.accuracy import Accuracy, validate
+from rematbench.evidence.accuracy import MORE, Accuracy, validate
 from rematbench.evidence.decisions import (
     constant_mfu_regret,
     decisions,
@@ -90,10 +90,10 @@ def test_the_table_has_sweeps_out_of_source_and_their_mean() -> None:
 def test_sweeps_of_the_other_sheet_are_decided_as_shipped() -> None:
     """Both columns of regrets are of the same sweeps, whichever sheet has them."""
     cells = [{**cell, "pred_status": "ok", "pred_tokens_per_s_per_gpu": 1.0} for cell in FUJII]
-    other = [{**cell, "source": "other"} for cell in cells]
+    other = [{**cell, "source": "other", "sheet": MORE} for cell in cells]
     report = validate(cells, calibration(), Accuracy(groups=()))
-    told = (report, cells, calibration(), Accuracy(groups=()))
-    made = {table.name: table for table in score_tables(*told, more=other)}
+    told = (report, [*cells, *other], calibration(), Accuracy(groups=()))
+    made = {table.name: table for table in score_tables(*told)}
     assert made["decisions"].rows[-1]["source"] == "mean over 4 sweeps"
     last = decision_table([*decisions(cells, []), *decisions([], other)]).rows[-1]
     assert (last["source"], last["regret"], last["left_out"]) == ("mean over 4 sweeps", None, None)

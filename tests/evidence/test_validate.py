@@ -147,7 +147,9 @@ def test_a_group_reads_its_own_sheet() -> None:
     """Rows of the other sheet count in no other group and in no verdict."""
     own, other = group(), replace(group(), name="more", sheet="runs_more.csv")
     both = Accuracy(groups=(own, other))
-    made = validate([row(1, 1)], FIT, both, more=[row(1, 2), row(1, 3, status="oom")])
+    more = [row(1, 2), row(1, 3, status="oom")]
+    rows = [row(1, 1), *({**one, "sheet": "runs_more.csv"} for one in more)]
+    made = validate(rows, FIT, both)
     assert [each.mean for each in made.groups] == [0.0, 1.5]
     assert made.verdicts.cells == 1
     assert [each.name for each in validate([row(1, 1)], FIT, both).groups] == [own.name]

@@ -85,9 +85,8 @@ def test_a_name_of_a_file_chooses_no_task(tmp_path: Path, out: str) -> None:
         "--window-attn-skip-freq 2",
         "--quick-geglu",
         "--exp-avg-dtype fp8",
-        "--q-lora-rank 512",
+        "--mtp-num-layers 1",
         "--optimizer muon",
-        "--pipeline-model-parallel-layout Et|tL",
         "--num-experts 4 --moe-token-dispatcher-type other",
     ],
 )

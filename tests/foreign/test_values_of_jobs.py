@@ -135,6 +135,33 @@ def test_stages_at_the_ends_differ(tmp_path: Path, options: str, partition: str)
 
 
 @pytest.mark.parametrize(
+    ("options", "partition"),
+    [  # megatron-core 0.16.1, get_num_layers_to_build
+        ("--decoder-first-pipeline-num-layers 2", "1,2,1,2"),
+        (
+            "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split",
+            "1,2,2,1",
+        ),
+    ],
+)
+def test_interleaved_chunks_differ(tmp_path: Path, options: str, partition: str) -> None:
+    sizes = SIZES.replace("-layers 4", "-layers 6")
+    line = f"x.py {sizes} --bf16 --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline"
+    assert job(tmp_path, f"{line}-rank 2 {options}")[0].options["partition"] == partition
+    with pytest.raises(ConfigError, match="do not divide over 2 stages of 2 chunks"):
+        job(tmp_path, f"{line}-rank 2 --decoder-first-pipeline-num-layers 3")
+
+
+def test_a_layout_of_stages_is_read(tmp_path: Path) -> None:
+    text = "Et|(tt|)*2,L"
+    line = f"x.py {SIZES.replace('-layers 4', '-layers 5')} --bf16 --pipeline-model-parallel-size 2"
+    made = job(tmp_path, f"{line} --pipeline-model-parallel-layout '{text}'")[0]
+    assert made.options["stages"] == text
+    assert made.options["vpp"] == "2"
+    assert made.words[made.words.index("--layout") + 1] == text
+
+
+@pytest.mark.parametrize(
     ("text", "capped"),
     [
         (TRL, True),

@@ -212,6 +212,11 @@ PUBLIC: dict[str, tuple[dict[str, Any], int]] = {
          "attn_config": {"alibi": True, "attn_type": "multihead_attention", "qk_ln": False}},
         6_649_286_656,
     ),
+    "MiniCPM3-4B": (
+        llama("minicpm3", 2560, 6400, 62, 40, 40, 73448, q_lora_rank=768, kv_lora_rank=256,
+              qk_nope_head_dim=64, qk_rope_head_dim=32, **TIED),
+        4_073_875_968,
+    ),
     "Apertus-8B": (
         llama("apertus", 4096, 21504, 32, 32, 8, 131072, hidden_act="xielu"),
         8_053_338_176,
@@ -226,6 +231,9 @@ KINDS = ["sliding_attention", "full_attention"]
 GLM = {**SILU, "head_dim": 128, "n_shared_experts": 1, "num_experts_per_tok": 8, "n_group": 1,
        "attention_bias": True, "partial_rotary_factor": 0.5,
        "num_nextn_predict_layers": 1}  # fmt: skip
+LATENT = {**SILU, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
+          "v_head_dim": 128, "moe_layer_freq": 1}  # fmt: skip
+FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
 LLAMA4 = {**SILU, "head_dim": 128, "intermediate_size_mlp": 16384, "num_experts_per_tok": 1,
           "attention_chunk_size": 8192}  # fmt: skip
 
@@ -268,6 +276,54 @@ EXPERTS: dict[str, tuple[dict[str, Any], int, int]] = {
         llama("glm4_moe", 5120, 12288, 92, 96, 8, 151552, moe_intermediate_size=1536,
               n_routed_experts=160, first_k_dense_replace=3, use_qk_norm=True, **GLM),
         352_797_814_784, 33_632_251_904,
+    ),
+    "DeepSeek-V2-Lite": (
+        llama("deepseek_v2", 2048, 10944, 27, 16, 16, 102400, moe_intermediate_size=1408,
+              n_routed_experts=64, n_shared_experts=2, num_experts_per_tok=6, n_group=1,
+              q_lora_rank=None, first_k_dense_replace=1, aux_loss_alpha=0.001, **LATENT),
+        15_706_484_224, 2_661_150_208,
+    ),
+    "DeepSeek-V2": (
+        llama("deepseek_v2", 5120, 12288, 60, 128, 128, 102400, moe_intermediate_size=1536,
+              n_routed_experts=160, n_shared_experts=2, num_experts_per_tok=6, n_group=8,
+              q_lora_rank=1536, first_k_dense_replace=1, aux_loss_alpha=0.001, **LATENT),
+        235_741_434_880, 21_375_800_320,
+    ),
+    "DeepSeek-V3": (
+        llama("deepseek_v3", 7168, 18432, 61, 128, 128, 129280, moe_intermediate_size=2048,
+              n_routed_experts=256, n_shared_experts=1, num_experts_per_tok=8, n_group=8,
+              q_lora_rank=1536, first_k_dense_replace=3, num_nextn_predict_layers=1,
+              quantization_config=FP8, **LATENT),
+        671_026_404_352, 37_552_282_624,
+    ),
+    "Kimi-K2": (
+        llama("kimi_k2", 7168, 18432, 61, 64, 64, 163840, moe_intermediate_size=2048,
+              n_routed_experts=384, n_shared_experts=1, num_experts_per_tok=8, n_group=1,
+              q_lora_rank=1536, first_k_dense_replace=1, num_nextn_predict_layers=0,
+              quantization_config=FP8, **LATENT),
+        1_026_408_209_408, 32_861_477_888,
+    ),
+    "Moonlight-16B-A3B": (
+        llama("deepseek_v3", 2048, 11264, 27, 16, 16, 163840, moe_intermediate_size=1408,
+              n_routed_experts=64, n_shared_experts=2, num_experts_per_tok=6, n_group=1,
+              q_lora_rank=None, first_k_dense_replace=1, num_nextn_predict_layers=0, **LATENT),
+        15_960_108_544, 2_914_774_528,
+    ),
+    "DeepSeek-V3.2": (
+        llama("deepseek_v32", 7168, 18432, 61, 128, 128, 129280, moe_intermediate_size=2048,
+              n_routed_experts=256, n_shared_experts=1, num_experts_per_tok=8, n_group=8,
+              q_lora_rank=1536, first_k_dense_replace=3, num_nextn_predict_layers=1,
+              index_n_heads=64, index_head_dim=128, index_topk=2048, quantization_config=FP8,
+              **LATENT),
+        671_877_929_216, 38_403_807_488,
+    ),
+    "GLM-5": (
+        llama("glm_moe_dsa", 6144, 12288, 78, 64, 64, 154880, moe_intermediate_size=2048,
+              n_routed_experts=256, n_shared_experts=1, num_experts_per_tok=8, n_group=1,
+              q_lora_rank=2048, first_k_dense_replace=3, num_nextn_predict_layers=1,
+              index_n_heads=32, index_head_dim=128, index_topk=2048,
+              **{**LATENT, "qk_nope_head_dim": 192, "v_head_dim": 256}),
+        743_911_199_232, 41_784_709_632,
     ),
     "Llama-4-Scout": (
         llama("llama4_text", 5120, 8192, 48, 40, 8, 202048, num_local_experts=16,

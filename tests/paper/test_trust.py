@@ -89,7 +89,7 @@ def test_a_cell_is_drawn_in_the_groups_of_its_own_sheet() -> None:
     rows = [{**row, "sheet": ""} for row in out_of_source() if row["sheet"] == "runs.csv"]
     accuracy = load_accuracy()
     own = {g.name.partition(",")[0] for g in accuracy.groups if g.sheet == "runs.csv"}
-    drawn = cell_table({"runs.csv": rows}, calibration(), accuracy).rows
+    drawn = cell_table(rows, calibration(), accuracy).rows
     assert drawn
     assert {row["source_name"] for row in drawn} <= own
 

@@ -130,7 +130,6 @@ def _show_fit(start: Calibration, report: FitReport) -> None:
 
 MOST_ROWS = 20
 """The most rows of a calibration; more rows are for a refit of constants (another command)."""
-ONE = ("system", "cluster")
 LOGGED = {"source": "mine", "status": "ok"}
 """Columns that only scores need; a user's sheet may lack them."""
 SUFFIXES = (".yaml", ".yml")
@@ -197,8 +196,9 @@ def timed_rows(path: Path, processes: int) -> list[dict[str, Any]]:
         raise CommandError(
             f"{path}: the sheet has {len(sheet)} rows; a calibration needs 1 to {MOST_ROWS}"
         )
-    for column in ONE:
-        if len(several := sorted({row[column] for row in sheet})) > 1:
+    stacks = {claim_of_row(row["system"], row.get("note", ""))[0] for row in sheet}
+    for column, known in (("system", stacks), ("cluster", {row["cluster"] for row in sheet})):
+        if len(several := sorted(known)) > 1:
             raise CommandError(
                 f"{path}: column {column}: all rows need the same value, not {', '.join(several)}"
             )

@@ -7,7 +7,6 @@ import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial, wraps
-from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
@@ -23,6 +22,8 @@ from rematbench.host.console import CommandError
 from rematbench.host.declared import fact, limits, plain_type, sentences
 from rematbench.host.table import GIB
 from rematbench.inputs.job import Job, flag, is_switched_off, options
+from rematbench.inputs.layout import Partition
+from rematbench.inputs.stages import partition_of_sizes
 from rematbench.plan import Plan
 from rematbench.plugins.discover import discover
 from rematbench.plugins.registry import Composition
@@ -300,18 +301,17 @@ def settings_of(texts: list[str] | None) -> dict[str, str]:
     return found
 
 
-def _partition(text: str, problem: Problem) -> tuple[tuple[tuple[int, ...], ...], ...]:
+def _partition(text: str, problem: Problem) -> Partition:
     """Layers per chunk in pipeline order -> partition[rank][chunk] of global layer indices."""
-    lay, layers = problem.layout, problem.workload.model.num_layers
-    words = text.split(",")
-    if not all(word.strip().isdigit() and int(word) > 0 for word in words):
-        raise CommandError(f"--partition {text!r}: expected whole numbers above 0 between commas")
+    lay, model = problem.layout, problem.workload.model
+    layers, words = model.num_layers + model.mtp_layers, text.split(",")
+    if not all(word.strip().isdigit() for word in words):
+        raise CommandError(f"--partition {text!r}: expected whole numbers between commas")
     sizes = [int(word) for word in words]
-    if len(sizes) != lay.num_chunks or sum(sizes) != layers:
+    if len(sizes) != lay.num_chunks or sum(sizes) != layers or not all(sizes[1:-1]):
         raise CommandError(
             f"--partition {text!r}: got {len(sizes)} chunks with {sum(sizes)} layers in total; "
-            f"expected pp x vpp = {lay.num_chunks} chunks with {layers} layers in total"
+            f"expected pp x vpp = {lay.num_chunks} chunks with {layers} layers in total, of which "
+            "the first (embedding) and the last (loss) may have none"
         )
-    bounds = [sum(sizes[:i]) for i in range(len(sizes) + 1)]
-    chunks = [tuple(range(a, b)) for a, b in pairwise(bounds)]
-    return tuple(tuple(chunks[c * lay.pp + r] for c in range(lay.vpp)) for r in range(lay.pp))
+    return partition_of_sizes(sizes, lay.pp)

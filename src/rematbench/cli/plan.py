@@ -35,6 +35,7 @@ from rematbench.host.console import (
     print_uncut,
     seconds,
 )
+from rematbench.inputs.stages import Stage, stages_of, stages_text
 from rematbench.plan import Phase, Plan, Unsupported
 from rematbench.worlds.records.plan_replay import Replay, replay, replay_plan
 from rematbench.worlds.records.record import make_record, read_record, write_record
@@ -187,7 +188,7 @@ def plan(
 
 def _show_plan(asked: Request, planned: Plan, rank: int) -> None:
     out = console()
-    for line in (*heading(asked.problem), method_line(asked), *_facts(planned, rank)):
+    for line in (*heading(asked.problem), method_line(asked), *_facts(asked, planned, rank)):
         out.print(plain(line))
     alike: dict[tuple[str, str], tuple[list[int], Table]] = {}
     for chunk in range(len(planned.partition[rank])):
@@ -201,9 +202,11 @@ def _show_plan(asked: Request, planned: Plan, rank: int) -> None:
         out.print(table)
 
 
-def _facts(planned: Plan, rank: int) -> Iterable[str]:
-    layers = " | ".join(_span(chunk) for chunk in planned.partition[rank])
+def _facts(asked: Request, planned: Plan, rank: int) -> Iterable[str]:
+    stages = stages_of(planned.partition, asked.problem.workload.model.num_layers)
+    layers = " | ".join(_held(stage) for stage in stages[rank :: len(planned.partition)])
     yield f"schedule {planned.schedule}; rank {rank} holds layers {layers}"
+    yield f"stages {stages_text(stages)}"
     moves = planned.transfers
     yield f"copies per {moves.granularity}, {len(planned.rules)} rules"
     for state in planned.states:
@@ -213,7 +216,10 @@ def _facts(planned: Plan, rank: int) -> Iterable[str]:
         yield f"{key}: {value}"
 
 
-def _span(layers: tuple[int, ...]) -> str:
+def _held(stage: Stage) -> str:
+    layers = (*stage.layers, *stage.prediction)
+    if not layers:
+        return "none"
     return f"{layers[0]}-{layers[-1]}" if len(layers) > 1 else str(layers[0])
 
 

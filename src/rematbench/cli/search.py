@@ -87,6 +87,13 @@ def search(  # noqa: PLR0913, PLR0917  # an option of the command line each
             help="Show how much faster the step is with more memory and faster links.",
         ),
     ] = False,
+    by_layer: Annotated[
+        bool,
+        Option(
+            "--by-layer",
+            help="Then move layers between stages, and recompute the fewest layers of each.",
+        ),
+    ] = False,
     output: Annotated[
         Path | None,
         Option("-o", "--output", metavar="FILE.csv", help="Also write all numbers to this file."),
@@ -108,8 +115,8 @@ def search(  # noqa: PLR0913, PLR0917  # an option of the command line each
     are).  Plans are every method that is not a planner, in its grid, composed as `compare` does.
     No plan of the space is faster than the first row by more than the gap.  The other rows are the
     next of all layouts and compositions, each at the smallest share that fits.  Planners, whose
-    plan no bound covers, are solved last, at the layouts of the first rows.  Ctrl-C prints the best
-    so far.
+    plan no bound covers, are solved last, at the layouts of the first rows, and with --by-layer
+    layers move from these on.  Ctrl-C prints the best so far.
 
     \b
     --find gpus --speed T: the fewest GPUs, of --gpus at most, that make T tokens/s together
@@ -123,7 +130,7 @@ def search(  # noqa: PLR0913, PLR0917  # an option of the command line each
         --gpus 64 --seq-len 4096 --global-batch 256 -o search.csv
     """
     need_file("-o", output)
-    _refuse(find, prices=price_tags, speed=speed, step=step, out=(output, json, explain))
+    _refuse(find, prices=price_tags, speed=speed, step=step, out=(output, json, explain, by_layer))
     if explain is not None and not all(1 <= place <= top for place in explain):
         raise CommandError(f"--explain: places of 1 to {top} (--top shows more), not {explain}")
     require(facts)
@@ -150,7 +157,7 @@ def search(  # noqa: PLR0913, PLR0917  # an option of the command line each
     at, ended = _run(request, top, processes)
     answer = SearchAnswer(out, job, at, top, ended=ended)
     answer.table(solved=limit > 0)
-    answer.more(limit, processes)
+    answer.more(limit, processes, by_layer=by_layer)
     if json:
         typer.echo(answer.json())
     if output is not None:
@@ -168,7 +175,7 @@ def _refuse(find: str, *, prices: bool, speed: float, step: float, out: Sequence
             raise CommandError(f"{option} needs --find {kind}")
     if find and prices:
         raise CommandError("--price-tags cannot be used with --find")
-    for option, given in zip(("-o", "--json", "--explain"), out, strict=True):
+    for option, given in zip(("-o", "--json", "--explain", "--by-layer"), out, strict=True):
         if given and (find or prices):
             raise CommandError(
                 f"{option} cannot be used with {'--find' if find else '--price-tags'}"

@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 from rich.console import Console
 
+from rematbench.advise.search.by_layer import ByLayer
 from rematbench.advise.search.job import search_row, with_engines
 from rematbench.advise.search.limits import not_searched
 from rematbench.advise.search.questions import would_fit
@@ -49,10 +50,11 @@ class SearchAnswer:
         for text in notes(self.job, self.at, self.results, ended=self.ended, solved=solved):
             self.out.print(plain(text), soft_wrap=True)
 
-    def more(self, limit_s: int, processes: int) -> None:
+    def more(self, limit_s: int, processes: int, *, by_layer: bool = False) -> None:
         """The last part of a search that ended: the simplest plan of the tie, what packages reach
-        alone, and planners, each within `limit_s` CPU seconds (0: none); where nothing fits, the
-        changes that would make the job fit.  After Ctrl-C, the answers so far."""
+        alone, planners, each within `limit_s` CPU seconds (0: none), and plans tuned `by_layer`;
+        where nothing fits, the changes that would make the job fit.  After Ctrl-C, the answers so
+        far."""
         run = partial(rounds, processes=processes)
         try:
             if self.ended and not self.results:
@@ -61,6 +63,8 @@ class SearchAnswer:
                 self._beside(run)
                 if limit_s:
                     self._planners(limit_s, processes)
+                if by_layer:
+                    self._by_layer()
         except KeyboardInterrupt:
             sys.stderr.write("interrupted: a longer search may give better plans\n")
 
@@ -89,14 +93,22 @@ class SearchAnswer:
                 self.without[item.method] = item.reason
             self._say(beside_line("planner", end, best))
 
+    def _by_layer(self) -> None:
+        best, tuned = self.results[0], ByLayer(self.job)
+        found = tuned.fastest(self.results)
+        if found is not None:
+            found = with_engines(self.job.completed([best, found])[1])
+            self.planned += [found] if found.fitting_s < best.fitting_s else []
+        self._say(beside_line(f"by layer ({tuned.trials} plans tried)", found, best))
+
     def _say(self, text: str) -> None:
         if self.out is not None:
             self.out.print(plain(text), soft_wrap=True)
 
     @property
     def rows(self) -> list[dict[str, Any]]:
-        """A line for each plan with every number.  A planner's plan has no place and no bound: the
-        proof does not cover it."""
+        """A line for each plan with every number.  Planners' plans and those tuned by layer have no
+        place and no bound: the proof does not cover them."""
         apart = {"place": None, "bound_s": None}
         rows = [search_row(place, item) for place, item in enumerate(self.results, 1)]
         rows += [search_row(0, item) | apart for item in self.planned]

@@ -10,7 +10,7 @@ from rematbench.cli.targets import (
     Methods,
     need_file,
 )
-from rematbench.evidence.predict import COLUMNS, predict_rows
+from rematbench.evidence.predict import predict_rows, prediction_columns
 from rematbench.evidence.published.derived import all_cells, bundles
 from rematbench.evidence.published.row_cases import ASSUMED
 from rematbench.evidence.published.sheets import Cell, read_cells
@@ -93,7 +93,7 @@ def predict(
             progress=advance,
             constants=constants,
         )
-    write_sheet(output, found, [*columns, *COLUMNS])
+    write_sheet(output, found, [*columns, *prediction_columns(found)])
     counts: dict[str, int] = {}
     for row in found:
         counts[row["pred_status"]] = counts.get(row["pred_status"], 0) + 1

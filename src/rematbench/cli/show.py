@@ -15,13 +15,21 @@ from rematbench.engine.simulate.seconds import action_seconds
 from rematbench.evaluate.breakdown import host_wait_s
 from rematbench.evaluate.evaluation import PlanEvaluation, RankBytes, fullest_rank
 from rematbench.evaluate.proof import Proof
-from rematbench.evaluate.result import SPEEDS, Band, Result, assumed, faster_attention
+from rematbench.evaluate.result import (
+    SPEEDS,
+    Band,
+    Result,
+    assumed,
+    faster_attention,
+    leaner_exchanges,
+)
 from rematbench.evaluate.verdict import Retries
 from rematbench.evidence.bands import inside_shares
 from rematbench.evidence.peaks import about, in_words, total_is_checked
 from rematbench.host.console import gib, grid, percent, plain, print_uncut, rounded, seconds
 from rematbench.inputs.stackfacts import other_versions
-from rematbench.problem import Problem, has_exact_pins
+from rematbench.plan import has_exact_pins
+from rematbench.problem import Problem
 from rematbench.solve.memory_plan import BEST_FIT_TENSORS, is_placeable
 
 HOST_SHARE = 0.01
@@ -125,7 +133,8 @@ def heading(problem: Problem) -> list[str]:
     ulysses = f" (of it ulysses {lay.ulysses})" if lay.ulysses > 1 else ""
     shards = f" over {lay.shard_degree} ranks" if lay.shard_degree else ""
     experts = f"  ep {lay.ep}  etp {lay.expert_tp}" if work.model.experts else ""
-    faster = faster_attention(problem)
+    stages = f" | stages {lay.stages}" if lay.stages else ""
+    faster, leaner = faster_attention(problem), leaner_exchanges(problem)
     return [
         f"{work.model.name}, {work.seq_len:,} tokens{_packed(problem)}, {work.precision}, on "
         f"{lay.gpus} x "
@@ -133,10 +142,11 @@ def heading(problem: Problem) -> list[str]:
         f"tp {lay.tp}{sp}  cp {lay.cp}  pp {lay.pp}  vpp {lay.vpp}  dp {lay.dp}{ulysses}{experts}  "
         f"zero {lay.zero_stage}{shards} | micro-batch {lay.micro_batch}, global batch "
         f"{lay.global_batch}, {lay.num_micro_batches} micro-batches | attention "
-        f"{problem.attention}",
+        f"{problem.attention}{stages}",
         f"assumes: {assumed(problem)}",
         *(f"does not tile: {line}" for line in untiled_of(problem)),
         *([f"{faster} (--attention, if the stack has it)"] if faster else []),
+        *([leaner] if leaner else []),
         *_versions(problem.system.name),
     ]
 

@@ -26,9 +26,6 @@ Predictions = Annotated[
     Path | None,
     Option(metavar="PRED.csv", help="Sheet with predictions to read instead of predicting again."),
 ]
-More = Annotated[
-    Path | None, Option(metavar="PRED.csv", help="The same for the rows of runs_more.csv.")
-]
 Out = Annotated[
     Path | None,
     Option("-o", "--output", "--out", metavar="RECORD.json", help="Also write the record."),

@@ -1,28 +1,23 @@
 """The command `validate`: predictions scored against published cells, or a user's."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, get_args
 
 import typer
 from rich.console import Console
 from typer import Option
 
 from rematbench.cli.sheet import PROCESSES
-from rematbench.cli.targets import (
-    More,
-    Predictions,
-    need_folder,
-)
-from rematbench.evidence.accuracy import MORE, Report, by_source, left_out_errors, load_accuracy
+from rematbench.cli.targets import Predictions, need_folder
+from rematbench.evidence.accuracy import Report, Sheet, by_source, left_out_errors, load_accuracy
 from rematbench.evidence.accuracy import validate as score
-from rematbench.evidence.expert_rows import expert_rows
 from rematbench.evidence.job_evidence import out_of_source
 from rematbench.evidence.predict import predict_rows
-from rematbench.evidence.published.phase_rows import hosted_rows
+from rematbench.evidence.published.derived import BESIDE, PUBLISHED
 from rematbench.evidence.published.sheets import SCORED, SPEED, STEP, Cell, read_cells
+from rematbench.evidence.published.words import committed
 from rematbench.host.console import CommandError, console, plain, progress_bar, rich_table
 from rematbench.inputs.load import calibration
-from rematbench.inputs.paths import data_dir
 from rematbench.paper.tables.scores import how_to_read, out_of_source_means, score_tables
 
 MEASURED = (SPEED, STEP, "peak_device_bytes")
@@ -39,7 +34,6 @@ def validate(
         ),
     ] = None,
     predictions: Predictions = None,
-    more: More = None,
     tables: Annotated[
         Path | None,
         Option(metavar="DIR", help="Also write the tables."),
@@ -49,8 +43,8 @@ def validate(
     """Print errors of predictions by source, next to those of a constant MFU.
 
     Without --rows the published cells are predicted; exit code 1 if an error exceeds the promised
-    accuracy (`accepted`).  With --predictions the groups of runs_more.csv are scored only if --more
-    is given too.
+    accuracy (`accepted`).  With --predictions only sheets whose rows are there are scored (column
+    `sheet`; runs.csv without it).
 
     \b
     Example:
@@ -63,23 +57,18 @@ def validate(
         need_folder("--tables", tables)
     if predictions is not None:
         cells = list(read_cells(predictions, "--predictions", "pred_status"))
+    elif rows is not None:
+        cells = _predicted(read_cells(rows, "--rows", *SCORED), processes)
     else:
-        source = rows or data_dir("published") / "runs.csv"
-        cells = _predicted(read_cells(source, "--rows", *SCORED), processes)
-    beside: list[Cell] = []
-    if more is not None:
-        beside = list(read_cells(more, "--more", *SCORED, "pred_status"))
-    elif rows is None and predictions is None:
-        sheet = read_cells(data_dir("published") / MORE, "--more", *SCORED)
-        beside = _predicted(sheet, processes)
-    cells = [cell for cell in cells if cell.get("cell", "published") == "published"]
+        cells = _predicted([row for name in get_args(Sheet) for row in committed(name)], processes)
+    published = (PUBLISHED, BESIDE)
+    cells = [cell for cell in cells if cell.get("cell", PUBLISHED) in published]
     _need_measurements(rows, cells)
     accuracy = load_accuracy() if rows is None else by_source(cells)
     strange = out_of_source() if rows is None else ()
-    hosted, routed = (hosted_rows(), expert_rows()) if rows is None else ((), ())
     left_out = left_out_errors(strange, accuracy, calibration())
-    report = score(cells, calibration(), accuracy, left_out, beside, hosted, routed)
-    made = score_tables(report, cells, calibration(), accuracy, strange, beside, routed)
+    report = score(cells, calibration(), accuracy, left_out)
+    made = score_tables(report, cells, calibration(), accuracy, strange)
     out = console()
     for table in made:
         if table.name != "cells" and table.rows:

@@ -101,12 +101,18 @@ class KernelCosts:
         return min(1, count) if self.system.kernels.compiled else count
 
     def loops_s(self, op: Op, direction: Direction) -> float:
-        """Seconds in which the host issues the further GEMMs of an operator's grouped ones."""
+        """Seconds in which the host issues the further kernels of grouped ones.  Behind
+        a weight's gradient autograd calls a hook, which takes as long as a launch."""
         if self.system.kernels.compiled:
             return 0.0
         kernels: tuple[Kernel, ...] = getattr(op, direction)
-        more = sum(kernel.batch - 1 for kernel in kernels if isinstance(kernel, Gemm))
-        return more * self.common.grouped_gemm_s
+        more = sum(
+            (kernel.batch - 1) * self._launches(kernel, direction)
+            for kernel in kernels
+            if isinstance(kernel, Gemm | Elementwise)
+        )
+        hook_s = self.stack.host_launch_s if direction == "backward_weight" else 0.0
+        return more * (self.common.grouped_gemm_s + hook_s)
 
     def _launches(self, kernel: Kernel, direction: Direction) -> int:
         if isinstance(kernel, Named):
@@ -129,7 +135,7 @@ class KernelCosts:
                     busy = self._named_s(kernel, direction)
                 case Attention():
                     busy = self._attention_s(kernel, direction)
-            groups = kernel.batch if isinstance(kernel, Gemm) else 1
+            groups = kernel.batch if isinstance(kernel, Gemm | Elementwise) else 1
             gaps = groups * self._launches(kernel, direction) * self.stack.gap_s
             user = self.system.scales
             scale = self.stack.kernel_scale * self.network.kernel_scale * user.kernels
@@ -148,11 +154,14 @@ class KernelCosts:
         weight = direction == "backward_weight"
         return tiles.tiled(kernel, self.workload.element_bytes, weight_gradient=weight)
 
-    def _head_dim(self, kernel: Attention) -> int:
-        """The head dimension of the kernel that runs."""
+    def _head_dims(self, kernel: Attention) -> tuple[int, int]:
+        """The head dimensions of the kernel that runs: of queries and keys, and of values."""
+        dims = kernel.head_dim, kernel.values
         if not self._rounds:
-            return kernel.head_dim
-        return tiles.rounded(kernel.head_dim, tiles.HEAD_DIM_MULTIPLE)
+            return dims
+        return tiles.rounded(dims[0], tiles.HEAD_DIM_MULTIPLE), tiles.rounded(
+            dims[1], tiles.HEAD_DIM_MULTIPLE
+        )
 
     def _least_s(self, kernel: Attention, gemm: tuple[int, int, int, int]) -> float:
         """The fewest seconds of one of unfused attention's GEMMs (m, n, k, batch): 0 if its rows,
@@ -166,7 +175,8 @@ class KernelCosts:
         )
 
     def _aligned(self, kernel: Attention) -> bool:
-        return tiles.is_aligned(kernel.head_dim, self.workload.element_bytes)
+        width = self.workload.element_bytes
+        return all(tiles.is_aligned(dim, width) for dim in (kernel.head_dim, kernel.values))
 
     def _pad_s(self, kernel: Attention) -> Quantity:
         """Seconds of the copies that pad rows of queries, keys, values and output to an aligned
@@ -174,7 +184,7 @@ class KernelCosts:
         if not self._rounds or self._aligned(kernel):
             return 0.0
         rows = 2 * (kernel.q_rows * kernel.heads + kernel.kv_rows * kernel.kv_heads) * kernel.batch
-        return self._memory_s(2 * rows * self._head_dim(kernel) * self.workload.element_bytes)
+        return self._memory_s(rows * sum(self._head_dims(kernel)) * self.workload.element_bytes)
 
     def _gemm_s(self, kernel: Gemm) -> Quantity:
         shape = (kernel.m, kernel.n, kernel.k, kernel.batch)
@@ -210,12 +220,14 @@ class KernelCosts:
             if self.system.kernels.eager_operators:
                 return self._eager_attention_s(kernel, forward)
             return self._unfused_attention_s(kernel, forward)
+        head_dim, v_dim = self._head_dims(kernel)
         seconds = kernel_seconds.attention_s(
             self._backend_rates,
             self._device,
             backward=not forward,
             heads=kernel.batch * kernel.documents * kernel.heads,
-            head_dim=self._head_dim(kernel),
+            head_dim=head_dim,
+            v_dim=v_dim,
             q_rows=kernel.q_rows / kernel.documents,
             pairs=kernel.pairs / kernel.documents,
         )
@@ -246,10 +258,16 @@ class KernelCosts:
     def _unfused_attention_s(self, kernel: Attention, forward: bool) -> Quantity:
         """Busy seconds of unfused attention on the full score matrix (no causal savings): two
         batched GEMMs (four in the backward), softmax and dropout passes over the matrix."""
-        q, kv, d = kernel.q_rows, kernel.kv_rows, self._head_dim(kernel)
+        q, kv = kernel.q_rows, kernel.kv_rows
         many = kernel.batch * kernel.heads
-        shapes = ((q, kv, d, many), (q, d, kv, many))
-        pair = fsum(max(float(self._gemm_s(Gemm(*g))), self._least_s(kernel, g)) for g in shapes)
+
+        def pair_s(d: int, v: int) -> float:
+            shapes = ((q, kv, d, many), (q, v, kv, many))
+            return fsum(
+                max(float(self._gemm_s(Gemm(*g))), self._least_s(kernel, g)) for g in shapes
+            )
+
+        head_dim, v_dim = self._head_dims(kernel)
         passes = formulas.UNFUSED_FORWARD_PASSES if forward else formulas.UNFUSED_BACKWARD_PASSES
         dropout = self.workload.model.drops_attention
         scores = formulas.scores_s(
@@ -259,19 +277,21 @@ class KernelCosts:
             self.cluster.hbm_bytes_per_s,
             self.gpu,
         )
-        pairs = 1 if forward else 2
-        return pairs * pair + scores
+        if forward:
+            return pair_s(head_dim, v_dim) + scores
+        return pair_s(head_dim, head_dim) + pair_s(v_dim, v_dim) + scores
 
     def _eager_attention_s(self, kernel: Attention, forward: bool) -> Quantity:
         """Busy seconds of unfused attention with eager torch operators on the full score matrix,
         from published rates: GEMMs (in the backward one yields scores and three yield rows), and
         passes over the matrix, with more passes for dropout."""
-        q, kv, d = kernel.q_rows, kernel.kv_rows, self._head_dim(kernel)
+        q, kv, (d, v) = kernel.q_rows, kernel.kv_rows, self._head_dims(kernel)
         many = kernel.batch * kernel.heads
         kernels, device = self.calibration.kernels, self._published_device
         rates = kernels.generation(self.cluster.generation).gemm
         width = self.workload.element_bytes
-        shapes = [(q, kv, d, many), *[(q, d, kv, many)] * (1 if forward else 3)]
+        rows = [v] if forward else [v, d, d]
+        shapes = [(q, kv, d if forward else v, many), *((q, n, kv, many) for n in rows)]
         gemms = fsum(
             max(
                 float(kernel_seconds.gemm_s(rates, device, *shape, element_bytes=width)),
@@ -305,8 +325,8 @@ def part_of(kernel: Kernel, direction: Direction, rows_fraction: float) -> Kerne
             some = max(1, round(rows * rows_fraction))
             weight = direction == "backward_weight"
             return Gemm(m, n, some, batch) if weight else Gemm(some, n, k, batch)
-        case Elementwise(hbm_bytes=nbytes, launches=launches):
-            return Elementwise(round(nbytes * rows_fraction), launches)
+        case Elementwise(hbm_bytes=nbytes):
+            return replace(kernel, hbm_bytes=round(nbytes * rows_fraction))
         case Named(elements=elements):
             return replace(kernel, elements=round(elements * rows_fraction))
         case Attention():

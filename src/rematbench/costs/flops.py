@@ -11,11 +11,13 @@ FORWARD_AND_BACKWARD = 3
 
 def matrix_flop_per_token(model: Model) -> int:
     """FLOPs per token of the weight matrices that it passes, except the input embedding, forward
-    and backward: 6 (L P_layer + h V), with the active experts of a layer.
+    and backward: 6 (L P_layer + h V), with the active experts of a layer, and h V once more for
+    each layer that predicts one more token.
 
     Source: Yuan et al., USENIX ATC 2024 (MFU as counted there); Narayanan et al. 2021, eq. 3.
     """
-    weights = model.active_layer_matrices + model.hidden * model.vocab
+    heads = 1 + model.mtp_layers
+    weights = model.active_layer_matrices + heads * model.hidden * model.vocab
     return 2 * FORWARD_AND_BACKWARD * weights
 
 
@@ -23,16 +25,24 @@ def attention_flop_per_token(work: Workload, *, causal: bool) -> float:
     """FLOPs per token of attention scores and weighted sums, forward and backward: 12 s h L dense,
     half of it causal.
 
-    Generalised to heads x head_dim and to windows, per layer 12 x heads x head_dim x (mean keys
-    per query).  The causal mean is s / 2, as the sources count it, not (s + 1) / 2.  With packed
-    documents only pairs inside a document count.
+    Generalised to heads x head_dim, to values of other columns and to windows, per layer 6 x heads
+    x (columns of keys + columns of values) x (mean keys per query).  The causal mean is s / 2, as
+    the sources count it, not (s + 1) / 2.  With packed documents only pairs inside a document
+    count.
     """
     model = work.model
     windows = model.attention_window or (0,) * model.num_layers
+    windows += (0,) * model.mtp_layers
     length = work.document_len or work.seq_len
     chunked = model.attention_chunked
     keys = fsum(_mean_keys(work.seq_len, length, window, causal, chunked) for window in windows)
-    return 4 * FORWARD_AND_BACKWARD * model.q_width * keys
+    return _attended_flop(model, keys)
+
+
+def _attended_flop(model: Model, keys: float) -> float:
+    """FLOPs of a token's scores and weighted sums over `keys` keys of each head, forward and
+    backward (of six products, three over the columns of keys and three over those of values)."""
+    return 2 * FORWARD_AND_BACKWARD * (model.q_width + model.out_width) * keys
 
 
 def _mean_keys(
@@ -84,9 +94,11 @@ def megatron_flop_per_token(
 
     Source: num_floating_point_operations of Megatron-LM's training.py.
     """
-    keys = model.num_layers * (seq_len / 2 if causal else float(seq_len))
-    head = 2 * FORWARD_AND_BACKWARD * model.hidden * (padded_vocab - model.vocab)
-    return matrix_flop_per_token(model) + head + 4 * FORWARD_AND_BACKWARD * model.q_width * keys
+    layers = model.num_layers + model.mtp_layers
+    keys = layers * (seq_len / 2 if causal else float(seq_len))
+    heads = 1 + model.mtp_layers
+    head = 2 * FORWARD_AND_BACKWARD * heads * model.hidden * (padded_vocab - model.vocab)
+    return matrix_flop_per_token(model) + head + _attended_flop(model, keys)
 
 
 def mfu(

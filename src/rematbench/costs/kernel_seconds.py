@@ -21,8 +21,6 @@ from rematbench.inputs.kernel_rates import (
 ATTENTION_TILE_ROWS = 128
 """Query rows of a thread block of FlashAttention-2 and -3 and of cuDNN at head dimension 128
 (Dao 2023, arXiv 2307.08691, section 3.3; Shah et al. 2024, arXiv 2407.08608)."""
-FLASH_BACKWARD_FLOP = 2.5
-"""FLOPs of the backward over those of the forward: five GEMMs against two (Dao 2023)."""
 UNFUSED_BACKWARD_SHARE = 0.6
 """Share of a softmax's passes in its backward: three of five."""
 REFERENCE_ELEMENT_BYTES = 2
@@ -50,6 +48,12 @@ def attention_share(
     )
 
 
+def backward_flop(head_dim: Quantity, v_dim: Quantity) -> Quantity:
+    """FLOPs of the backward over those of the forward: three GEMMs over the columns of keys and two
+    over those of values, against one of each (Dao 2023).  2.5, or 2.6 for 192 and 128 columns."""
+    return (3.0 * head_dim + 2.0 * v_dim) / (head_dim + v_dim)
+
+
 def head_dim_factor(rates: AttentionRates, head_dim: Quantity) -> Quantity:
     """Factor on the speed: linear in log2(head_dim) between published values, constant outside."""
     published = sorted(rates.head_dims)
@@ -66,17 +70,22 @@ def attention_s(
     head_dim: Quantity,
     q_rows: Quantity,
     pairs: Quantity,
+    v_dim: "Quantity | None" = None,
 ) -> Quantity:
     """Seconds of fused attention of `heads` heads (of all sequences), each with q_rows queries and
     `pairs` (query, key) pairs: 4 head_dim pairs heads FLOPs, 2.5 times that backward (Dao 2023).
+    With values of other columns than keys (`v_dim`) the share of the peak is that of heads with the
+    mean of both.
 
     The row length in the saturation is twice the mean keys of a query, 2 pairs / q_rows (s for a
     causal square, twice the window for a window), and at most q_rows.
     """
-    flop = 4.0 * head_dim * pairs * heads * (FLASH_BACKWARD_FLOP if backward else 1.0)
+    values = head_dim if v_dim is None else v_dim
+    more = backward_flop(head_dim, values) if backward else 1.0
+    flop = 2.0 * (head_dim + values) * pairs * heads * more
     rows = np.minimum(q_rows, 2.0 * np.asarray(pairs) / q_rows)
     direction = rates.backward if backward else rates.forward
-    factor = head_dim_factor(rates, head_dim)
+    factor = head_dim_factor(rates, (head_dim + values) / 2)
     share = attention_share(direction, rows, heads, device.free_sms)
     whole_waves = direction.efficiency * saturation(rows, direction.half_rows) * factor
     slower = balance_factor(whole_waves, device.balance)

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from rematbench.costs.operators.kernels import Gemm
 from rematbench.inputs.layout import Layout
-from rematbench.inputs.shapes import shapes
+from rematbench.inputs.shapes import Shapes, shapes
 from rematbench.inputs.system import System
 from rematbench.workload import Workload
 
@@ -63,12 +63,12 @@ def _untiled_widths(work: Workload, layout: Layout, system: System) -> Iterator[
     widths = {
         ("hidden", model.hidden): model.hidden,
         (heads, model.q_width): s.q_width,
-        ("heads + 2 KV heads", s.q_width + 2 * s.kv_width): s.q_width + 2 * s.kv_width,
+        **_projected_widths(work, s),
         ("ffn", model.ffn): s.ffn,
         ("vocab", s.vocab * s.tp): s.vocab,
     }
     if s.q_width % multiple:
-        del widths["heads + 2 KV heads", s.q_width + 2 * s.kv_width]
+        widths.pop((_QKV, s.q_width + 2 * s.kv_width), None)
     for (name, whole), width in widths.items():
         if width % multiple:
             split = f"{whole}/{s.tp} = {width}" if width != whole else f"{width}"
@@ -78,14 +78,33 @@ def _untiled_widths(work: Workload, layout: Layout, system: System) -> Iterator[
             )
 
 
+_QKV = "heads + 2 KV heads"
+
+
+def _projected_widths(work: Workload, s: Shapes) -> dict[tuple[str, int], int]:
+    """The widths of the projections to queries, keys and values."""
+    given = work.model.latent
+    if given is None:
+        whole = s.q_width + 2 * s.kv_width
+        return {(_QKV, whole): whole}
+    down = {"q_rank": given.q_rank, "kv_rank + rope": given.kv_rank + given.rope}
+    return {(name, width): width for name, width in down.items() if width}
+
+
 def _untiled_heads(work: Workload, fused_attention: bool) -> Iterator[str]:
-    dim, multiple = work.model.head_dim, HEAD_DIM_MULTIPLE
+    for name, dim in {"head_dim": work.model.head_dim, "v of latent": work.model.v_dim}.items():
+        if name == "head_dim" or work.model.latent is not None:
+            yield from _untiled_head(name, dim, work, fused_attention)
+
+
+def _untiled_head(name: str, dim: int, work: Workload, fused_attention: bool) -> Iterator[str]:
+    multiple = HEAD_DIM_MULTIPLE
     costs = f"attention costs what {rounded(dim, multiple)} costs"
     if not is_aligned(dim, work.element_bytes):
         elements = ALIGNED_BYTES // work.element_bytes
         more = "and copies of queries, keys, values and output"
         if not fused_attention:
             more = f"at {UNALIGNED_SHARE:.3f} of the peak, without tensor cores"
-        yield f"head_dim {dim} is not a multiple of {elements}: {costs}, {more}"
+        yield f"{name} {dim} is not a multiple of {elements}: {costs}, {more}"
     elif dim % multiple:
-        yield f"head_dim {dim} is not a multiple of {multiple}: {costs}"
+        yield f"{name} {dim} is not a multiple of {multiple}: {costs}"

@@ -6,6 +6,7 @@ from msgspec.structs import replace
 
 from rematbench.evaluate.evaluator import evaluate, weigh
 from rematbench.inputs.cluster import Cluster
+from rematbench.inputs.configfile import ConfigError
 from rematbench.inputs.constants import Calibration
 from rematbench.inputs.facts import CPU
 from rematbench.inputs.job import Job
@@ -30,6 +31,8 @@ def make_problem(spec: Job, constants: Calibration | None = None) -> Problem:
     chosen = spec.stack
     if chosen.hbm_bytes is not None:
         cluster = replace(cluster, hbm_bytes=chosen.hbm_bytes)
+    if chosen.dispatcher and model.experts is None:
+        raise ConfigError("", "dispatcher", f"{chosen.dispatcher!r}: {model.name} has no experts")
     system = stack_of(spec)
     if cluster.generation != CPU:  # the executor's CPU problems keep the bytes of bf16 training
         system = in_precision(system, spec.work.precision, layout.zero_stage)
@@ -50,10 +53,12 @@ def make_problem(spec: Job, constants: Calibration | None = None) -> Problem:
 
 
 def stack_of(spec: Job) -> System:
-    """The stack of a problem, with the states and the overlap that the problem asks for."""
+    """The stack of a problem, with the states and the exchanges of experts that the problem asks
+    for."""
     chosen = spec.stack
-    hosted = hosting(spec.system, chosen.optimizer, chosen.parameters)
-    return overlapping(hosted, chosen.ep_overlap)
+    system = hosting(spec.system, chosen.optimizer, chosen.parameters)
+    system = with_facts(system, dispatcher=chosen.dispatcher) if chosen.dispatcher else system
+    return overlapping(system, chosen.ep_overlap)
 
 
 def overlapping(system: System, choice: EpOverlapChoice | None) -> System:

@@ -431,6 +431,19 @@ def assumed(problem: Problem) -> str:
     return "; ".join(part for part in (text, balance, unread(problem), model.left_out) if part)
 
 
+def leaner_exchanges(problem: Problem) -> str:
+    """Return how experts could exchange fewer bytes, or beside compute, in one line; empty if they
+    do so already or exchange none."""
+    exchange, others = problem.system.experts, []
+    if problem.layout.ep == 1:
+        return ""
+    if exchange.dispatcher in ("alltoall", "allgather"):
+        others.append("deepep and hybridep send a token once to a node (--dispatcher)")
+    if not problem.ep_overlaps and "ep_overlap" in problem.system.accepts.features:
+        others.append("exchanges may run beside another micro-batch (--ep-overlap on)")
+    return f"experts exchange by {exchange.dispatcher}: {'; '.join(others)}" if others else ""
+
+
 def faster_attention(problem: Problem) -> str:
     """Return the attention kernels of the GPU generation with higher published rates than the
     kernel in use, in one line; empty if there are none."""

@@ -11,13 +11,14 @@ import datetime
 import itertools
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, Literal, get_args
 
 import msgspec
 from msgspec import Struct
 
 from rematbench.evidence.decisions import regret, sweeps
+from rematbench.evidence.hosted import is_host_fitted, is_update_fitted, node_file, rate_of
 from rematbench.evidence.peaks import fits_word
 from rematbench.evidence.published.sheets import SPEED, Row, is_scored, number
 from rematbench.inputs.configfile import ConfigError
@@ -29,18 +30,18 @@ OfNode = Literal["host_used_gib", "update_s"]
 Metric = Literal["tokens_per_s_per_gpu", "peak_device_bytes", "gain", "verdict", "regret", OfNode]
 Split = Literal["fitted", "in-sample", "sibling", "held-out"]
 Sheet = Literal["runs.csv", "runs_more.csv", "offloaded_states.csv", "moe.csv"]
+"""The sheets whose rows are scored."""
+RUNS: Sheet = "runs.csv"
 MORE: Sheet = "runs_more.csv"
-HOSTED: Sheet = "offloaded_states.csv"
-ROUTED: Sheet = "moe.csv"
 Statistic = Literal["mean", "median", "max", "missed_oom", "false_oom"]
 """`missed_oom` and `false_oom` count cells; the other statistics are fractions of the published
 value."""
-OF_NODES: dict[str, tuple[str, str]] = {
-    "host_used_gib": ("fitted", "pred_node"),
-    "update_s": ("update_fitted", "pred_rate"),
+OF_NODES: dict[str, tuple[Callable[[Row], bool], Callable[[Row], Hashable]]] = {
+    "host_used_gib": (is_host_fitted, node_file),
+    "update_s": (is_update_fitted, rate_of),
 }
-"""Metrics whose constants are fitted node by node: the column that says whether one was fitted to
-the row, and the column whose values count the constants."""
+"""Metrics whose constants are fitted node by node: whether one was fitted to a row, and of what it
+is a constant."""
 FEWEST_OOMS = 50
 """Least number of published cells out of memory for a promise of their verdicts."""
 
@@ -59,13 +60,15 @@ class Group(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The cells that `rule` selects, scored together by one metric and its promised statistics.
     `reported`: statistics that are printed but not promised, each with a remark.
 
-    `sheet`: the sheet of results/published with the cells. `in_sample` names the part of the model
+    `sheet`: the sheet of results/published with the cells. `without_refused`: rows that a word
+    refuses do not count; a test counts them by sheet. `in_sample` names the part of the model
     that these cells influenced although no constant was fitted to them.
     """
 
     name: str
     rule: FitRule
     sheet: Sheet = "runs.csv"
+    without_refused: bool = False
     metric: Metric
     promises: dict[Statistic, Promise] = {}
     reported: dict[Statistic, str] = {}
@@ -95,16 +98,24 @@ def load_accuracy() -> Accuracy:
     return found
 
 
+def of_sheet(rows: Iterable[Row], sheet: Sheet) -> list[Row]:
+    """The rows of a sheet; a user's rows, which name none, count as those of runs.csv."""
+    return [row for row in rows if (row.get("sheet") or RUNS) == sheet]
+
+
 def members(group: Group, rows: Sequence[Row]) -> list[Row]:
-    """The scored cells of a group."""
-    return [row for row in rows if is_scored(row) and group.rule.matches(row)]
+    """The scored cells of a group in its sheet."""
+    own = of_sheet(rows, group.sheet)
+    if group.without_refused:
+        own = [row for row in own if row.get("pred_status") != "unsupported"]
+    return [row for row in own if is_scored(row) and group.rule.matches(row)]
 
 
 def split_of(row: Row, group: Group, calibration: Calibration) -> Split:
     """Whether a cell is fitted, in-sample, sibling or held-out.  Constants are fitted to speeds;
-    those of a node's host to host bytes (host_rows.py) and updates (update_rows.py) of its rows."""
+    those of a node's host to host bytes and updates of its rows (evidence/hosted.py)."""
     if group.metric in OF_NODES:
-        return "fitted" if row[OF_NODES[group.metric][0]] else "sibling"
+        return "fitted" if OF_NODES[group.metric][0](row) else "sibling"
     timed = group.metric in (SPEED, "gain")
     if timed and is_fit(row, calibration.fit):
         return "fitted"
@@ -287,22 +298,17 @@ def validate(
     calibration: Calibration,
     accuracy: Accuracy,
     left_out: Mapping[str, float] | None = None,
-    more: Sequence[Row] = (),
-    hosted: Sequence[Row] = (),
-    routed: Sequence[Row] = (),
 ) -> Report:
-    """Score predicted rows (columns of runs.csv and pred_*) by the groups of `accuracy`.
-    `left_out`: mean errors out of source, by group.  `more`, `hosted`, `routed`: predicted rows of
-    runs_more.csv, of offloaded_states.csv and of moe.csv.  Groups of these sheets are scored only
-    if their rows are given."""
-    sheets: dict[Sheet, Sequence[Row]] = {"runs.csv": rows, MORE: more}
-    sheets |= {HOSTED: hosted, ROUTED: routed}
+    """Score predicted rows (columns of their sheets and pred_*) by the groups of `accuracy`; groups
+    of further sheets only if rows of them are there.  `left_out`: mean errors out of source, by
+    group."""
+    own = {name: of_sheet(rows, name) for name in get_args(Sheet)}
     groups = [
-        _group_report(g, sheets[g.sheet], calibration, left_out or {})
+        _group_report(g, own[g.sheet], calibration, left_out or {})
         for g in accuracy.groups
-        if sheets[g.sheet] or g.sheet == "runs.csv"
+        if own[g.sheet] or g.sheet == RUNS
     ]
-    return Report(groups=tuple(groups), verdicts=verdicts(rows))
+    return Report(groups=tuple(groups), verdicts=verdicts(own[RUNS]))
 
 
 def by_source(rows: Sequence[Row]) -> Accuracy:
@@ -364,25 +370,14 @@ def _missing(group: Group, tested: Sequence[Row]) -> int:
 def _checks(
     group: Group, tested: Sequence[Row], mean: float | None, floor: float | None
 ) -> tuple[Check, ...]:
-    checks = [
-        Check(
-            group=group.name,
-            statistic=name,
-            value=statistic(name, group.metric, tested),
-            target=promise.target,
-            accepted=promise.accepted,
-            reason=promise.reason,
-        )
-        for name, promise in group.promises.items()
+    words: list[tuple[Statistic, dict[str, Any]]] = [
+        (name, {"target": one.target, "accepted": one.accepted, "reason": one.reason})
+        for name, one in group.promises.items()
     ]
-    checks += [
-        Check(
-            group=group.name,
-            statistic=name,
-            value=statistic(name, group.metric, tested),
-            reason=remark,
-        )
-        for name, remark in group.reported.items()
+    words += [(name, {"reason": remark}) for name, remark in group.reported.items()]
+    checks = [
+        Check(group=group.name, statistic=name, value=statistic(name, group.metric, tested), **told)
+        for name, told in words
     ]
     missing = _missing(group, tested)
     if missing and not set(group.promises) <= OVER_ROWS.keys():
@@ -407,7 +402,7 @@ def _zero(group: str, statistic: str, value: float) -> Check:
 def _constants(group: Group, cells: Sequence[Row], calibration: Calibration) -> int:
     """The number of fitted constants that a group's predictions depend on."""
     if group.metric in OF_NODES:
-        return len({row[OF_NODES[group.metric][1]] for row in cells})
+        return len({OF_NODES[group.metric][1](row) for row in cells})
     owners: set[str] = set()
     for row in cells:
         try:
@@ -490,8 +485,9 @@ def left_out_errors(
     for group in accuracy.groups:
         if group.metric != SPEED:
             continue
-        own = members(group, [row for row in rows if row["sheet"] == group.sheet])
-        cells = [row for row in own if split_of(row, group, calibration) != "fitted"]
+        cells = [
+            row for row in members(group, rows) if split_of(row, group, calibration) != "fitted"
+        ]
         errors: list[Any] = errors_of(group.metric, cells)
         if errors:
             found[group.name] = statistics.fmean(abs(error) for error in errors)

@@ -4,11 +4,14 @@ sheet."""
 import multiprocessing
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor
+from contextlib import ExitStack
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 from msgspec.structs import replace
 
+from rematbench.costs.flops import megatron_flop_per_token
 from rematbench.costs.states import state_bytes
 from rematbench.engine.lowering.blocks.chunk_ops import ChunkOps
 from rematbench.engine.lowering.blocks.fates import resolve
@@ -16,8 +19,10 @@ from rematbench.engine.lowering.lower import rank_orders
 from rematbench.evaluate.result import Result, evaluate_method, told_fragmented
 from rematbench.evaluate.unread import unread
 from rematbench.evidence.bands import with_band
-from rematbench.evidence.published.row_cases import PublishedCase, read_case
-from rematbench.evidence.published.sheets import PeakKind, PeakRank, Row, RowError
+from rematbench.evidence.hosted import placed_states, printed, timed
+from rematbench.evidence.published.row_cases import PRINTED, PublishedCase, read_case
+from rematbench.evidence.published.sheets import SPEED, PeakKind, PeakRank, Row, RowError, text
+from rematbench.evidence.published.words import committed
 from rematbench.host.workers import collect_rarely
 from rematbench.inputs.constants import Calibration
 from rematbench.plan import Plan
@@ -50,6 +55,8 @@ PICKED = (
     *("reserved_bytes", "device_total_bytes", "headroom_bytes", "usable_bytes"),
 )
 """Columns of a result's row that a prediction has under their own names."""
+MORE = tuple(f"pred_{name}" for name in PRINTED)
+"""Further columns, of rows that print them."""
 Cells = dict[str, Any]
 Progress = Callable[[int, int], None]
 Setting = tuple[tuple[Path, ...], Calibration | None]
@@ -67,62 +74,83 @@ def predict_rows(
     """Return every row with its pred_* columns, in order; equal configurations are predicted
     once."""
     registry = discover(methods)
-    keys: list[bytes | None] = []
-    cases: dict[bytes, PublishedCase] = {}
-    early: dict[int, Cells] = {}
-    for index, row in enumerate(rows):
-        try:
-            case = read_case(row, registry)
-            cases[case.key] = case
-            keys.append(case.key)
-        except RowError as error:
-            early[index] = _nothing(error.status, str(error))
-            keys.append(None)
-        except Exception as error:  # a bad row never brings the sheet down
-            early[index] = _nothing("failed", f"{type(error).__name__}: {error}")
-            keys.append(None)
+    read = [_read(row, registry) for row in rows]
+    cases = {case.key: case for case in read if isinstance(case, PublishedCase)}
     order = sorted(cases, key=lambda key: -_effort(cases[key]))
     todo = [cases[key] for key in order]
     found = _predict_all(todo, processes, (tuple(methods), constants), progress)
     table = dict(zip(order, found, strict=True))
     return [
-        {**row, **(early[i] if (key := keys[i]) is None else table[key])}
-        for i, row in enumerate(rows)
+        {**row, **_speed(row, case), **table[case.key]}
+        if isinstance(case, PublishedCase)
+        else {**row, **case}
+        for row, case in zip(rows, read, strict=True)
     ]
+
+
+def prediction_columns(rows: Sequence[Row]) -> list[str]:
+    """The columns of the predictions of rows: COLUMNS, and those of MORE that a row has."""
+    return [*COLUMNS, *(column for column in MORE if any(column in row for row in rows))]
+
+
+def joined(sheets: Iterable[str], **options: Any) -> list[dict[str, Any]]:
+    """The rows of committed sheets with their pred_* columns (`options`: as predict_rows)."""
+    return predict_rows([row for name in sheets for row in committed(name)], **options)
+
+
+def _read(row: Row, registry: Registry) -> PublishedCase | Cells:
+    """The case of a row, or the columns that say why it has none."""
+    try:
+        return read_case(row, registry)
+    except RowError as error:
+        return _nothing(error.status, str(error))
+    except Exception as error:  # a bad row never brings the sheet down
+        return _nothing("failed", f"{type(error).__name__}: {error}")
+
+
+MEGATRON_FLOP = "Megatron-LM num_floating_point_operations"
+"""The count of FLOPs from whose TFLOP/s a row's tokens/s follow."""
+
+
+def _speed(row: Row, case: PublishedCase) -> Cells:
+    """Tokens/s per GPU that follow from a row's TFLOP/s; empty where it prints them, or does not
+    print the dispatcher on which they depend."""
+    counted = text(row, "tflops_convention").startswith(MEGATRON_FLOP)
+    flop_per_s = float(text(row, "tflops_per_gpu_as_published") or 0) * 1e12
+    if text(row, SPEED) or not counted or not text(row, "dispatcher") or not flop_per_s:
+        return {}
+    vocab = case.system.padded_vocab(case.model.vocab, case.layout.tp)
+    flop = megatron_flop_per_token(case.model, case.work.seq_len, vocab)
+    return {SPEED: f"{flop_per_s / flop:.1f}"}
 
 
 def _predict_all(
     cases: Sequence[PublishedCase], processes: int, setting: Setting, progress: Progress | None
 ) -> list[Cells]:
     """The predictions of cases, in order."""
-    if processes <= 1 or len(cases) < 2:
-        registry, constants = discover(setting[0]), setting[1]
-        one_by_one = (predict_case(case, registry, constants) for case in cases)
-        return list(_counted(one_by_one, len(cases), progress))
-    context = multiprocessing.get_context("spawn")
-    pool: Executor
-    with ProcessPoolExecutor(processes, context, _start_worker, setting) as pool:
-        return list(_counted(pool.map(_work, cases, chunksize=4), len(cases), progress))
+    with ExitStack() as stack:
+        found: Iterable[Cells] = (_work(case, *setting) for case in cases)
+        if processes > 1 and len(cases) > 1:
+            context = multiprocessing.get_context("spawn")
+            pool: Executor = ProcessPoolExecutor(processes, context, collect_rarely)
+            work = partial(_work, methods=setting[0], constants=setting[1])
+            found = stack.enter_context(pool).map(work, cases, chunksize=4)
+        made = []
+        for done, cells in enumerate(found, start=1):
+            made.append(cells)
+            if progress is not None:
+                progress(done, len(cases))
+        return made
 
 
-def _counted(items: Iterable[Cells], total: int, progress: Progress | None) -> Iterable[Cells]:
-    for done, item in enumerate(items, start=1):
-        if progress is not None:
-            progress(done, total)
-        yield item
+def _work(case: PublishedCase, methods: tuple[Path, ...], constants: Calibration | None) -> Cells:
+    return predict_case(case, _registry(methods), constants)
 
 
-_WORKER: list[tuple[Registry, Calibration | None]] = []
-
-
-def _start_worker(methods: tuple[Path, ...], constants: Calibration | None) -> None:
-    """Set up a worker process: methods are discovered once."""
-    collect_rarely()
-    _WORKER[:] = [(discover(methods), constants)]
-
-
-def _work(case: PublishedCase) -> Cells:
-    return predict_case(case, *_WORKER[0])
+@cache
+def _registry(methods: tuple[Path, ...]) -> Registry:
+    """The methods, discovered once in a process."""
+    return discover(methods)
 
 
 def _effort(case: PublishedCase) -> int:
@@ -138,6 +166,7 @@ def predict_case(
     """The pred_* columns of a case; only status and reason if the case cannot be predicted. Bands
     are learnt for the shipped constants."""
     try:
+        case = timed(case) if case.hosted else case
         result = run_case(case, case.problem(constants), registry)
         result = replace(told_fragmented(result), status=result.status)
         if result.evaluation is not None and constants is None:
@@ -151,7 +180,8 @@ def predict_case(
 
 def run_case(case: PublishedCase, problem: Problem, registry: Registry) -> Result:
     """The result of a case on its problem."""
-    return evaluate_method(problem, method_of(case, problem, registry))
+    base = placed_states(case, problem)[0] if case.hosted else problem.base_plan
+    return evaluate_method(problem, method_of(case, problem, registry), base)
 
 
 def method_of(case: PublishedCase, problem: Problem, registry: Registry) -> Composition:
@@ -187,7 +217,8 @@ def _columns(result: Result, case: PublishedCase) -> Cells:
         "pred_low": row["low_tokens_per_s_per_gpu"],
         "pred_high": row["high_tokens_per_s_per_gpu"],
     }
-    return {key: "" if cells[key] is None else cells[key] for key in COLUMNS}
+    more = printed(case, problem, plan) if case.hosted else {}
+    return {key: "" if cells[key] is None else cells[key] for key in COLUMNS} | more
 
 
 def _nothing(status: str, reason: str) -> Cells:

@@ -13,6 +13,7 @@ from rematbench.host.declared import facts, flat
 from rematbench.inputs.configfile import ConfigError
 from rematbench.inputs.job import flag
 from rematbench.inputs.load import load_cluster, load_model, load_system, names
+from rematbench.inputs.stages import read_stages
 from rematbench.inputs.system import StackChoice
 from rematbench.workload import Experts, Work
 
@@ -105,6 +106,8 @@ def _method(values: dict[str, Any], reading: Reading, method: str) -> tuple[str,
 def _of_model(values: dict[str, Any], reading: Reading) -> None:
     """Derive what depends on the model, also on one that has a name: chunks, the layers of each
     stage, and whether there is a shared expert."""
+    if "stages" in values:
+        values["vpp"] = max(1, len(read_stages(values["stages"])) // values.get("pp", 1))
     needed = {"layers_per_chunk", "first_layers", "last_layers", "first_less", "last_less"}
     present = (needed | {"shared_overlap"}) & values.keys()
     if not present:
@@ -129,6 +132,7 @@ def _chunks(values: dict[str, Any], reading: Reading, layers: int) -> None:
     if "layers_per_chunk" not in values:
         return
     stages = values.get("pp", 1) * values["layers_per_chunk"]
+    layers += values.get("first_less", 0) + values.get("last_less", 0)
     if layers % stages:
         key = reading.keys.get("layers_per_chunk", "")
         problem = f"{layers} layers are not a multiple of pp x layers of a chunk = {stages}"
@@ -137,30 +141,25 @@ def _chunks(values: dict[str, Any], reading: Reading, layers: int) -> None:
 
 
 def _partition(values: dict[str, Any], reading: Reading, layers: int) -> None:
-    """The layers of each stage where first and last stages differ from the others; a stage with
-    the embedding or the loss can count it as a layer."""
-    pp = values.get("pp", 1)
-    less = {name: values.get(f"{name}_less", 0) for name in ("first", "last")}
-    whole = layers + sum(less.values())
-    ends = {
-        name: values.get(f"{name}_layers") or (less[name] and whole // pp - less[name])
-        for name in less
-    }
-    counts = [count for count in ends.values() if count]
-    if not (counts or sum(less.values())) or pp == 1:
+    """The layers of each chunk where first and last ranks differ from the others, or where the
+    first and the last chunk count the embedding and the loss as a layer (megatron-core 0.16.1,
+    transformer_block.py, get_num_layers_to_build)."""
+    pp, vpp = values.get("pp", 1), values.get("vpp", 1)
+    less = [values.get(f"{name}_less", 0) for name in ("first", "last")]
+    ends = {0: values.get("first_layers"), pp - 1: values.get("last_layers")}
+    counts = {rank: count for rank, count in ends.items() if count is not None}
+    if not (counts or sum(less)) or pp == 1 or "stages" in values:
         return
-    rest, stages = layers - sum(counts), pp - len(counts)
-    uneven = rest < stages or rest % max(1, stages) or (not stages and rest)
-    if uneven or (sum(less.values()) and whole % pp):
+    rest, others = layers + sum(less) - sum(counts.values()), pp - len(counts)
+    ranks = [counts.get(rank, rest // max(1, others)) for rank in range(pp)]
+    sizes = [count // vpp for _ in range(vpp) for count in ranks]
+    sizes[0], sizes[-1] = sizes[0] - less[0], sizes[-1] - less[1]
+    if sum(sizes) != layers or min(sizes) < 0 or not all(sizes[1:-1]):
         key = next(reading.keys[key] for key in reading.keys if key.startswith(("first", "last")))
-        raise ConfigError(reading.file, key, f"{layers} layers do not divide over {pp} stages so")
-    sizes = [rest // stages] * stages if stages else []
-    sizes = [ends["first"]] * bool(ends["first"]) + sizes + [ends["last"]] * bool(ends["last"])
-    if len(set(sizes)) == 1:
-        return
-    values["partition"] = ",".join(map(str, sizes))
-    if values.get("vpp", 1) > 1:
-        reading.refused.append(f"stages of {values['partition']} layers with interleaving")
+        stages = f"{pp} stages" + f" of {vpp} chunks" * (vpp > 1)
+        raise ConfigError(reading.file, key, f"{layers} layers do not divide over {stages} so")
+    if len(set(sizes)) > 1:
+        values["partition"] = ",".join(map(str, sizes))
 
 
 def _degrees(values: dict[str, Any], reading: Reading) -> None:
@@ -252,7 +251,9 @@ def _model_of_sizes(shape: dict[str, Any]) -> str:
 def _equal_model(shape: dict[str, Any]) -> str:
     """The shipped model with all these fields, and without experts unless they are one of them;
     learned positions may be more than the model's."""
-    compared = {"experts": None} | {k: v for k, v in shape.items() if k != "max_positions"}
+    compared: dict[str, Any] = {"experts": None, "mtp_layers": 0} | {
+        k: v for k, v in shape.items() if k != "max_positions"
+    }
     if shape.get("experts"):
         compared["experts"] = convert(shape["experts"], Experts, strict=False)
     for name in names("model"):
@@ -347,7 +348,7 @@ def _rest(values: dict[str, Any]) -> dict[str, str]:
     for name, default in defaults.items():
         if values.get(name, default) != default:
             options[name] = str(values[name])
-    for name in (*facts(Work), *facts(StackChoice), "partition"):
+    for name in (*facts(Work), *facts(StackChoice), "partition", "stages"):
         if values.get(name) and name not in (*LEADING, *defaults):
             options[name] = "" if values[name] is True else str(values[name])
     return options

@@ -23,6 +23,10 @@ FLEXIBLE = {"deepep": "deepep", "hybridep": "hybridep"}
 """Backends of the dispatcher `flex`."""
 BALANCED_BY_LOSS = ("aux_loss", "seq_aux_loss", "global_aux_loss")
 TYPE = "moe-token-dispatcher-type"
+FUSIONS = {"moe-router-fusion": "fused_router", "enable-experimental": "fused_indices"}
+"""Switches, each with the fact of the stack that it states; the experimental kernels also need
+PERMUTES."""
+PERMUTES = "moe-permute-fusion"
 
 
 def read_experts(reading: Reading, options: Options) -> None:
@@ -31,6 +35,7 @@ def read_experts(reading: Reading, options: Options) -> None:
     _capacity(reading, options)
     if options.get("num-experts"):
         _widths(reading, options)
+        reading.facts |= {fact: True for option, fact in FUSIONS.items() if _fuses(option, options)}
     if options.get("num-experts") or {TYPE, "moe-enable-deepep"} & options.keys():
         _dispatcher(reading, options)
     if "moe-shared-expert-overlap" in options:
@@ -38,6 +43,10 @@ def read_experts(reading: Reading, options: Options) -> None:
     if (overlap := "overlap-moe-expert-parallel-comm") in options:
         delayed = "delay-wgrad-compute" in options
         reading.put("ep_overlap", "delayed_wgrad" if delayed else "on", f"--{overlap}")
+
+
+def _fuses(option: str, options: Options) -> bool:
+    return option in options and (option != "enable-experimental" or PERMUTES in options)
 
 
 def _widths(reading: Reading, options: Options) -> None:

@@ -95,7 +95,9 @@ class CommonConstants(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     Tuples are NCCL's protocols (LL128, Simple): base latency, latency of a hop inside a node and
     between nodes, and share of the link rate.  `communicator_*_bytes` is the device memory of one
     NCCL communicator inside a node, or between nodes.  `grouped_gemm_s`: the least seconds of a
-    GEMM of a grouped one, which the host issues in a loop.  `graph_bytes_share`: the bytes that a
+    GEMM of a grouped one, which the host issues in a loop.  `expert_pace`: the seconds in which the
+    host issues a launch of a mixture of experts, over `host_launch_s`: Python of the packages
+    between launches.  `graph_bytes_share`: the bytes that a
     layer's CUDA graph holds in addition to the layer's kept activations, as a share of these
     activations.  `host_system_share`: the share of a node's host memory that the system and the
     training processes take; with an optimizer in host memory `host_other_bytes`, or
@@ -112,6 +114,7 @@ class CommonConstants(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     copy_latency_s: float
     optimizer_extra_bytes: float
     grouped_gemm_s: float = 0.0
+    expert_pace: float = 1.0
     communicator_node_bytes: float
     communicator_network_bytes: float
     graph_bytes_share: float

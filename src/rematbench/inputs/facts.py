@@ -95,7 +95,7 @@ def check_model(model: Model, label: str) -> None:
             "true with tied_embeddings: true is not modelled",
         ),
     }
-    for key, (wrong, problem) in contradictions.items():
+    for key, (wrong, problem) in (contradictions | _of_latent(model)).items():
         if wrong:
             raise ConfigError(label, key, problem)
     if model.attention_window and len(model.attention_window) != model.num_layers:
@@ -104,6 +104,25 @@ def check_model(model: Model, label: str) -> None:
             f"{model.num_layers} layers"
         )
         raise ConfigError(label, "attention_window", problem)
+
+
+def _of_latent(model: Model) -> dict[str, tuple[bool, str]]:
+    """What contradicts latent attention, by key; empty without it."""
+    given = model.latent
+    if given is None:
+        return {}
+    sizes = f"{given.nope} + {given.rope} = {given.qk} with latent attention"
+    index = (given.index_heads, given.index_dim, given.index_top)
+    rotary = model.position == "rope" and model.rotary_share == 1.0
+    return {
+        "head_dim": (model.head_dim != given.qk, f"must be nope + rope = {sizes}"),
+        "num_kv_heads": (model.num_kv_heads != model.num_heads, "must be num_heads with latent"),
+        "block": (model.block != "sequential", f"{model.block} with latent is not modelled"),
+        "position": (not rotary, "must be rope on the columns `rope` with latent"),
+        "qk_norm": (model.qk_norm, "true with latent is not modelled"),
+        "attention_sinks": (model.attention_sinks, "true with latent is not modelled"),
+        "latent": (any(index) and not all(index), "an indexer has index_heads, _dim and _top"),
+    }
 
 
 def _check_experts(model: Model, experts: Experts, label: str) -> None:

@@ -81,7 +81,7 @@ _ENCODERS = {
 }
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _FEATURES = {
-    "kv_lora_rank": "latent attention (keys and values of low rank)",
+    "kv_lora_rank": "latent attention in another block",
     "state_size": "state-space layers",
     "mamba_d_state": "state-space layers",
     "ssm_state_size": "state-space layers",
@@ -107,6 +107,7 @@ _SLIDES = {
     "local": True,
     "L": True,
     "full_attention": False,
+    "indexed_attention": False,
     "global": False,
     "G": False,
 }
@@ -160,7 +161,7 @@ def model_from_huggingface(data: Config, path: Path) -> Model:
 def _left_out(data: Config, known: Architecture) -> list[str]:
     """What a file of a known architecture asks for that its model is read without."""
     words = []
-    if data.get("num_nextn_predict_layers"):
+    if data.get("num_nextn_predict_layers") and "mtp_layers" not in known.keys:
         words.append("layers that predict more than one token are left out")
     if data.get("quantization_config") and known.dequantised:
         words.append("the quantised weights of the checkpoint are read as the run's precision")
@@ -269,9 +270,11 @@ class _Reader:
                 found |= rule.facts
         if "experts.count" in known.keys:
             found = self._with_experts(found)
+        if "latent.kv_rank" in known.keys:
+            found = self._with_latent(found)
         windows = self._windows(found["num_layers"])
         found["attention_window"] = windows if any(windows) else []
-        if found["position"] == "rope" and "rotary_share" not in known.facts:
+        if found["position"] == "rope" and not {"rotary_share", "latent"} & {*known.facts, *found}:
             found["rotary_share"] = self._rotary(found, windows)
         return found
 
@@ -294,6 +297,14 @@ class _Reader:
         if "shared_units" in experts:  # a number of experts that every token passes
             experts["shared_ffn"] = experts.pop("shared_units") * experts["ffn"]
         return {**rest, "experts": {**experts, "dense_layers": dense}}
+
+    def _with_latent(self, found: dict[str, Any]) -> dict[str, Any]:
+        """The fields with those of latent attention (`latent.kv_rank`) as one."""
+        mark = "latent."
+        latent = {k.removeprefix(mark): v for k, v in found.items() if k.startswith(mark)}
+        rest = {k: v for k, v in found.items() if not k.startswith(mark)}
+        sizes = {"head_dim": latent["nope"] + latent["rope"], "num_kv_heads": rest["num_heads"]}
+        return {**rest, **sizes, "latent": latent}
 
     def _is_sparse(self, layer: int) -> bool:
         """Whether a layer has experts."""

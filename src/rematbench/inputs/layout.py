@@ -8,6 +8,10 @@ from rematbench.inputs.configfile import wrong_field
 from rematbench.inputs.system import ZeroStage
 from rematbench.workload import NonNegativeInt, PositiveInt
 
+Partition = tuple[tuple[tuple[int, ...], ...], ...]
+"""The layers of each chunk of each rank: `partition[rank][chunk]` lists global indices, in which
+prediction layers count on behind the decoder's."""
+
 
 class LayoutError(UserError):
     """A layout breaks a rule; the message names the rule and the numbers."""
@@ -24,6 +28,9 @@ class Degrees(Part, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """So many ranks share the layers (pipeline parallelism)."""
     vpp: Annotated[PositiveInt, Fact(column="always")] = 1
     """A rank of the pipeline holds so many model chunks."""
+    stages: Annotated[str, Fact(option="--layout", metavar="TEXT")] = ""
+    """The stages of the pipeline hold E the embedding, t a layer, m a prediction layer, L the loss,
+    as in Et*3|(tt|)*29,m|L (none: equal numbers of layers)."""
     ulysses: Annotated[PositiveInt, Fact(column="always")] = 1
     """So many ranks of dp share each sequence by exchanges of heads (Ulysses)."""
     shard_degree: NonNegativeInt = 0
@@ -116,7 +123,7 @@ class Layout(Degrees, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return self.pp * self.vpp
 
 
-def even_partition(num_layers: int, layout: Layout) -> tuple[tuple[tuple[int, ...], ...], ...]:
+def even_partition(num_layers: int, layout: Layout) -> Partition:
     """The partition[rank][chunk] of contiguous layers over virtual stages.  Sizes differ by at most
     one; the middle stages take the remainder, because the ends also hold embedding and head."""
     stages = layout.num_chunks

@@ -5,6 +5,7 @@ from math import lcm
 from rematbench.inputs.layout import Layout, LayoutError
 from rematbench.inputs.load import load_system
 from rematbench.inputs.stackfacts import other_versions
+from rematbench.inputs.stages import prediction_rank
 from rematbench.inputs.system import System
 from rematbench.workload import Workload
 
@@ -26,12 +27,32 @@ def check_layout(layout: Layout, workload: Workload, system: System) -> None:
     _check(_size_rules(layout, workload))
     _check(_batch_rules(layout))
     _check(_rules(layout, workload, system))
+    if layout.stages or workload.model.mtp_layers:
+        _check(_prediction_rules(layout, workload, system))
 
 
 def _check(rules: list[tuple[bool, str]]) -> None:
     for broken, rule in rules:
         if broken:
             raise LayoutError(rule)
+
+
+def _prediction_rules(lay: Layout, work: Workload, system: System) -> list[tuple[bool, str]]:
+    """The rules of layers that predict more tokens, which stand where the layout says."""
+    model = work.model
+    rank, words = prediction_rank(model, lay), "layers that predict more tokens are not simulated"
+    if rank is None:
+        return []
+    inside = 0 < rank < lay.pp - 1
+    overlaps = lay.ep > 1 and system.experts.ep_overlap != "none"
+    return [
+        (model.mtp_layers > 1, f"{words} where there is more than one"),
+        (not work.trains_all, f"{words} where only a part of the model trains"),
+        (model.block != "sequential", f"{words} with attention and MLP in parallel"),
+        (rank == 0 and lay.pp > 1, f"{words} on the first of several ranks, as in Megatron-core"),
+        (model.tied_embeddings and inside, f"{words} between tied embeddings on other ranks"),
+        (overlaps, f"{words} with the overlap of experts' exchanges of system {system.name}"),
+    ]
 
 
 def _size_rules(lay: Layout, work: Workload) -> list[tuple[bool, str]]:
@@ -79,6 +100,7 @@ def _rules(lay: Layout, work: Workload, system: System) -> list[tuple[bool, str]
             "cp_kind: allgather has",
         ),
         *_ulysses_rules(lay, work, system),
+        *_latent_rules(lay, work, system),
         *_expert_rules(lay, work, system),
         *_trained_rules(lay, work),
         *_ep_overlap_rules(lay, work, system),
@@ -98,6 +120,10 @@ def _trained_rules(lay: Layout, work: Workload) -> list[tuple[bool, str]]:
         ),
         (work.dora and not work.lora_rank, "dora needs adapters (lora_rank)"),
         (experts, "adapters of experts are not modelled (lora_targets: q,k,v,o)"),
+        (
+            model.latent is not None and not {"q", "k", "v"}.isdisjoint(work.targets),
+            "adapters of latent attention are not modelled (lora_targets: o,gate,up,down)",
+        ),
         (work.partly and lay.tp > 1, f"tp = {lay.tp} with weights that do not train: not modelled"),
         (
             work.frozen_layers > 0 and lay.pp > 1,
@@ -137,7 +163,7 @@ def _stack_rules(lay: Layout, system: System) -> list[tuple[bool, str]]:
         ),
         *_shard_rules(lay, system),
         (
-            lay.state_shards > 1 and stage not in system.accepts.zero_stages,
+            lay.has_peers and stage not in system.accepts.zero_stages,
             f"system {system.name} has no ZeRO stage {stage} (its stages: {stages})",
         ),
         (
@@ -236,6 +262,24 @@ def _nested_rules(
         *(
             (holds, f"Ulysses inside context parallelism has no {words} (TransformerEngine)")
             for words, holds in refused.items()
+        ),
+    ]
+
+
+def _latent_rules(lay: Layout, work: Workload, system: System) -> list[tuple[bool, str]]:
+    """The rules of values with other columns than keys, in words of TransformerEngine, on which
+    stacks with fused norms run (attn_forward_func_with_cp of context_parallel.py), and of DeepSpeed
+    0.19.8 (ulysses_sp.py, UlyssesSPAttentionHF)."""
+    if work.model.latent is None:
+        return []
+    words = "Context parallelism does not support MLA with cp_comm_type="
+    gathered = system.parallel.cp_kind == "allgather" and system.kernels.norm == "fused"
+    return [
+        (lay.cp > 1 and gathered, f"cp = {lay.cp}: {words}'all_gather' (TransformerEngine)"),
+        (
+            lay.ulysses > 1 and lay.cp == 1,
+            f"ulysses = {lay.ulysses} with latent attention: {words}'a2a' (TransformerEngine), and "
+            "DeepSpeed's value input tensor does not match the required shape, the keys'",
         ),
     ]
 
@@ -384,7 +428,12 @@ def _model_rules(lay: Layout, work: Workload) -> list[tuple[bool, str]]:
             f"{model.name}",
         ),
         (
-            model.num_layers < lay.num_chunks,
+            model.mtp_layers > 0,
+            f"mtp_layers {model.mtp_layers}: layers that predict more tokens are not planned yet "
+            "(0: without them)",
+        ),
+        (
+            model.num_layers < lay.num_chunks and not lay.stages,
             f"{model.num_layers} layers cannot fill pp x vpp = {lay.num_chunks} chunks",
         ),
         (

@@ -276,8 +276,8 @@ def _aliases() -> dict[str, str]:
 
 
 class RowClaim(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The published rows of a stack: rows of the family `system`, or of one of `systems`, whose
-    note contains `note`.
+    """The published rows of a stack: rows of one of `systems`, and rows of the family `system`
+    whose note contains `note`.
     `recompute` maps a word in the recompute column of such a row to the stack's method."""
 
     system: str = ""
@@ -291,7 +291,7 @@ def claim_of_row(system: str, note: str) -> tuple[str, dict[str, str]]:
     """(stack, methods) of a published row: the first stack whose file claims the row under `rows`,
     with its methods by the row's words; without a claim, the row's `system` and no methods."""
     for stem, claim in _claimed_rows().items():
-        if system in (claim.system, *claim.systems) and claim.note in note:
+        if system in claim.systems or (system == claim.system and claim.note in note):
             return stem, claim.recompute
     return system, {}
 

@@ -11,7 +11,8 @@ from rematbench.workload import Workload
 class Shapes(Struct, frozen=True, kw_only=True):
     """Sizes on one rank, for one micro-batch.  `tokens`: rows after context parallelism and
     Ulysses; `shard_tokens`: rows of a tensor that sequence parallelism shards; `q_width`,
-    `kv_width`, `heads`, `kv_heads`, `ffn` and `vocab`: the rank's tensor-parallel share;
+    `kv_width`, `v_width`, `out_width` (of attention's output), `heads`, `kv_heads`, `ffn` and
+    `vocab`: the rank's tensor-parallel share;
     `document_len`: tokens of a document, the whole sequence if none are packed; `documents`: the
     documents of one sequence."""
 
@@ -27,6 +28,8 @@ class Shapes(Struct, frozen=True, kw_only=True):
     element_bytes: int
     q_width: int
     kv_width: int
+    v_width: int
+    out_width: int
     heads: int
     kv_heads: int
     ffn: int
@@ -52,6 +55,8 @@ def shapes(work: Workload, layout: Layout, system: System) -> Shapes:
         element_bytes=work.element_bytes,
         q_width=model.num_heads // tp * model.head_dim,
         kv_width=kv_heads * model.head_dim,
+        v_width=kv_heads * model.v_dim,
+        out_width=model.num_heads // tp * model.v_dim,
         heads=model.num_heads // tp,
         kv_heads=kv_heads,
         ffn=model.ffn // tp,

@@ -71,6 +71,8 @@ class StackChoice(Part, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Parameters are there with ZeRO 3; this replaces the stack's value."""
     ep_overlap: EpOverlapChoice | None = None
     """Experts' exchanges run beside another micro-batch; this replaces the stack's value."""
+    dispatcher: Dispatcher | None = None
+    """Tokens reach their experts in this way; this replaces the stack's value."""
 
 
 Scale = Annotated[float, Meta(gt=0.0, le=100.0)]
@@ -116,6 +118,10 @@ class States(Part, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """If true, the first backward of a step allocates each gradient when the kernel of its weight
     runs, and the end of the step frees them (zero_grad(set_to_none=True)); otherwise gradients are
     alive throughout."""
+    dummy_gradients: bool = False
+    """If true, products that add to a gradient hand autograd a buffer without values, in the dtype
+    of the weights: one for each shape of a weight on a rank, the head's too, which stays allocated
+    (TransformerEngine with Megatron's fused accumulation of gradients)."""
     step_scratch_bytes: StateBytes = 0
     """The optimizer step holds so many bytes per updated parameter and frees them."""
     flat_step: bool = False
@@ -297,6 +303,12 @@ class ExpertExchange(Part, frozen=True, kw_only=True, forbid_unknown_fields=True
     """If true, and exchanges overlap, the weight gradients of a backward follow the input gradients
     of its attention and of its experts, so that the exchange behind those overlaps with them
     too."""
+    fused_router: bool = False
+    """If true, one kernel computes a router's probabilities and map, and one each the scores and
+    the value of its balancing loss; otherwise torch operators do."""
+    fused_indices: bool = False
+    """If true, one kernel makes DeepEP's indices a map of tokens to experts; otherwise torch
+    operators do."""
     expert_workspaces: Workspaces = 0
     """A model with experts has so many workspaces more than `workspaces` (the streams of a grouped
     GEMM)."""

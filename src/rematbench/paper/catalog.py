@@ -20,9 +20,8 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct
 
-from rematbench.evidence.published.derived import all_cells
 from rematbench.evidence.published.derived import bundles as sheet_bundles
-from rematbench.evidence.published.sheets import read_sheet
+from rematbench.evidence.published.derived import every_cell
 from rematbench.host.console import CommandError
 from rematbench.host.table import SUFFIXES
 from rematbench.inputs.configfile import ConfigError, convert
@@ -211,8 +210,8 @@ def studies() -> list[str]:
 
 @cache
 def sheets() -> dict[str, list[dict[str, str]]]:
-    """The cells to predict for the papers' tables, by bundle."""
-    return sheet_bundles(all_cells(read_sheet(Path("results/published/runs.csv"))), discover())
+    """The cells to predict, by bundle."""
+    return sheet_bundles(every_cell(), discover())
 
 
 @cache

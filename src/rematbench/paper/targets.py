@@ -31,6 +31,7 @@ PAPER = f"results/{catalog.PAPER}"
 PUBLISHED = "results/published"
 LEFT_OUT = "config/left_out.csv"
 """The rows from which bands of predictions are learnt."""
+WORDS = "config/rows.yaml"
 PAGE = ("config/report.yaml", "src/rematbench/paper/page.html.jinja")
 
 
@@ -172,18 +173,6 @@ def _table(file: catalog.TableFile) -> Target:
     )
 
 
-def _predicted(name: str, output: str, hosts: str) -> Target:
-    return Target(
-        name=name,
-        outputs=(output,),
-        module=f"{BUILDERS}.predictions",
-        inputs={"sheet": f"{PUBLISHED}/runs_more.csv"},
-        reads=lambda _: [LEFT_OUT],
-        derived=lambda _: {"hosts": hosts},
-        simulates=True,
-    )
-
-
 def _searched(name: str, kind: str, within: str = "", **inputs: str) -> Target:
     return Target(
         name=f"search_{name}",
@@ -216,14 +205,19 @@ def targets() -> tuple[Target, ...]:
             name="predict",
             outputs=(f"{PAPER}/predictions/{{method}}.csv",),
             module=f"{BUILDERS}.predictions",
-            reads=lambda values: [LEFT_OUT, *_method_files(values)],
+            reads=lambda values: [LEFT_OUT, WORDS, *_method_files(values)],
             # A change of other rows of the sheet reruns nothing.
             content=lambda values: content_hash(catalog.sheets()[values["method"]]),
             simulates=True,
             priority=1,
         ),
-        _predicted("predict_more", f"{PAPER}/predictions_more.csv", ""),
-        _predicted("predict_instant", f"{PAPER}/predictions_instant_hosts.csv", "instant"),
+        Target(
+            name="predict_instant",
+            outputs=(f"{PAPER}/predictions_instant_hosts.csv",),
+            module=f"{BUILDERS}.predictions",
+            reads=lambda _: [LEFT_OUT, WORDS, f"{PUBLISHED}/runs_more.csv"],
+            simulates=True,
+        ),
         Target(
             name="study",
             outputs=(f"{PAPER}/studies/{{study}}.json",),
@@ -250,7 +244,6 @@ def targets() -> tuple[Target, ...]:
             "sweeps",
             "1",
             sheet=f"{PAPER}/tables/predictions.csv",
-            more=f"{PAPER}/predictions_more.csv",
         ),
         _searched("spaces", "spaces", jobs="config/searched.yaml"),
         _searched("experts", "spaces", jobs="config/searched_experts.yaml"),

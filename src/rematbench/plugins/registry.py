@@ -129,8 +129,12 @@ class Composition(Struct, frozen=True):
 
     @property
     def parameters(self) -> dict[str, dict[str, Any]]:
-        """The parameter values of each method, as JSON types."""
-        return {m.name: msgspec.json.decode(msgspec.json.encode(m)) for m in self.methods}
+        """The parameter values of each method, as JSON types; empty texts are left out."""
+        plain = {m.name: msgspec.json.decode(msgspec.json.encode(m)) for m in self.methods}
+        return {
+            name: {key: value for key, value in values.items() if value != ""}
+            for name, values in plain.items()
+        }
 
     def plan(self, problem: Problem, base: Plan | None = None) -> Plan | Unsupported:
         """The composed plan, or the reason of the first method without a plan."""
@@ -291,6 +295,10 @@ def _inline(text: str, spec: str, hint: Callable[[], str]) -> dict[str, Value]:
     """The settings in a text `key=value,key=value`; `hint` names the nearest policy for errors."""
     found: dict[str, Value] = {}
     for word in re.split(r",(?![^\[]*\])", text) if text else ():  # a list stays whole
+        if found and re.fullmatch(r"[\d-]+", word.strip()):  # a list of numbers goes on
+            last, before = found.popitem()
+            found[last] = f"{before},{word.strip()}"
+            continue
         key, equals, value = (piece.strip() for piece in word.partition("="))
         if not equals or not key or key in found:
             near = "" if equals else hint()

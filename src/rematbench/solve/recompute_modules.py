@@ -1,13 +1,19 @@
-"""The modules that Megatron-core can recompute, as the saved tensors inside them."""
+"""What recomputation may choose: the modules that Megatron-core can recompute, as the saved tensors
+inside them, and layers one by one, as texts."""
 
+import re
 from collections.abc import Iterable
+from itertools import groupby
 from typing import Literal
 
-Module = Literal["core_attn", "layernorm", "mlp", "moe", "moe_act", "shared_experts"]
+from rematbench.plan import Plan, Recompute, Rule, Scope, Select
+from rematbench.problem import Problem
+
+Module = Literal["core_attn", "layernorm", "mlp", "moe", "moe_act", "shared_experts", "mla_up_proj"]
 CORE_ATTENTION = ("attn_probs", "attn_probs_mask", "attn_probs_dropped")
 MLP = ("gate_out", "up_out", "act_out", "fc2_in")
 SHARED = ("shared_gate_out", "shared_up_out", "shared_fc2_in")
-WEIGHTED = ("expert_act_out", "expert_fc2_in")
+WEIGHTED = ("expert_act_out", "expert_clamped", "expert_fc2_in")
 EXPERTS = ("expert_in", "expert_fc1_out", "expert_probs", *WEIGHTED)
 MODULES: dict[Module, tuple[str, ...]] = {
     "core_attn": (*CORE_ATTENTION, "lse"),
@@ -16,6 +22,7 @@ MODULES: dict[Module, tuple[str, ...]] = {
     "moe": ("router_scores", "permutation", *EXPERTS, *SHARED, "shared_out"),
     "moe_act": WEIGHTED,
     "shared_experts": SHARED,
+    "mla_up_proj": ("q", "k", "v"),
 }
 """The saved tensors inside the modules that Megatron-core recomputes (transformer_config.py,
 recompute_modules)."""
@@ -24,3 +31,75 @@ recompute_modules)."""
 def modules_dropped(modules: Iterable[Module]) -> tuple[str, ...]:
     """The saved tensors that recompute modules drop, in the order of the modules."""
     return tuple(dict.fromkeys(name for module in modules for name in MODULES[module]))
+
+
+def before_experts(problem: Problem) -> tuple[int, ...]:
+    """The layers where the module `layernorm` drops `mlp_norm_out` and nothing else, on a stack
+    with TransformerEngine's norms: they are part of the linear after them, except the norm before
+    experts (megatron-core 0.16.1, core/models/gpt/gpt_layer_specs.py, pre_mlp_layernorm).  Empty
+    for a stack whose norms are all modules, and for a model without experts."""
+    model = problem.workload.model
+    if problem.system.kernels.norm != "fused" or model.experts is None:
+        return ()
+    return tuple(layer for layer in range(model.num_layers) if not model.is_dense(layer))
+
+
+def rebuilding(
+    names: Iterable[str],
+    scope: Scope,
+    routed: tuple[int, ...] = (),
+    layers: tuple[int, ...] | None = None,
+) -> list[Rule]:
+    """Rules that rebuild these tensors of `layers` (None: of every layer), but of the layers
+    `routed` alone the output of the norm before experts (empty: of all of them too)."""
+    norm = ["mlp_norm_out"] if routed else []
+    at_norm = tuple(layer for layer in routed if layers is None or layer in layers)
+    parts = (
+        ([name for name in names if name not in norm], layers),
+        ([name for name in names if name in norm], at_norm),
+    )
+    return [
+        Rule(
+            Select(parts=("layer",), layers=where, activations=tuple(some), kept=True),
+            Recompute(scope=scope),
+        )
+        for some, where in parts
+        if some and where != ()
+    ]
+
+
+def chosen_layers(base: Plan, layers: str, per_chunk: str) -> tuple[int, ...] | str:
+    """The layers that a text lists (`0-5,20`: global indices, of which prediction layers follow the
+    decoder's), or the first so many of each chunk in pipeline order (`per_chunk`, as `6,5,0`).  A
+    sentence where a text is wrong, or lists none of the layers."""
+    virtual = [rank[c] for c in range(len(base.partition[0])) for rank in base.partition]
+    last = max(layer for chunk in virtual for layer in chunk)
+    if layers and per_chunk:
+        return "layers and per_chunk exclude each other"
+    if not re.fullmatch(r"\d{1,6}(-\d{1,6})?(,\d{1,6}(-\d{1,6})?)*", layers or per_chunk):
+        return f"{layers or per_chunk!r} is no list of numbers, as 0-5,20"
+    found: set[int] = set()
+    if layers:
+        for word in layers.split(","):
+            first, _, end = word.partition("-")
+            found |= set(range(int(first), min(int(end or first), last + 1) + 1))
+        if not found or max(found) > last:
+            return f"layers {layers}: the layers are 0-{last}"
+        return tuple(sorted(found))
+    counts = [int(count) if count.isdigit() else -1 for count in per_chunk.split(",")]
+    sizes = [len(chunk) for chunk in virtual]
+    if len(counts) != len(sizes) or not all(
+        0 <= n <= of for n, of in zip(counts, sizes, strict=True)
+    ):
+        return f"per_chunk {per_chunk}: the chunks have {','.join(map(str, sizes))} layers"
+    found = {layer for chunk, n in zip(virtual, counts, strict=True) for layer in chunk[:n]}
+    return tuple(sorted(found)) or f"per_chunk {per_chunk} selects no layer"
+
+
+def layers_text(layers: Iterable[int]) -> str:
+    """Layers in the form of `chosen_layers`: runs as `0-5`, between commas."""
+    runs = [
+        [layer for _, layer in run]
+        for _, run in groupby(enumerate(sorted(layers)), lambda pair: pair[1] - pair[0])
+    ]
+    return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)

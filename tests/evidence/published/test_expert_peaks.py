@@ -8,10 +8,10 @@ and the weighted activation were counted, with which the rows meet them.
 from functools import cache
 from statistics import median
 
-from rematbench.evidence.expert_rows import expert_rows
 from rematbench.evidence.published.sheets import Cell, read_peak_kind, read_peak_rank, read_sheet
 from rematbench.inputs.load import load_cluster, load_system
 from rematbench.inputs.paths import data_dir
+from tests.predicted import read_of
 
 APART = "num-distributed-optimizer-instances"
 """Rows with this flag are refused: experts whose states are sharded over a part of the ranks."""
@@ -22,7 +22,7 @@ def errors() -> dict[str, float]:
     """Predicted over published peak, less 1, of each row whose peak is compared, by its table."""
     return {
         row["table"]: float(row["pred_peak_device_bytes"]) / float(row["peak_device_bytes"]) - 1.0
-        for row in expert_rows()
+        for row in read_of("moe.csv")
         if row["peak_device_bytes"]
     }
 

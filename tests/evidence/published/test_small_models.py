@@ -57,7 +57,7 @@ def test_all_rows_keep_the_promise(group: Group) -> None:
     assert group.promises["mean"].accepted <= MOST
     error = mean_error([row for row in rows if not is_fit(row, shipped.fit)])
     assert error <= MOST
-    (report,) = validate([], shipped, Accuracy(groups=(group,)), more=every).groups
+    (report,) = validate(every, shipped, Accuracy(groups=(group,))).groups
     assert report.mean == pytest.approx(error)
     assert report.status == "met"
 

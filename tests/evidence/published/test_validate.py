@@ -1,12 +1,11 @@
 """Accuracy on published cells: nothing may be worse than config/accuracy.yaml accepts."""
 
 from functools import cache
+from typing import get_args
 
 import pytest
 
-from rematbench.evidence.accuracy import MORE, Report, load_accuracy, validate
-from rematbench.evidence.expert_rows import expert_rows
-from rematbench.evidence.published.phase_rows import hosted_rows
+from rematbench.evidence.accuracy import Report, Sheet, load_accuracy, validate
 from rematbench.evidence.published.sheets import read_sheet
 from rematbench.inputs.load import calibration
 from rematbench.inputs.paths import data_dir
@@ -19,10 +18,9 @@ pytestmark = pytest.mark.full  # a minute of CPU; test_peaks.py predicts 31 of t
 
 @cache
 def report() -> Report:
-    """All 455 cells, and the 720 single-node rows."""
-    cells, more = (predicted(published(name)) for name in ("runs.csv", MORE))
-    hosted, routed = hosted_rows(), expert_rows()
-    return validate(cells, calibration(), ACCURACY, more=more, hosted=hosted, routed=routed)
+    """The rows of all scored sheets."""
+    rows = [row for name in get_args(Sheet) for row in predicted(published(name))]
+    return validate(rows, calibration(), ACCURACY)
 
 
 @pytest.mark.parametrize(("group", "statistic"), PROMISES)

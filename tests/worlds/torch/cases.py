@@ -19,7 +19,7 @@ from rematbench.plan import (
     Window,
 )
 from rematbench.problem import Problem
-from rematbench.workload import Experts, Model, Precision
+from rematbench.workload import Experts, Latent, Model, Precision
 from rematbench.worlds.torch.case import Case
 from tests.problems import (
     FULL,
@@ -48,6 +48,13 @@ SHARED = replace(
     qk_norm=False,
     experts=replace(EXPERTS, router="sigmoid", router_bias=True, shared_ffn=48, dense_layers=(0,)),
 )
+LATENT = replace(
+    TINY,
+    name="tiny-latent",
+    num_kv_heads=4,
+    head_dim=12,
+    latent=Latent(q_rank=24, kv_rank=16, nope=8, rope=4, v=6),
+)
 SEQ = 32
 
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -55,6 +62,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2": {"tp": 2, "global_batch": 2},
     "tp2-no-sp": {"tp": 2, "sp": False, "global_batch": 2},
     "pp2": {"pp": 2, "global_batch": 4},
+    "pp2-vpp2-ends": {"pp": 2, "vpp": 2, "global_batch": 4, "stages": "E|tt|tt|L"},
     "cp2": {"cp": 2, "global_batch": 2, "micro_batch": 2},
     "dp2": {"dp": 2, "zero_stage": 1, "global_batch": 4},
     "dp2-zero0": {"dp": 2, "zero_stage": 0, "global_batch": 4},
@@ -99,6 +107,10 @@ EXPERT_LAYOUTS: dict[str, dict[str, Any]] = {
     },
     "tp2-ep2-etp1-pp2": {
         **{"tp": 2, "dp": 2, "ep": 2, "etp": 1, "pp": 2, "zero_stage": 1, "global_batch": 4}
+    },
+    "tp2-ep2-pp2-vpp2": {
+        **{"tp": 2, "dp": 2, "ep": 2, "etp": 2, "pp": 2, "vpp": 2, "zero_stage": 1},
+        **{"global_batch": 4},
     },
 }
 """Layouts of models with experts."""

@@ -46,16 +46,37 @@ class Reference:
             y = self.norm(y, f"{name}_norm")
         if self.model.position != "rope" or name.endswith("v"):
             return y
+        return self.turned(y)
+
+    def turned(self, y: Tensor) -> Tensor:
+        """All columns of each head after RoPE."""
         half = y.shape[-1] // 2
         power = torch.arange(half, dtype=torch.float64) * 2 / y.shape[-1]
         angle = torch.arange(y.shape[-2], dtype=torch.float64)[:, None] * ROPE_BASE**-power
         turn = torch.polar(torch.ones_like(angle), angle)
         turned = torch.complex(y[..., :half].double(), y[..., half:].double()) * turn
-        return torch.cat([turned.real, turned.imag], -1).to(x.dtype)
+        return torch.cat([turned.real, turned.imag], -1).to(y.dtype)
 
-    def layer(self, x: Tensor, name: str) -> Tensor:
+    def latent(self, x: Tensor, name: str) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values of latent attention."""
+        given, heads = self.model.latent, self.model.num_heads
+        assert given is not None
+        y = x
+        if given.q_rank:
+            y = self.norm(self.linear(x, f"{name}.q_latent"), f"{name}.q_latent_norm")
+        q = self.linear(y, f"{name}.q").unflatten(-1, (heads, -1)).transpose(1, 2)
+        q = torch.cat([q[..., : given.nope], self.turned(q[..., given.nope :])], -1)
+        y = self.norm(self.linear(x, f"{name}.kv_latent"), f"{name}.kv_latent_norm")
+        own, v = (
+            self.linear(y, f"{name}.{part}").unflatten(-1, (heads, -1)).transpose(1, 2)
+            for part in ("k_nope", "v")
+        )
+        shared = self.turned(self.linear(x, f"{name}.k_rope")[:, None])
+        return q, torch.cat([own, shared.expand(-1, heads, -1, -1)], -1), v
+
+    def grouped(self, y: Tensor, name: str) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, and keys and values once for each of their heads."""
         m = self.model
-        y = self.norm(x, f"{name}.attn_norm")
         q = self.heads(y, f"{name}.q", m.num_heads)
         k = self.heads(y, f"{name}.k", m.num_kv_heads).repeat_interleave(
             m.num_heads // m.num_kv_heads, 1
@@ -63,6 +84,12 @@ class Reference:
         v = self.heads(y, f"{name}.v", m.num_kv_heads).repeat_interleave(
             m.num_heads // m.num_kv_heads, 1
         )
+        return q, k, v
+
+    def layer(self, x: Tensor, name: str) -> Tensor:
+        m = self.model
+        y = self.norm(x, f"{name}.attn_norm")
+        q, k, v = (self.latent if m.latent else self.grouped)(y, name)
         scores = q @ k.transpose(-1, -2) / m.head_dim**0.5
         hidden = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
         y = scores.masked_fill(hidden, float("-inf")).softmax(-1) @ v

@@ -58,7 +58,7 @@ def test_which_operator_a_gpu_uses(
 ) -> None:
     with FakeTensorMode():
         x = torch.empty(1, 1, 8, head_dim, dtype=dtype, device=DEVICE)
-        assert attention_backends.backend(x, kernel) == row
+        assert attention_backends.backend(x, x.shape[-1], kernel) == row
 
 
 def test_cudnn_saves_what_flash_saves() -> None:

@@ -17,6 +17,8 @@ RAW = {
 VARIANTS = {
     "tied ends keep": cases.case("pp2", "keep", model=cases.TIED),
     "tied ends offload": cases.case("pp2", "offload", model=cases.TIED),
+    "ends without layers full": cases.case("pp2-vpp2-ends", "full"),
+    "tied ends without layers offload": cases.case("pp2-vpp2-ends", "offload", model=cases.TIED),
     "biases and learned positions offload": cases.case("ulysses2", "offload", model=TINY_GPT),
     "unfused attention full": cases.case("ulysses2", "full", attention="unfused"),
 }

@@ -12,8 +12,8 @@ from rematbench.engine.lowering.states.state_shards import has_whole_gradients
 from rematbench.inputs.cluster import Cluster
 from rematbench.inputs.layout import Layout
 from rematbench.inputs.system import System, with_facts
-from rematbench.plan import Plan
-from rematbench.problem import Problem, state_fates
+from rematbench.plan import Plan, state_fates
+from rematbench.problem import Problem
 from rematbench.solve.kept import resolved
 
 
@@ -57,7 +57,7 @@ def alone(layout: Layout, gpus_per_node: int, domain: int, pp: int) -> Layout:
     micro_batches = MICRO_BATCHES if pp > 1 else 2
     if pp == 1 and layout.zero_stage > 1:  # every pass gathers or reduces among all replicas
         count = micro_batches * layout.replicas * layout.micro_batch
-        return replace(layout, global_batch=count)
+        return replace(layout, global_batch=count, stages="")
     model = layout.tp * layout.cp * layout.ulysses  # ranks of one copy of a stage
     block = layout.ep * layout.expert_tp
 
@@ -72,6 +72,7 @@ def alone(layout: Layout, gpus_per_node: int, domain: int, pp: int) -> Layout:
         layout,
         pp=pp,
         vpp=1,
+        stages="",
         dp=layout.ulysses * copies,
         shard_degree=0,
         zero_stage=1,

@@ -4,6 +4,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 from itertools import product
+from operator import itemgetter
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -13,7 +14,8 @@ from rematbench.inputs.cluster import Cluster
 from rematbench.inputs.job import Job
 from rematbench.inputs.layout import Layout, LayoutError, even_partition
 from rematbench.inputs.layout_rules import check_layout
-from rematbench.inputs.system import System, ZeroStage
+from rematbench.inputs.stages import partition_of_sizes, read_stages
+from rematbench.inputs.system import Dispatcher, System, ZeroStage, with_facts
 from rematbench.plan import Plan, Unsupported
 from rematbench.plugins.registry import IDENTITY, Registry
 from rematbench.problem import Problem
@@ -21,6 +23,11 @@ from rematbench.workload import Workload
 
 DEGREES = ("tp", "cp", "pp", "vpp", "dp")
 """The degrees that tables show of every layout, in this order."""
+
+
+FLEX: dict[str, Dispatcher] = {"hopper": "deepep", "blackwell": "hybridep"}
+"""Dispatchers that send a token once to a node, by the GPUs that have their kernels (Megatron-core
+0.16.1, core/transformer/moe/fused_a2a.py)."""
 
 
 MOST_MICRO_BATCH = 64
@@ -49,17 +56,27 @@ class LayoutChoice(Struct, frozen=True):
     """A layout and the layers of each of its chunks, in pipeline order.  `even`: the partition is
     the even one; `hosted`: the optimizer's states are in host memory, although the stack keeps them
     on the device; `states`: the method, with its settings, that places them in pieces (empty:
-    none)."""
+    none); `overlaps`: experts' exchanges run beside another micro-batch, although the stack has
+    them wait; `dispatcher`: it replaces the stack's (None: it does not)."""
 
     layout: Layout
     sizes: tuple[int, ...]
     even: bool = True
     hosted: bool = False
     states: str = ""
+    overlaps: bool = False
+    dispatcher: Dispatcher | None = None
 
     def base(self, plan: Plan) -> Plan:
         """The plan that methods begin with: `plan` with this choice's partition."""
-        return plan if self.even else replace(plan, partition=_partition(self.sizes, self.layout))
+        if self.even:
+            return plan
+        return replace(plan, partition=partition_of_sizes(self.sizes, self.layout.pp))
+
+    def of_sizes(self, sizes: tuple[int, ...]) -> "LayoutChoice":
+        """The choice with other numbers of layers."""
+        even = sizes == even_sizes(sum(sizes), self.layout)
+        return replace(self, sizes=sizes, even=even)
 
     def keeping(self, problem: Problem, registry: Registry) -> Plan | Unsupported:
         """The plan that keeps every activation here, with its states where they are placed."""
@@ -72,12 +89,25 @@ class LayoutChoice(Struct, frozen=True):
         return () if self.even else ("--partition", ",".join(map(str, self.sizes)))
 
 
-def _partition(sizes: tuple[int, ...], lay: Layout) -> tuple[tuple[tuple[int, ...], ...], ...]:
-    starts = [sum(sizes[:i]) for i in range(len(sizes))]
-    chunks = [tuple(range(a, a + n)) for a, n in zip(starts, sizes, strict=True)]
-    return tuple(
-        tuple(chunks[chunk * lay.pp + rank] for chunk in range(lay.vpp)) for rank in range(lay.pp)
-    )
+def even_sizes(layers: int, layout: Layout) -> tuple[int, ...]:
+    """The layers of each chunk of the even partition, in pipeline order."""
+    even = even_partition(layers, layout)
+    return tuple(len(rank[chunk]) for chunk in range(layout.vpp) for rank in even)
+
+
+def ended(
+    choice: LayoutChoice, layout: Layout, layers: int, first: int, last: int
+) -> LayoutChoice | None:
+    """The choice with so many layers in the first and the last chunk of `layout`, and the others
+    in the chunks between, as evenly as possible, the first of these with more; None if there is
+    none with layers in each."""
+    between = layout.num_chunks - 2
+    rest = layers - first - last
+    if min(first, last) < 0 or rest < between or (rest and not between):
+        return None
+    each, extra = divmod(rest, between) if between else (0, 0)
+    sizes = (first, *(each + (i < extra) for i in range(between)), last)
+    return replace(choice, layout=layout).of_sizes(sizes)
 
 
 class Space(Struct, frozen=True):
@@ -108,27 +138,83 @@ def space(spec: Job, fixed: Fixed, work: Workload, cluster: Cluster, system: Sys
             continue
         results = [
             choice
-            for choice in partitions(layout, work.model.num_layers)
-            if choice.sizes[0] > work.model.first_dense
+            for choice in _stated(layout, work) or partitions(layout, work.model.num_layers)
+            if choice.sizes[0] > work.model.first_dense and choice.sizes[-1]
         ]
         if not results:
-            refused["the first chunk has none of the layers with experts (not searched)"] += 1
+            words = "the first chunk has none of the layers with experts (not searched)"
+            refused["a chunk has no layers (not searched)" if layout.stages else words] += 1
         choices += results
+        for dispatcher, overlaps in _exchanges_of(spec, layout, work, cluster, system):
+            choices += [
+                replace(choice, dispatcher=dispatcher, overlaps=overlaps) for choice in results
+            ]
         hosts = spec.stack.optimizer is None and may_host(cluster, system)
         if hosts and work.model.experts is None:
             choices += [replace(choice, hosted=True) for choice in results]
     return Space(tuple(choices), dict(refused))
 
 
+def _stated(layout: Layout, work: Workload) -> list[LayoutChoice]:
+    """The layout with the layers that its text states; none without a text."""
+    if not layout.stages:
+        return []
+    stages = read_stages(layout.stages)
+    return [LayoutChoice(layout, tuple(len(stage.layers) for stage in stages))]
+
+
 def _dense_between_experts(work: Workload) -> str:
     """Why a model cannot be searched; empty if it can."""
     model = work.model
+    if model.mtp_layers:
+        return (
+            f"search has no layers that predict more tokens, as {model.name} has; simulate and "
+            "compare take --layout"
+        )
     if model.experts is None or set(model.experts.dense_layers) == set(range(model.first_dense)):
         return ""
     return (
         f"search needs dense layers to come first, but {model.name} has {model.expert_layers} "
         f"layers with experts of {model.num_layers}; simulate and compare take --ep and --etp"
     )
+
+
+def _exchanges_of(
+    spec: Job, layout: Layout, work: Workload, cluster: Cluster, system: System
+) -> Iterator[tuple[Dispatcher | None, bool]]:
+    """The (dispatcher, whether exchanges overlap) of experts that a layout may have beside the
+    stack's, where the job leaves them open."""
+    beside = switches_overlap(spec, system) and layout.num_micro_batches > 1
+    flex = other_dispatcher(spec, cluster, system)
+    for dispatcher, overlaps in product(dict.fromkeys((None, flex)), (False, True)[: 1 + beside]):
+        if layout.ep == 1 or not (dispatcher or overlaps):
+            continue
+        chosen = with_facts(
+            system,
+            dispatcher=dispatcher or system.experts.dispatcher,
+            ep_overlap="interleaved" if overlaps else system.experts.ep_overlap,
+        )
+        try:
+            check_layout(layout, work, chosen)
+        except LayoutError:
+            continue
+        yield dispatcher, overlaps
+
+
+def switches_overlap(spec: Job, system: System) -> bool:
+    """Whether the stack can run experts' exchanges beside another micro-batch, does not yet, and
+    the job leaves it open."""
+    has = "ep_overlap" in system.accepts.features and system.experts.ep_overlap == "none"
+    return has and spec.stack.ep_overlap is None
+
+
+def other_dispatcher(spec: Job, cluster: Cluster, system: System) -> Dispatcher | None:
+    """The dispatcher to try beside the stack's all-to-all, if the job leaves it open: where the
+    stack is Megatron-core of 0.16, of which alone exchanges overlap too, and the GPUs have its
+    kernels."""
+    plain = system.experts.dispatcher == "alltoall" and "ep_overlap" in system.accepts.features
+    undecided = plain and spec.stack.dispatcher is None
+    return FLEX.get(cluster.generation) if undecided else None
 
 
 def may_host(cluster: Cluster, system: System) -> bool:
@@ -161,12 +247,11 @@ def layouts(
             if batch % replicas:
                 refused["global batch is not a multiple of the number of replicas"] += 1
                 continue
-            for sp, micro_batch, vpp, zero, (ep, etp) in product(
-                _row_shards(fixed.sp, tp),
+            for sp, micro_batch, vpp, (zero, ep, etp) in product(
+                _row_shards(fixed.sp, tp, work),
                 _micro_batches(fixed.micro_batch, batch // replicas),
-                _chunks(fixed.vpp, pp, work.model.num_layers),
-                _stages(fixed.zero_stage, pp, dp * cp, work, system),
-                _expert_degrees(fixed, tp, tp * cp * dp, work),
+                _chunks(fixed.vpp, pp, work.model.num_layers, spec.degrees.stages),
+                _states_and_experts(fixed, (tp, cp, pp, dp), work, system),
             ):
                 yield Layout(
                     **kept, tp=tp, sp=sp, cp=cp, pp=pp, vpp=vpp, dp=dp, zero_stage=zero,
@@ -190,10 +275,13 @@ def _degrees(fixed: int | None, total: int, most: int) -> list[int]:
     return [n for n in range(1, min(total, most) + 1) if total % n == 0]
 
 
-def _row_shards(fixed: bool | None, tp: int) -> list[bool]:
-    """Sequence parallelism on and off; off alone where one rank has the whole tensors."""
+def _row_shards(fixed: bool | None, tp: int, work: Workload) -> list[bool]:
+    """Sequence parallelism on and off; off alone where one rank has the whole tensors, on alone for
+    experts, which need it."""
     if tp == 1:
         return [False]
+    if fixed is None and work.model.experts is not None:
+        return [True]
     return [True, False] if fixed is None else [fixed]
 
 
@@ -203,12 +291,15 @@ def _micro_batches(fixed: int | None, sequences: int) -> list[int]:
     return _degrees(None, sequences, MOST_MICRO_BATCH)
 
 
-def _chunks(fixed: int | None, pp: int, layers: int) -> list[int]:
-    """Chunks per rank: 1, and each number for which all chunks have equally many layers if the
-    embedding, the head or both count as a layer (the chunks at the ends then have one layer less;
-    Megatron: account_for_embedding_in_pipeline_split, account_for_loss_in_pipeline_split)."""
+def _chunks(fixed: int | None, pp: int, layers: int, stages: str) -> list[int]:
+    """Chunks per rank: those of stated stages; else 1, and each number for which all chunks have
+    equally many layers if the embedding, the head or both count as a layer (the chunks at the ends
+    then have one layer less; Megatron: account_for_embedding_in_pipeline_split,
+    account_for_loss_in_pipeline_split)."""
     if fixed is not None:
         return [fixed]
+    if stages:
+        return [max(1, len(read_stages(stages)) // pp)]
     if pp == 1:
         return [1]
     ends = (0, 1, 2)
@@ -232,16 +323,29 @@ def _expert_degrees(
     ]
 
 
-def _stages(
-    fixed: ZeroStage | None, pp: int, shards: int, work: Workload, system: System
-) -> list[ZeroStage]:
-    """The ZeRO stages to try, in a pipeline those that the stack has there.  Without data-parallel
-    peers all are equal: only stage 1, and stage 0 too for experts, which may have other peers.
-    Stage 2 of FSDP in a pipeline is its stage 3."""
+def _states_and_experts(
+    fixed: Fixed, degrees: tuple[int, int, int, int], work: Workload, system: System
+) -> list[tuple[ZeroStage, int, int | None]]:
+    """(ZeRO stage, ep, etp) to try at degrees tp, cp, pp and dp, by the stage.  Experts may have
+    peers where the other parameters have none."""
+    tp, cp, pp, dp = degrees
+    found = [
+        (stage, ep, etp)
+        for ep, etp in _expert_degrees(fixed, tp, tp * cp * dp, work)
+        for stage in _stages(
+            fixed.zero_stage, pp, dp * cp > 1 or tp * cp * dp > ep * (etp or tp), system
+        )
+    ]
+    return sorted(found, key=itemgetter(0))
+
+
+def _stages(fixed: ZeroStage | None, pp: int, peers: bool, system: System) -> list[ZeroStage]:
+    """The ZeRO stages to try, in a pipeline those that the stack has there.  Without peers all are
+    equal: only stage 1.  Stage 2 of FSDP in a pipeline is its stage 3."""
     if fixed is not None:
         return [fixed]
-    if shards == 1:
-        return [0, 1] if work.model.experts is not None else [1]
+    if not peers:
+        return [1]
     if pp == 1:
         return [0, 1, 2, 3]
     same = system.zero.data_parallel == "fsdp" and 3 in system.accepts.pipeline_zero_stages
@@ -251,18 +355,12 @@ def _stages(
 def partitions(layout: Layout, layers: int) -> Iterator[LayoutChoice]:
     """The even partition, and the partitions with one layer less or more on the first or the last
     rank (without interleaving, from pp 3 on)."""
-    even = even_partition(layers, layout)
-    sizes = [len(even[i % layout.pp][i // layout.pp]) for i in range(layout.num_chunks)]
-    yield LayoutChoice(layout, tuple(sizes))
+    sizes = even_sizes(layers, layout)
+    even = LayoutChoice(layout, sizes)
+    yield even
     if layout.pp < 3 or layout.vpp > 1:
         return
     for first, last in product((-1, 0, 1), repeat=2):
-        moved = list(sizes)
-        moved[0] += first
-        moved[-1] += last
-        middle = layers - moved[0] - moved[-1]
-        each, extra = divmod(middle, layout.pp - 2)
-        inner = [each + (i < extra) for i in range(layout.pp - 2)]
-        result = (moved[0], *inner, moved[-1])
-        if min(result) > 0 and result != tuple(sizes):
-            yield LayoutChoice(layout, result, even=False)
+        moved = ended(even, layout, layers, sizes[0] + first, sizes[-1] + last)
+        if moved is not None and min(moved.sizes) > 0 and not moved.even:
+            yield moved

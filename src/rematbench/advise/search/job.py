@@ -11,7 +11,7 @@ from msgspec import convert
 from msgspec.structs import replace
 
 from rematbench.advise.candidates.candidate import Variant, load_compare
-from rematbench.advise.candidates.layouts import LayoutChoice, Space, partitions, space
+from rematbench.advise.candidates.layouts import LayoutChoice, Space, space
 from rematbench.advise.candidates.methods import (
     package_variants,
     placements,
@@ -40,7 +40,7 @@ from rematbench.plugins.discover import discover
 from rematbench.plugins.registry import IDENTITY, MethodEntry, MethodError, Registry
 from rematbench.problem import Problem
 from rematbench.workload import Model
-from rematbench.worlds.packages.flags import Engines
+from rematbench.worlds.packages.flags import Engines, unsaid
 from rematbench.worlds.packages.process import baselines
 
 GIB = 2**30
@@ -163,7 +163,7 @@ class SearchSpace:
         even = (choice for choice in self.space.choices if choice.even)
         kinds = {(_kind(choice), choice.sizes[:1]): choice for choice in even}
         problems = map(self.problem, kinds.values())
-        runs = [item for item in problems if not package.cls.inexpressible(item)]
+        runs = [item for item in problems if not unsaid(package, item)]
         if not runs:
             raise MethodError(
                 f"engine {package.name} cannot run stack {self.system.name} on any of these layouts"
@@ -213,7 +213,12 @@ class SearchSpace:
         hosted = problem.system.host.optimizer_on_host and not self.system.host.optimizer_on_host
         named = f"+{result.method}"
         states = next((text for text in self.states if named.endswith(f"+{text}")), "")
-        return LayoutChoice(problem.layout, sizes, even=even, hosted=hosted, states=states)
+        own, stacks = problem.system.experts, self.system.experts
+        return LayoutChoice(
+            problem.layout, sizes, even=even, hosted=hosted, states=states,
+            overlaps=own.ep_overlap != stacks.ep_overlap,
+            dispatcher=own.dispatcher if own.dispatcher != stacks.dispatcher else None,
+        )  # fmt: skip
 
     def completed(self, results: Sequence[Result]) -> list[Result]:
         """Return the results of plans that fit, fastest first, with all columns of a table except
@@ -246,8 +251,10 @@ class SearchSpace:
 
     def spec(self, choice: LayoutChoice) -> Job:
         """The job's problem at one layout, with the given names of model, cluster and system."""
-        hosted = {"optimizer": "host"} if choice.hosted else {}
-        return self.request.spec.changed(**degrees(choice.layout), **hosted)
+        chosen = {"optimizer": "host"} if choice.hosted else {}
+        chosen |= {"ep_overlap": "on"} if choice.overlaps else {}
+        chosen |= {"dispatcher": choice.dispatcher} if choice.dispatcher else {}
+        return self.request.spec.changed(**degrees(choice.layout), **chosen)
 
     def problem(self, choice: LayoutChoice) -> Problem:
         """Return the Problem at one layout, with its reserve.  Raises ConfigError if the reserve is
@@ -284,7 +291,15 @@ def _kind(choice: LayoutChoice) -> tuple[object, ...]:
     lay = choice.layout
     degrees = (lay.tp, lay.cp, lay.pp, lay.vpp, lay.dp, lay.ulysses, lay.num_micro_batches)
     above = [degree > 1 for degree in degrees]
-    return (*above, lay.sequence_parallel, lay.zero_stage, choice.even, choice.hosted)
+    return (
+        *above,
+        lay.sequence_parallel,
+        lay.zero_stage,
+        choice.even,
+        choice.hosted,
+        choice.overlaps,
+        choice.dispatcher,
+    )
 
 
 def _registry(request: SearchRequest) -> Registry:
@@ -342,7 +357,5 @@ def simulated(row: Mapping[str, str], reserve_gib: float | None = None) -> Resul
     spec = convert(nested(told, Job), Job, strict=False)
     search, layout = SearchSpace(SearchRequest(spec=spec, reserve_gib=reserve_gib)), spec.layout
     sizes = tuple(int(layers) for layers in row["partition"].split(","))
-    choice = next(
-        item for item in partitions(layout, search.model.num_layers) if item.sizes == sizes
-    )
+    choice = LayoutChoice(layout, sizes).of_sizes(sizes)
     return LayoutTrials(search.job(choice)).trial(row["name"], search.registry).result

@@ -19,6 +19,8 @@ from rematbench.inputs.shapes import packed_pairs, shapes
 from rematbench.inputs.system import System
 from rematbench.workload import Model, Workload
 
+CHOSEN = "chosen"
+"""The tokens that sparse attention chooses for each query."""
 FP32 = 4
 """Bytes of an fp32 element."""
 
@@ -48,7 +50,7 @@ class Builder:
         self.model: Model = work.model
         self.system = system
         self.fused_attention = fused_attention
-        self.ulysses = layout.ulysses
+        self.ulysses, self.ep, self.expert_tp = layout.ulysses, layout.ep, layout.expert_tp
         self.imbalance, self.capacity_factor = work.imbalance, work.capacity_factor
         self.padded = work.expert_padding == "capacity"
         self.s = shapes(work, layout, system)
@@ -99,7 +101,21 @@ class Builder:
             sums = Comm("all_reduce", "tp", self.s.tokens * FP32)
             self.ops[-1] = replace(self.ops[-1], reduce=sums, grad_reduce=sums)
 
-    def _norm(self, name: str, x: str, out: str, groups: int, parameters: int) -> None:
+    def latent_norm(self, name: str, x: str, rank: int, beside: tuple[str, ...] = ()) -> None:
+        """Add a norm over `rank` compressed columns of a rank's rows.  `beside`: the other columns
+        of the storage of which `x` is a view, which a saved view keeps."""
+        out = self.add(f"{name}_out", self.s.shard_tokens, rank * self.e)
+        self._norm(name, x, out, 1, self.model.norm_parameters_of(rank), beside)
+
+    def _norm(
+        self,
+        name: str,
+        x: str,
+        out: str,
+        groups: int,
+        parameters: int,
+        beside: tuple[str, ...] = (),
+    ) -> None:
         """Add a norm; each token has `groups` statistics."""
         layernorm = self.model.norm == "layernorm"
         elements = self.nbytes(x) // self.e
@@ -107,7 +123,7 @@ class Builder:
         kernel = Named("norm", "fused" if native else self.system.norm_kernel, elements, self.e)
         eager = self.system.kernels.norm_keeps_steps and (not layernorm or self.model.norm_in_fp32)
         made = self._steps(name, x, groups) if eager else ()
-        kept = () if made and self.e < FP32 else (x,)
+        kept = () if made and self.e < FP32 else (x, *beside)
         inside = _inside_norm(self.model) if eager else (0, 0)
         self.ops.append(
             Op(
@@ -145,14 +161,16 @@ class Builder:
         extra: tuple[Kernel, ...] = (),
         *,
         bias: bool = False,
+        width: int = 0,
     ) -> None:
-        """Add a column-parallel linear: it gathers its input or all-reduces its input gradient."""
-        for out, width in outs.items():
-            self.wide(out, width)
+        """Add a column-parallel linear of `width` input columns (0: the hidden columns): it gathers
+        its input or all-reduces its input gradient."""
+        for out, each in outs.items():
+            self.wide(out, each)
         columns = sum(outs.values())
-        n, h = self.s.tokens, self.model.hidden
-        split = self.s.tp > 1
-        gather = Comm("all_gather", "tp", self.full_bytes) if self.s.sp else None
+        n, h = self.s.tokens, width or self.model.hidden
+        split, nbytes = self.s.tp > 1, n * h * self.e
+        gather = Comm("all_gather", "tp", nbytes) if self.s.sp else None
         back: CommKind = "reduce_scatter" if self.s.sp else "all_reduce"
         self.ops.append(
             Op(
@@ -165,8 +183,8 @@ class Builder:
                 backward_weight=(Gemm(h, columns, n),),
                 gather=gather,
                 regather=gather,
-                grad_reduce=Comm(back, "tp", self.full_bytes) if split else None,
-                gathered_bytes=self.full_bytes if gather else 0,
+                grad_reduce=Comm(back, "tp", nbytes) if split else None,
+                gathered_bytes=nbytes if gather else 0,
                 parameters=h * columns + (columns if bias else 0),
             )
         )
@@ -264,12 +282,13 @@ class Builder:
         out = "attn_heads" if self.ulysses > 1 else "attn_out"
         if self.ulysses > 1:
             kv_heads = max(self.s.kv_heads, self.ulysses)  # a head may go to several ranks
-            kv_width = kv_heads * self.model.head_dim
-            widths = {"q": self.s.q_width, "k": kv_width, "v": kv_width}
+            model = self.model
+            widths = {"q": self.s.q_width, "k": kv_heads * model.head_dim}
+            widths["v"] = kv_heads * model.v_dim
             self._exchange("to_heads", {self.projected(name): name for name in widths}, widths)
-        self._attention(window, self.wide(out, self.s.q_width))
+        self._attention(window, self.wide(out, self.s.out_width))
         if self.ulysses > 1:
-            self._exchange("to_rows", {out: "attn_out"}, {"attn_out": self.s.q_width})
+            self._exchange("to_rows", {out: "attn_out"}, {"attn_out": self.s.out_width})
 
     def _exchange(self, name: str, pairs: dict[str, str], widths: dict[str, int]) -> None:
         """Add an all-to-all between row order and head order; the backward moves the same bytes."""
@@ -301,6 +320,7 @@ class Builder:
             heads=s.heads // self.ulysses,
             kv_heads=max(1, s.kv_heads // self.ulysses),
             head_dim=self.model.head_dim,
+            v_dim=self.model.latent.v if self.model.latent else 0,
             q_rows=s.seq_len // s.cp,
             kv_rows=s.seq_len,
             pairs=pairs,
@@ -310,13 +330,18 @@ class Builder:
         internals = (self._lse(),) if fused else self._scores()
         inside = (0, 0) if fused else self._inside_scores()
         repeated = self._repeated()
+        chosen = tuple(name for name in (CHOSEN,) if name in self.activations)
+        beside = (*chosen, *self._with_values())
         comms = self._attention_comms()
         self.ops.append(
             Op(
                 name="attention",
-                inputs=("q", "k", "v"),
+                inputs=("q", "k", "v", *chosen),
                 outputs=(out, *internals, *repeated),
-                saves=("q", *(repeated or ("k", "v")), *internals, *((out,) if fused else ())),
+                saves=(
+                    *("q", *(repeated or ("k", "v")), *beside, *internals),
+                    *((out,) if fused else ()),
+                ),
                 forward=(kernel,),
                 backward_input=(kernel,),
                 row_local=False,
@@ -329,6 +354,13 @@ class Builder:
                 parameters=s.heads * self.model.attention_sinks,
             )
         )
+
+    def _with_values(self) -> tuple[str, ...]:
+        """What stays with saved values of latent attention: code that runs each projection alone
+        saves a view of the projection up, so its columns of keys stay, too; other stacks copy the
+        values.  Source: traces of MiniCPM3 and Youtu (Transformers 5.23.0)."""
+        views = self.model.latent is not None and not self.system.kernels.fused_linears
+        return ("k_nope",) if views and self.ulysses == 1 else ()
 
     def _attention_comms(self) -> "_AttentionComms":
         """The collectives of attention under context parallelism.  allgather: KV of all cp ranks is

@@ -6,13 +6,20 @@ most, and with padding exactly so many: the sizes are then known, so no counts a
 host waits for none.  Router probabilities scale the activation inside an expert, so the second
 GEMM's output is not saved.
 Source: Megatron-core 0.16.1, core/transformer/moe: router.py, token_dispatcher.py, moe_utils.py,
-experts.py; saved bytes from traces of its layers on fake tensors.
+experts.py; saved bytes and launches from traces of its layers on fake tensors.
 """
 
 from math import ceil
 
 from rematbench.costs.operators.builder import FP32, Builder
 from rematbench.costs.operators.kernels import Elementwise, Gemm
+from rematbench.costs.operators.launches import (
+    COUNTS,
+    ROUTER,
+    ROUTER_LOSS,
+    Launches,
+    launches_of,
+)
 from rematbench.costs.operators.ops import Comm, Group, Op, memory_kernel
 from rematbench.inputs.layout import Layout
 from rematbench.inputs.shapes import reached_share
@@ -28,8 +35,14 @@ hidden_states and dispatched_input)."""
 BESIDE_ATTENTION = ("shared_fc1", "shared_act", "shared_fc2")
 """The operators behind the exchange that Megatron-core runs with attention where the exchange
 overlaps with another micro-batch (core/models/gpt/fine_grained_callables.py)."""
-COUNTS = "expert_counts"
-"""The operator whose end the host awaits."""
+ROUTED = frozenset(
+    (
+        *("router", COUNTS, "permute", "dispatch", "sort", "expert_fc1", "expert_act"),
+        *("expert_fc2", "unsort", "combine", "unpermute"),
+    )
+)
+"""The operators that the host issues at the pace of experts (config/calibration.yaml,
+expert_pace)."""
 
 
 def add_experts(b: Builder, layout: Layout, experts: Experts, x: str, out: str) -> None:
@@ -80,14 +93,18 @@ def _route(b: Builder, experts: Experts, x: str) -> None:
     rows, h, count = b.s.shard_tokens, b.model.hidden, experts.count
     scores = b.add("router_scores", rows, router_bytes(experts, b.wide_bytes))
     wide = FP32 * rows * count
+    fused = b.system.experts.fused_router
+    launched, loss = ROUTER[fused], ROUTER_LOSS[fused]
+    if experts.aux_loss:
+        launched = Launches(launched.forward + loss.forward, launched.backward + loss.backward)
     b.ops.append(
         Op(
             name="router",
             inputs=(x,),
             outputs=(scores,),
             saves=(x, scores),
-            forward=(Gemm(rows, count, h), Elementwise(6 * wide, 6)),
-            backward_input=(Elementwise(6 * wide, 6), Gemm(rows, h, count)),
+            forward=(Gemm(rows, count, h), Elementwise(6 * wide, launched.forward)),
+            backward_input=(Elementwise(6 * wide, launched.backward), Gemm(rows, h, count)),
             backward_weight=(Gemm(h, count, rows),),
             parameters=count * (h + experts.router_bias),
             replicated=True,
@@ -108,7 +125,9 @@ def _count(b: Builder, layout: Layout, experts: Experts) -> None:
             name=COUNTS,
             inputs=("router_scores",),
             outputs=(counts,),
-            forward=(Elementwise(b.s.shard_tokens * experts.count, 2),),
+            forward=(
+                Elementwise(b.s.shard_tokens * experts.count, launches_of(b, COUNTS).forward),
+            ),
             reduce=gathered if ranks > 1 and not alone else None,
             row_local=False,
         )
@@ -122,7 +141,7 @@ def _permute(b: Builder, experts: Experts, x: str) -> None:
     saved = _order(b, experts)
     tokens = b.add("permuted", sent, b.model.hidden * b.e)
     probs = b.add("permuted_probs", sent, b.wide_bytes)
-    moved = b.nbytes(tokens)
+    moved, launched = b.nbytes(tokens), launches_of(b, "permute")
     b.ops.append(
         Op(
             name="permute",
@@ -130,8 +149,8 @@ def _permute(b: Builder, experts: Experts, x: str) -> None:
             outputs=(tokens, probs, saved),
             row_local=False,
             saves=(saved,),
-            forward=(Elementwise(2 * moved + b.nbytes(saved), 4),),
-            backward_input=(Elementwise(2 * moved + b.nbytes(saved), 2),),
+            forward=(Elementwise(2 * moved + b.nbytes(saved), launched.forward),),
+            backward_input=(Elementwise(2 * moved + b.nbytes(saved), launched.backward),),
         )
     )
 
@@ -203,6 +222,7 @@ def _sort(b: Builder, layout: Layout, experts: Experts, names: tuple[str, ...], 
     gathered = b.nbytes(tokens, probs)
     split = layout.expert_tp > 1
     moved = gathered + (b.nbytes(names[0]) if once else gathered)
+    launched = launches_of(b, "sort")
     b.ops.append(
         Op(
             name="sort",
@@ -210,8 +230,8 @@ def _sort(b: Builder, layout: Layout, experts: Experts, names: tuple[str, ...], 
             outputs=(tokens, probs, *saved),
             saves=saved,
             row_local=False,
-            forward=(Elementwise(moved, 2),),
-            backward_input=(Elementwise(moved, 2),),
+            forward=(Elementwise(moved, launched.forward),),
+            backward_input=(Elementwise(moved, launched.backward),),
             gather=Comm("all_gather", "etp", gathered) if split else None,
             grad_reduce=Comm("reduce_scatter", "etp", gathered) if split else None,
             gathered_bytes=gathered if split else 0,
@@ -229,6 +249,7 @@ def _gather(b: Builder, layout: Layout, experts: Experts, x: str) -> int:
     probs = b.add("expert_probs", rows, b.wide_bytes)
     whole = layout.ep * layout.expert_tp * b.nbytes(x)
     group: Group = "ep" if layout.ep > 1 else "etp"
+    launched = launches_of(b, "sort")
     b.ops.append(
         Op(
             name="sort",
@@ -236,8 +257,8 @@ def _gather(b: Builder, layout: Layout, experts: Experts, x: str) -> int:
             outputs=(tokens, probs, saved),
             saves=(saved,),
             row_local=False,
-            forward=(Elementwise(2 * b.nbytes(tokens, probs), 4),),
-            backward_input=(Elementwise(b.nbytes(tokens, probs) + whole, 2),),
+            forward=(Elementwise(2 * b.nbytes(tokens, probs), launched.forward),),
+            backward_input=(Elementwise(b.nbytes(tokens, probs) + whole, launched.backward),),
             gather=Comm("all_gather", group, whole),
             grad_reduce=Comm("reduce_scatter", group, whole),
             gathered_bytes=whole,
@@ -252,7 +273,7 @@ def _scatter(b: Builder, layout: Layout, ranks: int, out: str) -> None:
     b.shard(out)
     whole = ranks * b.nbytes(out)
     group: Group = "ep" if layout.ep > 1 else "etp"
-    moved = b.nbytes("expert_out") + whole
+    moved, launched = b.nbytes("expert_out") + whole, launches_of(b, "unsort")
     b.ops.append(
         Op(
             name="unsort",
@@ -260,8 +281,8 @@ def _scatter(b: Builder, layout: Layout, ranks: int, out: str) -> None:
             outputs=(out,),
             saves=("permutation",),
             row_local=False,
-            forward=(Elementwise(moved, 2),),
-            backward_input=(Elementwise(moved, 2),),
+            forward=(Elementwise(moved, launched.forward),),
+            backward_input=(Elementwise(moved, launched.backward),),
             reduce=Comm("reduce_scatter", group, whole),
             grad_gather=Comm("all_gather", group, whole),
             unreduced_bytes=whole,
@@ -311,33 +332,63 @@ def _grouped(b: Builder, layout: Layout, experts: Experts, rows: int) -> None:
     )
     b.add("expert_fc2_in", rows, width * e)
     unweighted = () if model.gated else (b.add("expert_act_out", rows, width * e),)
+    clamped = (b.add("expert_clamped", rows, columns * e),) if model.glu_clamp else ()
     moved = b.nbytes("expert_fc1_out", "expert_probs", "expert_fc2_in")
+    clamp, unclamp = _clamping(b.nbytes(*clamped))
     b.ops.append(
         Op(
             name="expert_act",
             inputs=("expert_fc1_out", "expert_probs"),
-            outputs=("expert_fc2_in", *unweighted),
-            saves=("expert_fc1_out", "expert_probs", *unweighted),
-            forward=memory_kernel(moved, 2 * b.nbytes(*unweighted)),
-            backward_input=memory_kernel(
-                moved, b.nbytes("expert_fc1_out", "expert_probs"), 2 * b.nbytes(*unweighted)
+            outputs=("expert_fc2_in", *unweighted, *clamped),
+            saves=("expert_fc1_out", "expert_probs", *unweighted, *clamped),
+            forward=(*clamp, *memory_kernel(moved, 2 * b.nbytes(*unweighted))),
+            backward_input=(
+                *memory_kernel(
+                    moved, b.nbytes("expert_fc1_out", "expert_probs"), 2 * b.nbytes(*unweighted)
+                ),
+                *unclamp,
             ),
         )
     )
     b.add("expert_out", rows, h * e)
+    biased, unbiased = _biases(b, rows * h, count)
     b.ops.append(
         Op(
             name="expert_fc2",
             inputs=("expert_fc2_in",),
             outputs=("expert_out",),
             saves=("expert_fc2_in",),
-            forward=(Gemm(each, h, width, count),),
-            backward_input=(Gemm(each, width, h, count),),
+            forward=(Gemm(each, h, width, count), *biased),
+            backward_input=(*unbiased, Gemm(each, width, h, count)),
             backward_weight=(Gemm(width, h, each, count),),
             parameters=count * h * (width + model.mlp_bias),
             of_experts=True,
         )
     )
+
+
+def _clamping(nbytes: int) -> tuple[tuple[Elementwise, ...], tuple[Elementwise, ...]]:
+    """The kernels that clamp the halves of a gated activation's input of so many bytes, forward and
+    backward: both halves are read and written, and joined; the backward reads each half beside its
+    gradient.  Source: Megatron-core 0.16.1, core/fusions/fused_bias_geglu.py,
+    weighted_bias_quick_geglu_impl."""
+    return ((Elementwise(4 * nbytes, 3),), (Elementwise(5 * nbytes, 3),)) if nbytes else ((), ())
+
+
+def _biases(
+    b: Builder, elements: int, count: int
+) -> tuple[tuple[Elementwise, ...], tuple[Elementwise, ...]]:
+    """The kernels that add the last bias of `count` experts to outputs of so many elements, forward
+    and backward.  For each expert bias times probability, in fp32, is added to its rows (three
+    tensors are written, read, joined and cast); the backward casts, weights by both factors and
+    sums.  Source: Megatron-core 0.16.1, core/transformer/moe/experts.py, TEGroupedMLP._apply_bias.
+    """
+    if not b.model.mlp_bias:
+        return (), ()
+    e, wide = b.e, b.wide_bytes
+    forward = elements * (wide + (e + 2 * wide) + 2 * wide + (wide + e))
+    backward = elements * (2 * (e + wide) + 2 * (2 * wide + wide) + 2 * e)
+    return (Elementwise(forward, 2, count),), (Elementwise(backward, 5, count),)
 
 
 def _combine(b: Builder, layout: Layout, experts: Experts, out: str, once: bool) -> None:
@@ -349,7 +400,7 @@ def _combine(b: Builder, layout: Layout, experts: Experts, out: str, once: bool)
     copies = b.activations["expert_in"].rows // layout.expert_tp
     back = b.add("unsorted", b.activations["dispatched"].rows if once else copies, hidden)
     moved = whole + (b.nbytes(back) if once else whole)
-    order = ("permutation",)
+    order, launched = ("permutation",), launches_of(b, "unsort")
     b.ops.append(
         Op(
             name="unsort",
@@ -357,8 +408,8 @@ def _combine(b: Builder, layout: Layout, experts: Experts, out: str, once: bool)
             outputs=(back,),
             saves=order if once else (),
             row_local=False,
-            forward=(Elementwise(moved),),
-            backward_input=(Elementwise(moved),),
+            forward=(Elementwise(moved, launched.forward),),
+            backward_input=(Elementwise(moved, launched.backward),),
             reduce=Comm("reduce_scatter", "etp", whole) if split else None,
             grad_gather=Comm("all_gather", "etp", whole) if split else None,
             unreduced_bytes=whole if split else 0,
@@ -368,7 +419,8 @@ def _combine(b: Builder, layout: Layout, experts: Experts, out: str, once: bool)
         combined = b.add("combined", b.s.shard_tokens if once else sent, hidden)
         (back,) = _exchange(b, "combine", (back,), (combined,))
     b.shard(out)
-    summing = () if once else memory_kernel(b.nbytes(back, out))
+    launched = launches_of(b, "unpermute")
+    summing = [() if once else (Elementwise(b.nbytes(back, out), n),) for n in launched]
     b.ops.append(
         Op(
             name="unpermute",
@@ -376,8 +428,8 @@ def _combine(b: Builder, layout: Layout, experts: Experts, out: str, once: bool)
             outputs=(out,),
             saves=() if once else order,
             row_local=False,
-            forward=summing,
-            backward_input=summing,
+            forward=summing[0],
+            backward_input=summing[1],
             alias_inputs=(back,) if once else (),
             holds=tuple(name for name in HELD if name in b.activations),
         )

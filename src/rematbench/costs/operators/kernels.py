@@ -19,7 +19,8 @@ class Gemm(Struct, frozen=True, tag="gemm"):
 class Attention(Struct, frozen=True, tag="attention"):
     """Causal attention of one rank: `q_rows` query rows against `kv_rows` prefix rows.
 
-    `heads` and `head_dim` are values of one rank; `pairs` is the number of (query, key) pairs per
+    `heads` are those of one rank; `head_dim` are the columns of a head of queries and keys, `v_dim`
+    those of a head of values (0: as many); `pairs` is the number of (query, key) pairs per
     sequence and head under the causal mask (and window), summed over the rank's query rows;
     `fused`: a flash kernel, not materialised scores.  `documents`: the documents of a sequence,
     each of which a variable-length kernel computes alone (1: one document, or the full square).
@@ -34,13 +35,21 @@ class Attention(Struct, frozen=True, tag="attention"):
     pairs: int
     fused: bool = True
     documents: int = 1
+    v_dim: int = 0
+
+    @property
+    def values(self) -> int:
+        """Columns of a head of values."""
+        return self.v_dim or self.head_dim
 
 
 class Elementwise(Struct, frozen=True, tag="elementwise"):
-    """A memory-bound kernel (or a fused run of them): bytes read plus written, kernels launched."""
+    """A memory-bound kernel (or a fused run of them): bytes read plus written, kernels launched;
+    `batch`: a loop issues the launches for each of so many groups."""
 
     hbm_bytes: int
     launches: int = 1
+    batch: int = 1
 
 
 class Named(Struct, frozen=True, tag="named"):

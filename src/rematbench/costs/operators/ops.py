@@ -233,6 +233,11 @@ _NORMS = (
     "mlp_norm",
     "post_mlp_norm",
     "final_norm",
+    "q_latent_norm",
+    "kv_latent_norm",
+    "next_norm",
+    "hidden_norm",
+    "predict_norm",
 )
 _MORE_NORMS = ("embedding_norm", "q_norm", "k_norm")
 """Norms whose outputs have names of their own."""
@@ -264,6 +269,7 @@ _EXPERTS = (
     "expert_probs",
     "expert_fc1_out",
     "expert_act_out",
+    "expert_clamped",
     "expert_fc2_in",
     "expert_out",
     "unsorted",
@@ -277,14 +283,20 @@ _EXPERTS = (
 _SCORES = ("probs", "softmax", "capped", "probs_mask", "probs_dropped")
 _ADAPTERS = tuple(f"lora_{name}{kind}" for name in get_args(AdapterTarget) for kind in LORA_KINDS)
 _ENDS = ("logits", "logits_capped", "logits_held", "loss_saved")
+_PREDICTION = (
+    *("next_embedding", "joined", "join_columns", "join_out", "predicted"),
+    *("predict_logits", "predict_loss_saved"),
+)
 
 ACTIVATIONS = frozenset(
     {
         *_BLOCK,
         *_EXPERTS,
         *_ENDS,
+        *_PREDICTION,
         *_ADAPTERS,
         *_HEADS,
+        *("q_latent", "kv_latent", "k_rope", "k_nope", "k_turned", "chosen"),
         *(f"{name}_rows" for name in _HEADS),
         *(f"{name}{order}_raw" for name in "qk" for order in ("", "_rows")),
         *(f"{name}_repeated" for name in "kv"),

@@ -86,6 +86,8 @@ def issue_order(program: Program) -> tuple[RankLedger, ...]:
 
 
 def _walk(rank: RankProgram, profiles: Sequence[Profile]) -> RankLedger:
+    if not rank.steps:  # a rank that is not lowered
+        return RankLedger(**dict.fromkeys(RankLedger.__struct_fields__, 0))
     sizes = list(chain.from_iterable(profiles))
     highest = max(map(abs, sizes)) * (len(rank.steps) + 2)  # a bound of every sum below
     kind = np.int64 if highest < np.iinfo(np.int64).max else object

@@ -7,7 +7,8 @@ from typing import get_args
 from rematbench.costs.bind import CopyDirection
 from rematbench.costs.bind_kernels import Direction
 from rematbench.costs.copies import NO_TRAFFIC, CopyTraffic
-from rematbench.costs.operators.experts import COUNTS
+from rematbench.costs.operators.experts import ROUTED
+from rematbench.costs.operators.launches import COUNTS
 from rematbench.costs.operators.ops import Comm, Group, Op, OpTable
 from rematbench.engine.program.action import (
     HOST_UPDATE,
@@ -114,16 +115,19 @@ class ActionCosts:
         """Return the seconds that the host takes to issue an action: a launch per kernel, or a
         single launch for a collective, a message or a copy.  A STALL has no launch.  A layer's CUDA
         graph is one launch, at its first action, and so is a compiled region, the kernels between
-        two collectives."""
+        two collectives.  Launches of a mixture of experts have a pace of their own."""
         if action.kind is Kind.STALL or self._inside(action):
             return 0.0
+        launch_s = self.cost.host_launch_s
+        if action.op in ROUTED:
+            launch_s *= self.cost.common.expert_pace
         if action.kind not in DIRECTION:
-            return self.cost.host_launch_s
+            return launch_s
         op, direction = self._op(action, rank), DIRECTION[action.kind]
         calls, loops_s = self.cost.calls(op, direction), self.cost.loops_s(op, direction)
         if self._begins and action.part.letter == "L":
             calls, loops_s = min(1, calls), 0.0
-        return calls * self.cost.host_launch_s + loops_s
+        return calls * launch_s + loops_s
 
     def _inside(self, action: Action) -> bool:
         """Whether an action is in a layer's CUDA graph or compiled region but is not its first
@@ -156,7 +160,8 @@ class ActionCosts:
         """Return a key that is equal for ranks with equal costs: the same kinds of links in their
         groups and for their messages to other stages."""
         cost, pp = self.cost, self.problem.layout.pp
-        peers = [peer % pp for peer in (rank + 1, rank - 1, pp - 1 - rank)]
+        other = sum(self.problem.embedding_ranks or (0, pp - 1)) - rank
+        peers = [peer % pp for peer in (rank + 1, rank - 1, other)]
         groups = tuple(cost.group(group, rank) for group in self._groups)
         sends = tuple((cost.crosses(rank, peer), cost.group("tp", peer)) for peer in peers)
         return (groups, sends)
@@ -213,8 +218,8 @@ class ActionCosts:
         return self._ops[key]
 
     def _send_s(self, action: Action, rank: int) -> float:
-        pp = self.problem.layout.pp
-        peer = {"f": rank + 1, "b": rank - 1, "tied": pp - 1 - rank}[action.op]
+        pp, ends = self.problem.layout.pp, self.problem.embedding_ranks or (0, 0)
+        peer = {"f": rank + 1, "b": rank - 1, "tied": sum(ends) - rank}[action.op]
         shared = action.op != "tied" and not self.problem.layout.sp
         return self.cost.p2p_s(action.nbytes, rank, peer % pp, replicated=shared)
 

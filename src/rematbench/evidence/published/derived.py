@@ -9,9 +9,12 @@ from itertools import product
 
 from rematbench.evidence.published.row_cases import bundle_of
 from rematbench.evidence.published.sheets import Cell, whole
+from rematbench.evidence.published.words import committed, sheets
 from rematbench.plugins.registry import Registry
 
 PUBLISHED, PAPER_ALPHA, LEDGER_ALPHA = "published", "alpha: paper", "alpha: ledger"
+BESIDE = "published beside"
+"""The purpose of published rows of other sheets than runs.csv."""
 WATERFALL = ("engine", "layout", "checkpointing", "offload")
 LAYOUTS = "layouts that fit"
 OURS = "rematbench, derived from: "
@@ -28,6 +31,14 @@ def all_cells(rows: Sequence[Mapping[str, str]]) -> list[Cell]:
         *waterfall_cells(rows),
         *layout_cells(rows),
     ]
+
+
+def every_cell() -> list[Cell]:
+    """The cells of the committed sheets: those of runs.csv with what is derived from them, then the
+    rows of the other sheets."""
+    first, *others = sheets()
+    beside = [{**row, "cell": BESIDE} for name in others for row in committed(name)]
+    return [*all_cells(committed(first)), *beside]
 
 
 def bundles(cells: Iterable[Cell], registry: Registry) -> dict[str, list[Cell]]:

@@ -7,9 +7,10 @@ from functools import cache
 from typing import Any, get_args
 
 import msgspec
+from msgspec import Struct
+from msgspec.structs import replace
 
 from rematbench.evaluate.problems import Variant, make_problem, system_variant
-from rematbench.evidence.published import expert_columns
 from rematbench.evidence.published.sheets import (
     NOBODY,
     PeakKind,
@@ -24,7 +25,8 @@ from rematbench.evidence.published.sheets import (
     text,
     whole,
 )
-from rematbench.inputs.configfile import ConfigError
+from rematbench.evidence.published.words import INSIDE, NONE, policies, policy, said
+from rematbench.inputs.configfile import ConfigError, closest
 from rematbench.inputs.constants import Calibration
 from rematbench.inputs.job import Job
 from rematbench.inputs.kernel_rates import RateError
@@ -37,16 +39,20 @@ from rematbench.inputs.load import (
     load_system,
     names,
 )
-from rematbench.inputs.system import StackChoice, System, ZeroStage
+from rematbench.inputs.stages import partition_of_sizes, stages_of, stages_text
+from rematbench.inputs.system import StackChoice, System, ZeroStage, with_facts
 from rematbench.plan import Unsupported
 from rematbench.plugins.registry import MethodError, Registry, Value
 from rematbench.problem import Problem
-from rematbench.workload import GATED, MlpKind, Model, Work
+from rematbench.solve.recompute_modules import MODULES
+from rematbench.workload import GATED, Experts, Model, Work
 
 ASSUMED = "unknown model: norms, biases and positions taken from"
 """Start of the remark that a row's model is not in config/models."""
 
-LAYOUT_COLUMNS = ("global_batch", "tp", "pp", "dp")
+PRINTED = ("forward_s", "backward_s", "update_s", "host_used_gib")
+"""Further columns with results that a prediction has."""
+LAYOUT_COLUMNS = ("global_batch", "tp", "pp")
 SHAPE_COLUMNS = {
     "layers": "num_layers",
     "hidden": "hidden",
@@ -58,29 +64,36 @@ SHAPE_COLUMNS = {
 }
 OPTIONAL = ("head_dim",)
 """Fields that a row of a model without a file may leave out."""
-SAC_KEEPS = ("q", "v", "attn_out", "lse", "gate_out")
-"""Tensors that torchtitan's per-operator selective checkpointing keeps of a Llama layer: the
-outputs of every second matmul in the order wq, wk, wv, wo, w1, w3, w2, and of attention.  Without
-the compiler the output of w2 is kept too (`held`), although no backward reads that output; the
-compiler's partitioner drops it.  Source: torchtitan/parallelisms/parallelize_llama.py, _save_list,
-2024-12.  One difference: here q is kept after RoPE, not before."""
 
-SELECTIVE_SAC: dict[str, Value] = {"keep": SAC_KEEPS, "held": ("fc2_out",), "scope": "layer"}
+
+class HostedStates(Struct, frozen=True, kw_only=True):
+    """Optimizer states in host memory, as a row places them: the share of sub-groups on the host,
+    one in `interleave` of which visits the device (0: none); the kind of node as the row names it,
+    the number of nodes, and the ranks of each."""
+
+    node: str
+    nodes: int
+    ranks: int
+    share: float
+    interleave: int
 
 
 class PublishedCase(Job, frozen=True, kw_only=True):
-    """The content of a row; equal cases have equal predictions.  `assumed`: a remark on properties
-    of the model that the row does not give.  `peak_kind`, `peak_rank`: what its peak is, and of
-    which pipeline rank."""
+    """A published row as a job with a method and its settings; equal cases have equal predictions.
+    `assumed`: a remark on properties of the model that the row does not give.  `peak_kind`,
+    `peak_rank`: what its peak is, and of which pipeline rank.  `prints`: what else it prints of
+    PRINTED."""
 
     model: Model
     system: System
     method: str
-    settings: dict[str, Value]
+    settings: dict[str, Any]
     offload: float | None
     assumed: str = ""
     peak_kind: PeakKind = "allocated"
     peak_rank: PeakRank = "fullest"
+    prints: tuple[str, ...] = ()
+    hosted: HostedStates | None = None
 
     @property
     def key(self) -> bytes:
@@ -100,47 +113,43 @@ class PublishedCase(Job, frozen=True, kw_only=True):
 
 def read_case(row: Row, registry: Registry) -> PublishedCase:
     """The case of a row; RowError if a cell is missing, wrong or not modelled."""
-    routed = expert_columns.has_experts(row)
-    if routed:
-        expert_columns.refuse_unmodelled(row)
-    system = _system(row)
-    if routed:
-        system = expert_columns.dispatching(row, system)
-    layout = _layout(row, system)
-    word = text(row, "recompute")
-    said = claim_of_row(text(row, "system"), text(row, "note"))[1]
-    method, settings = recompute_method(said.get(word.lower(), word), registry)
+    words = said(row)
+    if words.refused:
+        raise RowError("unsupported", "; ".join(words.refused))
+    row = words.row
+    system = _system(row, words.stack)
+    layout = _layout(row, system, words.job.pop("instances", 1))
+    method, settings = _policy(row, registry)
     if system.kernels.compiled and "held" in settings:
         settings = {key: value for key, value in settings.items() if key != "held"}
-    if not text(row, "cluster"):
+    cluster = words.job.pop("cluster", text(row, "cluster"))
+    if not cluster:
         raise RowError("failed", "column cluster is missing or empty")
     try:
-        load_cluster(text(row, "cluster"))
+        load_cluster(cluster)
     except ConfigError as error:
         raise RowError("unsupported", str(error)) from error
-    model, assumed = _model(row)
-    if routed:
-        model = expert_columns.read_experts(row, model)
-        assumed = "; ".join(filter(None, (assumed, expert_columns.balance_remark(row))))
-        dropped = expert_columns.module_settings(row)
-        method, settings = (
-            (method, settings) if dropped is None else ("selective_recompute", dropped)
-        )
+    model, assumed = _model(row, words.model)
+    if model.experts and "forced" not in text(row, "router"):
+        assumed = "; ".join(filter(None, (assumed, "experts balanced")))
+    stages = _stages(row, model.num_layers, layout, words.job.pop("ends", 0))
     return PublishedCase.at(
-        layout,
+        replace(layout, stages=stages),
         model=model,
         assumed=assumed,
-        cluster=text(row, "cluster"),
+        cluster=cluster,
         system=system,
         seq_len=whole(row, "seq_len"),
-        **given_facts(row, Work, own=("seq_len",)),
-        **given_facts(row, StackChoice, own=_own_words(row)),
-        **(expert_columns.capacity(row) if routed else {}),
+        **given_facts(row, Work, own=("seq_len", *words.read)),
+        **given_facts(row, StackChoice, own=words.read),
+        **words.job,
         method=method,
         settings=settings,
         offload=fraction(row, "offload_fraction"),
         peak_kind=read_peak_kind(row),
         peak_rank=read_peak_rank(row),
+        prints=tuple(name for name in PRINTED if text(row, name)),
+        hosted=_hosted(row, layout) if text(row, "host_ratio") else None,
     )
 
 
@@ -161,31 +170,27 @@ def stack_of(row: Row) -> str:
     return claim_of(row)[0]
 
 
-def _own_words(row: Row) -> tuple[str, ...]:
-    """Columns in which a row has other words than a run's options: exchanges of experts, the
-    attention that a package chooses, and the bytes of the optimizer's states."""
-    other = {"attention": ("auto",), "optimizer": expert_columns.OPTIMIZERS}
-    return ("ep_overlap", *(name for name, words in other.items() if text(row, name) in words))
-
-
 # -- model, system, layout --------------------------------------------------------------------
 
 
-def _model(row: Row) -> tuple[Model, str]:
-    """The model of a row, and the remark of `Case.assumed`: a named model with the row's shape
-    columns, a model of a file, or a model whose shapes are all in the row.  Such a model has the
-    norms, biases and kind of positions of a shipped model of its family, as many learned positions
-    as the sequence needs, and no windows."""
+def _model(row: Row, words: dict[str, Any]) -> tuple[Model, str]:
+    """The model of a row, with the fields that its words state, and the remark of `Case.assumed`: a
+    named model with the row's shape columns, a model of a file, or a model whose shapes are all in
+    the row.  Such a model has the norms, biases and kind of positions of a shipped model of its
+    family, as many learned positions as the sequence needs, and no windows."""
     name = text(row, "model")
-    shape = {field: whole(row, c) for c, field in SHAPE_COLUMNS.items() if text(row, c)}
-    mlp = text(row, "mlp").lower()
-    if mlp and mlp not in get_args(MlpKind):
-        raise RowError("unsupported", f"mlp {mlp!r} is not modelled")
+    if name.lower().replace("_", "-") in names("model"):
+        name = name.lower().replace("_", "-")
+    mlp = words.pop("mlp", "")
+    known = [column for column in SHAPE_COLUMNS if text(row, column)]
+    shape: dict[str, int] = {key: words.pop(key) for key in OPTIONAL if key in words}
+    shape |= {SHAPE_COLUMNS[c]: whole(row, c) for c in known}
     if name and is_path(name):
         return _of_file(name, shape, mlp), ""
     assumed = ""
     if name in names("model"):
         model = load_model(name)
+        tied = flag(row, "tied", model.tied_embeddings)
     else:
         if kin := _kin(name):
             shape = {"vocab": load_model(kin).vocab} | shape
@@ -195,14 +200,34 @@ def _model(row: Row) -> tuple[Model, str]:
             reason = f"unknown model {name!r}, and no column {columns} to build it"
             raise RowError("failed", f"{reason} (the column also takes a model's file)")
         relative = _relative(name, mlp)
-        model = msgspec.structs.replace(load_model(relative), max_positions=0)
-        head_dim = shape.get("head_dim") or _head_dim(name, shape, mlp)
+        model = replace(load_model(relative), max_positions=0)
+        plain = flag(row, "plain_heads", False)
+        head_dim = shape.get("head_dim") or _head_dim(name, shape, mlp, plain=plain)
         shape["head_dim"] = head_dim
+        tied = flag(row, "tied", model.tied_embeddings)
+        ends = "tied ends" if tied else "ends not tied"
         taken = f"{ASSUMED} {relative} ({_taken(model)})"
-        assumed = f"{taken}; head_dim {head_dim}, {_ends(row, model)}, no windows"
-    tied = flag(row, "tied", model.tied_embeddings)
-    model = msgspec.structs.replace(model, tied_embeddings=tied)
-    return _reshaped(model, name, shape, mlp or model.mlp), assumed
+        assumed = f"{taken}; head_dim {head_dim}, {ends}, no windows"
+    stated = {"tied_embeddings": tied, **words}
+    if text(row, "experts") not in NONE:
+        stated["experts"] = _experts(row, model)
+    model = _reshaped(model, name, shape, mlp or model.mlp)
+    return replace(model, **stated), assumed
+
+
+def _experts(row: Row, model: Model) -> Experts:
+    """The experts of a row, with what the row does not say as the named model has it; the first
+    layers are the dense ones."""
+    counts = {name: text(row, name) for name in ("dense_layers", "shared_experts_ffn")}
+    dense, shared = (0 if cell in NONE else whole(row, name) for name, cell in counts.items())
+    widths: dict[str, Any] = {
+        "count": whole(row, "experts"),
+        "active": whole(row, "topk"),
+        "ffn": whole(row, "moe_ffn"),
+        "shared_ffn": shared,
+        "dense_layers": tuple(range(dense)),
+    }
+    return replace(model.experts, **widths) if model.experts else Experts(**widths)
 
 
 def _of_file(name: str, shape: dict[str, int], mlp: str) -> Model:
@@ -226,15 +251,18 @@ WIDE = 128
 USUAL_HEADS = (64, 128)
 
 
-def _head_dim(name: str, shape: dict[str, int], mlp: str) -> int:
+def _head_dim(name: str, shape: dict[str, int], mlp: str, *, plain: bool) -> int:
     """The width of a head of a model without a file: its family's, or hidden / heads.  RowError if
-    models of this kind often have heads of another width."""
-    if WIDE_HEADS.search(name.lower()):
+    models of this kind often have heads of another width, and the row does not say `plain_heads`
+    (`plain`), as where the trainer has no others."""
+    if WIDE_HEADS.search(name.lower()) and not plain:
         return WIDE
     width, rest = divmod(shape["hidden"], shape["num_heads"])
     if rest:
         problem = f"hidden {shape['hidden']} is not a multiple of heads {shape['num_heads']}"
         raise RowError("failed", problem)
+    if plain:
+        return width
     if ((not mlp or mlp in GATED) and width not in USUAL_HEADS) or "gemma" in name.lower():
         raise RowError(
             "failed",
@@ -258,10 +286,6 @@ def _taken(model: Model) -> str:
             *(["norms of queries and keys"] if model.qk_norm else []),
         )
     )
-
-
-def _ends(row: Row, model: Model) -> str:
-    return "tied ends" if flag(row, "tied", model.tied_embeddings) else "ends not tied"
 
 
 def _relative(name: str, mlp: str) -> str:
@@ -299,13 +323,16 @@ def _reshaped(model: Model, name: str, shape: dict[str, int], mlp: str) -> Model
         new["head_dim"] = hidden // heads
     if "num_layers" in changed:
         new["attention_window"] = ()
-    result = msgspec.structs.replace(model, **new)
+    result = replace(model, **new)
     if result.num_heads % result.num_kv_heads:
         raise RowError("failed", f"kv_heads {result.num_kv_heads} must divide heads {heads}")
     return result
 
 
-def _system(row: Row) -> System:
+def _system(row: Row, words: dict[str, Any]) -> System:
+    """The stack of a row, with its options and the facts that its words state."""
+    if "ep_overlap" not in words:
+        words.pop("delayed_wgrad", None)  # without the overlap there is nothing to delay
     name = text(row, "system")
     if not name:
         raise RowError("failed", "column system is missing or empty")
@@ -318,81 +345,101 @@ def _system(row: Row) -> System:
     variant = system_variant(system, wanted)
     if isinstance(variant, Unsupported):
         raise RowError("unsupported", variant.reason)
-    return variant
+    return with_facts(variant, **words) if words else variant
 
 
-def _layout(row: Row, system: System) -> Layout:
-    known = row if text(row, "dp") else {**row, "dp": _dp(row)}
-    missing = [column for column in LAYOUT_COLUMNS if not text(known, column)]
+def _layout(row: Row, system: System, instances: int) -> Layout:
+    """The layout of a row, whose optimizer is sharded in so many instances; dp follows from gpus
+    where the row does not have it."""
+    missing = [column for column in LAYOUT_COLUMNS if not text(row, column)]
+    if not text(row, "dp") and (missing or not text(row, "gpus")):
+        missing.append("dp")
     if missing:
         raise RowError("unsupported", f"layout not published: no value for {', '.join(missing)}")
-    tp = whole(row, "tp")
-    default_stage = 3 if system.zero.data_parallel == "fsdp" else 1
-    stage = whole(row, "zero_stage", default_stage, least=0)
-    if stage not in get_args(ZeroStage):
-        raise RowError("failed", f"column zero_stage: {stage} is not 0, 1, 2 or 3")
-    cp, dp, ulysses = whole(row, "cp", 1), whole(known, "dp"), whole(row, "ulysses", 1)
-    if system.parallel.cp_kind == "ulysses" and ulysses == 1:  # Layout counts these cp ranks in dp
-        cp, dp, ulysses = 1, dp * cp, cp
-    experts = expert_columns.expert_layout(row, dp) if expert_columns.has_experts(row) else {}
-    given: dict[str, Any] = given_facts(row, Degrees, own=("ep", "etp"))
-    given |= {"tp": tp, "sp": flag(row, "sp", tp > 1), "cp": cp, "dp": dp, "ulysses": ulysses}
-    layout = Layout(**{**given, "zero_stage": stage, **experts})
-    gpus = whole(row, "gpus", layout.gpus)
-    if gpus != layout.gpus:
-        raise RowError("failed", f"gpus {gpus} is not tp x cp x pp x dp = {layout.gpus}")
-    return layout
-
-
-def _dp(row: Row) -> str:
-    """The data-parallel degree gpus / (tp x cp x pp); empty where gpus, tp or pp is not given.
-    RowError where the degrees do not divide gpus."""
-    if not all(text(row, column) for column in ("gpus", "tp", "pp")):
-        return ""
-    gpus, ranks = whole(row, "gpus"), whole(row, "tp") * whole(row, "cp", 1) * whole(row, "pp")
+    own = ("ep", "etp") if text(row, "experts") in NONE else ()
+    given: dict[str, Any] = given_facts(row, Degrees, own=own)
+    tp, cp, ulysses = given["tp"], given.get("cp", 1), given.get("ulysses", 1)
+    ranks = tp * cp * given["pp"]
+    gpus = whole(row, "gpus", ranks * whole(row, "dp", 1))
+    if text(row, "dp") and gpus != ranks * whole(row, "dp"):
+        told = ranks * whole(row, "dp")
+        raise RowError("failed", f"gpus {gpus} is not tp x cp x pp x dp = {told}")
     dp, rest = divmod(gpus, ranks)
     if rest:
         raise RowError("failed", f"gpus {gpus} is not a multiple of tp x cp x pp = {ranks}")
-    return str(dp)
+    stage = given.get("zero_stage", 3 if system.zero.data_parallel == "fsdp" else 1)
+    if stage not in get_args(ZeroStage):
+        raise RowError("failed", f"column zero_stage: {stage} is not 0, 1, 2 or 3")
+    if system.parallel.cp_kind == "ulysses" and ulysses == 1:  # Layout counts these cp ranks in dp
+        cp, dp, ulysses = 1, dp * cp, cp
+    given |= {"sp": flag(row, "sp", tp > 1), "cp": cp, "dp": dp, "ulysses": ulysses}
+    given |= {"shard_degree": dp // instances} if instances > 1 else {}
+    return Layout(**{**given, "zero_stage": stage})
+
+
+def _stages(row: Row, layers: int, layout: Layout, ends: int) -> str:
+    """The stages of a row whose layout says more than their number, as text.  `ends`: the layers by
+    which the first and the last chunk are smaller than the others."""
+    cells = text(row, "partition").split(",")
+    if cells != [""]:
+        sizes = [int(word) if word.strip().isdigit() else -1 for word in cells]
+    else:
+        size, rest = divmod(layers + 2 * ends, layout.num_chunks)
+        if not ends or rest or size > ends:  # the even partition takes them there
+            return "" if ends else text(row, "pp_layout")
+        sizes = [size - ends, *[size] * (layout.num_chunks - 2), size - ends]
+    if min(sizes) < 0 or len(sizes) != layout.num_chunks or sum(sizes) != layers:
+        problem = f"is not {layers} layers in {layout.num_chunks} chunks"
+        raise RowError("failed", f"column partition: {text(row, 'partition')!r} {problem}")
+    return stages_text(stages_of(partition_of_sizes(sizes, layout.pp), layers))
+
+
+def _hosted(row: Row, layout: Layout) -> HostedStates:
+    nodes = int(text(row, "node").rpartition(" x")[2])
+    return HostedStates(
+        node=text(row, "cluster"),
+        nodes=nodes,
+        ranks=layout.gpus // nodes,
+        share=fraction(row, "host_ratio") or 0.0,
+        interleave=whole(row, "update_interleave", 0, least=0),
+    )
 
 
 # -- method -----------------------------------------------------------------------------------
 
-POLICIES: dict[str, tuple[str, dict[str, Value]]] = {
-    "": ("keep_all", {}),
-    "none": ("keep_all", {}),
-    "no": ("keep_all", {}),
-    "full": ("full_recompute", {}),
-    "selective": ("selective_recompute", {}),
-    "balanced": ("balanced_checkpointing", {}),
-    "balanced+fc1": ("balanced_checkpointing", {"point": "published+fc1"}),
-    "selective(sac)": ("selective_recompute", SELECTIVE_SAC),
-    "selective(per-op sac)": ("selective_recompute", SELECTIVE_SAC),
-    "selective(op)": ("selective_recompute", SELECTIVE_SAC),
-}
-"""Published words for recomputation -> method and parameters."""
 
-_COUNTED = re.compile(r"^(full|uniform|block|selective)[ (:]*(\d+)\)?$")
+def _policy(row: Row, registry: Registry) -> tuple[str, dict[str, Any]]:
+    """The method and settings of a row, by its words for recomputation and for its modules; a sheet
+    with both columns and words in neither does not publish them."""
+    word, modules = text(row, "recompute"), text(row, "recompute_modules").lower()
+    claimed = claim_of_row(text(row, "system"), text(row, "note"))[1]
+    if word.lower() in claimed:
+        return recompute_method(claimed[word.lower()], registry)
+    if not word and not modules and "recompute_modules" in row:
+        raise RowError("unsupported", "recomputation not published")
+    plain = INSIDE.sub("", modules).split()
+    if not plain or plain[0] in ("none", "full", word.lower()):
+        return recompute_method(modules if len(plain) > 1 else word, registry)
+    if modules and (found := policy(modules)):
+        return found
+    unknown = [module for module in plain if module not in MODULES]
+    if unknown:
+        near = closest(unknown[0], MODULES)
+        raise RowError(
+            "unsupported", f"column recompute_modules: {unknown[0]!r} is not modelled{near}"
+        )
+    return "selective_recompute", {"modules": tuple(plain)}
 
 
 def recompute_method(words: str, registry: Registry) -> tuple[str, dict[str, Value]]:
     """The method and parameters of a published policy (`full`, `uniform 2`, `block 4`,
     `selective(2)`, ...) or of a method's name; RowError for an unknown policy."""
-    policy = " ".join(words.lower().split())
-    if policy in POLICIES:
-        return POLICIES[policy]
-    counted = _COUNTED.match(policy)
-    if counted and int(counted[2]) > 0:
-        kind, count = counted[1], int(counted[2])
-        if kind == "selective":
-            return "full_recompute", {"every": count}
-        method = "block" if kind == "block" else "uniform"
-        return "full_recompute", {"method": method, "num_layers": count}
+    if found := policy(words):
+        return found
     try:
         registry.resolve(words)
     except MethodError:
-        known = ", ".join([*filter(None, POLICIES), "uniform N", "block N", "selective(N)"])
-        reason = f"recompute {words!r} is not a known policy (known: {known})"
+        reason = f"recompute {words!r} is not a known policy (known: {', '.join(policies())})"
         raise RowError("unsupported", reason) from None
     return words, {}
 

@@ -148,18 +148,22 @@ def _fact(row: Row, column: str, field: FieldInfo) -> Any:
 
 UNSTATED = re.compile(r"not said whether peak|at oom")
 """Words for bytes that may not be a peak."""
+KINDS: dict[str, PeakKind] = {
+    "allocated": "allocated",
+    "computed": "computed",
+    "reserved": "reserved",
+    "device": "device",
+    "nvidia-smi": "device",
+}
+"""Words of sources for what a peak is; the first counts."""
 
 
 def read_peak_kind(row: Row) -> PeakKind:
-    """What the peak of a row is: a PeakKind, or words of a source in which torch's allocated bytes
-    are named."""
-    cell = text(row, "peak_kind").lower()
+    """What the peak of a row is, by the words of its source; unstated where it has other words."""
+    cell = text(row, "peak_kind").lower() or "allocated"
     if UNSTATED.search(cell):
         return "unstated"
-    if "allocated" in cell:
-        return "allocated"
-    kind: PeakKind = read_choice(row, "peak_kind", "allocated", PeakKind)
-    return kind
+    return next((kind for word, kind in KINDS.items() if word in cell), "unstated")
 
 
 def read_peak_rank(row: Row) -> PeakRank:
@@ -271,8 +275,7 @@ def read_cells(
 
 def read_predicted(path: Path) -> Sheet:
     """The predicted rows of a sheet; raises the UserError of `read_cells`."""
-    sheet = read_cells(path, str(path.parent), *TABLED, "pred_status")
-    return sheet
+    return read_cells(path, str(path.parent), *TABLED, "pred_status")
 
 
 def check_numbers(sheet: Sheet, label: str) -> None:

@@ -128,7 +128,7 @@ class PlainLoop:
         return torch.cat((a * cos - b * sin, b * cos + a * sin), -1).view(len(x), -1).to(x.dtype)
 
     def _attention(self, x: Tensor, at: str) -> Tensor:
-        batch, rows, heads, kv_heads, head_dim = self.model.attention
+        batch, rows, heads, kv_heads, head_dim, _ = self.model.attention
         q, k, v = (self._linear(x, f"{at}.{name}") for name in ("q", "k", "v"))
         q, k = (self._rotated(y) for y in (q, k))
         q = q.view(batch, rows, heads, head_dim).transpose(1, 2)

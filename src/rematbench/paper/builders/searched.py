@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from rematbench.evidence.job_evidence import SHEETS
 from rematbench.evidence.published.sheets import CONFIGURATION, SCORED, SPEED, read_sheet
 from rematbench.host.table import write_sheet
 from rematbench.paper.matrix.best import best_lines
@@ -20,7 +21,7 @@ FIGURE = "Figure 9"
 PREDICTED = (
     *CONFIGURATION,
     *SCORED,
-    *("pred_status", f"pred_{SPEED}", "pred_device_total_bytes", "pred_headroom_bytes"),
+    *("sheet", "pred_status", f"pred_{SPEED}", "pred_device_total_bytes", "pred_headroom_bytes"),
 )
 """Columns that predicted rows need."""
 PROCESSES = 2
@@ -45,7 +46,7 @@ def build(output: Path, values: Mapping[str, str], **inputs: Path) -> str:
     if kind == "layouts":
         rows = [row for row in read_sheet(files[0], CONFIGURATION) if row.get("table") == FIGURE]
         return _write(output, against(rows, within=share, processes=PROCESSES), "loss")
-    rows = [row for path in files for row in read_sheet(path, PREDICTED)]
+    rows = [row for row in read_sheet(files[0], PREDICTED) if row["sheet"] in SHEETS]
     return _write(output, searched_sweeps(rows, within=share, processes=PROCESSES), "regret")
 
 

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from rematbench.evaluate.evaluation import evaluate
-from rematbench.evidence.published.phase_rows import phases, whole_plan
+from rematbench.evidence.hosted import hosted_cases, phases, placed_states, timed
+from rematbench.evidence.published.row_cases import PublishedCase
 from rematbench.evidence.published.sheets import Cell
-from rematbench.evidence.published.update_rows import at_rate, fitted_rates, kind_of, sheet_rows
 from rematbench.paper.sheet.table import Column, Table, columns, fixed, gib, seconds
 from rematbench.plan import Plan
 from rematbench.plugins.discover import discover
@@ -37,11 +37,15 @@ NOTE = (
 
 def build(sheet: Path) -> Table:
     """The table of the two models on both nodes."""
-    del sheet  # sheet_rows reads it
-    rows = [row for row in sheet_rows() if row["cluster"] in NODES and row["model"] in MODELS]
-    lines = [line for row in rows if row["variant"] in NAMES for line in _both(row)]
-    first = {(row["cluster"], row["model"]): row for row in rows}
-    lines += [line for row in first.values() for line in _front(row)]
+    del sheet  # hosted_cases reads it
+    rows = [
+        (row, case)
+        for row, case in hosted_cases()
+        if row["cluster"] in NODES and row["model"] in MODELS
+    ]
+    lines = [line for row, case in rows if row["variant"] in NAMES for line in _both(row, case)]
+    first = {(row["cluster"], row["model"]): (row, case) for row, case in rows}
+    lines += [line for row, case in first.values() for line in _front(row, case)]
     return Table(
         name="offloaded_front",
         title="Seconds of an update against device bytes, with optimizer states in host memory",
@@ -63,20 +67,22 @@ def _of(row: Cell, series: str, world: str) -> dict[str, Any]:
     return {**{key: row[key] for key in keys}, "series": series, "world": world}
 
 
-def _both(row: Cell) -> Iterator[dict[str, Any]]:
+def _both(row: Cell, case: PublishedCase) -> Iterator[dict[str, Any]]:
     """A row as published and as predicted."""
     name, every = NAMES[row["variant"]], int(row["update_interleave"] or 0)
     share = {"share": float(row["host_ratio"]), "visiting": 1 / every if every else 0.0}
     published = {"peak_device_bytes": float(row["peak_device_bytes"])}
     published["update_s"] = float(row["update_s"])
     yield _of(row, name, "published") | share | published
-    problem = at_rate(row, fitted_rates()[kind_of(row)])
-    yield _of(row, name, "simulated") | share | _numbers(problem, whole_plan(row, problem))
+    problem = timed(case).problem()
+    plan = discover().resolve("full_recompute").plan(problem, placed_states(case, problem)[0])
+    assert isinstance(plan, Plan)
+    yield _of(row, name, "simulated") | share | _numbers(problem, plan)
 
 
-def _front(row: Cell) -> Iterator[dict[str, Any]]:
+def _front(row: Cell, case: PublishedCase) -> Iterator[dict[str, Any]]:
     """optimizer_offload on the job of a row, at every share of states off the device that fits."""
-    problem = at_rate(row, fitted_rates()[kind_of(row)])
+    problem = timed(case).problem()
     for step in range(STEPS + 1):
         settings = {"optimizer_offload.share": step / STEPS}
         plan = discover().resolve("full_recompute+optimizer_offload", settings).plan(problem)

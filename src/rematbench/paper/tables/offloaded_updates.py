@@ -6,12 +6,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from rematbench.evidence.published.host_rows import node_count
-from rematbench.evidence.published.phase_rows import phase_rows
+from rematbench.evidence.hosted import INTERLEAVED, is_update_fitted
+from rematbench.evidence.published.sheets import read_predicted
 from rematbench.paper.sheet.table import Column, Table, columns, percent, signed_percent
 
-INPUTS = {"sheet": "results/published/offloaded_states.csv"}
-READS = ("config/clusters", "config/calibration.yaml")
+INPUTS = {"predictions": "results/paper/tables/predictions.csv"}
 PHASES = ("update", "forward", "backward", "step")
 NOTE = (
     "Update: the host's rate of a node (and of its number of ranks) is fitted "
@@ -26,10 +25,9 @@ NOTE = (
 )
 
 
-def build(sheet: Path) -> Table:
-    """The table of the sheet's named nodes."""
-    del sheet  # phase_rows reads it
-    return updates_table(phase_rows())
+def build(predictions: Path) -> Table:
+    """The table of the named nodes of offloaded_states.csv."""
+    return updates_table([row for row in read_predicted(predictions) if row["pred_update_s"]])
 
 
 def updates_table(rows: Sequence[dict[str, Any]]) -> Table:
@@ -38,7 +36,7 @@ def updates_table(rows: Sequence[dict[str, Any]]) -> Table:
     groups: dict[tuple[str, ...], list[float]] = {}
     for phase in PHASES:
         for row in rows:
-            error = row[f"pred_{phase}_s"] / float(row[f"{phase}_s"]) - 1.0
+            error = float(row[f"pred_{phase}_s"]) / float(row[f"{phase}_s"]) - 1.0
             groups.setdefault((phase, *_what_ran(row, phase)), []).append(error)
     names = ("phase", "node", "nodes", "pieces", "interleave", "copies", "split")
     lines = [
@@ -70,9 +68,9 @@ def _what_ran(row: dict[str, Any], phase: str) -> tuple[str, ...]:
     """The node, nodes, pieces, interleave, copies and split of a row; `-` for what the phase does
     not depend on."""
     cluster, pieces = row["cluster"], row["table"]
-    nodes = "one" if node_count(row) == 1 else "several"
+    nodes = "one" if row["node"].endswith(" x1") else "several"
     if phase == "update":
-        fitted = row["update_fitted"] or row["variant"] == "dos"
+        fitted = is_update_fitted(row) or pieces == INTERLEAVED
         every, split = row["update_interleave"] or "-", "fitted" if fitted else "held-out"
         return cluster, "-", pieces, every, "-", split
     if phase == "forward":

@@ -12,14 +12,14 @@ from msgspec.structs import asdict
 from rematbench.evidence.accuracy import (
     FEWEST_OOMS,
     MORE,
-    ROUTED,
+    RUNS,
     Accuracy,
     Report,
-    Sheet,
     Verdicts,
     left_out_errors,
     load_accuracy,
     members,
+    of_sheet,
     ratio_error,
     split_of,
     validate,
@@ -38,7 +38,6 @@ from rematbench.evidence.bands import (
     with_outside,
 )
 from rematbench.evidence.decisions import Decision, decisions, mean_lines, summary
-from rematbench.evidence.expert_rows import expert_rows
 from rematbench.evidence.job_evidence import (
     LeftOutCell,
     left_out_by_source,
@@ -46,8 +45,7 @@ from rematbench.evidence.job_evidence import (
     out_of_source,
 )
 from rematbench.evidence.peaks import in_words
-from rematbench.evidence.published.derived import PUBLISHED
-from rematbench.evidence.published.phase_rows import hosted_rows
+from rematbench.evidence.published.derived import BESIDE, PUBLISHED
 from rematbench.evidence.published.sheets import Quantity, Row, number, read_predicted
 from rematbench.evidence.quantiles import LEVEL, Errors, quantile
 from rematbench.evidence.user_fit import COUNTS, DRAWS, calibrated
@@ -56,10 +54,7 @@ from rematbench.inputs.kernel_rates import fitted_parameters
 from rematbench.inputs.load import calibration as shipped_calibration
 from rematbench.paper.sheet.table import Column, Table, columns, fixed, gib, percent, whole
 
-INPUTS = {
-    "predictions": "results/paper/tables/predictions.csv",
-    "more": "results/paper/predictions_more.csv",
-}
+INPUTS = {"predictions": "results/paper/tables/predictions.csv"}
 READS = (
     "config/accuracy.yaml",
     "config/left_out.csv",
@@ -96,15 +91,13 @@ NOTHING, ALL = "nothing", "all rows"
 KINDS = (NOTHING, "stack", "generation", "scale", "context", "mechanism", ALL)
 
 
-def build(predictions: Path, more: Path) -> list[Table]:
-    """The tables of the published cells, and of the sweeps of `more`."""
-    cells = [cell for cell in read_predicted(predictions) if cell["cell"] == PUBLISHED]
+def build(predictions: Path) -> list[Table]:
+    """The tables of the published cells of all sheets."""
+    cells = [cell for cell in read_predicted(predictions) if cell["cell"] in (PUBLISHED, BESIDE)]
     accuracy, constants, unseen = load_accuracy(), shipped_calibration(), out_of_source()
-    beside = read_predicted(more)
     left_out = left_out_errors(unseen, accuracy, constants)
-    routed = expert_rows()
-    report = validate(cells, constants, accuracy, left_out, beside, hosted_rows(), routed)
-    return score_tables(report, cells, constants, accuracy, unseen, beside, routed)
+    report = validate(cells, constants, accuracy, left_out)
+    return score_tables(report, cells, constants, accuracy, unseen)
 
 
 def how_to_read(calibration: Calibration) -> str:
@@ -123,22 +116,21 @@ def score_tables(
     calibration: Calibration,
     accuracy: Accuracy,
     unseen: Sequence[Row] = (),
-    more: Sequence[Row] = (),
-    routed: Sequence[Row] = (),
 ) -> list[Table]:
-    """The tables of `rematbench validate`.  `more`: predicted rows of runs_more.csv, whose sweeps
-    are judged like the sweeps of `rows`; `routed`: predicted rows of moe.csv.  `unseen`: published
-    rows predicted out of source.  Without `unseen`, the coverage of bands uses `pred_low` and
-    `pred_high` of `rows`, and the tables of evidence, regret and calibration are left out."""
-    cells, judged = left_out_cells() if unseen else (), decisions([*rows, *more], unseen)
+    """The tables of `rematbench validate`.  `unseen`: published rows predicted out of source.
+    Without them, the coverage of bands uses `pred_low` and `pred_high` of `rows`, and the tables of
+    evidence, regret and calibration are left out."""
+    runs = of_sheet(rows, RUNS)
+    cells = left_out_cells() if unseen else ()
+    judged = decisions([*runs, *of_sheet(rows, MORE)], unseen)
     return [
         accuracy_table(report, calibration, unseen),
         promise_table(report),
         verdict_table(report.verdicts),
-        band_table(cells, rows),
+        band_table(cells, runs),
         decision_table(judged),
         *([evidence_table(cells), regret_table(judged), calibrated_table()] if unseen else []),
-        cell_table({"runs.csv": rows, MORE: more, ROUTED: routed}, calibration, accuracy),
+        cell_table(rows, calibration, accuracy),
     ]
 
 
@@ -429,15 +421,13 @@ def calibrated_table() -> Table:
     )
 
 
-def cell_table(
-    sheets: Mapping[Sheet, Sequence[Row]], calibration: Calibration, accuracy: Accuracy
-) -> Table:
+def cell_table(rows: Sequence[Row], calibration: Calibration, accuracy: Accuracy) -> Table:
     """One line per group and scored cell of its sheet: the data of the accuracy figure."""
     lines = []
     for group in accuracy.groups:
         if group.metric not in ("tokens_per_s_per_gpu", "peak_device_bytes"):
             continue
-        for row in members(group, sheets.get(group.sheet, ())):
+        for row in members(group, rows):
             published = number(row, group.metric)
             predicted = number(row, f"pred_{group.metric}")
             lines.append(

@@ -5,25 +5,24 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from rematbench.evidence.accuracy import load_accuracy, members
+from rematbench.evidence.accuracy import MORE, load_accuracy, members, of_sheet
+from rematbench.evidence.published.derived import PUBLISHED
 from rematbench.evidence.published.sheets import SPEED, read_predicted
 from rematbench.paper.sheet.table import Column, Table
 
-INPUTS = {
-    "cells": "results/paper/tables/predictions.csv",
-    "more": "results/paper/predictions_more.csv",
-}
+INPUTS = {"cells": "results/paper/tables/predictions.csv"}
 READS = ("config/accuracy.yaml",)
 TABLES = ("fujii_replicas", "small_model_batches")
 Row = Mapping[str, Any]
 GROUP = "Fujii A100, time"
 
 
-def build(cells: Path, more: Path) -> list[Table]:
+def build(cells: Path) -> list[Table]:
     """The tables of Fujii's A100 and of vTrain's small models."""
     (group,) = (group for group in load_accuracy().groups if group.name == GROUP)
-    fujii = [row for row in members(group, read_predicted(cells)) if row[SPEED]]
-    return [replicas_table(fujii), batches_table(read_predicted(more))]
+    rows = read_predicted(cells)
+    fujii = [row for row in members(group, rows) if row["cell"] == PUBLISHED and row[SPEED]]
+    return [replicas_table(fujii), batches_table(of_sheet(rows, MORE))]
 
 
 def replicas_table(rows: Iterable[Row]) -> Table:

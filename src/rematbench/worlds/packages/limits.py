@@ -55,6 +55,12 @@ def active_reasons(reasons: Iterable[Reason]) -> tuple[str, ...]:
     return tuple(reason for holds, reason in reasons if holds)
 
 
+def without_options(reasons: Iterable[str]) -> tuple[str, ...]:
+    """The reasons against jobs for which a baseline has no options, without those against jobs that
+    only are not run here."""
+    return tuple(reason for reason in reasons if not reason.endswith(NOT_RUN))
+
+
 def overridden(policy: Struct, options: Struct, names: Iterable[str]) -> str:
     """The settings among `names` that `policy` sets and `options` overrides, in words; empty if
     there are none.  A setting at its default counts as not set."""

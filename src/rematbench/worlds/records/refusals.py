@@ -2,11 +2,14 @@
 
 from math import gcd
 
-from rematbench.engine.lowering.states.state_shards import has_whole_gradients, tensor_parameters
+from rematbench.costs.operators.ops import OpTable
+from rematbench.engine.lowering.states.state_shards import has_whole_gradients
 from rematbench.inputs.shapes import shapes
 from rematbench.plan import Plan
-from rematbench.problem import Problem, gathered_bytes
+from rematbench.problem import Problem, gathered_bytes, trained_operators
 
+EXECUTED = ("experts", "latent attention")
+"""The features of blocks, of those that Llama's and GPT's lack, that the runtime has."""
 SUM_BYTES = {"fp64": 8, "fp32": 4, "bf16": 4}
 """Bytes of the runtime's gradient sums, by compute precision."""
 
@@ -21,13 +24,13 @@ def refusals(problem: Problem, plan: Plan) -> list[str]:
         "sliding-window attention": bool(windows),
         "packed documents": problem.workload.packed,
         "rotary positions with an odd head_dim": model.position == "rope"
-        and model.head_dim % 2 != 0,
+        and (model.latent.rope if model.latent else model.head_dim) % 2 != 0,
         "soft caps": model.attention_soft_cap != 0 or model.logit_soft_cap != 0,
         "norms over each head with tensor parallelism and without sequence parallelism": (
             model.qk_norm and lay.tp > 1 and not lay.sequence_parallel
         ),
         "norms that scale by 1 + weight": model.norm_offset,
-        **{words: words != "experts" for words in model.special_features},
+        **{words: words not in EXECUTED for words in model.special_features},
         f"what {system.name} keeps of eager operators": any(
             (
                 system.kernels.norm_keeps_steps,
@@ -167,3 +170,8 @@ def _refused_in_backward(problem: Problem, plan: Plan) -> dict[str, bool]:
     given = problem.system.states.grad_bytes
     words = f"optimizer in backward with {given}-byte gradients where it sums {8 * width} bits"
     return {words: asked and given != width}
+
+
+def tensor_parameters(problem: Problem, table: OpTable) -> list[int]:
+    """The trained parameters of a table's operators, leaving out operators without any."""
+    return [op.trained_parameters for op in trained_operators(problem, table)]

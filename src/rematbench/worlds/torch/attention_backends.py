@@ -6,11 +6,15 @@
 | cuda | _scaled_dot_product_flash_attention | bf16, fp16; head_dim % 8 = 0, <= 256 | fp32 |
 | cudnn (cuda) | _scaled_dot_product_cudnn_attention | bf16, fp16; head_dim % 8 = 0, <= 128 | fp32 |
 | efficient (cuda) | _scaled_dot_product_efficient_attention | fp32; head_dim % 4 = 0 | fp32 |
+| unequal (cpu) | a custom operator of plain matrix products | all | fp32; fp64 for fp64 |
 | exact (any other) | plain matrix products | all | fp32; fp64 for fp64 |
 
-Traced (meta) tensors use the row of the CPU.  On CUDA the problem's kernel decides between the rows
-of 16-bit types: `cudnn` takes its row where that row can, all others take flash, whose operator is
-FlashAttention-2 or, after `choose_flash`, FlashAttention-3.  Both save what flash saves.
+Traced (meta) tensors use the rows of the CPU, whose operator takes values of as many columns as
+keys.  Heads of latent attention, whose values have fewer, take the row `unequal`, which also saves
+queries, keys, values, output and lse (padded values would be saved, too).  On CUDA the problem's
+kernel decides between the rows of 16-bit types: `cudnn` takes its row where that row can, all
+others take flash, whose operator is FlashAttention-2 or, after `choose_flash`, FlashAttention-3.
+Both save what flash saves.
 
 Every backend gives lse as batch x heads x rows. The CPU's operator stores lse with heads innermost,
 so that its bytes are rows x heads as in the operator table; the lse of the other backends is
@@ -37,13 +41,15 @@ Heads = Tensor
 
 
 class Shape(NamedTuple):
-    """One rank's attention: batch, query rows per sequence, heads, KV heads, head_dim."""
+    """One rank's attention: batch, query rows per sequence, heads, KV heads, head_dim, and the
+    columns of a head of values."""
 
     batch: int
     rows: int
     heads: int
     kv_heads: int
     head_dim: int
+    v_dim: int
 
 
 class Block(NamedTuple):
@@ -70,13 +76,14 @@ def choose_flash(kernel: AttentionBackend) -> None:
         choices.restore_flash_attention_impl()
 
 
-def backend(x: Tensor, kernel: AttentionBackend = "fa2") -> str:
-    """The backend in the table above for a tensor's device and dtype and a problem's kernel."""
+def backend(x: Tensor, v_dim: int, kernel: AttentionBackend = "fa2") -> str:
+    """The backend in the table above for the device and dtype of queries, the columns of values and
+    a problem's kernel."""
     if x.device.type in ("cpu", "meta") and hasattr(
         torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu"
     ):
-        return "cpu"
-    if x.device.type == "cuda":
+        return "cpu" if x.shape[-1] == v_dim else "unequal"
+    if x.device.type == "cuda" and x.shape[-1] == v_dim:
         head_dim = x.shape[-1]
         if x.dtype in (torch.bfloat16, torch.float16) and head_dim % 8 == 0 and head_dim <= 256:
             return "cudnn" if kernel == "cudnn" and head_dim <= 128 else "cuda"
@@ -103,7 +110,9 @@ def flash(
     q: Heads, k: Heads, v: Heads, causal: bool, kernel: AttentionBackend = "fa2"
 ) -> tuple[Heads, Tensor]:
     """(output, lse) of one block."""
-    match backend(q, kernel):
+    match backend(q, v.shape[-1], kernel):
+        case "unequal":
+            return _unequal(q, k, v, causal)  # type: ignore[no-any-return]
         case "cpu":
             out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
                 q, k, v, 0.0, causal
@@ -123,6 +132,10 @@ def flash(
                 q, k, v, None, True, 0.0, causal
             )
             return found[0], found[1][:, :, : q.shape[2]]
+    return _exact(q, k, v, causal)
+
+
+def _exact(q: Heads, k: Heads, v: Heads, causal: bool) -> tuple[Heads, Tensor]:
     s = _scores(q, k, causal)
     lse = s.logsumexp(-1)
     probs = (s - lse[..., None]).exp().to(q.dtype)
@@ -140,7 +153,9 @@ def flash_backward(
     kernel: AttentionBackend = "fa2",
 ) -> tuple[Heads, Heads, Heads]:
     """(dq, dk, dv) of one block; `out` and `lse` may be merged over several blocks of keys."""
-    match backend(q, kernel):
+    match backend(q, v.shape[-1], kernel):
+        case "unequal":
+            return _unequal_backward(grad, q, k, v, out, lse, causal)  # type: ignore[no-any-return]
         case "cpu":
             return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(  # type: ignore[no-any-return]
                 grad, q, k, v, out, lse, 0.0, causal
@@ -160,6 +175,12 @@ def flash_backward(
             )  # fmt: skip
         case "efficient":
             return _efficient_backward(grad, q, k, v, out, lse, causal)
+    return _exact_backward(grad, q, k, v, out, lse, causal)
+
+
+def _exact_backward(
+    grad: Heads, q: Heads, k: Heads, v: Heads, out: Heads, lse: Tensor, causal: bool
+) -> tuple[Heads, Heads, Heads]:
     probs = (_scores(q, k, causal) - lse[..., None]).exp()
     full_v = repeat(v, q.shape[1])
     dp = (grad @ full_v.transpose(-1, -2)).to(probs.dtype)
@@ -168,6 +189,41 @@ def flash_backward(
     dk = _summed(ds.transpose(-1, -2) @ q, k)
     dv = _summed(probs.to(q.dtype).transpose(-1, -2) @ grad, v)
     return ds @ repeat(k, q.shape[1]), dk, dv
+
+
+def _by_rows(x: Tensor) -> Tensor:
+    """The same tensor, stored in the order batch, rows, heads."""
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+@torch.library.custom_op("rematbench::unequal_attention", mutates_args=())
+def _unequal(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+    """(output, lse) as one operator, inside which no temporary is counted."""
+    out, lse = _exact(q, k, v, causal)
+    return _by_rows(out), _by_rows(lse)
+
+
+@_unequal.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+    out = q.new_empty((*q.shape[:-1], v.shape[-1]))
+    return _by_rows(out), _by_rows(q.new_empty(q.shape[:-1], dtype=wide(q.dtype)))
+
+
+@torch.library.custom_op("rematbench::unequal_attention_backward", mutates_args=())
+def _unequal_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(dq, dk, dv) as one operator."""
+    dq, dk, dv = _exact_backward(grad, q, k, v, out, lse, causal)
+    return _by_rows(dq), _by_rows(dk), _by_rows(dv)
+
+
+@_unequal_backward.register_fake
+def _(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    dq, dk, dv = (_by_rows(x.new_empty(x.shape)) for x in (q, k, v))
+    return dq, dk, dv
 
 
 def _summed(gradients: Heads, kv: Heads) -> Heads:

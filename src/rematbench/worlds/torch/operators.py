@@ -17,11 +17,15 @@ Forward = Callable[[Call], Tensors]
 Backward = Callable[[Call], Tensors]
 Weight = Callable[[Call], None]
 
-COLUMNS = ("qkv", "fc1", "lm_head", "shared_fc1")
-"""The column-parallel operators: each output has its own weight, so that none is a view."""
+COLUMNS = ("qkv", "q_up", "kv_up", "fc1", "lm_head", "shared_fc1", "q_down", "kv_down")
+"""The column-parallel operators, and the projections to few columns, which no rank splits: each
+output has its own weight, so that none is a view."""
 ROWS = ("proj", "fc2", "shared_fc2")
 """The row-parallel operators."""
-NORMS = ("attn_norm", "mlp_norm", "post_attn_norm", "post_mlp_norm", "final_norm", *HEAD_NORMS)
+NORMS = (
+    *("attn_norm", "mlp_norm", "post_attn_norm", "post_mlp_norm", "final_norm"),
+    *("q_latent_norm", "kv_latent_norm", *HEAD_NORMS),
+)
 ADAPTERS = tuple(f"lora_{target}" for target in get_args(AdapterTarget))
 """The products with the first matrix of an adapter; the linear adds those with the second."""
 SUMS = ("attn_add", "mlp_add", "shared_add")
@@ -42,11 +46,11 @@ def _by_rank(sequences: Tensor, ranks: int, batch: int) -> Tensor:
 
 
 def _heads(call: Call, x: Tensor, heads: int) -> Tensor:
-    """rows x columns -> batch x heads x rows x head_dim."""
+    """rows x columns -> batch x heads x rows x columns of a head."""
     shape, ranks = call.model.attention, call.model.problem.layout.ulysses
     if ranks > 1:
         x = _whole_sequences(x, ranks, shape.batch)
-    return x.view(shape.batch, -1, heads, shape.head_dim).transpose(1, 2)
+    return x.view(shape.batch, -1, heads, x.shape[-1] // heads).transpose(1, 2)
 
 
 def _flat(x: Tensor) -> Tensor:
@@ -81,10 +85,13 @@ def _whole_kv(call: Call, name: str) -> Tensor:
     shape, cp = call.model.attention, call.model.problem.layout.cp
     if cp == 1:
         return _heads(call, call.tensors[name], shape.kv_heads)
-    full = call.tensors["full"].view(call.model.dtype).view(2, -1)[0 if name == "k" else 1]
-    by_slice = full.view(cp, shape.batch, 2, -1, shape.kv_heads, shape.head_dim)
+    full = call.tensors["full"].view(call.model.dtype)
+    sizes = [call.unit.table.activations[each].nbytes for each in ("k", "v")]
+    at = full.numel() * sizes[0] // sum(sizes)
+    full, dim = (full[:at], shape.head_dim) if name == "k" else (full[at:], shape.v_dim)
+    by_slice = full.view(cp, shape.batch, 2, -1, shape.kv_heads, dim)
     by_slice = by_slice.permute(1, 0, 2, 3, 4, 5).reshape(
-        shape.batch, 2 * cp, -1, shape.kv_heads, shape.head_dim
+        shape.batch, 2 * cp, -1, shape.kv_heads, dim
     )
     return _in_order(by_slice, slice_order(call)).flatten(1, 2).transpose(1, 2)
 
@@ -104,7 +111,7 @@ def attention(call: Call) -> Tensors:
     k, v = _whole_kv(call, "k"), _whole_kv(call, "v")
     pairs = sum((b.q1 - b.q0) * (b.k1 - b.k0) / (1 + b.causal)
                 for g in attn.blocks(shape.rows, model.slices) for b in g)  # fmt: skip
-    model.flop += 4.0 * pairs * shape.heads * shape.head_dim * shape.batch
+    model.flop += 2.0 * pairs * shape.heads * (shape.head_dim + shape.v_dim) * shape.batch
     if "attn_probs" in call.op.outputs:
         probs = attn.probabilities(q, k)
         out = probs @ attn.repeat(v, shape.heads)
@@ -291,11 +298,42 @@ def _turned(call: Call, name: str, x: Tensor, *, inverse: bool = False) -> Tenso
 
 
 def _rotated(call: Call, x: Tensor, *, inverse: bool = False) -> Tensor:
-    """x after RoPE, if the model has it."""
-    model = call.model
+    """x after RoPE, if the model has it; of heads of latent attention the last columns."""
+    model, latent = call.model, call.model.kind.latent
     if model.kind.position != "rope":
         return x
-    return arithmetic.rope(x, call.rows(model.cos), call.rows(model.sin), inverse=inverse)
+    cos, sin = call.rows(model.cos), call.rows(model.sin)
+    if latent is None or call.op.name == "k_turn":
+        return arithmetic.rope(x, cos, sin, inverse=inverse)
+    out = x.clone()
+    heads = out.view(x.shape[0], -1, latent.qk)[..., latent.nope :]
+    heads.copy_(arithmetic.rope(heads.contiguous(), cos, sin, inverse=inverse).view(heads.shape))
+    return out
+
+
+def _turn(call: Call) -> Tensors:
+    return {call.op.outputs[0]: _rotated(call, call.input())}
+
+
+def _turn_backward(call: Call) -> Tensors:
+    return {call.op.inputs[0]: _rotated(call, call.grads[0], inverse=True)}
+
+
+def _join(call: Call) -> Tensors:
+    """A head's own columns of keys, then those that all heads share."""
+    own, shared = (call.tensors[name] for name in call.op.inputs)
+    heads = own.view(own.shape[0], call.model.shapes.heads, -1)
+    every = shared[:, None].expand(-1, heads.shape[1], -1)
+    return {call.op.outputs[0]: torch.cat([heads, every], -1).flatten(1)}
+
+
+def _join_backward(call: Call) -> Tensors:
+    grad = call.grads[0].view(call.grads[0].shape[0], call.model.shapes.heads, -1)
+    latent = call.model.kind.latent
+    assert latent is not None
+    own, shared = torch.split(grad, [latent.nope, latent.rope], -1)
+    parts = own.flatten(1), shared.sum(1)
+    return dict(zip(call.op.inputs, parts, strict=True))
 
 
 def _column_gradients(call: Call) -> Iterator[tuple[str, Tensor]]:
@@ -396,6 +434,8 @@ FORWARD: dict[str, Forward] = {
     **dict.fromkeys(COLUMNS, _column),
     **dict.fromkeys((*ROWS, *ADAPTERS), _row),
     **dict.fromkeys(SUMS, _residual),
+    "k_turn": _turn,
+    "k_join": _join,
     "attention": attention,
     **dict.fromkeys(("act", "shared_act"), _act),
     "mul": _mul,
@@ -407,6 +447,8 @@ BACKWARD_INPUT: dict[str, Backward] = {
     **dict.fromkeys(NORMS, _norm_backward),
     **dict.fromkeys(COLUMNS, _column_backward),
     **dict.fromkeys((*ROWS, *ADAPTERS), _row_backward),
+    "k_turn": _turn_backward,
+    "k_join": _join_backward,
     "attention": attention_backward,
     **dict.fromkeys(("act", "shared_act"), _act_backward),
     "mul": _mul_backward,

@@ -10,10 +10,7 @@ parameter has its own generator, so concurrent draws give the same bits.
 """
 
 import hashlib
-import os
-from collections import deque
 from collections.abc import Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -24,7 +21,7 @@ from torch import Tensor
 
 from rematbench.costs.operators.ops import Part
 from rematbench.inputs.layout import Layout
-from rematbench.workload import Experts, Model, Trained
+from rematbench.workload import Experts, Latent, Model, Trained
 from rematbench.worlds.torch.arithmetic import fused, wide
 
 INIT_STD = 0.05
@@ -160,8 +157,9 @@ def _embedding_specs(model: Model, vocab: int) -> dict[str, ParameterSpec]:
     return specs
 
 
-def _norm_specs(model: Model, local: str, name: str) -> dict[str, ParameterSpec]:
-    width = model.head_dim if local in HEAD_NORMS else model.hidden
+def _norm_specs(model: Model, local: str, name: str, width: int = 0) -> dict[str, ParameterSpec]:
+    """A norm over `width` columns (0: a head's, or the hidden ones)."""
+    width = width or (model.head_dim if local in HEAD_NORMS else model.hidden)
     specs = {local: ParameterSpec(f"{name}.weight", (width,), own_rows=True, mean=1.0)}
     if model.norm == "layernorm":
         specs[f"{local}.bias"] = ParameterSpec(f"{name}.bias", (width,), own_rows=True)
@@ -178,11 +176,35 @@ def _attention_specs(model: Model, prefix: str) -> dict[str, ParameterSpec]:
         norms += HEAD_NORMS
     for norm in norms:
         specs |= _norm_specs(model, norm, f"{prefix}.{norm}")
-    for local, width in (("q", model.q_width), ("k", model.kv_width), ("v", model.kv_width)):
-        specs |= _linear_specs(prefix, local, (width, model.hidden), 0, bias=model.qkv_bias)
+    if model.latent is not None:
+        specs |= _latent_specs(model, model.latent, prefix)
+    else:
+        for local, width in (("q", model.q_width), ("k", model.kv_width), ("v", model.kv_width)):
+            specs |= _linear_specs(prefix, local, (width, model.hidden), 0, bias=model.qkv_bias)
     return specs | _linear_specs(
-        prefix, "proj", (model.hidden, model.q_width), 1, bias=model.proj_bias
+        prefix, "proj", (model.hidden, model.out_width), 1, bias=model.proj_bias
     )
+
+
+def _latent_specs(model: Model, given: Latent, prefix: str) -> dict[str, ParameterSpec]:
+    """The projections of latent attention: those to few columns, which each rank has whole, with
+    their norms, and those up to heads."""
+    specs: dict[str, ParameterSpec] = {}
+    down = {"q_latent": given.q_rank} if given.q_rank else {}
+    for local, width in (down | {"kv_latent": given.kv_rank, "k_rope": given.rope}).items():
+        shape = (width, model.hidden)
+        specs[local] = ParameterSpec(f"{prefix}.{local}.weight", shape, own_rows=True)
+        if model.qkv_bias:
+            bias = ParameterSpec(f"{prefix}.{local}.bias", shape[:1], own_rows=True)
+            specs[f"{local}.bias"] = bias
+    norms = {"q_latent_norm": given.q_rank} if given.q_rank else {}
+    for local, width in (norms | {"kv_latent_norm": given.kv_rank}).items():
+        specs |= _norm_specs(model, local, f"{prefix}.{local}", width)
+    heads, source = model.num_heads, given.q_rank or model.hidden
+    specs |= _linear_specs(prefix, "q", (model.q_width, source), 0, bias=False)
+    for local, width in (("k_nope", heads * given.nope), ("v", heads * given.v)):
+        specs |= _linear_specs(prefix, local, (width, given.kv_rank), 0, bias=False)
+    return specs
 
 
 def _linear_specs(
@@ -437,55 +459,3 @@ def host_memory(tensor: Tensor, device: torch.device) -> Tensor:
         return tensor.clone()
     made = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=device.type == "cuda")
     return made.copy_(tensor)
-
-
-MAX_THREADS = 16
-READY_BYTES = 4 << 30
-"""Bytes of weights that may be drawn ahead of the parameter in use; a larger draw runs alone."""
-
-
-def drawing_threads(device: torch.device) -> int:
-    """The number of threads that draw weights: a GPU's share of this process's processors. On a CPU
-    it is one thread, because all ranks share the memory and `rank_processes.initialization_bytes`
-    counts one draw at a time."""
-    gpus = torch.cuda.device_count() if device.type == "cuda" else 0
-    share = len(os.sched_getaffinity(0)) // gpus if gpus else 1
-    return max(1, min(MAX_THREADS, share))
-
-
-class Draws:
-    """Full weights, each drawn once, in the order of `specs`."""
-
-    def __init__(self, specs: Iterable[ParameterSpec], seed: int, threads: int) -> None:
-        self._left = deque(specs)
-        self._seed, self._threads = seed, threads
-        self._pool = ThreadPoolExecutor(threads)
-        self._ready: deque[tuple[ParameterSpec, Future[Tensor]]] = deque()
-        self._begin()
-
-    def _begin(self) -> None:
-        """Start draws while threads and memory allow; end the threads after the last draw."""
-        room = READY_BYTES - sum(_nbytes(spec) for spec, _ in self._ready)
-        while self._left and len(self._ready) < self._threads:
-            room -= _nbytes(self._left[0])
-            if self._ready and room < 0:
-                return
-            spec = self._left.popleft()
-            drawn = self._pool.submit(full_weight, spec, self._seed)
-            self._ready.append((spec, drawn))
-        if not self._left:
-            self._pool.shutdown(wait=False)
-
-    def take(self, spec: ParameterSpec) -> Tensor:
-        """The whole next parameter in float64; ValueError if another parameter comes next."""
-        first, drawn = self._ready.popleft()
-        if first.name != spec.name:
-            raise ValueError(f"{spec.name} is asked for before {first.name}")
-        full = drawn.result()
-        self._begin()
-        return full
-
-
-def _nbytes(spec: ParameterSpec) -> int:
-    """Bytes of the whole parameter in float64."""
-    return prod(spec.shape) * torch.float64.itemsize

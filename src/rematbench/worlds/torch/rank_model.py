@@ -6,7 +6,7 @@ from functools import cached_property, partial
 import torch
 from torch import Tensor
 
-from rematbench.costs.operators.experts import COUNTS
+from rematbench.costs.operators.launches import COUNTS
 from rematbench.costs.operators.ops import Activation
 from rematbench.engine.lowering.blocks.chunk_ops import ChunkOps, Unit
 from rematbench.engine.program.storage import ModelPart
@@ -17,9 +17,9 @@ from rematbench.worlds.records.refusals import refusals
 from rematbench.worlds.torch.arithmetic import rope_tables, wide
 from rematbench.worlds.torch.attention_backends import Shape
 from rematbench.worlds.torch.batch import MicroBatch, positions, slices
+from rematbench.worlds.torch.draws import Draws
 from rematbench.worlds.torch.groups import Coordinates, ExpertPlace, expert_place, state_rank
 from rematbench.worlds.torch.parameters import (
-    Draws,
     Owner,
     Parameter,
     ParameterSpec,
@@ -98,7 +98,8 @@ class RankModel:
         self.pieces = self._cut(plan)
         where = positions(lay, place, problem.workload.seq_len)
         self.where = where.repeat(lay.micro_batch).to(device)
-        self.cos, self.sin = rope_tables(self.where, self.kind.head_dim, self.dtype)
+        turned = self.kind.latent.rope if self.kind.latent else self.kind.head_dim
+        self.cos, self.sin = rope_tables(self.where, turned, self.dtype)
         self.chosen = self._chosen()
         self.slices = slices(lay, place)
         self.batches: list[MicroBatch] = []
@@ -210,8 +211,8 @@ class RankModel:
         """One rank's attention; under Ulysses whole sequences with a part of the heads."""
         s, ranks = self.shapes, self.problem.layout.ulysses
         rows = ranks * s.tokens // s.micro_batch
-        kv_heads = max(1, s.kv_heads // ranks)
-        return Shape(s.micro_batch, rows, s.heads // ranks, kv_heads, self.kind.head_dim)
+        kv_heads, dims = max(1, s.kv_heads // ranks), (self.kind.head_dim, self.kind.v_dim)
+        return Shape(s.micro_batch, rows, s.heads // ranks, kv_heads, *dims)
 
     def dtype_of(self, tensor: Activation) -> torch.dtype:
         """The element type of an activation."""

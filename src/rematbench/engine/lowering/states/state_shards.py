@@ -5,7 +5,7 @@ from rematbench.costs.operators.ops import Op, OpTable
 from rematbench.costs.states import GRADIENT_STAGE, OPTIMIZER_STAGE, shard
 from rematbench.inputs.layout import Layout
 from rematbench.plan import Plan, StateFate
-from rematbench.problem import Problem, expert_parameters, rank_parameters, weighted_operators
+from rematbench.problem import Problem, expert_parameters, rank_parameters
 
 STAGES = {"optimizer": OPTIMIZER_STAGE, "gradient": GRADIENT_STAGE}
 """The ZeRO stage from which a kind of states is sharded."""
@@ -41,11 +41,6 @@ def rank_sharded(problem: Problem, plan: Plan, rank: int, fate: StateFate) -> in
     return sharded(rest, experts, fate, problem.layout)
 
 
-def tensor_parameters(problem: Problem, table: OpTable) -> list[int]:
-    """The trained parameters of a table's operators, leaving out operators without any."""
-    return [op.trained_parameters for op in trained_operators(problem, table)]
-
-
 def operator_tensors(problem: Problem, table: OpTable, op: Op) -> list[int]:
     """Parameters of an operator's tensors with a gradient in reverse order, as in autograd.  Each
     output of a linear that the stack does not fuse has its own tensor."""
@@ -55,8 +50,3 @@ def operator_tensors(problem: Problem, table: OpTable, op: Op) -> list[int]:
         return [count]
     others = [count * width // sum(widths) for width in reversed(widths[1:])]
     return [*others, count - sum(others)]
-
-
-def trained_operators(problem: Problem, table: OpTable) -> list[Op]:
-    """The operators of a table that have parameters with a gradient, as in `weighted_operators`."""
-    return [op for op in weighted_operators(problem, table) if op.trained_parameters]

@@ -1,0 +1,230 @@
+"""What the words in the columns of published rows mean, as config/rows.yaml declares them.
+
+A new sheet is its file, an entry under `sheets`, and entries for the words of its columns.
+"""
+
+import re
+from functools import cache
+from typing import Any, get_args
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from rematbench.evidence.published.sheets import Cell, Row, read_sheet, text
+from rematbench.host.declared import facts, plain_type
+from rematbench.inputs.configfile import closest, convert, read_mapping
+from rematbench.inputs.job import Job
+from rematbench.inputs.load import names
+from rematbench.inputs.paths import data_dir
+
+NONE = ("", "none", "no", "0", "null")
+"""Words for a feature that is off."""
+NUMBER = r"(\d*\.\d+|[1-9]\d*|0)"
+ORDINAL = re.compile(r"(\d)(?:st|nd|rd|th)\b")
+INSIDE = re.compile(r"\(([^()]*)\)")
+
+
+class Meaning(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a word states: cells of the row, fields of Model, facts of the stack and of the job, or
+    the reason why it is refused."""
+
+    row: dict[str, str] = {}
+    model: dict[str, Any] = {}
+    stack: dict[str, Any] = {}
+    job: dict[str, Any] = {}
+    refused: str = ""
+
+
+class Words(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The words of a column, each with its meaning or with the reason why it has no effect.
+
+    A cell is cut into words by `split`, and words in parentheses are details of the others.
+    `matters`: an unknown word is refused where this expression is in it; without it, every unknown
+    word is, and no detail.  `refused`: the reason.  `of_model`: unknown words have no effect for a
+    model whose file is shipped.  `inside`: the columns and the expressions that find the cell in
+    them, for words that are part of a note.  `missing`: the column counts where that one is empty.
+    `without`: meanings of words that a cell with other words does not have.
+    """
+
+    terms: dict[str, str | Meaning] = {}
+    split: str = "[,;:]"
+    matters: str | None = None
+    refused: str = ""
+    of_model: bool = False
+    inside: dict[str, str] = {}
+    missing: str = ""
+    without: dict[str, Meaning] = {}
+
+    def meaning(self, word: str) -> str | Meaning | None:
+        """What a word means, with the number in it in place of N; None if it is unknown."""
+        for term, meaning in self.terms.items():
+            found = _pattern(term).fullmatch(word)
+            if found and isinstance(meaning, Meaning):
+                return _with_number(meaning, found[1]) if found.groups() else meaning
+            if found:
+                return meaning
+        return None
+
+
+class Policy(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The method and its settings that a word for recomputation stands for."""
+
+    method: str
+    settings: dict[str, Any] = {}
+
+
+class Sheet(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A sheet of results/published: cells that all of its rows have where they are empty (`given`),
+    and facts of their models and stacks, with their source."""
+
+    given: dict[str, str] = {}
+    model: dict[str, Any] = {}
+    stack: dict[str, Any] = {}
+    source: str = ""
+
+
+class _File(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    source: str
+    sheets: dict[str, Sheet]
+    columns: dict[str, Words]
+    policies: dict[str, Policy]
+
+
+class Said(Struct, kw_only=True):
+    """What the words of a row state, the columns that are read, and a line for each refused
+    word."""
+
+    row: dict[str, Any]
+    model: dict[str, Any] = {}
+    stack: dict[str, Any] = {}
+    job: dict[str, Any] = {}
+    read: set[str] = set()
+    refused: list[str] = []
+
+    def add(self, meaning: Meaning) -> None:
+        """Add what a word states."""
+        self.row |= meaning.row
+        self.model |= meaning.model
+        self.stack |= meaning.stack
+        self.job |= meaning.job
+
+
+@cache
+def _file() -> _File:
+    path = data_dir("config") / "rows.yaml"
+    return convert(read_mapping(path, "config/rows.yaml"), _File, "config/rows.yaml")
+
+
+def policies() -> list[str]:
+    """The words for recomputation."""
+    return [*filter(None, _file().policies)]
+
+
+def policy(words: str) -> tuple[str, dict[str, Any]] | None:
+    """The method and settings of words for recomputation (`uniform 2`, `selective(2)`), or None."""
+    plain = ORDINAL.sub(r"\1", " ".join(re.sub("[(:)]", " ", words.lower()).split()))
+    for term, one in _file().policies.items():
+        found = _pattern(term).fullmatch(plain)
+        if found and "0" not in found.groups():
+            settings = _numbered(one.settings, found[1]) if found.groups() else one.settings
+            lists = {key: tuple(v) if isinstance(v, list) else v for key, v in settings.items()}
+            return one.method, lists
+    return None
+
+
+@cache
+def sheets() -> tuple[str, ...]:
+    """The names of the sheets of published rows."""
+    return tuple(_file().sheets)
+
+
+@cache
+def committed(name: str) -> tuple[Cell, ...]:
+    """The rows of a sheet of results/published with its name, their numbers from 1 on, the cells
+    that all of its rows have, and the cells that words state."""
+    given = _file().sheets[name].given
+    rows = enumerate(read_sheet(data_dir("published") / name), start=1)
+    filled = (
+        {**given, **{k: v for k, v in row.items() if v or k not in given}}
+        | {"sheet": name, "row": str(index)}
+        for index, row in rows
+    )
+    return tuple(said(row).row for row in filled)
+
+
+def said(row: Row) -> Said:
+    """What the words of a row mean; a word that a table refuses speaks for its cell."""
+    whole = _file().sheets.get(text(row, "sheet"), Sheet())
+    found = Said(row=dict(row), model=dict(whole.model), stack=dict(whole.stack))
+    for name, column in _file().columns.items():
+        cell = _cell(row, name, column)
+        if cell in NONE:
+            found.read.add(name)
+        elif not text(row, column.missing) and not _is_choice(name, column, cell):
+            shipped = column.of_model and text(row, "model") in names("model")
+            found.refused += _read(found, name, column, cell, shipped=shipped)
+    return found
+
+
+def _cell(row: Row, name: str, column: Words) -> str:
+    """The text of a column, or of a part of another one, in lower case."""
+    for other, expression in column.inside.items():
+        match = re.search(expression, text(row, other))
+        return match[1].lower() if match else ""
+    return text(row, name).lower()
+
+
+def _read(found: Said, name: str, column: Words, cell: str, *, shipped: bool) -> list[str]:
+    """Read a cell; return a line for each refused word, or for the first that a table refuses."""
+    words = [(word, False) for word in _cut(INSIDE.sub("", cell), column)]
+    words += [(word, True) for part in INSIDE.findall(cell) for word in _cut(part, column)]
+    refused: list[str] = []
+    meanings = []
+    for word, detail in words:
+        meaning = column.meaning(word)
+        if isinstance(meaning, Meaning) and meaning.refused:
+            return [f"column {name}: {word!r}: {meaning.refused}"]
+        if isinstance(meaning, Meaning):
+            meanings.append(meaning)
+        elif meaning is None and not shipped and _matters(column, word, detail=detail):
+            if column.refused:
+                return [f"column {name}: {cell!r}: {column.refused}"]
+            refused.append(f"column {name}: {word!r} is not modelled{closest(word, column.terms)}")
+    found.read.add(name)
+    meanings += [one for word, one in column.without.items() if word not in dict(words)]
+    for one in meanings:
+        found.add(one)
+    return refused
+
+
+def _cut(cell: str, column: Words) -> list[str]:
+    return [word.strip() for word in re.split(column.split, cell) if word.strip()]
+
+
+def _matters(column: Words, word: str, *, detail: bool) -> bool:
+    if column.matters is None:
+        return not detail
+    return re.search(column.matters, word) is not None
+
+
+def _is_choice(name: str, column: Words, cell: str) -> bool:
+    """Whether a cell is a value of a fact of the job, which the column leaves to it."""
+    known = facts(Job).get(name)
+    values = get_args(plain_type(known)) if known else ()
+    return cell in values and column.meaning(cell) is None
+
+
+@cache
+def _pattern(term: str) -> re.Pattern[str]:
+    return re.compile(re.sub(r"\bN\b", lambda _: NUMBER, re.escape(term)))
+
+
+def _with_number(meaning: Meaning, digits: str) -> Meaning:
+    """The meaning with a number in place of each N."""
+    names = ("model", "stack", "job")
+    return replace(meaning, **{name: _numbered(getattr(meaning, name), digits) for name in names})
+
+
+def _numbered(values: dict[str, Any], digits: str) -> dict[str, Any]:
+    number = float(digits) if "." in digits else int(digits)
+    return {key: number if value == "N" else value for key, value in values.items()}

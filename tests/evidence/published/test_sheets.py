@@ -1,0 +1,114 @@
+"""Every row of the committed sheets is read, or refused by the columns that say why."""
+
+import re
+from collections import Counter
+
+import pytest
+
+from rematbench.evidence.published.row_cases import read_case
+from rematbench.evidence.published.sheets import Cell, RowError
+from rematbench.evidence.published.words import committed, sheets
+from rematbench.plugins.discover import discover
+from tests.predicted import predicted, published
+
+LAYOUT = "layout not published"
+RECOMPUTATION = "recomputation not published"
+ROWS: dict[str, dict[str, int]] = {
+    "runs.csv": {"read": 453, LAYOUT: 2},
+    "runs_more.csv": {"read": 757},
+    "moe_more.csv": {"read": 19, RECOMPUTATION: 1},
+    "runs_opened.csv": {"read": 17},
+    "nemo_opened.csv": {"read": 8},
+    "mla.csv": {"attention_kind mtp_layers": 7, "attention attention_kind": 3},
+    "fp8.csv": {
+        "read": 36,
+        "precision": 81,
+        "precision cuda_graph": 13,
+        "precision offload": 10,
+        "attention_kind": 2,
+        LAYOUT: 3,
+        RECOMPUTATION: 2,
+    },
+    "offloaded_states.csv": {"read": 106, "cluster is missing or empty": 2},
+    "cards.csv": {
+        "precision": 5,
+        "precision features": 1,
+        "features": 5,
+        "item features": 2,
+        LAYOUT: 3,
+        RECOMPUTATION: 1,
+    },
+    "adapters.csv": {
+        "read": 8,
+        "method": 8,
+        "kernels": 8,
+        "method kernels": 8,
+        "method base_dtype": 24,
+        "method base_dtype kernels": 16,
+    },
+    "adapters_more.csv": {"read": 15, "method": 72, "method base_dtype": 9},
+    "pipeline_vocabulary.csv": {"read": 4, "schedule": 16},
+    "pipeline_slices.csv": {"schedule": 24, LAYOUT: 24},
+}
+"""The rows of each sheet that are read, and the columns that refuse the others."""
+MOE = {"read": 60, "offload": 6, "cuda_graph": 6, LAYOUT: 2, RECOMPUTATION: 3}
+"""The rows of moe.csv in 16 bits and without latent attention, which refuse the others."""
+
+
+def outcome(row: Cell) -> str:
+    """`read`, or the columns whose words refuse a row, or the reason."""
+    try:
+        read_case(row, discover())
+    except RowError as error:
+        columns = re.findall(r"column (\w+): ", str(error))
+        return " ".join(columns) or str(error).partition(":")[0].removeprefix("column ")
+    return "read"
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_every_row_is_read_or_refused_by_its_columns(name: str) -> None:
+    found = Counter(map(outcome, committed(name)))
+    assert found == ROWS[name]
+
+
+def test_rows_of_experts_are_read_or_refused_by_their_columns() -> None:
+    found = Counter(map(outcome, committed("moe.csv")))
+    wide = {"precision", "attention_kind"}
+    other = [key for key in found if wide & {*key.split()}]
+    assert {key: count for key, count in found.items() if key not in other} == MOE
+    assert sum(found[key] for key in other) == 140
+
+
+def test_the_sheets_are_those_of_the_table() -> None:
+    assert {*sheets()} == {*ROWS, "moe.csv"}
+
+
+def test_a_sheet_gives_its_rows_the_cells_that_they_lack() -> None:
+    (row, *_) = committed("adapters.csv")
+    assert (row["sheet"], row["row"], row["model"]) == ("adapters.csv", "1", "mistral-7b")
+    assert (row["tp"], row["recompute"]) == ("1", "full")
+
+
+@pytest.mark.full
+def test_opened_sheets_are_predicted() -> None:
+    counts = {
+        name: Counter(row["pred_status"] for row in predicted(published(name)))
+        for name in ("moe_more.csv", "runs_opened.csv", "nemo_opened.csv")
+    }
+    assert counts == {
+        "moe_more.csv": {"ok": 19, "unsupported": 1},
+        "runs_opened.csv": {"ok": 17},
+        "nemo_opened.csv": {"ok": 6, "oom": 2},
+    }
+
+
+def test_one_predictor_has_what_a_row_prints() -> None:
+    """Phases and host bytes only where a row has them."""
+    row = committed("offloaded_states.csv")[2]
+    (found,) = predicted([row])
+    assert all(float(found[f"pred_{name}"]) > 0 for name in ("forward_s", "update_s"))
+    assert float(found["pred_host_used_gib"]) > 0
+    plain = {key: value for key, value in row.items() if key not in ("update_s", "host_used_gib")}
+    (other,) = predicted([plain])
+    assert "pred_forward_s" not in other
+    assert other["pred_step_s"] == found["pred_step_s"]
