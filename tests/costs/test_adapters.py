@@ -4,17 +4,23 @@ published peaks."""
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from rematbench.evaluate.evaluator import evaluate
 from rematbench.evaluate.problems import make_problem
 from rematbench.inputs.job import Job
 from rematbench.inputs.layout import LayoutError
-from rematbench.plan import Plan
+from rematbench.inputs.load import load_model
+from rematbench.model import Latent
+from rematbench.plan import Plan, Unsupported
 from rematbench.plugins.discover import discover
 from rematbench.problem import Problem, rank_parameters, rank_states
 from rematbench.workload import PACKED_BYTES
+from rematbench.worlds.packages.limits import setup_of
+from rematbench.worlds.packages.process import baselines
 
 RANK = 16
+LATENT = Latent(kv_rank=512, nope=128, rope=64, v=128)
 
 
 def made(system: str = "huggingface-flash", model: str = "llama-3.1-8b", **facts: Any) -> Problem:
@@ -149,6 +155,7 @@ def test_frozen_layers_have_no_backward_and_norms_can_train_alone() -> None:
         ({"dora": True}, "needs adapters"),
         ({"lora_rank": 4, "model": "mixtral-8x7b", "system": "megatron-core"}, "adapters of exp"),
         ({"lora_rank": 4, "tp": 2, "gpus": 2, "system": "megatron-core"}, "tp = 2"),
+        ({"lora_rank": 4, "model": replace(load_model("llama2-7b"), latent=LATENT)}, "latent att"),
         ({"frozen_layers": 32}, "must be below the 32 layers"),
     ],
 )
@@ -173,6 +180,18 @@ def test_an_optimizer_replaces_the_moments_and_leaves_masters(
     assert made(optimizer_kind=kind).system.states.optimizer_bytes == own
     deepspeed = made("huggingface-deepspeed", optimizer_kind=kind).system.states
     assert deepspeed.optimizer_bytes == 4 + master
+
+
+@pytest.mark.parametrize("facts", [{"lora_rank": 4}, {"optimizer_kind": "lion"}])
+def test_no_package_is_said_to_run_it(facts: dict[str, Any]) -> None:
+    """The flags of a package would start full training with Adam."""
+    found = setup_of(made(**facts)).special_features
+    assert found == setup_of(made()).special_features + found[-1:]
+    for name in ("deepspeed", "megatron_core"):
+        problem = made(name.replace("_", "-"), **facts)
+        refused = baselines()[name].cls().plan(problem, problem.base_plan)
+        assert isinstance(refused, Unsupported)
+        assert found[-1] in refused.reason
 
 
 MISTRAL = [
