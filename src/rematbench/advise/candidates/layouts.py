@@ -71,7 +71,8 @@ class LayoutChoice(Struct, frozen=True):
         """The plan that methods begin with: `plan` with this choice's partition."""
         if self.even:
             return plan
-        return replace(plan, partition=partition_of_sizes(self.sizes, self.layout.pp))
+        more = sum(len(chunk) for rank in plan.partition for chunk in rank) - sum(self.sizes)
+        return replace(plan, partition=partition_of_sizes(self.sizes, self.layout.pp, more))
 
     def of_sizes(self, sizes: tuple[int, ...]) -> "LayoutChoice":
         """The choice with other numbers of layers."""
@@ -166,11 +167,6 @@ def _stated(layout: Layout, work: Workload) -> list[LayoutChoice]:
 def _dense_between_experts(work: Workload) -> str:
     """Why a model cannot be searched; empty if it can."""
     model = work.model
-    if model.mtp_layers:
-        return (
-            f"search has no layers that predict more tokens, as {model.name} has; simulate and "
-            "compare take --layout"
-        )
     if model.experts is None or set(model.experts.dense_layers) == set(range(model.first_dense)):
         return ""
     return (
