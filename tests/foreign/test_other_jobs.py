@@ -85,7 +85,6 @@ def test_a_name_of_a_file_chooses_no_task(tmp_path: Path, out: str) -> None:
         "--window-attn-skip-freq 2",
         "--quick-geglu",
         "--exp-avg-dtype fp8",
-        "--mtp-num-layers 1",
         "--optimizer muon",
         "--num-experts 4 --moe-token-dispatcher-type other",
     ],
@@ -93,6 +92,11 @@ def test_a_name_of_a_file_chooses_no_task(tmp_path: Path, out: str) -> None:
 def test_an_option_of_megatron_that_changes_the_job_is_refused(tmp_path: Path, option: str) -> None:
     reading = job(tmp_path, f"x.py {SIZES} --bf16 {option}")[1]
     assert any(option.split()[-2 if " " in option else 0] in line for line in reading.refused)
+
+
+def test_a_layer_that_predicts_one_more_token_is_read(tmp_path: Path) -> None:
+    reading = job(tmp_path, f"x.py {SIZES} --bf16 --mtp-num-layers 1")[1]
+    assert not [line for line in reading.refused if "mtp" in line]
 
 
 OPTIMIZERS = ["galore_adamw", "apollo_adamw", "grokadamw", "adamw_torch_16bit", "lion_4bit"]

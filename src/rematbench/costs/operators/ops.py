@@ -284,7 +284,7 @@ _SCORES = ("probs", "softmax", "capped", "probs_mask", "probs_dropped")
 _ADAPTERS = tuple(f"lora_{name}{kind}" for name in get_args(AdapterTarget) for kind in LORA_KINDS)
 _ENDS = ("logits", "logits_capped", "logits_held", "loss_saved")
 _PREDICTION = (
-    *("next_embedding", "joined", "join_columns", "join_out", "predicted"),
+    *("next_embedding", "joined", "join_columns", "join_out", "predicted", "predicted_mask"),
     *("predict_logits", "predict_loss_saved"),
 )
 
