@@ -10,7 +10,7 @@ import msgspec
 
 from rematbench.costs.bind import CostModel
 from rematbench.costs.offload_estimate import PipelineOffloadEstimator, pipeline_offload_estimator
-from rematbench.costs.operators.adapters import Place, trained_table
+from rematbench.costs.operators.adapters import Place, place_of, trained_table
 from rematbench.costs.operators.block import (
     embedding_table,
     head_table,
@@ -238,26 +238,18 @@ class Problem:
     def embedding(self) -> OpTable:
         """Operators of the embedding."""
         table = embedding_table(self.workload, self.layout, self.system)
-        return self._trained(table, Place(trains=self.workload.frozen_layers == 0))
-
-    def _trained(self, table: OpTable, place: Place) -> OpTable:
+        place = Place(trains=self.workload.frozen_layers == 0)
         return trained_table(table, self.workload, self.system, place)
 
     def _place(self, layer: int) -> Place:
-        """Whether a layer's own weights train, and whether its input has a gradient; after the last
-        layer, of the head."""
-        work = self.workload
-        if work.trains_all:
-            return Place()
-        inside = bool(work.lora_rank) or work.trains("norms") or not work.trained_parts
-        below = self.embedding.trained > 0 or (inside and layer > work.frozen_layers)
-        return Place(trains=layer >= work.frozen_layers, differentiated=below)
+        return place_of(layer, self.workload, embedded=self.embedding.trained > 0)
 
     @cached_property
     def head(self) -> OpTable:
         """Operators of the final norm, output projection and loss."""
         table = head_table(self.workload, self.layout, self.system)
-        return self._trained(table, self._place(self.workload.model.num_layers))
+        place = self._place(self.workload.model.num_layers)
+        return trained_table(table, self.workload, self.system, place)
 
     @cached_property
     def _kinds(self) -> tuple[LayerKind, ...]:
@@ -282,7 +274,7 @@ class Problem:
             copies = self.layout.pp > 1 and not (last and self.workload.model.tied_embeddings)
             return prediction_table(*of, fused_attention=fused, dense=dense, copies=copies)
         table = layer_table(*of, fused_attention=fused, window=window, dense=dense)
-        return self._trained(table, place)
+        return trained_table(table, self.workload, self.system, place)
 
     @cached_property
     def prediction_rank(self) -> int | None:
@@ -423,15 +415,10 @@ def trained_operators(problem: Problem, table: OpTable) -> list[Op]:
 def rank_parameters(problem: Problem, plan: Plan, rank: int, *, trained: bool = False) -> int:
     """Parameters that one rank holds after tensor and pipeline parallelism; with `trained` those of
     them with a gradient."""
-
-    def of(table: OpTable) -> int:
-        return table.trained if trained else table.parameters
-
-    layers = sum(of(problem.layer(i)) for chunk in plan.partition[rank] for i in chunk)
-    ends = of(problem.embedding) if rank == 0 else 0
-    if rank == problem.layout.pp - 1:
-        ends += head_parameters(problem)[trained]
-    return layers + ends
+    tables = [problem.layer(index) for chunk in plan.partition[rank] for index in chunk]
+    tables += [problem.embedding] if rank == 0 else []
+    head = head_parameters(problem)[trained] if rank == problem.layout.pp - 1 else 0
+    return head + sum(t.trained if trained else t.parameters for t in tables)
 
 
 class CostFacade(CostModel):

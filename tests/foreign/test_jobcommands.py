@@ -207,9 +207,7 @@ def test_a_command_replaces_values_of_its_yaml(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "refusal"),
     [
-        ("swift sft --model m --max_length 512", "lora is ms-swift's default"),
         ("megatron sft --model m --tuner_type lora", "lora"),
-        ("deepspeed train.py --model_name_or_path m --lora_enable True --lora_r 8", "lora_enable"),
         ("deepspeed train.py --model_name_or_path m --vision_tower v", "vision_tower"),
         ("deepspeed -m openrlhf.cli.train_dpo --pretrain m --micro_train_batch_size 1", "stage"),
         (f"pretrain_gpt.py {SIZES} --num-experts 8 --moe-train-capacity-factor 1", "capacity"),

@@ -350,7 +350,7 @@ def _rest(values: dict[str, Any]) -> dict[str, str]:
             options[name] = str(values[name])
     for name in (*facts(Work), *facts(StackChoice), "partition", "stages"):
         if values.get(name) and name not in (*LEADING, *defaults):
-            options[name] = str(values[name])
+            options[name] = "" if values[name] is True else str(values[name])
     return options
 
 

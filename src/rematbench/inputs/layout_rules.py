@@ -120,6 +120,10 @@ def _trained_rules(lay: Layout, work: Workload) -> list[tuple[bool, str]]:
         ),
         (work.dora and not work.lora_rank, "dora needs adapters (lora_rank)"),
         (experts, "adapters of experts are not modelled (lora_targets: q,k,v,o)"),
+        (
+            model.latent is not None and not {"q", "k", "v"}.isdisjoint(work.targets),
+            "adapters of latent attention are not modelled (lora_targets: o,gate,up,down)",
+        ),
         (work.partly and lay.tp > 1, f"tp = {lay.tp} with weights that do not train: not modelled"),
         (
             work.frozen_layers > 0 and lay.pp > 1,
@@ -422,6 +426,11 @@ def _model_rules(lay: Layout, work: Workload) -> list[tuple[bool, str]]:
             model.position == "learned" and model.max_positions < work.seq_len,
             f"seq_len {work.seq_len} exceeds the {model.max_positions} learned positions of "
             f"{model.name}",
+        ),
+        (
+            model.mtp_layers > 0,
+            f"mtp_layers {model.mtp_layers}: layers that predict more tokens are not planned yet "
+            "(0: without them)",
         ),
         (
             model.num_layers < lay.num_chunks and not lay.stages,

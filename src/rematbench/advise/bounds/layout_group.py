@@ -44,6 +44,7 @@ class GroupKey(NamedTuple):
     single: bool
     hosted: bool
     states: str
+    exchange: tuple[str | None, bool]
     zero: tuple[int, int]
 
 
@@ -52,7 +53,8 @@ def group_key(choice: LayoutChoice) -> GroupKey:
     lay = choice.layout
     zero = (lay.zero_stage, lay.dp) if lay.zero_stage > 1 and lay.pp == 1 else (0, 0)
     alike = (lay.tp, lay.sp, lay.cp, lay.ulysses, lay.micro_batch, lay.ep, lay.expert_tp)
-    return GroupKey(*alike, lay.pp == 1, choice.hosted, choice.states, zero)
+    exchange = (choice.dispatcher, choice.overlaps)
+    return GroupKey(*alike, lay.pp == 1, choice.hosted, choice.states, exchange, zero)
 
 
 NO_PLAN_COUNT = 1 << 40

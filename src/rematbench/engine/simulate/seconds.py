@@ -7,7 +7,8 @@ from typing import get_args
 from rematbench.costs.bind import CopyDirection
 from rematbench.costs.bind_kernels import Direction
 from rematbench.costs.copies import NO_TRAFFIC, CopyTraffic
-from rematbench.costs.operators.experts import COUNTS, ROUTED
+from rematbench.costs.operators.experts import ROUTED
+from rematbench.costs.operators.launches import COUNTS
 from rematbench.costs.operators.ops import Comm, Group, Op, OpTable
 from rematbench.engine.program.action import (
     HOST_UPDATE,

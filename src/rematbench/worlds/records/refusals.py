@@ -25,7 +25,6 @@ def refusals(problem: Problem, plan: Plan) -> list[str]:
         "packed documents": problem.workload.packed,
         "rotary positions with an odd head_dim": model.position == "rope"
         and (model.latent.rope if model.latent else model.head_dim) % 2 != 0,
-        "Ulysses with latent attention": lay.ulysses > 1 and model.latent is not None,
         "soft caps": model.attention_soft_cap != 0 or model.logit_soft_cap != 0,
         "norms over each head with tensor parallelism and without sequence parallelism": (
             model.qk_norm and lay.tp > 1 and not lay.sequence_parallel

@@ -1,4 +1,5 @@
-"""How many parameters a rank holds a state of: experts have peers of their own."""
+"""How many parameters a rank holds a state of: experts have peers of their own, and only trained
+parameters have gradients."""
 
 from rematbench.costs.operators.ops import Op, OpTable
 from rematbench.costs.states import GRADIENT_STAGE, OPTIMIZER_STAGE, shard
