@@ -460,3 +460,19 @@ def test_stated_stages_are_searched_like_all_others(
     found = some(one, MOST // (16 if short else 4))
     for share in SHARES[3:4] if short else SHARES[:4:3]:
         held(at_the_edge(one, found, share), found)
+
+
+@pytest.mark.parametrize(
+    "seed",
+    [2, 6, *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(10, 30))],
+)
+def test_a_layer_that_predicts_more_tokens_is_searched_beside_the_others(
+    seed: int, short: bool, held: Held
+) -> None:
+    one = drawn(seed)
+    assert isinstance(one.spec.model, Model)
+    model = replace(one.spec.model, mtp_layers=1, attention_window=())
+    one = replace(one, spec=one.spec.changed(model=model))
+    found = some(one, MOST // (16 if short else 4))
+    for share in SHARES[3:4] if short else SHARES[:4:3]:
+        held(at_the_edge(one, found, share), found)

@@ -12,6 +12,7 @@ import pytest
 from msgspec.structs import replace
 
 import rematbench
+from rematbench.costs.operators.adapters import Place, trained_table
 from rematbench.costs.operators.block import embedding_table, head_table, layer_table
 from rematbench.costs.operators.ops import ACTIVATIONS
 from rematbench.evaluate.result import evaluate_method
@@ -132,6 +133,10 @@ def test_the_names_are_those_of_all_models_and_stacks() -> None:
                 found |= made.activations.keys()
             found |= embedding_table(work, layout, system).activations.keys()
             found |= head_table(work, layout, system).activations.keys()
+        for facts in ({"lora_dropout": 0.1}, {"dora": True}):
+            work = Workload(model=shape, seq_len=256, lora_rank=4, **facts)
+            table = layer_table(work, layout, stacks[1], fused_attention=True, window=0)
+            found |= trained_table(table, work, stacks[1], Place()).activations.keys()
     assert found == ACTIVATIONS
 
 

@@ -86,13 +86,21 @@ class CostModel(KernelCosts):
                     shape.fewest_per_node,
                     nodes,
                     nvlink,
-                    nic,
+                    self._exchange_bytes_per_s(comm),
                     common,
                     self._copies_of(comm),
                 )
             case "ring":
                 seconds = collectives.ring_exchange_s(comm.nbytes, size, nodes, nvlink, nic, common)
         return float(seconds) * self.system.scales.communication
+
+    def _exchange_bytes_per_s(self, comm: Comm) -> float:
+        """Rate of one GPU's NIC in an all-to-all: no more than a proxy on the host sends, where the
+        dispatcher puts each token by itself and the network takes no puts of a GPU."""
+        if not (self.cluster.put_s and self._copies_of(comm)):
+            return self.nic_bytes_per_s
+        token_bytes = self.workload.model.hidden * self.workload.element_bytes
+        return min(self.nic_bytes_per_s, token_bytes / self.cluster.put_s)
 
     def _copies_of(self, comm: Comm) -> int:
         """Copies of each token in an all-to-all whose dispatcher sends a node one of them; 0 where

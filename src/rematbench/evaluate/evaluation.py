@@ -20,14 +20,8 @@ from rematbench.engine.program.program import Late, Program
 from rematbench.engine.simulate.max_plus import simulate_chunks
 from rematbench.engine.simulate.op_level import Simulation, simulate
 from rematbench.engine.simulate.seconds import action_seconds
-from rematbench.plan import Plan
-from rematbench.problem import (
-    NOT_TIMED,
-    Problem,
-    gathers_by_layer,
-    has_exact_pins,
-    rank_parameters,
-)
+from rematbench.plan import Plan, gathers_by_layer, has_exact_pins
+from rematbench.problem import NOT_TIMED, Problem, rank_parameters
 
 HOST_RATE = (
     "host_update_parameters_per_s (measure: parameters of a node's ranks over the seconds of their "
@@ -239,6 +233,7 @@ def _rank_bytes(
     }
     device = {"parameter": 0, "gradient": 0, "optimizer": 0}
     standing = reduce_buckets(count, problem.layout, system).standing + problem.workspace_bytes
+    standing += dummy_gradient_bytes(problem, plan, rank)
     exact = has_exact_pins(system, plan)
     host = host_states(problem, plan, rank)
     for kind in device:
@@ -261,6 +256,25 @@ def _rank_bytes(
         host_rounding=0 if exact else ledger.pinned_peak_bytes - ledger.host_peak_bytes,
         peak_step=ledger.peak_step,
     )
+
+
+def dummy_gradient_bytes(problem: Problem, plan: Plan, rank: int) -> int:
+    """Device bytes of the buffers that stand in for gradients of a rank's weights, one for each
+    shape.  Source: TransformerEngine, pytorch/module/base.py, get_dummy_wgrad; the head's is
+    Megatron-core's, core/tensor_parallel/layers.py.  A router adds to its gradient without one."""
+    if not problem.system.states.dummy_gradients:
+        return 0
+    chunks = plan.partition[rank]
+    tables = [problem.layer(layer) for chunk in chunks for layer in chunk]
+    tables += [problem.head] * (rank == problem.layout.pp - 1)
+    shapes = {
+        (kernel.m, kernel.n)
+        for table in {id(table): table for table in tables}.values()
+        for op in table.ops
+        for kernel in op.backward_weight
+        if isinstance(kernel, Gemm) and not op.replicated
+    }
+    return problem.system.states.param_bytes * sum(m * n for m, n in shapes)
 
 
 def host_node_bytes(problem: Problem, ranks: tuple[RankBytes, ...]) -> int:

@@ -118,6 +118,10 @@ class States(Part, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """If true, the first backward of a step allocates each gradient when the kernel of its weight
     runs, and the end of the step frees them (zero_grad(set_to_none=True)); otherwise gradients are
     alive throughout."""
+    dummy_gradients: bool = False
+    """If true, products that add to a gradient hand autograd a buffer without values, in the dtype
+    of the weights: one for each shape of a weight on a rank, the head's too, which stays allocated
+    (TransformerEngine with Megatron's fused accumulation of gradients)."""
     step_scratch_bytes: StateBytes = 0
     """The optimizer step holds so many bytes per updated parameter and frees them."""
     flat_step: bool = False

@@ -25,9 +25,9 @@ from rematbench.engine.lowering.states.emit_states import gradient_reductions, p
 from rematbench.engine.lowering.states.state_shards import has_whole_gradients, rank_sharded
 from rematbench.engine.simulate.beside import Exposed, exposed_shares, op_seconds
 from rematbench.inputs.layout import Layout
-from rematbench.plan import Place, Plan
+from rematbench.plan import Place, Plan, state_fates
 from rematbench.plugins.registry import Registry
-from rematbench.problem import Problem, state_fates
+from rematbench.problem import Problem
 
 
 class GroupKey(NamedTuple):

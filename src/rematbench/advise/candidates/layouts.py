@@ -71,7 +71,8 @@ class LayoutChoice(Struct, frozen=True):
         """The plan that methods begin with: `plan` with this choice's partition."""
         if self.even:
             return plan
-        return replace(plan, partition=partition_of_sizes(self.sizes, self.layout.pp))
+        more = sum(len(chunk) for rank in plan.partition for chunk in rank) - sum(self.sizes)
+        return replace(plan, partition=partition_of_sizes(self.sizes, self.layout.pp, more))
 
     def of_sizes(self, sizes: tuple[int, ...]) -> "LayoutChoice":
         """The choice with other numbers of layers."""

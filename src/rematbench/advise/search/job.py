@@ -35,6 +35,7 @@ from rematbench.inputs.job import Job, degrees
 from rematbench.inputs.kernel_rates import RateError
 from rematbench.inputs.layout import LayoutError
 from rematbench.inputs.load import load_cluster, load_model
+from rematbench.inputs.stages import stages_of
 from rematbench.plan import Plan, PlanError, Unsupported
 from rematbench.plugins.discover import discover
 from rematbench.plugins.registry import IDENTITY, MethodEntry, MethodError, Registry
@@ -208,7 +209,8 @@ class SearchSpace:
     def choice(self, result: Result) -> LayoutChoice:
         """The layout of a result of this job."""
         problem, base = result.problem, result.base.partition
-        sizes = tuple(len(rank[chunk]) for chunk in range(len(base[0])) for rank in base)
+        stages = stages_of(base, self.model.num_layers)
+        sizes = tuple(len(stage.layers) for stage in stages)
         even = base == problem.base_plan.partition
         hosted = problem.system.host.optimizer_on_host and not self.system.host.optimizer_on_host
         named = f"+{result.method}"
