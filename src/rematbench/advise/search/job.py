@@ -144,7 +144,7 @@ class SearchSpace:
         policies on any layout that it runs."""
         if self.package:
             return self._policies(self.package)
-        result = variants(self.registry, load_compare(), self._only)
+        result = variants(self.registry, load_compare(), self.model, self._only)
         if not self.request.engine:
             return result
         choices = self.space.choices
