@@ -31,7 +31,7 @@ from rematbench.inputs.system import with_facts
 from rematbench.plan import Plan, Unsupported
 from rematbench.plugins.discover import entry_of
 from rematbench.plugins.registry import Composition
-from rematbench.workload import Experts, Workload
+from rematbench.workload import Experts, Latent, Workload
 from rematbench.worlds.records.suite import load_suite
 from rematbench.worlds.records.suite_cells import cells
 from tests.problems import BLOCKS, LLAMA
@@ -126,7 +126,10 @@ def test_the_names_are_those_of_all_models_and_stacks() -> None:
     shipped = [load_model(name) for name in names("model")]
     experts = Experts(count=8, active=2, ffn=64, shared_ffn=64, shared_gate=True)
     mixtures = [replace(LLAMA, experts=experts, mlp=mlp) for mlp in ("swiglu", "gelu")]
-    sparse = replace(LLAMA, **BLOCKS["latent"], sparse_attention=True)
+    chosen = Latent(
+        q_rank=24, kv_rank=16, nope=8, rope=4, v=6, index_heads=2, index_dim=8, index_top=16
+    )
+    sparse = replace(LLAMA, **{**BLOCKS["latent"], "latent": chosen})
     blocks = (replace(LLAMA, **facts) for facts in BLOCKS.values())
     for model in (*shipped, *mixtures, sparse, *blocks):
         for system, degree in product(stacks, (1, 2)):

@@ -21,6 +21,7 @@ from rematbench.evidence.accuracy import (
 )
 from rematbench.evidence.calibrate import SCALES, leave_one_out, moved, tangents
 from rematbench.evidence.calibrate import calibrate as fitted
+from rematbench.evidence.expert_pace import fitted_pace, left_out_experts
 from rematbench.evidence.fit import FitReport
 from rematbench.evidence.job_evidence import PEAK, SHEETS, joined
 from rematbench.evidence.predict import predict_rows
@@ -65,6 +66,13 @@ def calibrate(
             "--leave-one-out", help="For each source: refit without it, then predict its cells."
         ),
     ] = False,
+    experts: Annotated[
+        bool,
+        Option(
+            "--experts",
+            help="The pace of experts' launches in place of all other constants.",
+        ),
+    ] = False,
     force: Annotated[
         bool,
         Option("--force", help="With --rows: write a stack even if its band is wider than 50 %."),
@@ -77,7 +85,8 @@ def calibrate(
 
     Takes minutes of CPU time without --rows, and an hour with --leave-one-out.  Files change only
     with --output: it has the form of config/calibration.yaml or, with --leave-one-out, of
-    config/left_out.csv, from which all bands are computed.
+    config/left_out.csv, from which all bands are computed (with --experts: of
+    config/left_out_experts.csv).
 
     \b
     Example:
@@ -92,6 +101,12 @@ def calibrate(
         calibrate_user_stack(rows, output, processes, force=force)
         return
     start = calibration()
+    if experts:
+        pace = fitted_pace(start, start.fit_experts, processes)
+        typer.echo(f"expert_pace: {pace:.4g} (shipped: {start.common.expert_pace:.4g})")
+        if output is not None:
+            write_sheet(output, left_out_experts(start, processes))
+        return
     sheets = {name: read_cells(data_dir("published") / name, name) for name in SHEETS}
     if leave_out:
         lines = leave_one_out(sheets, start, load_accuracy(), processes)

@@ -9,8 +9,10 @@ never give a narrower band (pool adjacent violators, Barlow et al. 1972). A job 
 property, such as the scale, has at least the same quantile of the rows outside in it. A job on a
 GPU unlike every shipped GPU has at least the same quantile of errors of rows predicted with the
 constants of another GPU generation, moved to the row's GPU by its FLOP/s and bytes/s. All numbers
-come from config/left_out.csv. `coverage` tests the rows of each source against bands learnt from
-all other sources. LEVEL is the share of rows that a band promises to hold.
+come from config/left_out.csv. A job with experts is a kind by itself, whatever else it is outside
+of: its half-width is the same quantile of the rows of config/left_out_experts.csv. `coverage`
+tests the rows of each source against bands learnt from all other sources. LEVEL is the share of
+rows that a band promises to hold.
 """
 
 import math
@@ -30,6 +32,7 @@ from rematbench.evidence.job_evidence import (
     LeftOutCell,
     Range,
     covered,
+    expert_errors,
     job_of,
     left_out_cells,
     log_error,
@@ -67,24 +70,32 @@ def _pool(most: int, *parts: Errors) -> Pool:
 
 class Bands(Struct, frozen=True):
     """Bands learnt from rows predicted out of source, and the range of jobs that the rows cover.
-    `properties`: the half-width of the rows outside in each property, and their sources."""
+    `properties`: the half-width of the rows outside in each property, and their sources;
+    `experts`: the errors of rows with experts."""
 
     covered: Range
     pools: tuple[Pool, ...]
     devices: Errors = {}
     properties: dict[str, tuple[float, int]] = {}
+    experts: Errors = {}
 
     def band(self, job: JobProperties) -> Band:
         """The band of a job's predicted speed."""
         outside = self.covered.outside(job)
-        pool = next((p for p in self.pools if len(outside) <= p.most), self.pools[-1])
-        own = [self.properties[name] for name in outside if name in self.properties]
-        half_width, sources = max([(pool.half_width, len(pool.errors)), *own])
+        half_width, sources = self._like(job, outside)
         wider = quantile(self.devices) if job.device and self.devices else 0.0
         if wider > half_width:
             sources = len(self.devices)
             return Band(half_width=wider, outside=outside, sources=sources, other_generation=True)
         return Band(half_width=half_width, outside=outside, sources=sources)
+
+    def _like(self, job: JobProperties, outside: dict[str, str]) -> tuple[float, int]:
+        """The half-width of jobs of this kind, and its sources."""
+        if job.experts and self.experts:
+            return quantile(self.experts), len(self.experts)
+        pool = next((p for p in self.pools if len(outside) <= p.most), self.pools[-1])
+        own = [self.properties[name] for name in outside if name in self.properties]
+        return max([(pool.half_width, len(pool.errors)), *own])
 
 
 def bands_of(cells: Sequence[LeftOutCell]) -> Bands:
@@ -169,7 +180,9 @@ def ratio_errors(cells: Iterable[LeftOutCell], *, one_layout: bool) -> Errors:
 @cache
 def shipped() -> Bands:
     """The bands learnt from the committed rows of config/left_out.csv."""
-    return bands_of(left_out_cells())
+    bands, errors = bands_of(left_out_cells()), expert_errors()
+    seen = replace(bands.covered, experts=bool(errors))
+    return replace(bands, covered=seen, experts=errors)
 
 
 def band_of(problem: Problem, family: str) -> Band:
@@ -245,10 +258,8 @@ def shipped_coverage(rows: Sequence[Row]) -> list[Coverage]:
     ]
 
 
-def ratio_coverage(cells: Iterable[LeftOutCell], *, one_layout: bool) -> list[Coverage]:
-    """The coverage of every source's ratios (its pairs of rows) under the band learnt from the
-    ratios of the other sources."""
-    errors = ratio_errors(cells, one_layout=one_layout)
+def kind_coverage(errors: Errors) -> list[Coverage]:
+    """The coverage of every source's errors of one kind under the band learnt from the others'."""
     found = []
     for source, own in errors.items():
         width = quantile({key: some for key, some in errors.items() if key != source})
@@ -262,6 +273,12 @@ def ratio_coverage(cells: Iterable[LeftOutCell], *, one_layout: bool) -> list[Co
             )
         )
     return found
+
+
+def ratio_coverage(cells: Iterable[LeftOutCell], *, one_layout: bool) -> list[Coverage]:
+    """The coverage of every source's ratios (its pairs of rows) under the band learnt from the
+    ratios of the other sources."""
+    return kind_coverage(ratio_errors(cells, one_layout=one_layout))
 
 
 def pooled(coverages: Sequence[Coverage], errors: Errors) -> Coverage:

@@ -33,6 +33,7 @@ from rematbench.evidence.published.sheets import (
     number,
     read_sheet,
 )
+from rematbench.evidence.quantiles import Errors
 from rematbench.host.declared import flat
 from rematbench.inputs.cluster import Cluster
 from rematbench.inputs.configfile import ConfigError
@@ -45,7 +46,7 @@ from rematbench.plugins.discover import discover
 from rematbench.plugins.registry import IDENTITY, Registry
 from rematbench.problem import Problem
 
-NAME = "left_out.csv"
+NAME, EXPERTS = "left_out.csv", "left_out_experts.csv"
 SHEETS = ("runs.csv", "runs_more.csv")
 """The sheets of published runs; constants are fitted to declared rows of both."""
 PEAK = "peak_device_bytes"
@@ -92,6 +93,16 @@ def out_of_source() -> tuple[Cell, ...]:
     )
     sheets = {name: read_sheet(data_dir("published") / name) for name in SHEETS}
     return tuple(joined(line, sheets) for line in lines)
+
+
+@cache
+def expert_errors() -> Errors:
+    """Absolute errors of ln(speed) of the rows with experts in config/left_out_experts.csv, by
+    source."""
+    found: Errors = defaultdict(list)
+    for line in read_sheet(data_dir("config") / EXPERTS, ("source", SPEED, f"pred_{SPEED}")):
+        found[line["source"]].append(abs(log_error(line) or 0.0))
+    return dict(found)
 
 
 def joined(line: Cell, sheets: Mapping[str, Sequence[Cell]]) -> Cell:

@@ -24,8 +24,8 @@ class Cluster(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     `d2h_beside_h2d`, `h2d_beside_d2h`: the share of its rate that a copy keeps while a copy in the
     opposite direction runs.  Published only for A100; for PCIe 5 (Hopper and Blackwell) measured on
     one H200 (results/measured/gpu).
-    `put_s`: seconds in which the host sends a token of DeepEP or HybridEP to another node, for one
-    GPU (0: GPUs send by themselves, at the rate of the NIC).
+    `put_s`: seconds in which a proxy on the host sends a token of DeepEP or HybridEP to another
+    node for one GPU (0: GPUs send by themselves, at the rate of the NIC).
     `dram_bytes_per_s`: the memory rate of one of the `numa_nodes` (None: never the limit).
     `host_other_bytes`: host bytes of a node that a training job does not account for: the system's,
     the processes' own, the page cache (None: an estimate, costs/bind.py, `host_room_bytes`).

@@ -176,7 +176,8 @@ class ShapedBy(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 class Calibration(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The contents of config/calibration.yaml as plain numbers, and the rates of config/kernels;
-    `fitted` names the constants fitted to whole steps as `section.entry.field`."""
+    `fitted` names the constants fitted to whole steps as `section.entry.field`; `fit_experts`
+    declares the rows to which `common.expert_pace` is fitted."""
 
     gpus: dict[str, GpuConstants]
     networks: dict[str, NetworkConstants]
@@ -185,6 +186,7 @@ class Calibration(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     kernels: KernelRates
     fitted: tuple[str, ...] = ()
     fit: tuple[FitRule, ...] = ()
+    fit_experts: tuple[FitRule, ...] = ()
     shaped_by: tuple[ShapedBy, ...] = ()
     date: str = ""
 
@@ -254,6 +256,7 @@ class _File(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     systems: dict[str, dict[str, Number]]
     common: dict[str, Any]
     fit: tuple[FitRule, ...]
+    fit_experts: tuple[FitRule, ...] = ()
     shaped_by: tuple[ShapedBy, ...] = field(default=())
 
 
@@ -283,6 +286,7 @@ def parse_calibration(text: bytes) -> Calibration:
             "kernels": shipped_kernels(),
             "fitted": fitted,
             "fit": msgspec.to_builtins(raw.fit),
+            "fit_experts": msgspec.to_builtins(raw.fit_experts),
             "shaped_by": msgspec.to_builtins(raw.shaped_by),
             "date": raw.date,
         },

@@ -7,7 +7,7 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any, get_args
 
-from msgspec.structs import asdict
+from msgspec.structs import asdict, replace
 
 from rematbench.evidence.accuracy import (
     FEWEST_OOMS,
@@ -28,6 +28,7 @@ from rematbench.evidence.bands import (
     bands_of,
     by_source,
     coverage,
+    kind_coverage,
     pooled,
     pooled_rows,
     ratio_band,
@@ -40,6 +41,7 @@ from rematbench.evidence.bands import (
 from rematbench.evidence.decisions import Decision, decisions, mean_lines, summary
 from rematbench.evidence.job_evidence import (
     LeftOutCell,
+    expert_errors,
     left_out_by_source,
     left_out_cells,
     out_of_source,
@@ -58,6 +60,7 @@ INPUTS = {"predictions": "results/paper/tables/predictions.csv"}
 READS = (
     "config/accuracy.yaml",
     "config/left_out.csv",
+    "config/left_out_experts.csv",
     "results/published/offloaded_states.csv",
 )
 TABLES = (
@@ -256,6 +259,9 @@ def band_table(cells: Sequence[LeftOutCell], rows: Sequence[Row]) -> Table:
     if cells:
         errors = speed_errors(cells)
         found += [pooled(found, errors), pooled_rows(found, errors)]
+        own = kind_coverage(expert_errors())
+        whole = replace(pooled(own, expert_errors()), source="experts: all, each source weighs 1")
+        found += [*(replace(one, source=f"experts: {one.source}") for one in own), whole]
     return Table(
         name="bands",
         title=f"{100 * LEVEL:.0f} % bands: rows inside the band learnt from the other sources",
@@ -269,7 +275,8 @@ def band_table(cells: Sequence[LeftOutCell], rows: Sequence[Row]) -> Table:
         note="Errors out of source (config/left_out.csv) and half-widths are logarithms. A band "
         "is the quantile of the other sources' errors over jobs with the same number of "
         "properties (stack, generation, scale, context, mechanism) outside of the published "
-        "range, and at least that over jobs outside in the same property. Ratios on one stack, "
+        "range, and at least that over jobs outside in the same property; jobs with experts have a "
+        "quantile of their own (config/left_out_experts.csv). Ratios on one stack, "
         f"from pairs of rows of one job: {_ratios(one_layout=True)} at one layout, "
         f"{_ratios(one_layout=False)} between layouts. {_margins()}",
     )
