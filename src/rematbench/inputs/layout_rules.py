@@ -428,11 +428,6 @@ def _model_rules(lay: Layout, work: Workload) -> list[tuple[bool, str]]:
             f"{model.name}",
         ),
         (
-            model.mtp_layers > 0,
-            f"mtp_layers {model.mtp_layers}: layers that predict more tokens are not planned yet "
-            "(0: without them)",
-        ),
-        (
             model.num_layers < lay.num_chunks and not lay.stages,
             f"{model.num_layers} layers cannot fill pp x vpp = {lay.num_chunks} chunks",
         ),
