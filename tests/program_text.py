@@ -116,12 +116,12 @@ def _parse_alloc(text: str) -> Alloc:
 
 def parse_program(text: str) -> Program:
     """The program of a text of `Program.text`; equal blocks become one block, as in `lower`."""
-    return Program(
-        ranks=tuple(
-            _parse_rank(number, re.split(r"^block ", words, flags=re.M)[1:])
-            for number, words in enumerate(re.split(r"^rank \d+\n", text, flags=re.M)[1:])
-        )
+    ranks = tuple(
+        _parse_rank(number, re.split(r"^block ", words, flags=re.M)[1:])
+        for number, words in enumerate(re.split(r"^rank \d+\n", text, flags=re.M)[1:])
     )
+    tied = [r.rank for r in ranks if any(a.op == "tied" for b in r.blocks for a in b.actions)]
+    return Program(ranks=ranks, embedding=(tied[0], tied[-1]) if tied else (0, 0))
 
 
 def _parse_rank(rank: int, texts: list[str]) -> RankProgram:

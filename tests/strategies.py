@@ -85,8 +85,10 @@ def problems(draw: st.DrawFn, deeper: int = 0) -> Problem:
     model = draw(models(pp * vpp + draw(st.integers(0, 2)) + deeper))
     if model.experts is not None:
         system = draw(st.sampled_from(EXPERTS))
-    ring = load_system(system).parallel.cp_kind == "ring"  # which has no windows
-    if system not in CONTEXT_PARALLEL or (ring and any(model.attention_window)):
+    kind = load_system(system).parallel.cp_kind  # a ring has no windows, a gather no latent keys
+    lacks = kind == "ring" and any(model.attention_window)
+    lacks |= kind != "ring" and model.latent is not None
+    if system not in CONTEXT_PARALLEL or lacks:
         layout["cp"] = 1
     if model.experts is not None:
         layout |= draw(expert_layouts(layout["tp"] * layout["cp"] * dp))

@@ -202,7 +202,7 @@ def _job(setup: Setup) -> list[Reason]:
         (model.drops, "dropout has no common stream of random numbers to compare"),
         (model.position == "alibi", "ALiBi positions (this baseline's model has none)"),
         (model.qk_norm, "norms over heads (this baseline's model has none)"),
-        *((True, f"{words} (this baseline's model has none)") for words in model.special_features),
+        *((True, f"{words} (this baseline's model has none)") for words in setup.special_features),
         (any(model.attention_window), "sliding-window attention (this baseline's model has none)"),
         (setup.work.document_len > 0, "packed documents (this baseline's model has none)"),
         (

@@ -12,7 +12,7 @@ def has_biases(model: Model) -> bool:
 
 def of_model(setup: Setup) -> list[Reason]:
     """The reasons against a model."""
-    model, features = setup.model, setup.model.special_features
+    model, features = setup.model, setup.special_features
     some = model.proj_bias or model.mlp_bias
     return [
         (

@@ -33,6 +33,8 @@ def refuse(job: PackageJob) -> None:
         raise NotRunnable(f"transformers is traced on one GPU, not on {asked.layout.gpus}")
     if asked.document_len:
         raise NotRunnable("packed documents (transformers is traced on whole sequences)")
+    if not asked.trains_all:
+        raise NotRunnable("weights that do not train (transformers is traced in full training)")
     if asked.precision not in DTYPES:
         known = ", ".join(DTYPES)
         raise NotRunnable(f"precision {asked.precision} (transformers is traced in {known})")

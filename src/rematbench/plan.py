@@ -8,6 +8,8 @@ from msgspec import Meta, Struct
 
 from rematbench.costs.operators.ops import Part
 from rematbench.host.errors import UserError
+from rematbench.inputs.layout import Layout
+from rematbench.inputs.system import System
 from rematbench.workload import NonNegativeInt, PositiveInt
 
 Fraction = Annotated[float, Meta(ge=0.0, le=1.0)]
@@ -276,3 +278,56 @@ class Plan(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     def state(self, kind: StateKind) -> StateFate:
         """The fate of a kind of state (default: unsharded and on the device)."""
         return next((s for s in self.states if s.kind == kind), StateFate(kind=kind))
+
+
+def state_fates(layout: Layout, system: System) -> tuple[StateFate, ...]:
+    """ZeRO stages and FSDP as fates (Rajbhandari et al. 2020, arXiv 1910.02054): stage 1 shards the
+    optimizer, stage 2 also the gradients, stage 3 also the parameters, which are gathered per layer
+    before each use.  Sharded gradients are in host memory if the stack keeps them there with its
+    optimizer.  A pipeline gathers and reduces once in a step: FSDP2's stages of a pipeline neither
+    reshard nor reduce before the last backward (torch 2.13, torch/distributed/pipelining/stage.py,
+    backward_maybe_with_nosync and perform_reduce_grad)."""
+    shards, held = layout.state_shards, layout.pp > 1
+    stage = layout.zero_stage
+    sharded_grad = shards if stage >= 2 else 1
+    leaves = system.host.optimizer_on_host and system.host.host_gradients and stage >= 2
+    parameter = StateFate(kind="parameter", gather="step" if 1 <= stage <= 2 else "none")
+    if stage == 3:
+        parameter = StateFate(
+            kind="parameter",
+            shards=shards,
+            gather="layer",
+            release="step" if held else "forward",
+            keeps_ends=system.zero.data_parallel == "fsdp" and not held,
+            home="host" if system.host.parameters_on_host else "device",
+        )
+    elif stage == 2 and system.zero.data_parallel == "fsdp":
+        release: Literal["step", "backward"] = "step" if held else "backward"
+        parameter = StateFate(kind="parameter", shards=shards, gather="layer", release=release)
+    return (
+        parameter,
+        StateFate(
+            kind="gradient",
+            shards=sharded_grad,
+            home="host" if leaves else "device",
+            release="step" if held and stage >= 2 and layout.has_peers and not leaves else "never",
+        ),
+        StateFate(
+            kind="optimizer",
+            shards=shards if stage >= 1 else 1,
+            home="host" if system.host.optimizer_on_host else "device",
+        ),
+    )
+
+
+def gathers_by_layer(parameter: StateFate, layout: Layout) -> bool:
+    """Whether the weights of a layer are brought into a buffer before each use: gathered from the
+    peers that hold them, or copied from host memory, or both."""
+    elsewhere = layout.has_peers or parameter.home == "host"
+    return parameter.gather == "layer" and elsewhere
+
+
+def has_exact_pins(system: System, plan: Plan) -> bool:
+    """Whether pinned activations take their own bytes of host memory and not torch's blocks: by the
+    stack's allocator, or because the plan places its own memory."""
+    return system.host.pinned_blocks == "exact" or plan.addresses == "planned"

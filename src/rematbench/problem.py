@@ -10,8 +10,13 @@ import msgspec
 
 from rematbench.costs.bind import CostModel
 from rematbench.costs.offload_estimate import PipelineOffloadEstimator, pipeline_offload_estimator
-from rematbench.costs.operators.adapters import Place, trained_table
-from rematbench.costs.operators.block import embedding_table, head_table, layer_table
+from rematbench.costs.operators.adapters import Place, place_of, trained_table
+from rematbench.costs.operators.block import (
+    embedding_table,
+    head_table,
+    layer_table,
+    prediction_table,
+)
 from rematbench.costs.operators.ops import Op, OpTable, rebuild_ops
 from rematbench.costs.states import StateBytes, non_torch_bytes, room_bytes, state_bytes
 from rematbench.inputs.cluster import Cluster
@@ -21,9 +26,9 @@ from rematbench.inputs.kernel_rates import RateError
 from rematbench.inputs.layout import Layout, LayoutError
 from rematbench.inputs.layout_rules import check_layout
 from rematbench.inputs.precision import attention_problem, peak_flop_per_s
-from rematbench.inputs.stages import base_partition
+from rematbench.inputs.stages import base_partition, prediction_rank
 from rematbench.inputs.system import AttentionBackend, StackChoice, System, TpOverlap
-from rematbench.plan import Plan, StateFate
+from rematbench.plan import Plan, state_fates
 from rematbench.workload import Workload
 
 AttentionKind = Literal["flash", "unfused"]
@@ -53,6 +58,16 @@ class Weight(NamedTuple):
 
 Evaluator = Callable[["Problem", Plan], Evaluation]
 Weigher = Callable[["Problem", Plan], Weight]
+
+
+class LayerKind(NamedTuple):
+    """A kind of layer: its attention window, whether it has one MLP, its place among what trains,
+    and whether it predicts one more token."""
+
+    window: int
+    dense: bool
+    place: Place
+    predicts: bool
 
 
 @dataclass(frozen=True, eq=False)
@@ -223,49 +238,60 @@ class Problem:
     def embedding(self) -> OpTable:
         """Operators of the embedding."""
         table = embedding_table(self.workload, self.layout, self.system)
-        return self._trained(table, Place(trains=self.workload.frozen_layers == 0))
-
-    def _trained(self, table: OpTable, place: Place) -> OpTable:
+        place = Place(trains=self.workload.frozen_layers == 0)
         return trained_table(table, self.workload, self.system, place)
 
     def _place(self, layer: int) -> Place:
-        """Whether a layer's own weights train, and whether its input has a gradient; after the last
-        layer, of the head."""
-        work = self.workload
-        if work.trains_all:
-            return Place()
-        inside = bool(work.lora_rank) or work.trains("norms") or not work.trained_parts
-        below = self.embedding.trained > 0 or (inside and layer > work.frozen_layers)
-        return Place(trains=layer >= work.frozen_layers, differentiated=below)
+        return place_of(layer, self.workload, embedded=self.embedding.trained > 0)
 
     @cached_property
     def head(self) -> OpTable:
         """Operators of the final norm, output projection and loss."""
         table = head_table(self.workload, self.layout, self.system)
-        return self._trained(table, self._place(self.workload.model.num_layers))
+        place = self._place(self.workload.model.num_layers)
+        return trained_table(table, self.workload, self.system, place)
 
     @cached_property
-    def _kinds(self) -> tuple[tuple[int, bool, Place], ...]:
-        """The (attention window, whether dense, place) of each layer."""
+    def _kinds(self) -> tuple[LayerKind, ...]:
+        """The kind of each layer."""
         model = self.workload.model
         windows = model.attention_window or (0,) * model.num_layers
+        every = enumerate((*windows, *(0 for _ in range(model.mtp_layers))))
         return tuple(
-            (w, model.is_dense(layer), self._place(layer)) for layer, w in enumerate(windows)
+            LayerKind(window, model.is_dense(i), self._place(i), i >= model.num_layers)
+            for i, window in every
         )
 
     @cached_property
-    def _layers(self) -> dict[tuple[int, bool, Place], OpTable]:
+    def _layers(self) -> dict[LayerKind, OpTable]:
+        return {kind: self._table(kind) for kind in sorted(set(self._kinds))}
+
+    def _table(self, kind: LayerKind) -> OpTable:
         fused, of = self.attention == "flash", (self.workload, self.layout, self.system)
-        return {
-            (window, dense, place): self._trained(
-                layer_table(*of, fused_attention=fused, window=window, dense=dense), place
-            )
-            for window, dense, place in sorted(set(self._kinds))
-        }
+        window, dense, place, predicts = kind
+        if predicts:
+            last = self.prediction_rank == self.layout.pp - 1
+            copies = self.layout.pp > 1 and not (last and self.workload.model.tied_embeddings)
+            return prediction_table(*of, fused_attention=fused, dense=dense, copies=copies)
+        table = layer_table(*of, fused_attention=fused, window=window, dense=dense)
+        return trained_table(table, self.workload, self.system, place)
+
+    @cached_property
+    def prediction_rank(self) -> int | None:
+        """The pipeline rank of the layer that predicts one more token; None without one."""
+        return prediction_rank(self.workload.model, self.layout)
+
+    @property
+    def embedding_ranks(self) -> tuple[int, int] | None:
+        """The first rank, and the other rank that has a copy of the token embedding: as its output
+        projection, or for a prediction.  They exchange its gradient.  None without another."""
+        tied, last = self.workload.model.tied_embeddings, self.layout.pp - 1
+        other = last if tied else self.prediction_rank
+        return (0, other) if last and other is not None else None
 
     def layer(self, index: int) -> OpTable:
-        """Operators of a decoder layer (global index); layers differ in attention window and in
-        whether they have experts."""
+        """Operators of a layer (global index); layers differ in attention window, in whether they
+        have experts, and in whether they predict one more token."""
         return self._layers[self._kinds[index]]
 
     def variant(self, index: int) -> int:
@@ -346,13 +372,6 @@ def tied_on_one_rank(problem: Problem) -> bool:
     return problem.workload.model.tied_embeddings and problem.layout.pp == 1
 
 
-def gathers_by_layer(parameter: StateFate, layout: Layout) -> bool:
-    """Whether the weights of a layer are brought into a buffer before each use: gathered from the
-    peers that hold them, or copied from host memory, or both."""
-    elsewhere = layout.has_peers or parameter.home == "host"
-    return parameter.gather == "layer" and elsewhere
-
-
 def gathered_bytes(problem: Problem) -> int:
     """Bytes of a parameter in a buffer that kernels read or write: as the stack gathers it, and
     not narrower than the precision of the kernels."""
@@ -367,7 +386,7 @@ def completed_after_backward(problem: Problem) -> str:
         return (
             f"optimizer-in-backward needs one micro-batch per step, not {layout.num_micro_batches}"
         )
-    if problem.workload.model.tied_embeddings and layout.pp > 1:
+    if problem.embedding_ranks is not None:
         return (
             f"optimizer-in-backward with tied embeddings over {layout.pp} pipeline stages, which "
             "exchange their gradient after all backwards"
@@ -379,22 +398,6 @@ def head_parameters(problem: Problem) -> tuple[int, int]:
     """Parameters of the head on its rank, and those of them with a gradient."""
     ops = weighted_operators(problem, problem.head)
     return sum(op.parameters for op in ops), sum(op.trained_parameters for op in ops)
-
-
-def tensor_parameters(problem: Problem, table: OpTable) -> list[int]:
-    """The trained parameters of a table's operators, leaving out operators without any."""
-    return [op.trained_parameters for op in trained_operators(problem, table)]
-
-
-def operator_tensors(problem: Problem, table: OpTable, op: Op) -> list[int]:
-    """Parameters of an operator's tensors with a gradient in reverse order, as in autograd.  Each
-    output of a linear that the stack does not fuse has its own tensor."""
-    widths = [table.activations[name].row_bytes for name in op.outputs]
-    count = op.trained_parameters
-    if problem.system.kernels.fused_linears or not op.has_weight or len(widths) < 2:
-        return [count]
-    others = [count * width // sum(widths) for width in reversed(widths[1:])]
-    return [*others, count - sum(others)]
 
 
 def weighted_operators(problem: Problem, table: OpTable) -> list[Op]:
@@ -409,64 +412,13 @@ def trained_operators(problem: Problem, table: OpTable) -> list[Op]:
     return [op for op in weighted_operators(problem, table) if op.trained_parameters]
 
 
-def has_exact_pins(system: System, plan: Plan) -> bool:
-    """Whether pinned activations take their own bytes of host memory and not torch's blocks: by the
-    stack's allocator, or because the plan places its own memory."""
-    return system.host.pinned_blocks == "exact" or plan.addresses == "planned"
-
-
 def rank_parameters(problem: Problem, plan: Plan, rank: int, *, trained: bool = False) -> int:
     """Parameters that one rank holds after tensor and pipeline parallelism; with `trained` those of
     them with a gradient."""
-
-    def of(table: OpTable) -> int:
-        return table.trained if trained else table.parameters
-
-    layers = sum(of(problem.layer(i)) for chunk in plan.partition[rank] for i in chunk)
-    ends = of(problem.embedding) if rank == 0 else 0
-    if rank == problem.layout.pp - 1:
-        ends += head_parameters(problem)[trained]
-    return layers + ends
-
-
-def state_fates(layout: Layout, system: System) -> tuple[StateFate, ...]:
-    """ZeRO stages and FSDP as fates (Rajbhandari et al. 2020, arXiv 1910.02054): stage 1 shards the
-    optimizer, stage 2 also the gradients, stage 3 also the parameters, which are gathered per layer
-    before each use.  Sharded gradients are in host memory if the stack keeps them there with its
-    optimizer.  A pipeline gathers and reduces once in a step: FSDP2's stages of a pipeline neither
-    reshard nor reduce before the last backward (torch 2.13, torch/distributed/pipelining/stage.py,
-    backward_maybe_with_nosync and perform_reduce_grad)."""
-    shards, held = layout.state_shards, layout.pp > 1
-    stage = layout.zero_stage
-    sharded_grad = shards if stage >= 2 else 1
-    leaves = system.host.optimizer_on_host and system.host.host_gradients and stage >= 2
-    parameter = StateFate(kind="parameter", gather="step" if 1 <= stage <= 2 else "none")
-    if stage == 3:
-        parameter = StateFate(
-            kind="parameter",
-            shards=shards,
-            gather="layer",
-            release="step" if held else "forward",
-            keeps_ends=system.zero.data_parallel == "fsdp" and not held,
-            home="host" if system.host.parameters_on_host else "device",
-        )
-    elif stage == 2 and system.zero.data_parallel == "fsdp":
-        release: Literal["step", "backward"] = "step" if held else "backward"
-        parameter = StateFate(kind="parameter", shards=shards, gather="layer", release=release)
-    return (
-        parameter,
-        StateFate(
-            kind="gradient",
-            shards=sharded_grad,
-            home="host" if leaves else "device",
-            release="step" if held and stage >= 2 and layout.has_peers and not leaves else "never",
-        ),
-        StateFate(
-            kind="optimizer",
-            shards=shards if stage >= 1 else 1,
-            home="host" if system.host.optimizer_on_host else "device",
-        ),
-    )
+    tables = [problem.layer(index) for chunk in plan.partition[rank] for index in chunk]
+    tables += [problem.embedding] if rank == 0 else []
+    head = head_parameters(problem)[trained] if rank == problem.layout.pp - 1 else 0
+    return head + sum(t.trained if trained else t.parameters for t in tables)
 
 
 class CostFacade(CostModel):

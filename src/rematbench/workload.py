@@ -1,434 +1,74 @@
 """The training work: a decoder-only transformer, a sequence length and a compute precision."""
 
-from fractions import Fraction
 from typing import Annotated, Literal, get_args
 
-from msgspec import Meta, Struct
 from msgspec.structs import force_setattr, replace
 
 from rematbench.host.declared import Fact, Part
+from rematbench.model import (
+    BYTES_PER_ELEMENT,
+    GATED,
+    PACKED_BYTES,
+    AdapterTarget,
+    AdapterTargets,
+    BaseDtype,
+    BlockKind,
+    Cap,
+    Capacity,
+    ExpertPadding,
+    Experts,
+    HeadNormWeights,
+    Imbalance,
+    Latent,
+    Layers,
+    Length,
+    MlpKind,
+    Model,
+    NonNegativeInt,
+    NormKind,
+    PositionKind,
+    PositiveInt,
+    Precision,
+    Probability,
+    RouterKind,
+    Share,
+    TrainedParts,
+    Width,
+)
 
-PositiveInt = Annotated[int, Meta(gt=0)]
-NonNegativeInt = Annotated[int, Meta(ge=0)]
-Width = Annotated[int, Meta(gt=0, le=1 << 24)]
-"""A dimension of a matrix; the upper bound refuses typing errors, not models."""
-Layers = Annotated[int, Meta(gt=0, le=1 << 12)]
-Length = Annotated[int, Meta(ge=0, le=1 << 36)]
-Cap = Annotated[float, Meta(ge=0.0, le=1e9)]
-Probability = Annotated[float, Meta(ge=0.0, lt=1.0)]
-
-Share = Annotated[float, Meta(ge=0.0, le=1.0)]
-Imbalance = Annotated[float, Meta(ge=1.0, le=1e6)]
-Capacity = Annotated[float, Meta(ge=0.0, le=1e6)]
-ExpertPadding = Literal["none", "capacity"]
-
-GATED = ("swiglu", "geglu")
-"""The kinds of MLP with a gate and an up projection."""
-MlpKind = Literal["swiglu", "geglu", "gelu", "relu", "relu2", "xielu"]
-NormKind = Literal["rmsnorm", "layernorm"]
-PositionKind = Literal["rope", "learned", "alibi", "none"]
-BlockKind = Literal["sequential", "parallel", "parallel_shared_norm"]
-HeadNormWeights = Literal["head", "each_head", "width", "none"]
-RouterKind = Literal["softmax", "sigmoid"]
-Precision = Literal["bf16", "fp16", "fp32", "fp64"]
-
-BaseDtype = Literal["stack", "bf16", "fp32", "nf4", "nf4_double", "int4", "marlin", "int8"]
-AdapterTarget = Literal["q", "k", "v", "o", "gate", "up", "down"]
-_WORDS = "|".join(get_args(AdapterTarget))
-AdapterTargets = Annotated[str, Meta(pattern=rf"^(all|({_WORDS})(,({_WORDS}))*)$")]
-"""Adapted linears: `all`, or some of q, k, v, o, gate, up, down between commas."""
-TrainedParts = Annotated[
-    str, Meta(pattern=r"^((embedding|norms|head)(,(embedding|norms|head))*)?$")
+__all__ = [
+    "BYTES_PER_ELEMENT",
+    "GATED",
+    "PACKED_BYTES",
+    "AdapterTarget",
+    "AdapterTargets",
+    "BaseDtype",
+    "BlockKind",
+    "Cap",
+    "Capacity",
+    "ExpertPadding",
+    "Experts",
+    "HeadNormWeights",
+    "Imbalance",
+    "Latent",
+    "Layers",
+    "Length",
+    "MlpKind",
+    "Model",
+    "NonNegativeInt",
+    "NormKind",
+    "PositionKind",
+    "PositiveInt",
+    "Precision",
+    "Probability",
+    "RouterKind",
+    "Share",
+    "Trained",
+    "TrainedParts",
+    "Width",
+    "Work",
+    "Workload",
 ]
-"""Parts that train: some of embedding, norms, head between commas."""
-
-PACKED_BYTES: dict[str, Fraction] = {
-    "nf4": Fraction(1, 2) + Fraction(4, 64),
-    "nf4_double": Fraction(1, 2) + Fraction(1, 64) + Fraction(4, 64 * 256),
-    "int4": Fraction(1, 2) + Fraction(2, 128) + Fraction(1, 2 * 128),
-    "marlin": Fraction(1, 2) + Fraction(2, 128),
-    "int8": 1 + Fraction(2, 128) + Fraction(1, 128),
-}
-"""Bytes of a weight of a linear, by format, with its scales and zeros.  nf4: blocks of 64 with an
-fp32 scale, or with the scale in 8 bits and one in fp32 for 256 of them (bitsandbytes,
-functional.py: quantize_4bit).  int4, int8: groups of 128 with an fp16 scale and a zero of the
-weight's bits (AutoGPTQ @058fd80a, qlinear_cuda_old.py).  marlin: groups of 128 without zeros
-(IST-DASLab/marlin @0f102e1)."""
-
-BYTES_PER_ELEMENT: dict[str, int] = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
-
-
-class Experts(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The mixture of experts that replaces the MLP in all layers but `dense_layers`.
-
-    - `count`: experts of a layer; `active`: experts of a token (top-k); `ffn`: columns of an
-      expert, an MLP of the model's kind and biases.
-    - `shared_ffn`: columns of the MLP that every token passes beside its experts (0: none);
-      `shared_gate`: a linear to one column scales its output.
-    - `router`: how a router's logits become probabilities; `router_bias`: whether its linear has a
-      bias; `groups`: a token's experts are chosen from some of so many groups of experts.
-    - `aux_loss`: the coefficient of the loss that balances the router (0: none).
-    """
-
-    count: Width
-    active: Width
-    ffn: Width
-    shared_ffn: Annotated[int, Meta(ge=0, le=1 << 24)] = 0
-    shared_gate: bool = False
-    dense_layers: tuple[NonNegativeInt, ...] = ()
-    router: RouterKind = "softmax"
-    router_bias: bool = False
-    groups: Width = 1
-    aux_loss: Cap = 0.0
-
-
-class Latent(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Latent attention: queries, and keys with values, are projected down to few columns, normed,
-    and projected up to heads (DeepSeek-V2, arXiv 2405.04434).
-
-    - `q_rank`: columns of compressed queries (0: queries are projected at once); `kv_rank`: columns
-      of compressed keys and values.
-    - `nope`, `rope`: columns of a head of queries and of keys without and with rotary positions;
-      all heads of keys share the latter.  `v`: columns of a head of values.
-    - `index_heads`, `index_dim`, `index_top`: an indexer of so many heads and columns chooses so
-      many tokens for each query (sparse attention, DeepSeek-V3.2; 0: attention to all tokens).
-    """
-
-    q_rank: Annotated[int, Meta(ge=0, le=1 << 24)] = 0
-    kv_rank: Width
-    nope: Width
-    rope: Width
-    v: Width
-    index_heads: Annotated[int, Meta(ge=0, le=1 << 24)] = 0
-    index_dim: Annotated[int, Meta(ge=0, le=1 << 24)] = 0
-    index_top: Annotated[int, Meta(ge=0, le=1 << 24)] = 0
-
-    @property
-    def qk(self) -> int:
-        """Columns of a head of queries, and of keys."""
-        return self.nope + self.rope
-
-    def matrix_parameters(self, hidden: int, heads: int) -> int:
-        """Parameters of the projections to queries, keys and values, and of the indexer's."""
-        q = self.q_rank * (hidden + heads * self.qk) if self.q_rank else hidden * heads * self.qk
-        kv = hidden * (self.kv_rank + self.rope) + self.kv_rank * heads * (self.nope + self.v)
-        index = hidden * (self.index_dim + self.index_heads)
-        return q + kv + index + (self.q_rank or hidden) * self.index_heads * self.index_dim
-
-
-class Model(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A decoder-only transformer, with the terms of its published config.
-
-    - `attention_window`: one entry for each layer (0: full causal attention), or empty if every
-      layer attends to the whole prefix.
-    - `vocab`: the published vocabulary (a system may pad it: `System.padded_vocab`).
-    - `mlp`: gated (`swiglu`, `geglu`) or two matrices; `relu2` is the square of ReLU, `xielu` has
-      two trainable scalars.  `activation_steps`: tensors of `ffn` columns that the activation saves
-      in addition to its input if it is a formula of eager operators (tanh approximations of GELU).
-      `glu_clamp`: both halves of the input of a gated activation of experts are clamped first.
-    - `block`: in `parallel` blocks attention and MLP read the same residual stream, through a norm
-      each or through a shared norm.  `pre_norm`, `post_norm`: norms at the input and at the output
-      of attention and MLP.  `embedding_norm`: a norm after the embedding.
-    - `norm_bias`: whether a LayerNorm has a bias; `norm_weight`: whether norms have a weight;
-      `norm_offset`: norms scale by 1 + weight (Gemma); `norm_in_fp32`: eager norms apply their
-      weight before the cast to 16 bits.
-    - `qk_norm`: a norm over each head of queries and of keys.  `qk_norm_weights`: one weight for
-      all heads (`head`), a weight and no bias for each head (`each_head`), one norm over the
-      whole width (`width`), or no weight (`none`).
-    - `rotary_share`: the share of the elements of queries and keys that rotary positions turn, a
-      mean over layers.
-    - `dropout` applies to the outputs of attention and MLP.  `attention_dropout` (on attention
-      probabilities) and `embedding_dropout` are equal to `dropout` if they are not given.
-    - `attention_chunked`: the window of a layer is a chunk: a token attends to the tokens before it
-      in its chunk.  `attention_sinks`: a trainable logit for each head beside the scores.
-    - `experts`: a mixture of experts in place of the MLP; `ffn` is then the width of dense layers.
-    - `latent`: queries, keys and values pass through few columns; `head_dim` is then the columns of
-      a head of queries and keys, and every head has keys and values of its own.
-    - `mtp_layers`: layers behind the last one that each predict one more token (multi-token
-      prediction, DeepSeek-V3, arXiv 2412.19437).  Each joins the hidden states with the embedding
-      of the next token by a linear, and uses the model's embedding and output projection.
-    - `max_positions` 0 with learned positions: a Workload sets it to its sequence length.
-    """
-
-    name: str
-    num_layers: Layers
-    hidden: Width
-    num_heads: Width
-    num_kv_heads: Width
-    head_dim: Width
-    ffn: Width
-    vocab: Width
-    mlp: MlpKind
-    norm: NormKind
-    position: PositionKind
-    tied_embeddings: bool
-    qkv_bias: bool = False
-    proj_bias: bool = False
-    mlp_bias: bool = False
-    post_norm: bool = False
-    qk_norm: bool = False
-    norm_offset: bool = False
-    dropout: Probability = 0.0
-    attention_dropout: Probability | None = None
-    embedding_dropout: Probability | None = None
-    max_positions: Length = 0
-    attention_window: tuple[Length, ...] = ()
-    attention_soft_cap: Cap = 0.0
-    logit_soft_cap: Cap = 0.0
-    block: BlockKind = "sequential"
-    pre_norm: bool = True
-    embedding_norm: bool = False
-    norm_bias: bool = True
-    norm_weight: bool = True
-    norm_in_fp32: bool = False
-    qk_norm_weights: HeadNormWeights = "head"
-    rotary_share: Share = 1.0
-    activation_steps: Annotated[float, Meta(ge=0.0, le=16.0)] = 0.0
-    head_bias: bool = False
-    attention_chunked: bool = False
-    attention_sinks: bool = False
-    glu_clamp: bool = False
-    experts: Experts | None = None
-    latent: Latent | None = None
-    mtp_layers: Annotated[int, Meta(ge=0, le=64)] = 0
-    left_out: str = ""
-    source: str = ""
-
-    @property
-    def q_width(self) -> int:
-        """Columns of the query projection: heads x head_dim."""
-        return self.num_heads * self.head_dim
-
-    @property
-    def kv_width(self) -> int:
-        """Columns of the keys (without latent attention also of the values): KV heads x
-        head_dim."""
-        return self.num_kv_heads * self.head_dim
-
-    @property
-    def v_dim(self) -> int:
-        """Columns of a head of values."""
-        return self.latent.v if self.latent else self.head_dim
-
-    @property
-    def sparse_attention(self) -> bool:
-        """Whether an indexer chooses the tokens to which a query attends."""
-        return self.latent is not None and self.latent.index_top > 0
-
-    @property
-    def untimed(self) -> str:
-        """Why the model's operators have no seconds; empty if they have."""
-        words = "sparse attention (an indexer chooses the tokens of each query)"
-        return words * self.sparse_attention
-
-    @property
-    def out_width(self) -> int:
-        """Columns of attention's output: heads x columns of values."""
-        return self.num_heads * self.v_dim
-
-    @property
-    def gated(self) -> bool:
-        """Whether the MLP has a gate and an up projection (three matrices, not two)."""
-        return self.mlp in GATED
-
-    @property
-    def drops_attention(self) -> bool:
-        """Whether attention probabilities pass through dropout."""
-        given = self.attention_dropout
-        return (self.dropout if given is None else given) > 0
-
-    @property
-    def drops_embedding(self) -> bool:
-        """Whether the embedding's output passes through dropout."""
-        given = self.embedding_dropout
-        return (self.dropout if given is None else given) > 0
-
-    @property
-    def drops(self) -> bool:
-        """Whether the model has dropout anywhere."""
-        return self.dropout > 0 or self.drops_attention or self.drops_embedding
-
-    @property
-    def special_features(self) -> tuple[str, ...]:
-        """The features, in words, that the blocks of Llama, GPT and Gemma do not have.  Code that
-        builds only those blocks refuses these features by name."""
-        features = {
-            "attention and MLP in parallel": self.block != "sequential",
-            "blocks without norms at their input": not self.pre_norm,
-            "a norm after the embedding": self.embedding_norm,
-            "LayerNorm without a bias": self.norm == "layernorm" and not self.norm_bias,
-            "norms without a weight": not self.norm_weight,
-            "norms over the width of queries and keys": self.qk_norm
-            and self.qk_norm_weights == "width",
-            "norms with a weight for each head": self.qk_norm
-            and self.qk_norm_weights == "each_head",
-            "rotary positions on a part of the heads": self.position == "rope"
-            and self.rotary_share < 1.0,
-            "no positions": self.position == "none",
-            f"the activation {self.mlp}": self.mlp in ("relu", "relu2", "xielu"),
-            "a bias of the output projection": self.head_bias,
-            "attention in chunks": self.attention_chunked,
-            "attention sinks": self.attention_sinks,
-            "experts": self.experts is not None,
-            "a clamped activation": self.glu_clamp,
-            "norms of queries and keys without a weight": self.qk_norm
-            and self.qk_norm_weights == "none",
-            "latent attention": self.latent is not None,
-            "sparse attention": self.sparse_attention,
-            "layers that predict more tokens": self.mtp_layers > 0,
-            "different rates of dropout": self.drops_attention != (self.dropout > 0)
-            or self.drops_embedding != (self.dropout > 0),
-        }
-        return tuple(words for words, there in features.items() if there)
-
-    def norm_parameters_of(self, width: int) -> int:
-        """Parameters of a norm over `width` columns: a weight, and for LayerNorm also a bias."""
-        bias = self.norm == "layernorm" and self.norm_bias
-        return width * (self.norm_weight + (self.norm_weight and bias))
-
-    @property
-    def norm_parameters(self) -> int:
-        """Parameters of a norm over the hidden columns."""
-        return self.norm_parameters_of(self.hidden)
-
-    @property
-    def layer_norms(self) -> int:
-        """The number of norms over the hidden columns in a layer."""
-        before = {"sequential": 2, "parallel": 2, "parallel_shared_norm": 1}[self.block]
-        return before * self.pre_norm + 2 * self.post_norm
-
-    def head_norm_parameters(self, width: int) -> int:
-        """Parameters of the norm of queries or keys with `width` columns (0 without `qk_norm`)."""
-        if not self.qk_norm or self.qk_norm_weights == "none":
-            return 0
-        if self.qk_norm_weights == "each_head":
-            return width * self.norm_weight
-        return self.norm_parameters_of(self.head_dim if self.qk_norm_weights == "head" else width)
-
-    def is_dense(self, layer: int) -> bool:
-        """Whether a layer (global index) has one MLP and no experts."""
-        return self.experts is None or layer in self.experts.dense_layers
-
-    @property
-    def expert_layers(self) -> int:
-        """The number of layers with experts."""
-        return 0 if self.experts is None else self.num_layers - len(self.experts.dense_layers)
-
-    @property
-    def first_dense(self) -> int:
-        """The number of dense layers before the layers with experts; 0 without experts."""
-        return self.num_layers - self.expert_layers if self.experts else 0
-
-    def mlp_matrix_parameters(self, ffn: int) -> int:
-        """Parameters of the linears of an MLP with `ffn` columns."""
-        return (3 if self.gated else 2) * self.hidden * ffn
-
-    def mlp_vector_parameters(self, ffn: int) -> int:
-        """Parameters of the biases and the activation of an MLP with `ffn` columns."""
-        bias = ffn * (2 if self.gated else 1) + self.hidden if self.mlp_bias else 0
-        return bias + (2 if self.mlp == "xielu" else 0)
-
-    def mlp_parameters(self, ffn: int) -> int:
-        """Parameters of an MLP with `ffn` columns."""
-        return self.mlp_matrix_parameters(ffn) + self.mlp_vector_parameters(ffn)
-
-    @property
-    def attention_matrix_parameters(self) -> int:
-        """Parameters of one layer's attention linears, which tensor parallelism splits (of latent
-        attention all but the projections to few columns)."""
-        if self.latent is not None:
-            inside = self.latent.matrix_parameters(self.hidden, self.num_heads)
-            return inside + self.hidden * self.out_width
-        return self.hidden * (2 * self.q_width + 2 * self.kv_width)
-
-    @property
-    def attention_vector_parameters(self) -> int:
-        """Parameters of one layer's norms, attention biases and sinks."""
-        norms = self.norm_parameters * self.layer_norms
-        columns = self.q_width + 2 * self.kv_width
-        if self.latent is not None:
-            ranks = (self.latent.q_rank, self.latent.kv_rank)
-            norms += sum(map(self.norm_parameters_of, ranks)) + 2 * self.latent.index_dim
-            columns = sum(ranks) + self.latent.rope
-        qkv = columns if self.qkv_bias else 0
-        proj = self.hidden if self.proj_bias else 0
-        heads = self.head_norm_parameters(self.q_width) + self.head_norm_parameters(self.kv_width)
-        return norms + heads + qkv + proj + self.num_heads * self.attention_sinks
-
-    @property
-    def router_parameters(self) -> int:
-        """Parameters of one layer's router and of the gate of its shared expert."""
-        given = self.experts
-        if given is None:
-            return 0
-        return given.count * (self.hidden + given.router_bias) + self.hidden * given.shared_gate
-
-    @property
-    def active_layer_matrices(self) -> int:
-        """Parameters of the matrices of all layers that one token passes, also of those that
-        predict more tokens."""
-        every, sparse = self.num_layers + self.mtp_layers, 0
-        total = every * self.attention_matrix_parameters + self.mtp_layers * self.join_parameters
-        if self.experts is not None:
-            width = self.experts.active * self.experts.ffn + self.experts.shared_ffn
-            router = self.hidden * (self.experts.count + self.experts.shared_gate)
-            sparse = self.expert_layers + self.mtp_layers
-            total += sparse * (self.mlp_matrix_parameters(width) + router)
-        return total + (every - sparse) * self.mlp_matrix_parameters(self.ffn)
-
-    @property
-    def embedding_parameters(self) -> int:
-        """Parameters of the token embedding, of learned positions and of the embedding's norm."""
-        positions = self.max_positions if self.position == "learned" else 0
-        norm = self.norm_parameters if self.embedding_norm else 0
-        return (self.vocab + positions) * self.hidden + norm
-
-    @property
-    def head_parameters(self) -> int:
-        """Parameters of the output projection, even if it is tied to the embedding."""
-        return self.vocab * self.hidden
-
-    @property
-    def parameters(self) -> int:
-        """All trainable parameters, without those of layers that predict more tokens."""
-        return self._with_experts(self.experts.count if self.experts else 0)
-
-    @property
-    def active_parameters(self) -> int:
-        """The trainable parameters that one token passes: of a layer's experts the `active` ones,
-        and everything else."""
-        return self._with_experts(self.experts.active if self.experts else 0)
-
-    @property
-    def prediction_parameters(self) -> int:
-        """Trainable parameters of the layers that predict more tokens: of each the linear that
-        joins hidden states and an embedding, a norm of each of these, a layer, and a norm."""
-        count = self.experts.count if self.experts else 0
-        layer = self._layer_parameters(count, dense=self.experts is None)
-        return self.mtp_layers * (layer + self.join_parameters + 3 * self.norm_parameters)
-
-    @property
-    def join_parameters(self) -> int:
-        """Parameters of the linear that joins hidden states and an embedding."""
-        return 2 * self.hidden * self.hidden
-
-    def _layer_parameters(self, count: int, *, dense: bool) -> int:
-        """Trainable parameters of a layer: with one MLP, or with `count` experts."""
-        attention = self.attention_matrix_parameters + self.attention_vector_parameters
-        if dense or self.experts is None:
-            return attention + self.mlp_parameters(self.ffn)
-        shared = self.experts.shared_ffn
-        experts = count * self.mlp_parameters(self.experts.ffn) + self.router_parameters
-        return attention + experts + (self.mlp_parameters(shared) if shared else 0)
-
-    def _with_experts(self, count: int) -> int:
-        """Trainable parameters with `count` experts in each layer that has experts."""
-        layers = (self.num_layers - self.expert_layers) * self._layer_parameters(count, dense=True)
-        if self.experts is not None:
-            layers += self.expert_layers * self._layer_parameters(count, dense=False)
-        head = 0 if self.tied_embeddings else self.head_parameters
-        head += self.vocab if self.head_bias else 0
-        return layers + self.embedding_parameters + head + self.norm_parameters
 
 
 class Trained(Part, frozen=True, kw_only=True, forbid_unknown_fields=True):

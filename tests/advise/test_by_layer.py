@@ -25,6 +25,7 @@ def request(layers: int, **given: object) -> SearchRequest:
     model = replace(load_model("llama-7b"), name="near", num_layers=layers, attention_window=())
     if given.pop("experts", False):
         model = replace(model, experts=EXPERTS)
+    model = replace(model, mtp_layers=given.pop("mtp_layers", 0))
     cluster = replace(load_cluster("h100-80gb"), hbm_bytes=ENDLESS)
     usual = {"system": "megatron-core", "seq_len": 4096, "gpus": 2, "global_batch": 8}
     spec = Job(**{**usual, "model": model, "cluster": cluster, **given})
@@ -61,6 +62,7 @@ def at_share(one: SearchRequest, sizes: tuple[int, ...], share: float) -> Search
         ({"layers": 8, "pp": 2, "vpp": 2}, (2, 3, 2, 1)),
         ({"layers": 5, "pp": 2, "vpp": 2}, (1, 2, 2, 0)),
         ({"layers": 6, "pp": 2, "experts": True}, (4, 2)),
+        ({"layers": 5, "pp": 2, "vpp": 2, "mtp_layers": 1}, (1, 2, 2, 0)),
     ],
 )
 @pytest.mark.parametrize("share", [0.3, 0.7])

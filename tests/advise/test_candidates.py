@@ -6,8 +6,14 @@ from typing import Any
 from msgspec.structs import replace
 
 from rematbench.advise.candidates.candidate import Variant, load_compare
-from rematbench.advise.compare.compositions import Contender, composed, compositions
+from rematbench.advise.compare.compositions import (
+    Contender,
+    composed,
+    compositions,
+    first_candidates,
+)
 from rematbench.inputs.layout import Layout
+from rematbench.inputs.load import load_model
 from rematbench.plan import (
     MiniSequence,
     Offload,
@@ -134,3 +140,16 @@ def test_a_composition_may_not_overrule_its_base() -> None:
     other = replace(p.base_plan, partition=p.base_plan.partition[::-1])
     assert clash(p, other, p.base_plan) == "partition"
     assert clash(p, p.base_plan, other) == ""
+
+
+def test_modules_of_experts_are_policies_of_their_models_alone() -> None:
+    dense, routed = (load_model(name) for name in ("llama-7b", "qwen3-30b-a3b"))
+    shared = replace(routed, experts=replace(routed.experts, shared_ffn=64))
+    names = [
+        {one.name for one in first_candidates(all_methods(), load_compare(), model)}
+        for model in (dense, routed, shared)
+    ]
+    assert names[1] - names[0] == {
+        f"selective_recompute:{modules}" for modules in ("moe_act", "moe_act,layernorm", "moe")
+    }
+    assert names[2] - names[1] == {"selective_recompute:shared_experts"}

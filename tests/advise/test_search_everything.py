@@ -413,6 +413,31 @@ def test_the_best_layout_of_a_method_is_found(
         held(at_the_edge(one, found, share), found, candidates)
 
 
+@pytest.mark.parametrize("vpp", [1, None])
+def test_exchanges_beside_another_micro_batch_are_searched_too(vpp: int | None) -> None:
+    """A job that leaves it open has every layout with and without, where the schedule allows, and
+    with either dispatcher."""
+    one = drawn_experts(11)
+    spec = one.spec.changed(
+        system="megatron-core-2026", attention="fa2", cluster=replace(
+            load_cluster("h100-80gb"), hbm_bytes=ENDLESS
+        ),
+        global_batch=2 * one.spec.degrees.global_batch,
+    )  # fmt: skip
+    one = replace(one, spec=spec, fixed=replace(one.fixed, vpp=vpp, zero_stage=1))
+    choices = SearchJob(one).space.choices
+    for choice in choices:
+        lay = choice.layout
+        beside = lay.ep > 1 and (lay.pp == 1 or lay.vpp > 1) and lay.num_micro_batches > 1
+        assert (replace(choice, overlaps=not choice.overlaps) in choices) == beside
+        other = None if choice.dispatcher else "deepep"
+        assert (replace(choice, dispatcher=other) in choices) == (lay.ep > 1)
+    found = some(one, 80)
+    edge = at_the_edge(one, found, SHARES[3])
+    best = fastest_that_fits(edge, found)
+    assert best is None or searched_s(edge) <= best.fitting_s * (1 + 1e-9)
+
+
 @pytest.mark.parametrize(
     ("stages", "pp", "seed"),
     [
@@ -432,6 +457,22 @@ def test_stated_stages_are_searched_like_all_others(
     spec = one.spec.changed(model=model, stages=stages, gpus=pp, global_batch=4 * pp)
     one = replace(one, spec=spec, fixed=replace(one.fixed, pp=pp, vpp=None))
     assert {choice.layout.vpp for choice in SearchJob(one).space.choices} == {4 // pp}
+    found = some(one, MOST // (16 if short else 4))
+    for share in SHARES[3:4] if short else SHARES[:4:3]:
+        held(at_the_edge(one, found, share), found)
+
+
+@pytest.mark.parametrize(
+    "seed",
+    [2, 6, *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(10, 30))],
+)
+def test_a_layer_that_predicts_more_tokens_is_searched_beside_the_others(
+    seed: int, short: bool, held: Held
+) -> None:
+    one = drawn(seed)
+    assert isinstance(one.spec.model, Model)
+    model = replace(one.spec.model, mtp_layers=1, attention_window=())
+    one = replace(one, spec=one.spec.changed(model=model))
     found = some(one, MOST // (16 if short else 4))
     for share in SHARES[3:4] if short else SHARES[:4:3]:
         held(at_the_edge(one, found, share), found)

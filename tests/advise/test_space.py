@@ -34,7 +34,7 @@ def job(fixed: Fixed = Fixed(), only: tuple[str, ...] = (), **others: Any) -> Se
         "global_batch": 8,
         **others,
     }
-    spec = Job(cluster="a800-80gb", gpus=8, **given)
+    spec = Job(**{"cluster": "a800-80gb", "gpus": 8, **given})
     return SearchJob(SearchRequest(spec=spec, fixed=fixed, only=only))
 
 
@@ -104,6 +104,13 @@ def test_the_output_names_every_limit_that_applies() -> None:
     assert pieces in whole
     experts = not_searched(job(model="mixtral-8x7b"))
     assert pieces not in experts  # it would be refused
+    assert "dispatchers other than alltoall (--dispatcher)" in experts
+    assert "exchanges beside another micro-batch (the stack has none)" in experts
+    hopper = {"cluster": "h100-80gb", "system": "megatron-core-0.16", "model": "mixtral-8x7b"}
+    assert "dispatchers other than alltoall and deepep (--dispatcher)" in not_searched(
+        job(**hopper)
+    )
+    assert not any("exchanges beside" in words for words in not_searched(job(**hopper)))
     last = discover().methods["mst"].grid[-1]
     assert f"more pieces than {method_text(discover().methods['mst'], last)}" in whole
 

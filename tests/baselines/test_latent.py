@@ -8,8 +8,8 @@ import pytest
 from msgspec.structs import replace
 
 from baselines.megatron_core.plan import MegatronCore
-from rematbench.plan import Unsupported
 from rematbench.workload import Latent
+from rematbench.worlds.packages.limits import active_reasons, setup_of
 from rematbench.worlds.packages.process import job as make_job
 from rematbench.worlds.packages.process import policy, run_jobs
 from tests.baselines.cases import TINY
@@ -84,10 +84,10 @@ def test_what_is_not_traced_is_refused(
     layout: dict[str, int], changes: dict[str, Any], settings: dict[str, Any], words: str
 ) -> None:
     """Under tp its gradients would be wrong beside a right loss."""
-    case = Layered(replace(LATENT, **changes), layout).problem(4)
-    found = MegatronCore(**settings).plan(case, case.base_plan)
-    assert isinstance(found, Unsupported)
-    assert words in found.reason
+    setup = setup_of(Layered(LATENT, layout).problem(4))
+    setup = setup._replace(work=replace(setup.work, model=replace(LATENT, **changes)))
+    found = active_reasons(MegatronCore(**settings).limits(setup))
+    assert any(words in reason for reason in found)
 
 
 def test_flags_say_the_columns() -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from rematbench.costs.operators.experts import COUNTS, LAUNCHES, ROUTER, ROUTER_LOSS
+from rematbench.costs.operators.launches import COUNTS, LAUNCHES, ROUTER, ROUTER_LOSS
 from rematbench.inputs.load import load_system
 from rematbench.inputs.paths import data_dir
 from tests.baselines.cases import GPT, TINY, Asked, asked_problem

@@ -140,7 +140,7 @@ def compared() -> tuple[Comparison, list[Result]]:
     options = dict(zip((w[2:].replace("-", "_") for w in PIPE[::2]), PIPE[1::2], strict=True))
     numbers = {k: int(v) for k, v in options.items() if v.isdigit()}
     asked = asked_of(**{**options, **numbers})
-    config = replace(load_compare(), policies=load_compare().policies[-2:])
+    config = replace(load_compare(), policies=load_compare().policies[2:4])
     comparison = Comparison(asked.job, config, limit_s=60)
     return comparison, comparison.everything()
 

@@ -12,7 +12,13 @@ import pytest
 from msgspec.structs import replace
 
 import rematbench
-from rematbench.costs.operators.block import embedding_table, head_table, layer_table
+from rematbench.costs.operators.adapters import Place, trained_table
+from rematbench.costs.operators.block import (
+    embedding_table,
+    head_table,
+    layer_table,
+    prediction_table,
+)
 from rematbench.costs.operators.ops import ACTIVATIONS
 from rematbench.evaluate.result import evaluate_method
 from rematbench.evidence.predict import predict_rows
@@ -25,7 +31,7 @@ from rematbench.inputs.system import with_facts
 from rematbench.plan import Plan, Unsupported
 from rematbench.plugins.discover import entry_of
 from rematbench.plugins.registry import Composition
-from rematbench.workload import Experts, Workload
+from rematbench.workload import Experts, Latent, Workload
 from rematbench.worlds.records.suite import load_suite
 from rematbench.worlds.records.suite_cells import cells
 from tests.problems import BLOCKS, LLAMA
@@ -120,7 +126,12 @@ def test_the_names_are_those_of_all_models_and_stacks() -> None:
     shipped = [load_model(name) for name in names("model")]
     experts = Experts(count=8, active=2, ffn=64, shared_ffn=64, shared_gate=True)
     mixtures = [replace(LLAMA, experts=experts, mlp=mlp) for mlp in ("swiglu", "gelu")]
-    for model in (*shipped, *mixtures, *(replace(LLAMA, **facts) for facts in BLOCKS.values())):
+    chosen = Latent(
+        q_rank=24, kv_rank=16, nope=8, rope=4, v=6, index_heads=2, index_dim=8, index_top=16
+    )
+    sparse = replace(LLAMA, **{**BLOCKS["latent"], "latent": chosen})
+    blocks = (replace(LLAMA, **facts) for facts in BLOCKS.values())
+    for model in (*shipped, *mixtures, sparse, *blocks):
         for system, degree in product(stacks, (1, 2)):
             shape = replace(model, qk_norm=model.qk_norm or model.name == "llama-7b")
             work = Workload(model=shape, seq_len=256)
@@ -132,6 +143,17 @@ def test_the_names_are_those_of_all_models_and_stacks() -> None:
                 found |= made.activations.keys()
             found |= embedding_table(work, layout, system).activations.keys()
             found |= head_table(work, layout, system).activations.keys()
+        for tp in (1, 2):
+            work = Workload(model=replace(shape, mtp_layers=1), seq_len=256)
+            layout = Layout(dp=2, tp=tp, ep=2 if shape.experts else 1)
+            predicts = {"fused_attention": True, "dense": shape.experts is None, "copies": True}
+            for system in stacks:
+                found |= prediction_table(work, layout, system, **predicts).activations.keys()
+                found |= head_table(work, layout, system).activations.keys()
+        for facts in ({"lora_dropout": 0.1}, {"dora": True}):
+            work = Workload(model=shape, seq_len=256, lora_rank=4, **facts)
+            table = layer_table(work, layout, stacks[1], fused_attention=True, window=0)
+            found |= trained_table(table, work, stacks[1], Place()).activations.keys()
     assert found == ACTIVATIONS
 
 

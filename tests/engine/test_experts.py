@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from rematbench.costs.operators.experts import COUNTS
+from rematbench.costs.operators.launches import COUNTS
 from rematbench.costs.operators.ops import Comm
 from rematbench.engine.lowering.lower import lower
 from rematbench.engine.program.action import Action, Kind

@@ -207,9 +207,7 @@ def test_a_command_replaces_values_of_its_yaml(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "refusal"),
     [
-        ("swift sft --model m --max_length 512", "lora is ms-swift's default"),
         ("megatron sft --model m --tuner_type lora", "lora"),
-        ("deepspeed train.py --model_name_or_path m --lora_enable True --lora_r 8", "lora_enable"),
         ("deepspeed train.py --model_name_or_path m --vision_tower v", "vision_tower"),
         ("deepspeed -m openrlhf.cli.train_dpo --pretrain m --micro_train_batch_size 1", "stage"),
         (f"pretrain_gpt.py {SIZES} --num-experts 8 --moe-train-capacity-factor 1", "capacity"),
@@ -262,11 +260,12 @@ def test_a_file_that_is_not_here_gives_the_states_of_its_name(
     assert f"x/{name} is not here: its states are assumed from its name" in reading.notes
 
 
-@pytest.mark.parametrize(("depth", "refused"), [("1", True), ("0", False)])
-def test_multi_token_prediction_is_refused_by_its_number(
-    tmp_path: Path, depth: str, refused: bool
-) -> None:
-    assert bool(job(tmp_path, f"x.py {SIZES} --mtp-num-layers {depth}")[1].refused) == refused
+@pytest.mark.parametrize("depth", [0, 1])
+def test_layers_that_predict_more_tokens_are_read(tmp_path: Path, depth: int) -> None:
+    made, reading = job(tmp_path, f"x.py {SIZES} --mtp-num-layers {depth}")
+    assert not reading.refused
+    text = made.files[made.options["model"]]
+    assert ("mtp_layers: 1" in text) == bool(depth)
 
 
 def test_a_command_that_names_another_file_points_to_it(tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from rematbench.foreign.job import FileJob, file_job
-from rematbench.foreign.megatron import RECOMPUTE_MODULES
 from rematbench.foreign.packages import read_files
 from rematbench.foreign.reading import Reading
 from rematbench.host.declared import flat
@@ -118,7 +117,6 @@ def test_an_unknown_key_is_named(file: str, unknown: str) -> None:
 @pytest.mark.parametrize(
     ("file", "refusal"),
     [
-        ("factory_lora.yaml", "finetuning_type: lora"),
         ("titan_70b.toml", "float8"),
         ("zero1_nvme.json", "nvme"),
     ],
@@ -127,8 +125,29 @@ def test_a_request_that_is_not_modelled_is_named(file: str, refusal: str) -> Non
     assert any(refusal in line for line in job(file)[1].refused)
 
 
-def test_the_modules_that_are_read_are_those_that_a_plan_recomputes() -> None:
-    assert set(RECOMPUTE_MODULES) == set(MODULES)
+def test_the_modules_that_are_read_are_those_that_a_plan_recomputes(tmp_path: Path) -> None:
+    shape = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32"
+    file = tmp_path / "job.sh"
+    modules = " ".join((*MODULES, "gdn_norm"))
+    words = f"--recompute-granularity selective --recompute-modules {modules}"
+    file.write_text(f"pretrain_gpt.py {shape} {words}", encoding="utf-8")
+    refused = [line for line in read_files([file]).refused if "recompute" in line]
+    assert refused == [f"--recompute-modules: gdn_norm (allowed: {', '.join(MODULES)})"]
+
+
+def test_latent_attention_is_read_from_a_launch_line(tmp_path: Path) -> None:
+    shape = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32"
+    file = tmp_path / "job.sh"
+    words = "--multi-latent-attention --kv-lora-rank 512 --q-lora-rank 1536 --v-head-dim 96"
+    file.write_text(f"pretrain_gpt.py {shape} {words} --qk-layernorm", encoding="utf-8")
+    made = read_files([file])
+    assert made.model["latent"] == {
+        **{"q_rank": 1536, "kv_rank": 512, "nope": 128, "rope": 64, "v": 96}
+    }
+    assert (made.model["head_dim"], made.model["num_kv_heads"]) == (192, 4)
+    assert not made.model["qk_norm"]
+    file.write_text(f"pretrain_gpt.py {shape} {words}", encoding="utf-8")
+    assert any("without norms" in line for line in read_files([file]).refused)
 
 
 def test_experts_are_read_from_a_launch_line(tmp_path: Path) -> None:

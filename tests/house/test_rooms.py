@@ -16,6 +16,7 @@ SRC = ROOT / "src"
 
 ROOMS: dict[str, tuple[str, ...]] = {
     "host": (),
+    "model": (),
     "workload": (),
     "inputs": (),
     "spec": (),
@@ -54,7 +55,7 @@ READERS = {
 """Readers of actions."""
 TORCH = {"worlds.torch", "measure.torch"}
 
-METHOD_MAY_IMPORT = {"plan", "problem", "solve", "workload", "inputs", "spec"}
+METHOD_MAY_IMPORT = {"model", "plan", "problem", "solve", "workload", "inputs", "spec"}
 METHOD_LIBRARIES = {"rematbench", "msgspec", "numpy"} | sys.stdlib_module_names
 OUTSIDE = {"methods", "baselines", "figures"}
 FRAMEWORKS = {"torch", "megatron", "deepspeed"}

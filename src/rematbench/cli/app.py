@@ -206,7 +206,6 @@ NOT_MODELLED = {
     r"--(q?lora|adapter|peft)\b": "adapters (LoRA) are not modelled",
     r"--precision.*'(mx)?fp8": "FP8 is not modelled: give bf16",
     r"--precision.*'(nv|mx)?fp4": "FP4 is not modelled: give bf16",
-    r"--(mla|mtp)\b": "latent attention and multi-token prediction are not modelled",
 }
 """What is not modelled yet, by the words of a message about an option that does not exist."""
 

@@ -304,7 +304,7 @@ def settings_of(texts: list[str] | None) -> dict[str, str]:
 def _partition(text: str, problem: Problem) -> Partition:
     """Layers per chunk in pipeline order -> partition[rank][chunk] of global layer indices."""
     lay, model = problem.layout, problem.workload.model
-    layers, words = model.num_layers + model.mtp_layers, text.split(",")
+    layers, words = model.num_layers, text.split(",")
     if not all(word.strip().isdigit() for word in words):
         raise CommandError(f"--partition {text!r}: expected whole numbers between commas")
     sizes = [int(word) for word in words]
@@ -314,4 +314,4 @@ def _partition(text: str, problem: Problem) -> Partition:
             f"expected pp x vpp = {lay.num_chunks} chunks with {layers} layers in total, of which "
             "the first (embedding) and the last (loss) may have none"
         )
-    return partition_of_sizes(sizes, lay.pp)
+    return partition_of_sizes(sizes, lay.pp, model.mtp_layers)

@@ -75,15 +75,20 @@ class SearchAnswer:
 
     def _beside(self, run: Rounds) -> None:
         best = self.results[0]
+        _doing("searching for the simplest plan of the tie")
         self.simple = simplest(self.job, best, run)
+        known = list(self.results)
         if self.simple is not None:
             self._say(f"SIMPLEST of the tied plans: {plan_line(self.simple)}")
-        for name, item in of_packages(self.job, best, run):
+            known.append(with_engines(self.simple))
+        _doing("searching the packages' own policies")
+        for name, item in of_packages(self.job, known, run):
             self.alone[name] = item
             self._say(beside_line(f"{name} alone", item, best))
 
     def _planners(self, limit_s: int, processes: int) -> None:
         best = self.results[0]
+        _doing("solving planners at the layouts of the first rows")
         for item in solve_planners(self.job, self.results, limit_s=limit_s, processes=processes):
             end = item
             if item.fits:
@@ -102,6 +107,7 @@ class SearchAnswer:
         self._say(beside_line(f"by layer ({tuned.trials} plans tried)", found, best))
 
     def _say(self, text: str) -> None:
+        _doing("")
         if self.out is not None:
             self.out.print(plain(text), soft_wrap=True)
 
@@ -138,3 +144,10 @@ class SearchAnswer:
             "would_fit": self.changes,
         }
         return msgspec.json.format(msgspec.json.encode(answer)).decode()
+
+
+def _doing(text: str) -> None:
+    """Say on a terminal what runs now (empty: nothing)."""
+    if sys.stderr.isatty():
+        sys.stderr.write(f"\r{text}\x1b[K")
+        sys.stderr.flush()

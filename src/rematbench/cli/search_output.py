@@ -105,12 +105,20 @@ def where(result: Result) -> str:
     words += [f"shard degree {lay.shard_degree}"] if lay.shard_degree else []
     words += [f"--partition {uneven}"] if uneven else []
     words += ["optimizer on host"] if _hosts(result) else []
+    words += _exchange(result)
     return " ".join(words) or "1 GPU"
 
 
 def _hosts(result: Result) -> bool:
     """Whether the optimizer's states are in host memory."""
     return result.base.state("optimizer").home == "host"
+
+
+def _exchange(result: Result) -> list[str]:
+    """The dispatcher and the overlap of experts' exchanges that are not the stack's."""
+    chosen = result.problem.stack_choice
+    words = [f"dispatcher {chosen.dispatcher}"] if chosen.dispatcher else []
+    return words + (["exchanges overlap"] if chosen.ep_overlap in ("on", "delayed_wgrad") else [])
 
 
 def plan_line(result: Result) -> str:
@@ -129,6 +137,7 @@ def _cells(row: dict[str, Any], result: Result) -> Iterator[str]:
     more = f"\n  layers {row['partition']}" if result.job.uneven_layers else ""
     more += "\n  without sp" if lay.tp > 1 and not lay.sp else ""
     more += "\n  optimizer on host" if _hosts(result) else ""
+    more += "".join(f"\n  {words}" for words in _exchange(result))
     more += f"\n  ep {lay.ep} etp {lay.etp}" if lay.etp is not None else ""
     yield from (str(row["place"]), f"{row['name']}{more}", str(lay.tp))
     exchanged = f"u{lay.ulysses}" if lay.ulysses > 1 else ""

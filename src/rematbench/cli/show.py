@@ -28,7 +28,8 @@ from rematbench.evidence.bands import inside_shares
 from rematbench.evidence.peaks import about, in_words, total_is_checked
 from rematbench.host.console import gib, grid, percent, plain, print_uncut, rounded, seconds
 from rematbench.inputs.stackfacts import other_versions
-from rematbench.problem import Problem, has_exact_pins
+from rematbench.plan import has_exact_pins
+from rematbench.problem import Problem
 from rematbench.solve.memory_plan import BEST_FIT_TENSORS, is_placeable
 
 HOST_SHARE = 0.01

@@ -20,14 +20,8 @@ from rematbench.engine.program.program import Late, Program
 from rematbench.engine.simulate.max_plus import simulate_chunks
 from rematbench.engine.simulate.op_level import Simulation, simulate
 from rematbench.engine.simulate.seconds import action_seconds
-from rematbench.plan import Plan
-from rematbench.problem import (
-    NOT_TIMED,
-    Problem,
-    gathers_by_layer,
-    has_exact_pins,
-    rank_parameters,
-)
+from rematbench.plan import Plan, gathers_by_layer, has_exact_pins
+from rematbench.problem import NOT_TIMED, Problem, rank_parameters
 
 HOST_RATE = (
     "host_update_parameters_per_s (measure: parameters of a node's ranks over the seconds of their "

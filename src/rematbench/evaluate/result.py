@@ -20,6 +20,7 @@ from rematbench.evaluate.verdict import Retries, Verdict, judge, judged, only_fr
 from rematbench.host.declared import columns
 from rematbench.inputs.kernel_rates import RateError
 from rematbench.inputs.layout import LayoutError
+from rematbench.inputs.stages import stages_of
 from rematbench.inputs.system import System
 from rematbench.plan import Plan, PlanError, Unsupported
 from rematbench.plugins.registry import Composition, MethodError
@@ -90,7 +91,7 @@ class PlannedJob(Struct, frozen=True, kw_only=True):
         """The number of layers of each chunk, in the form of `--partition`; empty for the even
         partition."""
         even = self.base.partition == self.problem.base_plan.partition
-        return "" if even else _layers(self.base)
+        return "" if even else _layers(self)
 
     def run_with(self, method: str, *more: str) -> str:
         """The command that simulates a method on this job; empty if no options express it."""
@@ -120,17 +121,17 @@ class PlannedJob(Struct, frozen=True, kw_only=True):
             "schedule": self.base.schedule,
             "optimizer": self.base.state("optimizer").home,
             "parameters": self.base.state("parameter").home,
-            "partition": _layers(self.base),
+            "partition": _layers(self),
             "rematbench": rematbench.__version__,
             "constants": problem.calibration.date,
             "assumes": assumed(problem),
         }
 
 
-def _layers(base: Plan) -> str:
+def _layers(job: PlannedJob) -> str:
     """The number of layers of each chunk in pipeline order, in the form of `--partition`."""
-    chunks = [rank[c] for c in range(len(base.partition[0])) for rank in base.partition]
-    return ",".join(str(len(chunk)) for chunk in chunks)
+    stages = stages_of(job.base.partition, job.problem.workload.model.num_layers)
+    return ",".join(str(len(stage.layers)) for stage in stages)
 
 
 class Result(Struct, frozen=True, kw_only=True):

@@ -251,7 +251,9 @@ def _model_of_sizes(shape: dict[str, Any]) -> str:
 def _equal_model(shape: dict[str, Any]) -> str:
     """The shipped model with all these fields, and without experts unless they are one of them;
     learned positions may be more than the model's."""
-    compared = {"experts": None} | {k: v for k, v in shape.items() if k != "max_positions"}
+    compared: dict[str, Any] = {"experts": None, "mtp_layers": 0} | {
+        k: v for k, v in shape.items() if k != "max_positions"
+    }
     if shape.get("experts"):
         compared["experts"] = convert(shape["experts"], Experts, strict=False)
     for name in names("model"):
@@ -348,7 +350,7 @@ def _rest(values: dict[str, Any]) -> dict[str, str]:
             options[name] = str(values[name])
     for name in (*facts(Work), *facts(StackChoice), "partition", "stages"):
         if values.get(name) and name not in (*LEADING, *defaults):
-            options[name] = str(values[name])
+            options[name] = "" if values[name] is True else str(values[name])
     return options
 
 

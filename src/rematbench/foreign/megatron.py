@@ -14,14 +14,15 @@ from rematbench.foreign.reading import LAUNCHER, Options, Reading, first_value, 
 from rematbench.foreign.shell import Script, options_of
 from rematbench.foreign.trainers import merge, note_cap, read_trainer
 from rematbench.inputs.configfile import ConfigError
+from rematbench.solve.recompute_modules import MODULES
 
 ABSENT = {"reduce_overlap": False, "gather_overlap": False}
 """Facts that hold where Megatron's switches are absent."""
 ADAM_BYTES = 12
 """Bytes of a parameter's fp32 copy and fp32 moments."""
 MOMENTS = ("exp-avg-dtype", "exp-avg-sq-dtype")
-RECOMPUTE_MODULES = ("core_attn", "layernorm", "mlp", "moe", "moe_act", "shared_experts")
-"""Megatron's modules that a plan can recompute."""
+LATENT = {"kv_rank": 32, "nope": 128, "rope": 64, "v": 128}
+"""Columns of latent attention without options (megatron/training/arguments.py, _add_mla_args)."""
 VOCABULARIES = {"GPT2BPETokenizer": 50257, "Llama2Tokenizer": 32000}
 """Vocabulary of tokenizers that come with their files: GPT-2's 50,257 tokens (Radford et al. 2019)
 and Llama 2's 32,000 (Touvron et al. 2023, arXiv 2307.09288)."""
@@ -191,6 +192,8 @@ def read_factory(data: Mapping[str, Any], file: str) -> Reading:
     trainer = {key: value for key, value in data.items() if key in ours}
     reading = _read(options, Script(file=file))
     more = read_trainer(trainer, file, "LLaMA-Factory")
+    if more.get("lora_rank"):
+        more.refused.append(f"{more.keys['lora_rank']}: adapters in Megatron are not modelled")
     more.facts, more.values = {}, more.values | reading.values
     reading.values |= more.values
     reading.keys |= more.keys
@@ -289,14 +292,35 @@ def _model(reading: Reading, options: Options) -> None:
         "embedding_norm": "embed-layernorm" in options,
         "dropout": _number(reading, options, "hidden-dropout", "0.1"),
     }
+    if depth := int(_number(reading, options, "mtp-num-layers", "0")):
+        model["mtp_layers"] = depth
     if options.get("attention-dropout"):
         model["attention_dropout"] = _number(reading, options, "attention-dropout", "0.1")
         if model["attention_dropout"] == model["dropout"]:
             del model["attention_dropout"]
+    _latent(reading, options)
     window = re.sub(r"[^\d,]", "", ",".join(options.get("window-size", []))).split(",")[0]
     if window and "num_layers" in model:
         model["attention_window"] = [int(window)] * model["num_layers"]
     _vocabulary(reading, options)
+
+
+def _latent(reading: Reading, options: Options) -> None:
+    """Set latent attention, if the line has it, and the sizes of heads that follow from it."""
+    model = reading.model
+    columns = {name: model.pop(name) for name in list(model) if name.startswith("latent.")}
+    if "multi-latent-attention" not in options:
+        return
+    given = LATENT | {name.removeprefix("latent."): size for name, size in columns.items()}
+    if "qk-layernorm" not in options:
+        reading.refused.append("--multi-latent-attention: compressed columns without norms")
+    model |= {
+        "latent": given,
+        "head_dim": given["nope"] + given["rope"],
+        "num_kv_heads": model.get("num_heads", 0),
+        "qk_norm": False,
+        "qkv_bias": False,
+    }
 
 
 def _vocabulary(reading: Reading, options: Options) -> None:
@@ -339,9 +363,9 @@ def _modules(reading: Reading, options: Options) -> dict[str, object]:
     """The modules of selective recomputation as a setting; none for core attention alone, which is
     the default of both."""
     modules = options.get("recompute-modules") or ["core_attn"]
-    lacking = sorted(set(modules) - set(RECOMPUTE_MODULES))
+    lacking = sorted(set(modules) - MODULES.keys())
     if lacking:
-        allowed = ", ".join(RECOMPUTE_MODULES)
+        allowed = ", ".join(MODULES)
         reading.refused.append(f"--recompute-modules: {' '.join(lacking)} (allowed: {allowed})")
     if set(modules) <= {"core_attn", *lacking}:
         return {}

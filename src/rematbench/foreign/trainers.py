@@ -7,13 +7,13 @@ from typing import Any
 
 import yaml
 
+from rematbench.foreign.adapters import read_adapters
 from rematbench.foreign.deepspeed import read_deepspeed, read_zero
 from rematbench.foreign.keys import is_off, read_keys
 from rematbench.foreign.reading import AUTO, Reading, switch
 from rematbench.inputs.configfile import ConfigError, read_mapping
 
 MODELS = ("model_name_or_path", "base_model", "model_name", "model")
-ADAPTERS = "adapters are not modelled"
 LIGER_PLUGIN = "axolotl.integrations.liger.LigerPlugin"
 PACKING = {"packing", "sample_packing", "neat_packing", "padding_free", "use_remove_padding"}
 PACKING |= {"batch_flattening"}
@@ -21,7 +21,6 @@ PRECISIONS = {"bf16": "bf16", "pure_bf16": "bf16", "bfloat16": "bf16"}
 PRECISIONS |= {"fp16": "fp16", "float16": "fp16", "float32": "fp32"}
 RECOMPUTES = {"TRL": True, "ms-swift": True, "Transformers": False}
 """Whether a trainer recomputes if no key says so: the default of `gradient_checkpointing`."""
-TUNERS = ("finetuning_type", "adapter", "tuner_type", "train_type")
 PIECES = "mst:mlp_chunks=1"
 """A head in pieces of as many tokens as the vocabulary is wider than the model: TRL's chunks,
 Liger's fused linear loss (Liger-Kernel 0.8.5, ops/fused_linear_cross_entropy.py) and Cut Cross
@@ -51,6 +50,7 @@ def read_trainer(data: Mapping[str, Any], file: str, package: str) -> Reading:
     if not is_off(data.get("fsdp")) or data.get("fsdp_config") or data.get("use_fsdp"):
         _fsdp(reading, data, options)
     _precision(reading, data)
+    read_adapters(reading, data)
     _packing(reading, data)
     if reading.package == "Transformers" and "precision" not in reading.values:
         reading.notes.append("neither --bf16 nor --fp16: bf16 is assumed")
@@ -160,15 +160,7 @@ def _kernels(reading: Reading, data: Mapping[str, Any]) -> None:
 
 
 def _task(reading: Reading, data: Mapping[str, Any]) -> None:
-    """Refuse what is not full training of one model with one loss."""
-    for key in TUNERS:
-        if data.get(key) and str(data[key]).lower() not in ("full", "none"):
-            reading.refused.append(f"{key}: {data[key]} ({ADAPTERS})")
-    if reading.package == "ms-swift" and not any(data.get(key) for key in TUNERS):
-        reading.refused.append(f"tuner_type: lora is ms-swift's default ({ADAPTERS})")
-    ranks = {key for key in ("lora_r", "lora_rank") if not is_off(data.get(key))}
-    if reading.package == "Transformers" and ranks:
-        reading.refused.append(f"{', '.join(sorted(ranks))}: {ADAPTERS}")
+    """Refuse what is not training of one model with one loss."""
     stage = str(data.get("stage", "sft"))
     if stage not in TASKS:
         reading.refused.append(f"stage: {stage} (only pt and sft have one model and one loss)")

@@ -5,7 +5,7 @@ from math import lcm
 from rematbench.inputs.layout import Layout, LayoutError
 from rematbench.inputs.load import load_system
 from rematbench.inputs.stackfacts import other_versions
-from rematbench.inputs.stages import base_partition
+from rematbench.inputs.stages import prediction_rank
 from rematbench.inputs.system import System
 from rematbench.workload import Workload
 
@@ -27,14 +27,32 @@ def check_layout(layout: Layout, workload: Workload, system: System) -> None:
     _check(_size_rules(layout, workload))
     _check(_batch_rules(layout))
     _check(_rules(layout, workload, system))
-    if layout.stages:
-        base_partition(workload.model, layout)
+    if layout.stages or workload.model.mtp_layers:
+        _check(_prediction_rules(layout, workload, system))
 
 
 def _check(rules: list[tuple[bool, str]]) -> None:
     for broken, rule in rules:
         if broken:
             raise LayoutError(rule)
+
+
+def _prediction_rules(lay: Layout, work: Workload, system: System) -> list[tuple[bool, str]]:
+    """The rules of layers that predict more tokens, which stand where the layout says."""
+    model = work.model
+    rank, words = prediction_rank(model, lay), "layers that predict more tokens are not simulated"
+    if rank is None:
+        return []
+    inside = 0 < rank < lay.pp - 1
+    overlaps = lay.ep > 1 and system.experts.ep_overlap != "none"
+    return [
+        (model.mtp_layers > 1, f"{words} where there is more than one"),
+        (not work.trains_all, f"{words} where only a part of the model trains"),
+        (model.block != "sequential", f"{words} with attention and MLP in parallel"),
+        (rank == 0 and lay.pp > 1, f"{words} on the first of several ranks, as in Megatron-core"),
+        (model.tied_embeddings and inside, f"{words} between tied embeddings on other ranks"),
+        (overlaps, f"{words} with the overlap of experts' exchanges of system {system.name}"),
+    ]
 
 
 def _size_rules(lay: Layout, work: Workload) -> list[tuple[bool, str]]:
@@ -102,6 +120,10 @@ def _trained_rules(lay: Layout, work: Workload) -> list[tuple[bool, str]]:
         ),
         (work.dora and not work.lora_rank, "dora needs adapters (lora_rank)"),
         (experts, "adapters of experts are not modelled (lora_targets: q,k,v,o)"),
+        (
+            model.latent is not None and not {"q", "k", "v"}.isdisjoint(work.targets),
+            "adapters of latent attention are not modelled (lora_targets: o,gate,up,down)",
+        ),
         (work.partly and lay.tp > 1, f"tp = {lay.tp} with weights that do not train: not modelled"),
         (
             work.frozen_layers > 0 and lay.pp > 1,
@@ -404,6 +426,11 @@ def _model_rules(lay: Layout, work: Workload) -> list[tuple[bool, str]]:
             model.position == "learned" and model.max_positions < work.seq_len,
             f"seq_len {work.seq_len} exceeds the {model.max_positions} learned positions of "
             f"{model.name}",
+        ),
+        (
+            model.mtp_layers > 0,
+            f"mtp_layers {model.mtp_layers}: layers that predict more tokens are not planned yet "
+            "(0: without them)",
         ),
         (
             model.num_layers < lay.num_chunks and not lay.stages,

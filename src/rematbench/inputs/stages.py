@@ -109,15 +109,26 @@ def base_partition(model: Model, layout: Layout) -> Partition:
             f"layout {layout.stages!r} has {_words(*counts)} in {len(stages)} stages, but "
             f"{model.name} has {_words(*wanted)} and pp x vpp = {layout.num_chunks}"
         )
-    return partition_of_sizes([sum(map(len, stage[:2])) for stage in stages], layout.pp)
+    sizes = [sum(map(len, stage[:2])) for stage in stages]
+    return partition_of_sizes(sizes, layout.pp)
+
+
+def prediction_rank(model: Model, layout: Layout) -> int | None:
+    """The pipeline rank of the layers that predict more tokens; None without any."""
+    for rank, chunks in enumerate(base_partition(model, layout)):
+        if any(layer >= model.num_layers for chunk in chunks for layer in chunk):
+            return rank
+    return None
 
 
 def _words(layers: int, prediction: int) -> str:
     return f"{layers} layers" + f" and {prediction} prediction layers" * bool(prediction)
 
 
-def partition_of_sizes(sizes: Sequence[int], pp: int) -> Partition:
-    """The partition over `pp` ranks whose chunks, in pipeline order, have so many layers."""
-    ends = [0, *accumulate(sizes)]
+def partition_of_sizes(sizes: Sequence[int], pp: int, more: int = 0) -> Partition:
+    """The partition over `pp` ranks whose chunks, in pipeline order, have so many layers of the
+    decoder; the last has `more` that predict more tokens."""
+    ends = [*accumulate(sizes, initial=0)]
+    ends[-1] += more
     chunks = [tuple(range(a, b)) for a, b in pairwise(ends)]
     return tuple(tuple(chunks[rank::pp]) for rank in range(pp))

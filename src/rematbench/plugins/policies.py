@@ -1,13 +1,14 @@
 """Baseline policies by name: settings of a method that a stack ships (config/compare.yaml)."""
 
 from functools import cache
-from typing import Any
+from typing import Any, Literal
 
 from msgspec import Struct
 
 from rematbench.inputs.configfile import convert, read_mapping
 from rematbench.inputs.paths import data_dir
 from rematbench.problem import Problem
+from rematbench.workload import Model
 
 LABEL = "config/compare.yaml"
 
@@ -17,13 +18,24 @@ Setting = str | int | float | bool | list[str]
 class Policy(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A method with settings.  `smallest` names a parameter to tune: `compare` raises it from 1
     until the plan fits, and a user gives its value after the policy's name (`full_recompute:block
-    3`).  Empty: the policy has no parameter to tune."""
+    3`).  Empty: the policy has no parameter to tune.  `needs`: it is tried for models with
+    experts, or with shared experts, alone (empty: for all)."""
 
     name: str
     method: str
     why: str
     settings: dict[str, Setting] = {}
     smallest: str = ""
+    needs: Literal["", "experts", "shared_experts"] = ""
+
+    def applies(self, model: Model) -> bool:
+        """Whether the policy is tried for a model."""
+        experts = model.experts
+        return {
+            "": True,
+            "experts": experts is not None,
+            "shared_experts": bool(experts and experts.shared_ffn),
+        }[self.needs]
 
 
 class _Policies(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

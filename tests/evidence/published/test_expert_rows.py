@@ -137,7 +137,6 @@ def test_words_without_an_effect_refuse_nothing() -> None:
         {"router": "forced balance, sigmoid scores (group limited), dropless"},
         {"dispatcher": "deepep (NVSHMEM over EFA)"},
         {"optimizer": "adamw (distributed, fused)"},
-        {"mlp": "swiglu (clamped)"},
         {"recompute_modules": "layernorm moe (default)"},
     ):
         assert case(**{"router": "forced balance, dropless", **changed}).key == plain.key, changed

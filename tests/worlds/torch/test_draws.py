@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from rematbench.worlds.torch import parameters, rank_model, worker
+from rematbench.worlds.torch.draws import Draws, drawing_threads
 from rematbench.worlds.torch.groups import Coordinates
-from rematbench.worlds.torch.parameters import Draws, ParameterSpec, drawing_threads
+from rematbench.worlds.torch.parameters import ParameterSpec
 from rematbench.worlds.torch.rank_model import RankModel
 from tests.worlds.torch import cases
 

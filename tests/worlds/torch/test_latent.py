@@ -1,5 +1,5 @@
 """Latent attention: the ledger's bytes, the autograd model's gradients and keep_all's numbers, on
-one process and on grids of tensor, expert and pipeline parallelism; what is refused by name."""
+one process and on grids of tensor, expert and pipeline parallelism."""
 
 from functools import cache
 from typing import Any
@@ -10,7 +10,6 @@ from msgspec import structs
 
 from rematbench.engine.lowering.lower import lower
 from rematbench.engine.program.ledger import live_bytes
-from rematbench.worlds.records.refusals import refusals
 from rematbench.worlds.run_records import compared
 from rematbench.worlds.torch import attention_backends as attn
 from rematbench.worlds.torch import operators
@@ -164,10 +163,3 @@ def test_unequal_heads_are_one_operator_that_equals_plain_attention() -> None:
     torch.testing.assert_close(out, plain.detach())
     torch.testing.assert_close(lse, scores.logsumexp(-1).detach())
     torch.testing.assert_close(found, torch.autograd.grad(plain, (q, k, v), grad))
-
-
-def test_what_is_refused_by_name() -> None:
-    given = cases.tiny("ulysses2", model=LATENT)
-    assert refusals(given, given.base_plan) == ["Ulysses with latent attention"]
-    more = cases.tiny("one", model=structs.replace(LATENT, mtp_layers=1))
-    assert refusals(more, more.base_plan) == ["layers that predict more tokens"]

@@ -11,7 +11,8 @@ from rematbench.costs.operators.ops import OpTable
 from rematbench.costs.states import reduce_buckets
 from rematbench.engine.lowering.states.state_shards import shards_experts
 from rematbench.inputs.layout import Layout
-from rematbench.problem import Problem, gathered_bytes, head_parameters, state_fates
+from rematbench.plan import state_fates
+from rematbench.problem import Problem, gathered_bytes, head_parameters
 
 Array = NDArray[np.float64]
 

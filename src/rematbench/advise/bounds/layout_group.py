@@ -25,9 +25,9 @@ from rematbench.engine.lowering.states.emit_states import gradient_reductions, p
 from rematbench.engine.lowering.states.state_shards import has_whole_gradients, rank_sharded
 from rematbench.engine.simulate.beside import Exposed, exposed_shares, op_seconds
 from rematbench.inputs.layout import Layout
-from rematbench.plan import Place, Plan
+from rematbench.plan import Place, Plan, state_fates
 from rematbench.plugins.registry import Registry
-from rematbench.problem import Problem, state_fates
+from rematbench.problem import Problem
 
 
 class GroupKey(NamedTuple):
@@ -44,6 +44,7 @@ class GroupKey(NamedTuple):
     single: bool
     hosted: bool
     states: str
+    exchange: tuple[str | None, bool]
     zero: tuple[int, int]
 
 
@@ -52,7 +53,8 @@ def group_key(choice: LayoutChoice) -> GroupKey:
     lay = choice.layout
     zero = (lay.zero_stage, lay.dp) if lay.zero_stage > 1 and lay.pp == 1 else (0, 0)
     alike = (lay.tp, lay.sp, lay.cp, lay.ulysses, lay.micro_batch, lay.ep, lay.expert_tp)
-    return GroupKey(*alike, lay.pp == 1, choice.hosted, choice.states, zero)
+    exchange = (choice.dispatcher, choice.overlaps)
+    return GroupKey(*alike, lay.pp == 1, choice.hosted, choice.states, exchange, zero)
 
 
 NO_PLAN_COUNT = 1 << 40

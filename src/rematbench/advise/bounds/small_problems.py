@@ -12,8 +12,8 @@ from rematbench.engine.lowering.states.state_shards import has_whole_gradients
 from rematbench.inputs.cluster import Cluster
 from rematbench.inputs.layout import Layout
 from rematbench.inputs.system import System, with_facts
-from rematbench.plan import Plan
-from rematbench.problem import Problem, state_fates
+from rematbench.plan import Plan, state_fates
+from rematbench.problem import Problem
 from rematbench.solve.kept import resolved
 
 
@@ -143,14 +143,14 @@ def placed_alike(problem: Problem) -> bool:
 
 def shrunk(problem: Problem, sizes: tuple[int, ...]) -> tuple[Problem, Plan]:
     """Return the problem with `sizes` layers on its ranks and no overlapped traffic between
-    replicas, and the plan that methods begin with.  Its programs do not depend on the cluster (no
-    file of lowering reads the cluster)."""
+    replicas and no layer that predicts more tokens, and the plan that methods begin with. Its
+    programs do not depend on the cluster (no file of lowering reads the cluster)."""
     model, node = problem.workload.model, problem.cluster.gpus_per_node
     windows = sorted(
         set(model.attention_window), key=lambda window: window or problem.workload.seq_len
     )
     narrowest = tuple(windows[:1]) * sum(sizes)
-    model = replace(model, num_layers=sum(sizes), attention_window=narrowest)
+    model = replace(model, num_layers=sum(sizes), attention_window=narrowest, mtp_layers=0)
     lay = alone(problem.layout, node, problem.cost.domain, len(sizes))
     system = _without_overlaps(problem.system, lay)
     if not placed_alike(problem) or system.zero.prefetch_elements or system.zero.whole_buckets:

@@ -15,7 +15,7 @@ from rematbench.inputs.job import Job
 from rematbench.inputs.layout import Layout, LayoutError, even_partition
 from rematbench.inputs.layout_rules import check_layout
 from rematbench.inputs.stages import partition_of_sizes, read_stages
-from rematbench.inputs.system import System, ZeroStage
+from rematbench.inputs.system import Dispatcher, System, ZeroStage, with_facts
 from rematbench.plan import Plan, Unsupported
 from rematbench.plugins.registry import IDENTITY, Registry
 from rematbench.problem import Problem
@@ -23,6 +23,11 @@ from rematbench.workload import Workload
 
 DEGREES = ("tp", "cp", "pp", "vpp", "dp")
 """The degrees that tables show of every layout, in this order."""
+
+
+FLEX: dict[str, Dispatcher] = {"hopper": "deepep", "blackwell": "hybridep"}
+"""Dispatchers that send a token once to a node, by the GPUs that have their kernels (Megatron-core
+0.16.1, core/transformer/moe/fused_a2a.py)."""
 
 
 MOST_MICRO_BATCH = 64
@@ -51,19 +56,23 @@ class LayoutChoice(Struct, frozen=True):
     """A layout and the layers of each of its chunks, in pipeline order.  `even`: the partition is
     the even one; `hosted`: the optimizer's states are in host memory, although the stack keeps them
     on the device; `states`: the method, with its settings, that places them in pieces (empty:
-    none)."""
+    none); `overlaps`: experts' exchanges run beside another micro-batch, although the stack has
+    them wait; `dispatcher`: it replaces the stack's (None: it does not)."""
 
     layout: Layout
     sizes: tuple[int, ...]
     even: bool = True
     hosted: bool = False
     states: str = ""
+    overlaps: bool = False
+    dispatcher: Dispatcher | None = None
 
     def base(self, plan: Plan) -> Plan:
         """The plan that methods begin with: `plan` with this choice's partition."""
         if self.even:
             return plan
-        return replace(plan, partition=partition_of_sizes(self.sizes, self.layout.pp))
+        more = sum(len(chunk) for rank in plan.partition for chunk in rank) - sum(self.sizes)
+        return replace(plan, partition=partition_of_sizes(self.sizes, self.layout.pp, more))
 
     def of_sizes(self, sizes: tuple[int, ...]) -> "LayoutChoice":
         """The choice with other numbers of layers."""
@@ -137,6 +146,10 @@ def space(spec: Job, fixed: Fixed, work: Workload, cluster: Cluster, system: Sys
             words = "the first chunk has none of the layers with experts (not searched)"
             refused["a chunk has no layers (not searched)" if layout.stages else words] += 1
         choices += results
+        for dispatcher, overlaps in _exchanges_of(spec, layout, work, cluster, system):
+            choices += [
+                replace(choice, dispatcher=dispatcher, overlaps=overlaps) for choice in results
+            ]
         hosts = spec.stack.optimizer is None and may_host(cluster, system)
         if hosts and work.model.experts is None:
             choices += [replace(choice, hosted=True) for choice in results]
@@ -160,6 +173,44 @@ def _dense_between_experts(work: Workload) -> str:
         f"search needs dense layers to come first, but {model.name} has {model.expert_layers} "
         f"layers with experts of {model.num_layers}; simulate and compare take --ep and --etp"
     )
+
+
+def _exchanges_of(
+    spec: Job, layout: Layout, work: Workload, cluster: Cluster, system: System
+) -> Iterator[tuple[Dispatcher | None, bool]]:
+    """The (dispatcher, whether exchanges overlap) of experts that a layout may have beside the
+    stack's, where the job leaves them open."""
+    beside = switches_overlap(spec, system) and layout.num_micro_batches > 1
+    flex = other_dispatcher(spec, cluster, system)
+    for dispatcher, overlaps in product(dict.fromkeys((None, flex)), (False, True)[: 1 + beside]):
+        if layout.ep == 1 or not (dispatcher or overlaps):
+            continue
+        chosen = with_facts(
+            system,
+            dispatcher=dispatcher or system.experts.dispatcher,
+            ep_overlap="interleaved" if overlaps else system.experts.ep_overlap,
+        )
+        try:
+            check_layout(layout, work, chosen)
+        except LayoutError:
+            continue
+        yield dispatcher, overlaps
+
+
+def switches_overlap(spec: Job, system: System) -> bool:
+    """Whether the stack can run experts' exchanges beside another micro-batch, does not yet, and
+    the job leaves it open."""
+    has = "ep_overlap" in system.accepts.features and system.experts.ep_overlap == "none"
+    return has and spec.stack.ep_overlap is None
+
+
+def other_dispatcher(spec: Job, cluster: Cluster, system: System) -> Dispatcher | None:
+    """The dispatcher to try beside the stack's all-to-all, if the job leaves it open: where the
+    stack is Megatron-core of 0.16, of which alone exchanges overlap too, and the GPUs have its
+    kernels."""
+    plain = system.experts.dispatcher == "alltoall" and "ep_overlap" in system.accepts.features
+    undecided = plain and spec.stack.dispatcher is None
+    return FLEX.get(cluster.generation) if undecided else None
 
 
 def may_host(cluster: Cluster, system: System) -> bool:
@@ -193,7 +244,7 @@ def layouts(
                 refused["global batch is not a multiple of the number of replicas"] += 1
                 continue
             for sp, micro_batch, vpp, (zero, ep, etp) in product(
-                _row_shards(fixed.sp, tp),
+                _row_shards(fixed.sp, tp, work),
                 _micro_batches(fixed.micro_batch, batch // replicas),
                 _chunks(fixed.vpp, pp, work.model.num_layers, spec.degrees.stages),
                 _states_and_experts(fixed, (tp, cp, pp, dp), work, system),
@@ -220,10 +271,13 @@ def _degrees(fixed: int | None, total: int, most: int) -> list[int]:
     return [n for n in range(1, min(total, most) + 1) if total % n == 0]
 
 
-def _row_shards(fixed: bool | None, tp: int) -> list[bool]:
-    """Sequence parallelism on and off; off alone where one rank has the whole tensors."""
+def _row_shards(fixed: bool | None, tp: int, work: Workload) -> list[bool]:
+    """Sequence parallelism on and off; off alone where one rank has the whole tensors, on alone for
+    experts, which need it."""
     if tp == 1:
         return [False]
+    if fixed is None and work.model.experts is not None:
+        return [True]
     return [True, False] if fixed is None else [fixed]
 
 

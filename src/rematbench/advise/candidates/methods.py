@@ -25,6 +25,7 @@ from rematbench.plugins.registry import (
     method_text,
 )
 from rematbench.problem import Problem
+from rematbench.workload import Model
 
 LARGEST_UNIT = 8
 """Largest group of layers that a package's policies are searched with: a probe has five groups."""
@@ -85,10 +86,12 @@ def chooses(method: Method, registry: Registry) -> bool:
     return any(getattr(method, key) is None for each in entry.grid for key in each)
 
 
-def variants(registry: Registry, config: CompareConfig, only: Sequence[str] = ()) -> list[Variant]:
+def variants(
+    registry: Registry, config: CompareConfig, model: Model, only: Sequence[str] = ()
+) -> list[Variant]:
     """Return every method that is not a planner and moves no states, at its defaults or at each
-    setting of its grid, and the policies.  `only`: the names of the methods and policies to take;
-    empty for all."""
+    setting of its grid, and the policies for the model.  `only`: the names of the methods and
+    policies to take; empty for all."""
     results: list[Variant] = []
     for entry in registry.methods.values():
         if entry.planner or entry.moves_states or entry.name == IDENTITY:
@@ -97,7 +100,7 @@ def variants(registry: Registry, config: CompareConfig, only: Sequence[str] = ()
             continue
         results += _of_method(entry)
     for policy in config.policies:
-        if only and policy.method not in only:
+        if (only and policy.method not in only) or not policy.applies(model):
             continue
         if policy.smallest and policy.settings.get("method") != "block":
             continue  # a group policy: costs are not linear in the layers of a group

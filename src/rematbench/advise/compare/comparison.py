@@ -111,7 +111,8 @@ class Comparison:
         self._folders, self._processes = tuple(methods), processes
         self.pool = self._pool(job)
         self.all, self.named = not only, {candidate.name for candidate in named}
-        first = first_candidates(self.registry, config) if self.all else []
+        model = job.problem.workload.model
+        first = first_candidates(self.registry, config, model) if self.all else []
         self.first = sorted(first, key=self._has_planner)  # an equal plan is a planner's last
         names = {candidate.name for candidate in self.first}
         self.first += [candidate for candidate in named if candidate.name not in names]

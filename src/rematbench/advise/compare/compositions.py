@@ -19,6 +19,7 @@ from rematbench.plan import Plan
 from rematbench.plugins.kinds import TUNED, changed_kinds, place
 from rematbench.plugins.registry import Registry
 from rematbench.problem import Problem
+from rematbench.workload import Model
 
 Origin = Literal["method", "policy", "composition", "variant", "grid", "asked"]
 """Where a candidate comes from. `grid`: one of the values that a method's grid declares; `variant`:
@@ -59,11 +60,13 @@ class Contender(Candidate, frozen=True, kw_only=True):
         return replace(self, parts=(Variant(self.family, text),))
 
 
-def first_candidates(registry: Registry, config: CompareConfig) -> list[Contender]:
-    """Every method at its defaults, then the declared policies."""
+def first_candidates(registry: Registry, config: CompareConfig, model: Model) -> list[Contender]:
+    """Every method at its defaults, then the declared policies for the model."""
     methods = [Contender((Variant(name, name),), origin="method") for name in registry.methods]
     return methods + [
-        Contender((of_policy(policy),), origin="policy") for policy in config.policies
+        Contender((of_policy(policy),), origin="policy")
+        for policy in config.policies
+        if policy.applies(model)
     ]
 
 
@@ -72,7 +75,8 @@ def named_candidates(
 ) -> list[Contender]:
     """Return the candidates that a person names. A name is a method or policy as `compare` shows
     it, or any text that names a method. Raises MethodError for any other name."""
-    candidates = {candidate.name: candidate for candidate in first_candidates(registry, config)}
+    first = first_candidates(registry, config, problem.workload.model)
+    candidates = {candidate.name: candidate for candidate in first}
     for name in names:
         if name not in candidates:
             methods = registry.resolve(name, None, problem).methods

@@ -10,9 +10,9 @@ from rematbench.inputs.cluster import Cluster
 from rematbench.inputs.kernel_rates import RateError
 from rematbench.inputs.layout import Layout, LayoutError
 from rematbench.inputs.system import with_facts
-from rematbench.plan import Plan, PlanError, Unsupported
+from rematbench.plan import Plan, PlanError, Unsupported, state_fates
 from rematbench.plugins.registry import MethodError, Registry
-from rematbench.problem import Problem, state_fates
+from rematbench.problem import Problem
 from rematbench.solve.search import smallest_feasible
 
 NEAREST = 4

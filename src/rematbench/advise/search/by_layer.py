@@ -39,9 +39,9 @@ NEIGHBOURS = 16
 """Chunks of a layout with which layers also move between neighbours."""
 MOST = 60
 """Layouts at which plans are simulated; those beyond are left out."""
-VECTORS = 4096
-"""Numbers of layers of a rank's chunks, of which each is weighed; of more, chunks with the most
-passes in flight come first."""
+VECTORS, FEW = 256, 6
+"""Of so many numbers of layers of a rank's chunks the best few of each sum are weighed; of more,
+chunks with the most passes in flight come first."""
 TIGHTER = 3
 """Times that a list is made for less room, because a step's end needs more than its passes."""
 
@@ -139,7 +139,7 @@ class LayerLists:
         for counts, load in sorted(loads.items(), key=lambda item: (sum(item[1]), item[0])):
             if not any(all(a <= b for a, b in zip(one, load, strict=True)) for one in kept):
                 kept[load] = counts
-        return list(kept.values())
+        return list(kept.values())[:FEW]
 
     def _in_order(self, rank: int, total: int) -> Counts:
         counts, flights = [0] * len(self._ordered[rank]), max(self._flights(rank), key=sum)

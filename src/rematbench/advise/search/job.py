@@ -35,13 +35,13 @@ from rematbench.inputs.job import Job, degrees
 from rematbench.inputs.kernel_rates import RateError
 from rematbench.inputs.layout import LayoutError
 from rematbench.inputs.load import load_cluster, load_model
+from rematbench.inputs.stages import stages_of
 from rematbench.plan import Plan, PlanError, Unsupported
 from rematbench.plugins.discover import discover
 from rematbench.plugins.registry import IDENTITY, MethodEntry, MethodError, Registry
 from rematbench.problem import Problem
 from rematbench.workload import Model
-from rematbench.worlds.packages.flags import Engines
-from rematbench.worlds.packages.limits import without_options
+from rematbench.worlds.packages.flags import Engines, unsaid
 from rematbench.worlds.packages.process import baselines
 
 GIB = 2**30
@@ -144,7 +144,7 @@ class SearchSpace:
         policies on any layout that it runs."""
         if self.package:
             return self._policies(self.package)
-        result = variants(self.registry, load_compare(), self._only)
+        result = variants(self.registry, load_compare(), self.model, self._only)
         if not self.request.engine:
             return result
         choices = self.space.choices
@@ -164,7 +164,7 @@ class SearchSpace:
         even = (choice for choice in self.space.choices if choice.even)
         kinds = {(_kind(choice), choice.sizes[:1]): choice for choice in even}
         problems = map(self.problem, kinds.values())
-        runs = [item for item in problems if not without_options(package.cls.inexpressible(item))]
+        runs = [item for item in problems if not unsaid(package, item)]
         if not runs:
             raise MethodError(
                 f"engine {package.name} cannot run stack {self.system.name} on any of these layouts"
@@ -209,12 +209,18 @@ class SearchSpace:
     def choice(self, result: Result) -> LayoutChoice:
         """The layout of a result of this job."""
         problem, base = result.problem, result.base.partition
-        sizes = tuple(len(rank[chunk]) for chunk in range(len(base[0])) for rank in base)
+        stages = stages_of(base, self.model.num_layers)
+        sizes = tuple(len(stage.layers) for stage in stages)
         even = base == problem.base_plan.partition
         hosted = problem.system.host.optimizer_on_host and not self.system.host.optimizer_on_host
         named = f"+{result.method}"
         states = next((text for text in self.states if named.endswith(f"+{text}")), "")
-        return LayoutChoice(problem.layout, sizes, even=even, hosted=hosted, states=states)
+        own, stacks = problem.system.experts, self.system.experts
+        return LayoutChoice(
+            problem.layout, sizes, even=even, hosted=hosted, states=states,
+            overlaps=own.ep_overlap != stacks.ep_overlap,
+            dispatcher=own.dispatcher if own.dispatcher != stacks.dispatcher else None,
+        )  # fmt: skip
 
     def completed(self, results: Sequence[Result]) -> list[Result]:
         """Return the results of plans that fit, fastest first, with all columns of a table except
@@ -247,8 +253,10 @@ class SearchSpace:
 
     def spec(self, choice: LayoutChoice) -> Job:
         """The job's problem at one layout, with the given names of model, cluster and system."""
-        hosted = {"optimizer": "host"} if choice.hosted else {}
-        return self.request.spec.changed(**degrees(choice.layout), **hosted)
+        chosen = {"optimizer": "host"} if choice.hosted else {}
+        chosen |= {"ep_overlap": "on"} if choice.overlaps else {}
+        chosen |= {"dispatcher": choice.dispatcher} if choice.dispatcher else {}
+        return self.request.spec.changed(**degrees(choice.layout), **chosen)
 
     def problem(self, choice: LayoutChoice) -> Problem:
         """Return the Problem at one layout, with its reserve.  Raises ConfigError if the reserve is
@@ -285,7 +293,15 @@ def _kind(choice: LayoutChoice) -> tuple[object, ...]:
     lay = choice.layout
     degrees = (lay.tp, lay.cp, lay.pp, lay.vpp, lay.dp, lay.ulysses, lay.num_micro_batches)
     above = [degree > 1 for degree in degrees]
-    return (*above, lay.sequence_parallel, lay.zero_stage, choice.even, choice.hosted)
+    return (
+        *above,
+        lay.sequence_parallel,
+        lay.zero_stage,
+        choice.even,
+        choice.hosted,
+        choice.overlaps,
+        choice.dispatcher,
+    )
 
 
 def _registry(request: SearchRequest) -> Registry:

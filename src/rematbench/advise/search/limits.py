@@ -4,7 +4,11 @@ no layout has here."""
 from collections.abc import Iterator
 
 from rematbench.advise.candidates.candidate import Variant
-from rematbench.advise.candidates.layouts import MOST_MICRO_BATCH
+from rematbench.advise.candidates.layouts import (
+    MOST_MICRO_BATCH,
+    other_dispatcher,
+    switches_overlap,
+)
 from rematbench.advise.candidates.methods import LARGEST_UNIT
 from rematbench.advise.search.job import SearchSpace
 from rematbench.inputs.layout import Layout
@@ -46,10 +50,23 @@ def _of_layouts(job: SearchSpace, layouts: list[Layout]) -> Iterator[str]:
     if any(layout.pp > 1 for layout in layouts):
         yield "partitions other than the even one with a layer more or less at the ends"
         yield "schedules other than 1F1B"
+    if any(layout.ep > 1 for layout in layouts):
+        yield from _of_exchanges(job)
     if "hybrid_sharding" in features and not fixed.shard_degree:
         yield "shard_degree (replicas of shards)"
     if "param_offload" in features:
         yield "parameters in host memory"
+
+
+def _of_exchanges(job: SearchSpace) -> Iterator[str]:
+    """What of experts' exchanges is not tried."""
+    spec, system = job.request.spec, job.system
+    tried = [system.experts.dispatcher, other_dispatcher(spec, job.cluster, system)]
+    yield f"dispatchers other than {' and '.join(filter(None, tried))} (--dispatcher)"
+    if "ep_overlap" not in system.accepts.features:
+        yield "exchanges beside another micro-batch (the stack has none)"
+    elif switches_overlap(spec, system):
+        yield "delayed weight gradients (--ep-overlap delayed_wgrad)"
 
 
 def _of_package() -> Iterator[str]:

@@ -110,18 +110,24 @@ class SearchJob(SearchSpace):
     def _samples(self) -> list[dict[Variant, Probe]]:
         """Probes of every method by itself in one group, and of the methods that only rebuild on up
         to three: those with the lowest, the middle and the highest tensor parallelism, with a
-        pipeline and room for the states where the space has any."""
-
+        pipeline and room for the states where the space has any.  Of groups whose exchanges
+        overlap, which refuse some methods, one is the last."""
         layouts = self._layouts
 
         def order(index: int) -> tuple[int, int]:
             return layouts[index][0].layout.tp, layouts[index][0].layout.micro_batch
 
-        every = range(len(layouts))
+        every = [
+            index
+            for index, own in enumerate(layouts)
+            if not own[0].overlaps and not own[0].dispatcher
+        ]
         deep = [index for index in every if layouts[index][0].layout.pp > 1] or list(every)
         ordered = sorted(deep, key=order)
         middle = len(ordered) // 2
-        nearest = (ordered, [*ordered[middle:], *ordered[:middle][::-1]], ordered[::-1])
+        beside = sorted((i for i, own in enumerate(layouts) if own[0].overlaps), key=order)
+        nearest = [ordered, [*ordered[middle:], *ordered[:middle][::-1]], ordered[::-1]]
+        nearest += [beside] if beside else []
         chosen = [
             next((index for index in indices if self._group(index).has_room), indices[0])
             for indices in nearest
@@ -309,9 +315,10 @@ def distinct(trials: Sequence[Trial]) -> list[Trial]:
 def place_of(result: Result) -> Hashable:
     """A key that is equal for plans at one layout, with the same layers on each rank and the
     optimizer's states in the same memory."""
-    problem = result.problem
+    problem, system = result.problem, result.problem.system
     pieces = result.plan.state("optimizer").pieces if result.plan else None
-    return problem.layout, result.base.partition, problem.system.host.optimizer_on_host, pieces
+    chosen = (system.host.optimizer_on_host, system.experts)
+    return problem.layout, result.base.partition, *chosen, pieces
 
 
 MOST_LAYOUTS = 3

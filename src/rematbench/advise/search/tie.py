@@ -53,15 +53,22 @@ def _methods(result: Result) -> int:
     return len([name for name in result.family.split("+") if name != IDENTITY])
 
 
-def _fastest(request: SearchRequest, run: Rounds, limit_s: float = math.inf) -> Sequence[Result]:
-    """The first plans of a search of a minute at most, whose step takes less than `limit_s`."""
-    *_, end = run(request, shown=1, most_rounds=MINUTE, limit_s=limit_s)
+def _fastest(
+    request: SearchRequest, run: Rounds, limit_s: float, most_rounds: int | None = MINUTE
+) -> Sequence[Result]:
+    """The first plans of a search, whose step takes less than `limit_s`; of a minute at most, or
+    until the gap is proved."""
+    *_, end = run(request, shown=1, most_rounds=most_rounds, limit_s=limit_s)
     return end.results[:NEAREST]
 
 
-def of_packages(job: SearchSpace, best: Result, run: Rounds) -> Iterator[tuple[str, Result | None]]:
+def of_packages(
+    job: SearchSpace, known: Sequence[Result], run: Rounds
+) -> Iterator[tuple[str, Result | None]]:
     """The packages that run the job's stack, each with the fastest plan of its own policies as a
-    row beside the fastest plan `best`; None if a minute's search finds no plan that fits."""
+    row beside the first of the plans `known` (which have their engines); None if none fits.  A plan
+    is proved as the job's are, and no slower than the known plans that the package has options
+    for."""
     for name, entry in baselines().items():
         if job.request.engine or not _runs(entry.declared("stacks", ()), job.system):
             continue
@@ -70,8 +77,11 @@ def of_packages(job: SearchSpace, best: Result, run: Rounds) -> Iterator[tuple[s
             SearchSpace(request).ready()
         except MethodError:  # no options on any of these layouts
             continue
-        result = _fastest(request, run)
-        yield name, job.completed([best, result[0]])[1] if result else None
+        ours = [item for item in known if name in item.runs_on]
+        least_s = min((item.fitting_s for item in ours), default=math.inf)
+        result = _fastest(request, run, least_s * (1 - request.within), most_rounds=None)
+        fastest = min((*result, *ours), key=lambda item: item.fitting_s, default=None)
+        yield name, job.completed([known[0], fastest])[1] if fastest else None
 
 
 def _runs(stacks: Sequence[str], system: System) -> bool:

@@ -8,7 +8,7 @@ arXiv 2308.03303), and x A.  Source of the copies and of the sums: PEFT, tuners/
 A linear in 4 or 8 bits is widened whole for each product (bitsandbytes, autograd/_functions.py).
 Deviations: the first layer's input has no gradient, also under reentrant checkpointing, for which
 packages give it one (enable_input_require_grads); where a layer saves its input, the first layer
-does too, so that plans can compute from it again.
+does too, and the head keeps the input of its linear, so that plans can compute from them again.
 """
 
 from collections.abc import Iterator
@@ -41,6 +41,16 @@ class Place(Struct, frozen=True, order=True):
 
     trains: bool = True
     differentiated: bool = True
+
+
+def place_of(layer: int, work: Workload, *, embedded: bool) -> Place:
+    """The place of a layer, or after the last layer of the head.  `embedded`: whether the embedding
+    trains."""
+    if work.trains_all:
+        return Place()
+    inside = bool(work.lora_rank) or work.trains("norms") or not work.trained_parts
+    below = embedded or (inside and layer > work.frozen_layers)
+    return Place(trains=layer >= work.frozen_layers, differentiated=below)
 
 
 def trained_table(table: OpTable, work: Workload, system: System, place: Place) -> OpTable:
@@ -150,7 +160,7 @@ class _Trainer:
         widened = self._widened(op)
         return replace(
             op,
-            saves=tuple(name for name in op.saves if name != op.inputs[0]),
+            saves=tuple(n for n in op.saves if self.part == "head" or n != op.inputs[0]),
             forward=(*widened, *op.forward),
             backward_input=(*widened, *op.backward_input),
             backward_weight=(),

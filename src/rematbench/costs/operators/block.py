@@ -1,5 +1,7 @@
 """The operator tables of a model on one rank: embedding, decoder layer, head with loss."""
 
+from msgspec.structs import replace
+
 from rematbench.costs.operators.builder import Builder
 from rematbench.costs.operators.experts import add_experts
 from rematbench.costs.operators.kernels import Elementwise, Kernel, Named
@@ -7,7 +9,7 @@ from rematbench.costs.operators.latent import add_latent
 from rematbench.costs.operators.ops import Comm, Op, OpTable
 from rematbench.inputs.layout import Layout
 from rematbench.inputs.system import System
-from rematbench.workload import Workload
+from rematbench.workload import Experts, Workload
 
 
 def embedding_table(work: Workload, layout: Layout, system: System) -> OpTable:
@@ -19,24 +21,29 @@ def embedding_table(work: Workload, layout: Layout, system: System) -> OpTable:
     if work.model.drops_embedding:
         mask = (b.add("embedding_mask", b.s.shard_tokens, work.model.hidden, False),)
     positions = work.model.max_positions if work.model.position == "learned" else 0
+    _lookup(b, "embedding", (out, *mask), (b.s.vocab + positions) * work.model.hidden)
+    if normed:
+        b.norm("embedding_norm", out, "layer_input")
+    return b.table("embedding")
+
+
+def _lookup(b: Builder, name: str, outputs: tuple[str, ...], parameters: int) -> None:
+    """Add the lookup of embeddings; outputs behind the first are saved."""
     reduced = Comm("reduce_scatter" if b.s.sp else "all_reduce", "tp", b.full_bytes)
     b.ops.append(
         Op(
-            name="embedding",
+            name=name,
             inputs=(),
-            outputs=(out, *mask),
-            saves=mask,
+            outputs=outputs,
+            saves=outputs[1:],
             forward=(Elementwise(2 * b.full_bytes, 2),),
             backward_weight=(Elementwise(3 * b.full_bytes, 2),),
             reduce=reduced if b.s.tp > 1 else None,
             grad_gather=Comm("all_gather", "tp", b.full_bytes) if b.s.sp else None,
             unreduced_bytes=b.full_bytes if b.s.sp else 0,
-            parameters=(b.s.vocab + positions) * work.model.hidden,
+            parameters=parameters,
         )
     )
-    if normed:
-        b.norm("embedding_norm", out, "layer_input")
-    return b.table("embedding")
 
 
 def layer_table(
@@ -56,21 +63,11 @@ def layer_table(
     """
     b = Builder(work, layout, system, fused_attention)
     b.shard("layer_input")
-    mixed = _pre_norm(b, "attn_norm", "layer_input")
     if b.model.block == "sequential":
-        _attention(b, mixed, window)
-        attended = _post_norm(b, "post_attn_norm", "proj_out")
-        b.residual("attn_add", attended, "layer_input", "attn_residual")
         experts = None if dense else b.model.experts
-        if experts is None:
-            _mlp(b, _pre_norm(b, "mlp_norm", "attn_residual"))
-        else:
-            x = _pre_norm(b, "mlp_norm", "attn_residual")
-            add_experts(b, layout, experts, x, "fc2_out")
-        b.residual(
-            "mlp_add", _post_norm(b, "post_mlp_norm", "fc2_out"), "attn_residual", "layer_output"
-        )
+        _sequential(b, layout, experts, window, ("layer_input", "layer_output"))
         return b.table("layer")
+    mixed = _pre_norm(b, "attn_norm", "layer_input")
     shared = b.model.block == "parallel_shared_norm"
     second = mixed if shared else _pre_norm(b, "mlp_norm", "layer_input")
     _attention(b, mixed, window)
@@ -81,6 +78,77 @@ def layer_table(
         "mlp_add", _post_norm(b, "post_mlp_norm", "fc2_out"), "attn_residual", "layer_output"
     )
     return b.table("layer")
+
+
+def _sequential(
+    b: Builder, layout: Layout, experts: Experts | None, window: int, ends: tuple[str, str]
+) -> None:
+    """Add attention, then an MLP or experts, between two tensors of the residual stream."""
+    x, out = ends
+    _attention(b, _pre_norm(b, "attn_norm", x), window)
+    attended = _post_norm(b, "post_attn_norm", "proj_out")
+    b.residual("attn_add", attended, x, "attn_residual")
+    mixed = _pre_norm(b, "mlp_norm", "attn_residual")
+    if experts is None:
+        _mlp(b, mixed)
+    else:
+        add_experts(b, layout, experts, mixed, "fc2_out")
+    b.residual("mlp_add", _post_norm(b, "post_mlp_norm", "fc2_out"), "attn_residual", out)
+
+
+def prediction_table(
+    work: Workload,
+    layout: Layout,
+    system: System,
+    *,
+    fused_attention: bool,
+    dense: bool,
+    copies: bool,
+) -> OpTable:
+    """The layer that predicts one more token, from `layer_input`, which the decoder leaves, to
+    `layer_output`: the hidden columns of the decoder behind those of the prediction, which the head
+    reads both.  `copies`: its rank has a copy of the embedding for it.
+
+    Source: megatron-core 0.16.1, multi_token_prediction.py (MultiTokenPredictionLayer).
+    Deviation: the final norm stands here, also where another stage has the decoder's last layer.
+    """
+    b = Builder(work, layout, system, fused_attention)
+    hidden = work.model.hidden
+    b.shard("layer_input")
+    b.norm("final_norm", "layer_input", "final_norm_out")
+    _lookup(b, "next_embedding", (b.shard("next_embedding"),), b.s.vocab * hidden * copies)
+    b.norm("next_norm", "next_embedding", "next_norm_out")
+    b.norm("hidden_norm", "final_norm_out", "hidden_norm_out")
+    _beside(b, "join_cat", ("next_norm_out", "hidden_norm_out"), "joined")
+    if b.s.tp == 1:
+        b.column("join", "joined", {"join_out": hidden}, width=2 * hidden)
+    else:
+        b.column("join", "joined", {"join_columns": hidden // b.s.tp}, width=2 * hidden)
+        whole = Comm("all_gather", "tp", b.full_bytes)
+        b.ops.append(
+            Op(
+                name="join_gather",
+                inputs=("join_columns",),
+                outputs=(b.shard("join_out"),),
+                forward=(Elementwise(b.full_bytes // b.s.tp + b.nbytes("join_out")),),
+                backward_input=(Elementwise(b.full_bytes // b.s.tp + b.nbytes("join_out")),),
+                gather=whole,
+                gathered_bytes=b.full_bytes,
+                grad_gather=whole if b.s.sp else None,
+            )
+        )
+    experts = None if dense else work.model.experts
+    _sequential(b, layout, experts, 0, ("join_out", "predicted"))
+    b.norm("predict_norm", "predicted", "predict_norm_out")
+    _beside(b, "hand_on", ("final_norm_out", "predict_norm_out"), "layer_output")
+    return b.table("layer")
+
+
+def _beside(b: Builder, name: str, inputs: tuple[str, str], out: str) -> None:
+    """Add the copy of two tensors into the columns of one."""
+    b.add(out, b.s.shard_tokens, 2 * b.model.hidden * b.e)
+    moved = (Elementwise(2 * b.nbytes(out)),)
+    b.ops.append(Op(name=name, inputs=inputs, outputs=(out,), forward=moved, backward_input=moved))
 
 
 def _attention(b: Builder, x: str, window: int) -> None:
@@ -151,22 +219,36 @@ def _mlp(b: Builder, x: str) -> None:
 
 
 def head_table(work: Workload, layout: Layout, system: System) -> OpTable:
-    """The head: final norm, output projection over a vocabulary shard, and cross-entropy."""
+    """The head: final norm, output projection over a vocabulary shard, and cross-entropy.  Behind a
+    layer that predicts one more token there is no norm, and both predictions have logits."""
     b = Builder(work, layout, system, True)
-    s, e = b.s, b.e
-    b.shard("layer_output")
-    b.norm("final_norm", "layer_output", "final_norm_out")
-    b.column("lm_head", "final_norm_out", {"logits": s.vocab}, bias=work.model.head_bias)
-    logits_bytes = b.nbytes("logits")
+    x, bias = "final_norm_out", work.model.head_bias
+    if work.model.mtp_layers:
+        x = b.add("layer_output", b.s.shard_tokens, 2 * work.model.hidden * b.e)
+        b.column("predict_head", x, {"predict_logits": b.s.vocab}, bias=bias)
+        b.ops[-1] = replace(b.ops[-1], parameters=0)  # the weight is that of lm_head
+        _loss(b, "predict_loss", "predict_logits", ())
+    else:
+        b.norm("final_norm", b.shard("layer_output"), x)
+    b.column("lm_head", x, {"logits": b.s.vocab}, bias=bias)
+    _loss(b, "loss", "logits", _beside_loss(b))
+    return b.table("head")
+
+
+def _loss(b: Builder, name: str, logits: str, beside: tuple[str, ...]) -> None:
+    """Add the cross-entropy of logits.  `beside`: tensors that are kept in addition to the one that
+    the loss saves."""
+    s, e, system = b.s, b.e, b.system
+    logits_bytes = b.nbytes(logits)
     wide = max(4, e) if system.loss.logits_fp32 else e
-    saved = (b.add("loss_saved", s.tokens, s.vocab * wide, False), *_beside_loss(b))
+    saved = (b.add(f"{name}_saved", s.tokens, s.vocab * wide, False), *beside)
     statistics = Comm("all_reduce", "tp", 3 * s.tokens * max(4, e)) if s.tp > 1 else None
     passes = 1 if system.loss.fused_loss else 4
     scratch = _loss_scratch(system, logits_bytes, s.tokens * s.vocab * wide)
     b.ops.append(
         Op(
-            name="loss",
-            inputs=("logits",),
+            name=name,
+            inputs=(logits,),
             outputs=saved,
             saves=saved,
             forward=(
@@ -179,7 +261,6 @@ def head_table(work: Workload, layout: Layout, system: System) -> OpTable:
             holds=("final_norm_out",) if system.loss.shifts_logits else (),
         )
     )
-    return b.table("head")
 
 
 def _beside_loss(b: Builder) -> tuple[str, ...]:

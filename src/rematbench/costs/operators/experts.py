@@ -10,10 +10,16 @@ experts.py; saved bytes and launches from traces of its layers on fake tensors.
 """
 
 from math import ceil
-from typing import NamedTuple
 
 from rematbench.costs.operators.builder import FP32, Builder
 from rematbench.costs.operators.kernels import Elementwise, Gemm
+from rematbench.costs.operators.launches import (
+    COUNTS,
+    ROUTER,
+    ROUTER_LOSS,
+    Launches,
+    launches_of,
+)
 from rematbench.costs.operators.ops import Comm, Group, Op, memory_kernel
 from rematbench.inputs.layout import Layout
 from rematbench.inputs.shapes import reached_share
@@ -29,8 +35,6 @@ hidden_states and dispatched_input)."""
 BESIDE_ATTENTION = ("shared_fc1", "shared_act", "shared_fc2")
 """The operators behind the exchange that Megatron-core runs with attention where the exchange
 overlaps with another micro-batch (core/models/gpt/fine_grained_callables.py)."""
-COUNTS = "expert_counts"
-"""The operator whose end the host awaits."""
 ROUTED = frozenset(
     (
         *("router", COUNTS, "permute", "dispatch", "sort", "expert_fc1", "expert_act"),
@@ -39,40 +43,6 @@ ROUTED = frozenset(
 )
 """The operators that the host issues at the pace of experts (config/calibration.yaml,
 expert_pace)."""
-
-
-class Launches(NamedTuple):
-    """Torch operators that launch a kernel in the forward and the backward of an operator."""
-
-    forward: int
-    backward: int
-
-
-ROUTER = {False: Launches(10, 8), True: Launches(3, 5)}
-"""Launches of a router beside its GEMMs, by the fact `fused_router`: casts of the gate; top-k,
-softmax and the scatters of probabilities and map, or one kernel for these."""
-ROUTER_LOSS = {False: Launches(15, 8), True: Launches(8, 5)}
-"""What a balancing loss adds: its scores, sums, coefficients and its entry in a tracker."""
-LAUNCHES: dict[str, dict[str, Launches]] = {
-    "alltoall": {
-        COUNTS: Launches(11, 0),
-        "permute": Launches(6, 5),
-        "sort": Launches(2, 2),
-        "unsort": Launches(1, 1),
-        "unpermute": Launches(2, 1),
-    },
-    "allgather": {COUNTS: Launches(2, 0), "sort": Launches(12, 6), "unsort": Launches(2, 1)},
-    "deepep": {COUNTS: Launches(3, 0), "sort": Launches(19, 8), "unsort": Launches(2, 1)},
-    "hybridep": {COUNTS: Launches(2, 0), "sort": Launches(1, 1), "unsort": Launches(1, 1)},
-}
-"""Launches by dispatcher.  `alltoall`: traced (tests/baselines/test_launches.py), and five copies
-of counts to the host, which a trace on fake tensors leaves out (_maybe_dtoh_and_synchronize); fused
-permutations launch as many kernels.  The others by their source (token_dispatcher.py): allgather
-permutes the gathered rows and selects their probabilities; DeepEP's indices become a map and its
-probabilities through 13 operators (_indices_to_multihot) before a permutation; HybridEP permutes
-inside its exchange."""
-FUSED_INDICES = {"deepep": Launches(7, 3)}
-"""Launches of `sort` where one kernel makes the map and its probabilities (`fused_indices`)."""
 
 
 def add_experts(b: Builder, layout: Layout, experts: Experts, x: str, out: str) -> None:
@@ -93,17 +63,6 @@ def add_experts(b: Builder, layout: Layout, experts: Experts, x: str, out: str) 
     if experts.shared_ffn:
         _shared(b, experts, x)
         _sum(b, experts, (routed, "shared_out"), out)
-
-
-def _launches(b: Builder, name: str) -> Launches:
-    """The launches of an operator under the stack's dispatcher; on ranks that exchange nothing
-    every dispatcher permutes as `alltoall`."""
-    facts = b.system.experts
-    alone = b.ep == 1 and (facts.dispatcher != "allgather" or b.expert_tp == 1)
-    dispatcher = "alltoall" if alone else facts.dispatcher
-    if name == "sort" and facts.fused_indices and dispatcher in FUSED_INDICES:
-        return FUSED_INDICES[dispatcher]
-    return LAUNCHES[dispatcher].get(name, Launches(1, 1))
 
 
 def router_bytes(experts: Experts, width: int = FP32) -> int:
@@ -166,7 +125,9 @@ def _count(b: Builder, layout: Layout, experts: Experts) -> None:
             name=COUNTS,
             inputs=("router_scores",),
             outputs=(counts,),
-            forward=(Elementwise(b.s.shard_tokens * experts.count, _launches(b, COUNTS).forward),),
+            forward=(
+                Elementwise(b.s.shard_tokens * experts.count, launches_of(b, COUNTS).forward),
+            ),
             reduce=gathered if ranks > 1 and not alone else None,
             row_local=False,
         )
@@ -180,7 +141,7 @@ def _permute(b: Builder, experts: Experts, x: str) -> None:
     saved = _order(b, experts)
     tokens = b.add("permuted", sent, b.model.hidden * b.e)
     probs = b.add("permuted_probs", sent, b.wide_bytes)
-    moved, launched = b.nbytes(tokens), _launches(b, "permute")
+    moved, launched = b.nbytes(tokens), launches_of(b, "permute")
     b.ops.append(
         Op(
             name="permute",
@@ -261,7 +222,7 @@ def _sort(b: Builder, layout: Layout, experts: Experts, names: tuple[str, ...], 
     gathered = b.nbytes(tokens, probs)
     split = layout.expert_tp > 1
     moved = gathered + (b.nbytes(names[0]) if once else gathered)
-    launched = _launches(b, "sort")
+    launched = launches_of(b, "sort")
     b.ops.append(
         Op(
             name="sort",
@@ -288,7 +249,7 @@ def _gather(b: Builder, layout: Layout, experts: Experts, x: str) -> int:
     probs = b.add("expert_probs", rows, b.wide_bytes)
     whole = layout.ep * layout.expert_tp * b.nbytes(x)
     group: Group = "ep" if layout.ep > 1 else "etp"
-    launched = _launches(b, "sort")
+    launched = launches_of(b, "sort")
     b.ops.append(
         Op(
             name="sort",
@@ -312,7 +273,7 @@ def _scatter(b: Builder, layout: Layout, ranks: int, out: str) -> None:
     b.shard(out)
     whole = ranks * b.nbytes(out)
     group: Group = "ep" if layout.ep > 1 else "etp"
-    moved, launched = b.nbytes("expert_out") + whole, _launches(b, "unsort")
+    moved, launched = b.nbytes("expert_out") + whole, launches_of(b, "unsort")
     b.ops.append(
         Op(
             name="unsort",
@@ -439,7 +400,7 @@ def _combine(b: Builder, layout: Layout, experts: Experts, out: str, once: bool)
     copies = b.activations["expert_in"].rows // layout.expert_tp
     back = b.add("unsorted", b.activations["dispatched"].rows if once else copies, hidden)
     moved = whole + (b.nbytes(back) if once else whole)
-    order, launched = ("permutation",), _launches(b, "unsort")
+    order, launched = ("permutation",), launches_of(b, "unsort")
     b.ops.append(
         Op(
             name="unsort",
@@ -458,7 +419,7 @@ def _combine(b: Builder, layout: Layout, experts: Experts, out: str, once: bool)
         combined = b.add("combined", b.s.shard_tokens if once else sent, hidden)
         (back,) = _exchange(b, "combine", (back,), (combined,))
     b.shard(out)
-    launched = _launches(b, "unpermute")
+    launched = launches_of(b, "unpermute")
     summing = [() if once else (Elementwise(b.nbytes(back, out), n),) for n in launched]
     b.ops.append(
         Op(

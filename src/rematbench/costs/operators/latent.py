@@ -8,7 +8,7 @@ TransformerEngine's duplicated linears; saved bytes from traces of its layers on
 """
 
 from rematbench.costs.operators.builder import CHOSEN, Builder
-from rematbench.costs.operators.kernels import Gemm, Named
+from rematbench.costs.operators.kernels import Gemm, Kernel, Named
 from rematbench.costs.operators.ops import Comm, Op, memory_kernel
 from rematbench.workload import Latent
 
@@ -17,7 +17,9 @@ def add_latent(b: Builder, given: Latent, x: str) -> None:
     """Add the operators from the tensor `x` to queries, keys and values."""
     model, s = b.model, b.s
     turned = s.tokens * s.heads * given.rope
-    rope = (Named("rope", b.system.rope_kernel, turned, b.e),)
+    rope: tuple[Kernel, ...] = (Named("rope", b.system.rope_kernel, turned, b.e),)
+    if b.system.kernels.rope == "eager":  # the turned columns and the others, joined again
+        rope += memory_kernel(2 * s.tokens * s.q_width * b.e)
     source, width = x, model.hidden
     if given.q_rank:
         _down(b, "q_down", x, {"q_latent": given.q_rank})
@@ -27,7 +29,9 @@ def add_latent(b: Builder, given: Latent, x: str) -> None:
     _down(b, "kv_down", x, {"kv_latent": given.kv_rank, "k_rope": given.rope})
     b.latent_norm("kv_latent_norm", "kv_latent", given.kv_rank, beside=("k_rope",))
     wide = {"k_nope": s.heads * given.nope, b.projected("v"): s.out_width}
-    b.column("kv_up", "kv_latent_norm_out", wide, width=given.kv_rank)
+    copied = 2 * s.tokens * s.out_width * b.e * b.system.kernels.fused_linears
+    copies = memory_kernel(copied) if copied else ()  # values, out of the projection
+    b.column("kv_up", "kv_latent_norm_out", wide, copies, width=given.kv_rank)
     _turn(b, given)
     _join(b, b.projected("k"))
     if given.index_top:

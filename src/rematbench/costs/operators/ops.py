@@ -235,6 +235,9 @@ _NORMS = (
     "final_norm",
     "q_latent_norm",
     "kv_latent_norm",
+    "next_norm",
+    "hidden_norm",
+    "predict_norm",
 )
 _MORE_NORMS = ("embedding_norm", "q_norm", "k_norm")
 """Norms whose outputs have names of their own."""
@@ -280,12 +283,17 @@ _EXPERTS = (
 _SCORES = ("probs", "softmax", "capped", "probs_mask", "probs_dropped")
 _ADAPTERS = tuple(f"lora_{name}{kind}" for name in get_args(AdapterTarget) for kind in LORA_KINDS)
 _ENDS = ("logits", "logits_capped", "logits_held", "loss_saved")
+_PREDICTION = (
+    *("next_embedding", "joined", "join_columns", "join_out", "predicted", "predicted_mask"),
+    *("predict_logits", "predict_loss_saved"),
+)
 
 ACTIVATIONS = frozenset(
     {
         *_BLOCK,
         *_EXPERTS,
         *_ENDS,
+        *_PREDICTION,
         *_ADAPTERS,
         *_HEADS,
         *("q_latent", "kv_latent", "k_rope", "k_nope", "k_turned", "chosen"),

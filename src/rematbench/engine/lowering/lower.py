@@ -15,7 +15,6 @@ from rematbench.engine.lowering.passes.emit_forward import ForwardEmitter
 from rematbench.engine.lowering.passes.emit_op import Storages
 from rematbench.engine.lowering.plan_checks import check_plan, check_ready_order, check_rules
 from rematbench.engine.lowering.rank_steps import (
-    ChunkEnds,
     Key,
     PassFacts,
     PassKind,
@@ -58,8 +57,8 @@ from rematbench.engine.lowering.step_blocks import (
 from rematbench.engine.lowering.step_end import emit_step_end
 from rematbench.engine.program.program import Block, Program, RankProgram, Step
 from rematbench.engine.program.storage import COPIED_OUT, SENT, Slot, Storage
-from rematbench.plan import Pass, Plan
-from rematbench.problem import Problem, gathered_bytes, gathers_by_layer, tied_on_one_rank
+from rematbench.plan import Pass, Plan, gathers_by_layer
+from rematbench.problem import Problem, gathered_bytes, tied_on_one_rank
 
 
 class PassClass(NamedTuple):
@@ -105,6 +104,7 @@ def lower(
             for rank in every
         ),
         planned=plan.addresses == "planned",
+        embedding=problem.embedding_ranks or (0, 0),
         expandable=problem.system.states.expandable_segments,
     )
     matched = {index for lowering in lowerings.values() for index in lowering.matched}
@@ -202,7 +202,7 @@ class _RankLowering:
         return StepFacts(
             order=self.order,
             windows=windows,
-            chunks=tuple(ChunkEnds(c.first, c.last, c.output) for c in self.chunks),
+            chunks=tuple(chunk.ends for chunk in self.chunks),
             classes=self._classes(windows),
             release_lag=transfers.release_lag,
             reload_slots=transfers.reload_slots,
@@ -289,13 +289,14 @@ class _RankLowering:
         return None
 
     def _message_block(self, key: Key) -> Block:
-        boundary = self.chunks[0].boundary
+        one = self.chunks[0]
+        boundary = one.wide if key[-1] == "wide" else one.boundary
         match key:
-            case ("recv_f",):
-                return recv_block(boundary, self.chunks[0].input, forward=True)
-            case ("recv_b", Storage() as output):
+            case ("recv_f", *_):
+                return recv_block(boundary, one.input, forward=True)
+            case ("recv_b", Storage() as output, *_):
                 return recv_block(boundary, output, forward=False)
-            case ("send_f" | "send_b" as what, Storage() as output):
+            case ("send_f" | "send_b" as what, Storage() as output, *_):
                 return send_block(boundary, output, forward=what == "send_f")
             case ("sent_f" | "free_held" as what, Storage() as output):
                 return held_block(output, sent=what == "sent_f")

@@ -8,6 +8,7 @@ from rematbench.costs.operators.ops import ACTIVATIONS
 from rematbench.costs.states import shard
 from rematbench.engine.lowering.states.state_pieces import master_bytes
 from rematbench.inputs.configfile import closest
+from rematbench.inputs.stages import stages_of
 from rematbench.plan import (
     ByteBudget,
     Fate,
@@ -20,30 +21,15 @@ from rematbench.plan import (
     Recompute,
     Select,
     Split,
-)
-from rematbench.problem import (
-    Problem,
-    completed_after_backward,
     gathers_by_layer,
-    rank_parameters,
 )
+from rematbench.problem import Problem, completed_after_backward, rank_parameters
 
 
 def check_plan(plan: Plan, problem: Problem) -> None:
     """Raise PlanError if a plan contradicts itself, the layout or the stack."""
+    _check_partition(plan, problem)
     lay = problem.layout
-    shape = [len(chunks) for chunks in plan.partition]
-    if shape != [lay.vpp] * lay.pp:
-        raise PlanError(
-            f"partition has {shape} chunks per rank, but the layout needs {[lay.vpp] * lay.pp}"
-        )
-    virtual = [plan.partition[r][c] for c in range(lay.vpp) for r in range(lay.pp)]
-    layers = [layer for chunk in virtual for layer in chunk]
-    model = problem.workload.model
-    if layers != list(range(model.num_layers + model.mtp_layers)):
-        raise PlanError("partition must contain every layer once, in order of the virtual stages")
-    if not all(virtual[1:-1]):
-        raise PlanError("partition has a chunk that holds nothing: give it a layer")
     parameter = plan.state("parameter")
     if gathers_by_layer(parameter, lay) and parameter.release == "never":
         raise PlanError(
@@ -66,6 +52,27 @@ def check_plan(plan: Plan, problem: Problem) -> None:
     for sequence in plan.mini_sequences:
         if operators.isdisjoint(sequence.ops):
             raise PlanError(f"mini-sequence of {sequence.ops} matches no operator of this model")
+
+
+def _check_partition(plan: Plan, problem: Problem) -> None:
+    lay = problem.layout
+    shape = [len(chunks) for chunks in plan.partition]
+    if shape != [lay.vpp] * lay.pp:
+        raise PlanError(
+            f"partition has {shape} chunks per rank, but the layout needs {[lay.vpp] * lay.pp}"
+        )
+    virtual = [plan.partition[r][c] for c in range(lay.vpp) for r in range(lay.pp)]
+    layers = [layer for chunk in virtual for layer in chunk]
+    model = problem.workload.model
+    if layers != list(range(model.num_layers + model.mtp_layers)):
+        raise PlanError("partition must contain every layer once, in order of the virtual stages")
+    stages, usual = (
+        stages_of(one.partition, model.num_layers) for one in (plan, problem.base_plan)
+    )
+    if [one.prediction for one in stages] != [one.prediction for one in usual]:
+        raise PlanError("the layout says which chunk has the layers that predict more tokens")
+    if not all(virtual[1:-1]):
+        raise PlanError("partition has a chunk that holds nothing: give it a layer")
 
 
 def _check_host_states(plan: Plan) -> None:
@@ -133,7 +140,7 @@ def too_early(plan: Plan, problem: Problem, pieces: Pieces) -> str:
         f"sequence parallelism sums gradients of norms whole, and system {system.name} has whole "
         "buckets; start must be norm": (lay.sequence_parallel and system.zero.whole_buckets),
         "tied embeddings exchange their gradient after the backward; start must be norm": (
-            problem.workload.model.tied_embeddings and lay.pp > 1
+            problem.embedding_ranks is not None
         ),
         "the pipeline sums gradients and reduces them after its last pass; start must be norm": (
             gradient.release == "step"

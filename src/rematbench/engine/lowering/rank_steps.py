@@ -8,6 +8,7 @@ from functools import lru_cache, partial
 from itertools import chain
 from typing import NamedTuple
 
+from rematbench.engine.lowering.blocks.chunk_ops import ChunkEnds
 from rematbench.engine.lowering.schedule import phases
 from rematbench.engine.program.program import Step
 from rematbench.engine.program.storage import Slot, Storage
@@ -38,12 +39,8 @@ class PassFacts(NamedTuple):
     whole: bool
 
 
-class ChunkEnds(NamedTuple):
-    """Whether a chunk is the first or the last of the model, and its output."""
-
-    first: bool
-    last: bool
-    output: Storage
+WIDE: tuple[Key, Key] = ((), ("wide",))
+"""What the key of a message has more if the message is narrow, and if it is wide."""
 
 
 class StepFacts(NamedTuple):
@@ -182,7 +179,7 @@ class _Walk:
         facts, ends = self.facts, self.facts.chunks[item.chunk]
         number, leaves, whole = self.class_of[item[1:]]
         if not ends.first:
-            self._add(("recv_f",), item)
+            self._add(("recv_f", *WIDE[ends.wide_in]), item)
         gather = facts.gather or (facts.gather_first and item in self.opening)
         beside = facts.pairs and position > 0 and not facts.order[position - 1].forward
         self._add(("F", number, gather, beside), item)
@@ -193,7 +190,8 @@ class _Walk:
             self.copied[item[1:]] = at, self._release_at(at, ("free_d2h", number), item)
         if not ends.last:
             self._hold_send(item)
-            self._send(item, position, "send_f", "sent_f" if facts.holds_outputs else "free_f")
+            free = "sent_f" if facts.holds_outputs else "free_f"
+            self._send(item, position, ("send_f", free), (ends.output, ends.wide_out))
         if leaves and whole:
             self.copying = item
 
@@ -203,7 +201,7 @@ class _Walk:
         if leaves:
             self._release_copies(item)
         if not ends.last:
-            self._add(("recv_b", ends.output), item)
+            self._add(("recv_b", ends.output, *WIDE[ends.wide_out]), item)
         reduce = facts.reduce or (facts.reduce_last and item in self.final)
         reduce = reduce or (facts.sum_first and item in self.summing)
         after = facts.order[position + 1 : position + 2]
@@ -213,19 +211,21 @@ class _Walk:
         if facts.holds_outputs and not ends.last:
             self._add(("free_held", ends.output), item)
         if not ends.first:
-            self._send(item, position, "send_b", "free_b")
+            self._send(item, position, ("send_b", "free_b"), (ends.back, ends.wide_in))
 
     def _hold_send(self, item: Pass) -> None:
         """In the plan's phases, the copy that runs during this pass ends before its send starts."""
         if self.copying is not None and self.phase[item[1:]] in self.facts.hold_phases:
             self._add(("hold",), self.copying)
 
-    def _send(self, item: Pass, position: int, what: str, free: str) -> None:
-        """Send a chunk's output or the gradient of its input; `free`: the key of the block that
-        waits for the send."""
-        output = self.facts.chunks[item.chunk].output
-        self._add((what, output), item)
-        self._release_at(position + self.facts.overlapped_sends, (free, output), item)
+    def _send(
+        self, item: Pass, position: int, keys: tuple[str, str], sent: tuple[Storage, bool]
+    ) -> None:
+        """Send an activation (and whether it is wide) or its gradient; `keys`: of the blocks that
+        send it and that wait for the send."""
+        (what, free), (storage, wide) = keys, sent
+        self._add((what, storage, *WIDE[wide]), item)
+        self._release_at(position + self.facts.overlapped_sends, (free, storage), item)
 
     def _release_at(self, position: int, key: Key, item: Pass) -> Release:
         """Wait for a copy or a send, and free its device storages, at a later position."""

@@ -74,7 +74,7 @@ def emit_step_end(steps: Steps, plan: Plan, problem: Problem) -> None:
     if lay.sequence_parallel and not updated and not summed:
         comm = _norm_reduction(plan, problem, steps.chunks)
         steps.add(("norms", comm), partial(norm_block, comm), sites[0])
-    if problem.workload.model.tied_embeddings and lay.pp > 1 and steps.rank in (0, lay.pp - 1):
+    if steps.rank in (problem.embedding_ranks or ()):
         _tied_embeddings(steps, problem)
     if not updated:
         _update(steps, plan, problem)
@@ -161,7 +161,7 @@ def _norm_reduction(plan: Plan, problem: Problem, chunks: list[ChunkOps]) -> Com
 
 
 def _tied_embeddings(steps: Steps, problem: Problem) -> None:
-    """First and last rank exchange the gradient of the tied embedding (as in Megatron)."""
+    """The two ranks with a token embedding exchange its gradient (as in Megatron)."""
     nbytes = problem.system.states.grad_bytes * problem.head.op("lm_head").trained_parameters
     if not nbytes:
         return

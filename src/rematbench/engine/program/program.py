@@ -225,11 +225,13 @@ class RankProgram(Struct, frozen=True, kw_only=True, dict=True):
 class Program(Struct, frozen=True, kw_only=True, dict=True):
     """A program for each pipeline rank; `virtual(rank, chunk)` = chunk x pp + rank.  Activation
     addresses are planned before the step (`planned`), or chosen by the framework's allocator, with
-    or without expandable segments (`expandable`)."""
+    or without expandable segments (`expandable`).  `embedding`: the ranks that exchange the
+    gradient of the token embedding, if any do."""
 
     ranks: tuple[RankProgram, ...]
     planned: bool = False
     expandable: bool = False
+    embedding: tuple[int, int] = (0, 0)
 
     @property
     def pp(self) -> int:

@@ -140,7 +140,7 @@ def simulate_chunks(program: Program, seconds: Seconds) -> Simulation:
     timing = timings(seconds)
     code = compile_program(program, seconds, lambda b, rank: rows_with(b, rank, timing))
     cache: dict[tuple[int, ...], Macro] = {}
-    clocks = [Clock(r.rank, program.pp) for r in program.ranks]
+    clocks = [Clock(r.rank, program.pp, program.embedding) for r in program.ranks]
     ranks = zip(program.ranks, clocks, code, strict=True)
     steps = [rank_macros(rank, clock, own, cache) for rank, clock, own in ranks]
     messages: Times = {}

@@ -111,11 +111,11 @@ class Clock:
     `position`: the next step; `awaiting`: the message for which the rank waits.
 
     A message's number is twice the number of its pass and stage, plus 1 for backward messages.
-    Messages of tied embeddings have negative numbers, by sender.
+    Messages of token embeddings have negative numbers, by sender: `embedding` are the two ranks.
     """
 
-    def __init__(self, rank: int, pp: int) -> None:
-        self.rank, self.pp = rank, pp
+    def __init__(self, rank: int, pp: int, embedding: tuple[int, int]) -> None:
+        self.rank, self.pp, self.embedding = rank, pp, embedding
         self.free = [0.0] * (HOST + 1)
         self.events: dict[EventKey, float] = {}
         self.position = 0
@@ -124,12 +124,12 @@ class Clock:
     def incoming(self, event: Event) -> MessageNumber:
         """Return the message whose arrival is the event of a RECV."""
         if event.message == "e":
-            return 0, self.rank - self.pp
+            return 0, -1 - (sum(self.embedding) - self.rank)
         return 2, 2 * self.rank + (event.message == "b")
 
     def outgoing(self, op: str) -> MessageNumber:
         """Return the message of a SEND.  It goes to the next (forward) or previous (backward) stage
-        or, for a tied embedding, from this rank to the opposite end of the pipeline."""
+        or, for a token embedding, from this rank to the other rank that has it."""
         if op == "tied":
             return 0, -1 - self.rank
         return (2, 2 * self.rank + 2) if op == "f" else (2, 2 * self.rank - 1)
@@ -208,7 +208,7 @@ def compile_program(
 def simulate(program: Program, seconds: Seconds, *, record: bool = False) -> Simulation:
     """Simulate a program at the op level.  Raise DeadlockError if ranks wait for each other
     forever.  `record` keeps the intervals."""
-    clocks = [Clock(r.rank, program.pp) for r in program.ranks]
+    clocks = [Clock(r.rank, program.pp, program.embedding) for r in program.ranks]
     code = compile_program(
         program, seconds, lambda b, rank: compile_block(b, rank, seconds, record)
     )

@@ -7,7 +7,8 @@ from typing import get_args
 from rematbench.costs.bind import CopyDirection
 from rematbench.costs.bind_kernels import Direction
 from rematbench.costs.copies import NO_TRAFFIC, CopyTraffic
-from rematbench.costs.operators.experts import COUNTS, ROUTED
+from rematbench.costs.operators.experts import ROUTED
+from rematbench.costs.operators.launches import COUNTS
 from rematbench.costs.operators.ops import Comm, Group, Op, OpTable
 from rematbench.engine.program.action import (
     HOST_UPDATE,
@@ -159,7 +160,8 @@ class ActionCosts:
         """Return a key that is equal for ranks with equal costs: the same kinds of links in their
         groups and for their messages to other stages."""
         cost, pp = self.cost, self.problem.layout.pp
-        peers = [peer % pp for peer in (rank + 1, rank - 1, pp - 1 - rank)]
+        other = sum(self.problem.embedding_ranks or (0, pp - 1)) - rank
+        peers = [peer % pp for peer in (rank + 1, rank - 1, other)]
         groups = tuple(cost.group(group, rank) for group in self._groups)
         sends = tuple((cost.crosses(rank, peer), cost.group("tp", peer)) for peer in peers)
         return (groups, sends)
@@ -216,8 +218,8 @@ class ActionCosts:
         return self._ops[key]
 
     def _send_s(self, action: Action, rank: int) -> float:
-        pp = self.problem.layout.pp
-        peer = {"f": rank + 1, "b": rank - 1, "tied": pp - 1 - rank}[action.op]
+        pp, ends = self.problem.layout.pp, self.problem.embedding_ranks or (0, 0)
+        peer = {"f": rank + 1, "b": rank - 1, "tied": sum(ends) - rank}[action.op]
         shared = action.op != "tied" and not self.problem.layout.sp
         return self.cost.p2p_s(action.nbytes, rank, peer % pp, replicated=shared)
 

@@ -62,8 +62,6 @@ SHAPE_COLUMNS = {
     "vocab": "vocab",
     "head_dim": "head_dim",
 }
-QUOTIENT = "hidden / heads"
-"""The width of a head in the column head_dim of rows whose trainer takes no other."""
 OPTIONAL = ("head_dim",)
 """Fields that a row of a model without a file may leave out."""
 
@@ -184,7 +182,7 @@ def _model(row: Row, words: dict[str, Any]) -> tuple[Model, str]:
     if name.lower().replace("_", "-") in names("model"):
         name = name.lower().replace("_", "-")
     mlp = words.pop("mlp", "")
-    known = [c for c in SHAPE_COLUMNS if text(row, c) not in ("", QUOTIENT)]
+    known = [column for column in SHAPE_COLUMNS if text(row, column)]
     shape: dict[str, int] = {key: words.pop(key) for key in OPTIONAL if key in words}
     shape |= {SHAPE_COLUMNS[c]: whole(row, c) for c in known}
     if name and is_path(name):
@@ -203,7 +201,7 @@ def _model(row: Row, words: dict[str, Any]) -> tuple[Model, str]:
             raise RowError("failed", f"{reason} (the column also takes a model's file)")
         relative = _relative(name, mlp)
         model = replace(load_model(relative), max_positions=0)
-        plain = text(row, "head_dim") == QUOTIENT
+        plain = flag(row, "plain_heads", False)
         head_dim = shape.get("head_dim") or _head_dim(name, shape, mlp, plain=plain)
         shape["head_dim"] = head_dim
         tied = flag(row, "tied", model.tied_embeddings)
@@ -255,8 +253,8 @@ USUAL_HEADS = (64, 128)
 
 def _head_dim(name: str, shape: dict[str, int], mlp: str, *, plain: bool) -> int:
     """The width of a head of a model without a file: its family's, or hidden / heads.  RowError if
-    models of this kind often have heads of another width, and the row does not say that it is
-    `plain`."""
+    models of this kind often have heads of another width, and the row does not say `plain_heads`
+    (`plain`), as where the trainer has no others."""
     if WIDE_HEADS.search(name.lower()) and not plain:
         return WIDE
     width, rest = divmod(shape["hidden"], shape["num_heads"])

@@ -160,7 +160,7 @@ def said(row: Row) -> Said:
         cell = _cell(row, name, column)
         if cell in NONE:
             found.read.add(name)
-        elif cell not in _choices(name) and not text(row, column.missing):
+        elif not text(row, column.missing) and not _is_choice(name, column, cell):
             shipped = column.of_model and text(row, "model") in names("model")
             found.refused += _read(found, name, column, cell, shipped=shipped)
     return found
@@ -207,11 +207,11 @@ def _matters(column: Words, word: str, *, detail: bool) -> bool:
     return re.search(column.matters, word) is not None
 
 
-@cache
-def _choices(column: str) -> tuple[object, ...]:
-    """The words of a column that is a fact of a job."""
-    known = facts(Job).get(column)
-    return get_args(plain_type(known)) if known else ()
+def _is_choice(name: str, column: Words, cell: str) -> bool:
+    """Whether a cell is a value of a fact of the job, which the column leaves to it."""
+    known = facts(Job).get(name)
+    values = get_args(plain_type(known)) if known else ()
+    return cell in values and column.meaning(cell) is None
 
 
 @cache

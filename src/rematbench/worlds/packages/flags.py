@@ -22,6 +22,7 @@ from rematbench.host.declared import flat
 from rematbench.inputs.stackfacts import NO_FACTS
 from rematbench.inputs.system import FACTS, Accepts
 from rematbench.plan import Plan, PlanError, Unsupported
+from rematbench.plugins.registry import MethodEntry
 from rematbench.problem import Problem
 from rematbench.worlds.packages.limits import NOT_RUN, without_options
 from rematbench.worlds.packages.process import baselines
@@ -177,6 +178,13 @@ class Offers:
             yield self._plans[at]
 
 
+def unsaid(entry: MethodEntry, problem: Problem) -> tuple[str, ...]:
+    """The facts of a problem for which a package has no options.  With options alone it keeps an
+    optimizer in host memory as its runs here do not."""
+    reasons: tuple[str, ...] = entry.cls.inexpressible(problem)
+    return reasons if problem.system.host.optimizer_on_host else without_options(reasons)
+
+
 class Engines:
     """The engines that can run plans of one problem: packages with options for an equal plan, and
     `ours`, the torch executor.  `only`: the name of the only engine to check (empty: all
@@ -187,7 +195,7 @@ class Engines:
         self.offers: dict[str, Offers] = {}
         self.cache: dict[bytes, tuple[str, ...]] = {}
         for name, entry in baselines().items():
-            if only in ("", name) and not without_options(entry.cls.inexpressible(problem)):
+            if only in ("", name) and not unsaid(entry, problem):
                 self.offers[name] = Offers(problem, name)
 
     def of(self, plan: Plan) -> tuple[str, ...]:

@@ -25,6 +25,15 @@ class Setup(NamedTuple):
     work: Workload
     layout: Layout
     attention: AttentionKind
+    optimizer_kind: str | None = None
+
+    @property
+    def special_features(self) -> tuple[str, ...]:
+        """The features, in words, that no baseline runs unless it names them: those of the model,
+        weights that do not train, and another optimizer than Adam."""
+        kind = self.optimizer_kind
+        frozen = () if self.work.trains_all else ("weights that do not train",)
+        return (*self.model.special_features, *frozen, *([f"the optimizer {kind}"] if kind else ()))
 
     @property
     def model(self) -> Model:
@@ -35,9 +44,10 @@ class Setup(NamedTuple):
 def setup_of(request: Problem | RunSpec) -> Setup:
     """The setup of a problem to plan or of a run to start."""
     if isinstance(request, Problem):
-        return Setup(request.workload, request.layout, request.attention)
-    kind: AttentionKind = "unfused" if request.stack.attention == "unfused" else "flash"
-    return Setup(request, request.layout, kind)
+        kind = request.stack_choice.optimizer_kind
+        return Setup(request.workload, request.layout, request.attention, kind)
+    scores: AttentionKind = "unfused" if request.stack.attention == "unfused" else "flash"
+    return Setup(request, request.layout, scores, request.stack.optimizer_kind)
 
 
 def active_reasons(reasons: Iterable[Reason]) -> tuple[str, ...]:

@@ -16,7 +16,6 @@ from typing import NamedTuple, cast
 from msgspec import Struct
 from msgspec.structs import replace
 
-from rematbench.costs.operators.adapters import Place
 from rematbench.costs.operators.ops import Activation, Op, OpTable, Part
 from rematbench.engine.lowering.lower import lower
 from rematbench.engine.program.program import RankProgram
@@ -31,7 +30,7 @@ from rematbench.inputs.system import with_facts
 from rematbench.plan import Plan, Unsupported
 from rematbench.plugins.discover import load_baseline
 from rematbench.plugins.registry import Composition, Method
-from rematbench.problem import Evaluator, Problem
+from rematbench.problem import Evaluator, LayerKind, Problem
 from rematbench.worlds.packages.process import baselines
 
 
@@ -133,7 +132,7 @@ class StackProblem(Problem):
         )
 
     @cached_property
-    def _layers(self) -> dict[tuple[int, bool, Place], OpTable]:
+    def _layers(self) -> dict[LayerKind, OpTable]:
         return {window: self._extended(table) for window, table in super()._layers.items()}
 
     @cached_property

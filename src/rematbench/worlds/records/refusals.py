@@ -2,10 +2,11 @@
 
 from math import gcd
 
+from rematbench.costs.operators.ops import OpTable
 from rematbench.engine.lowering.states.state_shards import has_whole_gradients
 from rematbench.inputs.shapes import shapes
 from rematbench.plan import Plan
-from rematbench.problem import Problem, gathered_bytes, tensor_parameters
+from rematbench.problem import Problem, gathered_bytes, trained_operators
 
 EXECUTED = ("experts", "latent attention")
 """The features of blocks, of those that Llama's and GPT's lack, that the runtime has."""
@@ -24,7 +25,6 @@ def refusals(problem: Problem, plan: Plan) -> list[str]:
         "packed documents": problem.workload.packed,
         "rotary positions with an odd head_dim": model.position == "rope"
         and (model.latent.rope if model.latent else model.head_dim) % 2 != 0,
-        "Ulysses with latent attention": lay.ulysses > 1 and model.latent is not None,
         "soft caps": model.attention_soft_cap != 0 or model.logit_soft_cap != 0,
         "norms over each head with tensor parallelism and without sequence parallelism": (
             model.qk_norm and lay.tp > 1 and not lay.sequence_parallel
@@ -170,3 +170,8 @@ def _refused_in_backward(problem: Problem, plan: Plan) -> dict[str, bool]:
     given = problem.system.states.grad_bytes
     words = f"optimizer in backward with {given}-byte gradients where it sums {8 * width} bits"
     return {words: asked and given != width}
+
+
+def tensor_parameters(problem: Problem, table: OpTable) -> list[int]:
+    """The trained parameters of a table's operators, leaving out operators without any."""
+    return [op.trained_parameters for op in trained_operators(problem, table)]

@@ -17,7 +17,8 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from rematbench.costs.operators.experts import COUNTS, INDEX
+from rematbench.costs.operators.experts import INDEX
+from rematbench.costs.operators.launches import COUNTS
 from rematbench.costs.operators.ops import Activation
 from rematbench.workload import Experts
 from rematbench.worlds.torch import arithmetic

@@ -6,7 +6,7 @@ from functools import cached_property, partial
 import torch
 from torch import Tensor
 
-from rematbench.costs.operators.experts import COUNTS
+from rematbench.costs.operators.launches import COUNTS
 from rematbench.costs.operators.ops import Activation
 from rematbench.engine.lowering.blocks.chunk_ops import ChunkOps, Unit
 from rematbench.engine.program.storage import ModelPart
@@ -17,9 +17,9 @@ from rematbench.worlds.records.refusals import refusals
 from rematbench.worlds.torch.arithmetic import rope_tables, wide
 from rematbench.worlds.torch.attention_backends import Shape
 from rematbench.worlds.torch.batch import MicroBatch, positions, slices
+from rematbench.worlds.torch.draws import Draws
 from rematbench.worlds.torch.groups import Coordinates, ExpertPlace, expert_place, state_rank
 from rematbench.worlds.torch.parameters import (
-    Draws,
     Owner,
     Parameter,
     ParameterSpec,

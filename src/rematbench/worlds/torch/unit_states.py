@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from rematbench.inputs.layout import Layout
-from rematbench.plan import Plan
-from rematbench.problem import gathers_by_layer
+from rematbench.plan import Plan, gathers_by_layer
 from rematbench.worlds.torch.arithmetic import wide
 from rematbench.worlds.torch.parameters import Parameter, ParameterSpec, in_host_memory, local_size
 

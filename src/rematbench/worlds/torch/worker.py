@@ -40,10 +40,11 @@ from rematbench.worlds.torch.devices import (
     set_expandable_segments,
 )
 from rematbench.worlds.torch.dispatch import Tracker
+from rematbench.worlds.torch.draws import drawing_threads
 from rematbench.worlds.torch.exchanges import reordered_channel, used_channels
 from rematbench.worlds.torch.executor import Executor
 from rematbench.worlds.torch.groups import Groups, default_backend
-from rematbench.worlds.torch.parameters import Parameter, drawing_threads, square_sum
+from rematbench.worlds.torch.parameters import Parameter, square_sum
 from rematbench.worlds.torch.rank_model import NotExecutable, RankModel, require_executable
 
 

@@ -81,6 +81,19 @@ class Unit(NamedTuple):
         return self.table.trained_experts
 
 
+class ChunkEnds(NamedTuple):
+    """Whether a chunk is the first or the last of the model; its output; the activation whose
+    gradient it sends back (where layers pass one gradient on, that is its output too); and whether
+    its input and its output are wide, behind a prediction."""
+
+    first: bool
+    last: bool
+    output: Storage
+    back: Storage
+    wide_in: bool = False
+    wide_out: bool = False
+
+
 class ChunkOps:
     """A chunk of a stage: its units, the storage of each activation, and its boundary."""
 
@@ -171,8 +184,30 @@ class ChunkOps:
 
     @property
     def boundary(self) -> Activation:
-        """The activation that pipeline stages exchange."""
-        return self.problem.layer_kinds[0].activations["layer_input"]
+        """The activation that pipeline stages exchange, behind a prediction the `wide` one."""
+        return self.problem.embedding.activations["layer_input"]
+
+    @property
+    def wide(self) -> Activation:
+        """What a stage sends behind a prediction: the columns of the decoder and of the
+        prediction."""
+        return self.problem.head.activations["layer_output"]
+
+    @cached_property
+    def predicts(self) -> int | None:
+        """The place of the layer that predicts one more token; None if the chunk has none."""
+        last = self.problem.workload.model.num_layers
+        return next((u.place for u in self.layer_unit.values() if u.layer >= last), None)
+
+    @property
+    def ends(self) -> ChunkEnds:
+        """The ends of the chunk, as far as the order of its steps depends on them."""
+        predicts = self.problem.prediction_rank is not None
+        wide_in = predicts and not self.layers and not self.first
+        back = self.output if self.predicts is None else _layer_input(self.predicts)
+        return ChunkEnds(
+            self.first, self.last, self.output, back, wide_in, self.predicts is not None
+        )
 
     def storage(self, unit: Unit, activation: str) -> Storage:
         """Return the storage of an activation.  A layer's output is the next layer's input."""

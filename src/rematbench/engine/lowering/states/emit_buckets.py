@@ -14,10 +14,11 @@ from rematbench.costs.states import Buckets, reduce_buckets
 from rematbench.engine.lowering.blocks.chunk_ops import ChunkOps, Unit
 from rematbench.engine.lowering.blocks.writer import BlockWriter
 from rematbench.engine.lowering.states.emit_states import GradReducer
+from rematbench.engine.lowering.states.state_shards import operator_tensors
 from rematbench.engine.program.action import COMPUTE, Action, Alloc, Kind
 from rematbench.engine.program.storage import NO_PART, ModelPart, storage_of
 from rematbench.plan import Plan, StateFate
-from rematbench.problem import Problem, gathered_bytes, operator_tensors, trained_operators
+from rematbench.problem import Problem, gathered_bytes, trained_operators
 
 BUCKET = "bucket"
 PART, COPY = storage_of(NO_PART, "gradient_part"), storage_of(NO_PART, "bucket_copy")

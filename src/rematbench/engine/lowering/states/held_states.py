@@ -24,8 +24,8 @@ from rematbench.engine.lowering.states.emit_states import (
 from rematbench.engine.program.action import COMPUTE, Action, Alloc, Kind
 from rematbench.engine.program.program import Block
 from rematbench.engine.program.storage import ModelPart, Role, Storage, storage_of
-from rematbench.plan import Plan
-from rematbench.problem import Problem, gathered_bytes, gathers_by_layer
+from rematbench.plan import Plan, gathers_by_layer
+from rematbench.problem import Problem, gathered_bytes
 
 
 def holds_parameters(plan: Plan, problem: Problem) -> bool:

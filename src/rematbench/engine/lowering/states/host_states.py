@@ -8,8 +8,9 @@ from rematbench.costs.states import (
     zero1_host_states,
     zero3_host_states,
 )
+from rematbench.engine.lowering.states.state_shards import operator_tensors
 from rematbench.plan import Plan
-from rematbench.problem import Problem, operator_tensors, rank_parameters, trained_operators
+from rematbench.problem import Problem, rank_parameters, trained_operators
 
 
 def host_states(problem: Problem, plan: Plan, rank: int) -> HostStates:

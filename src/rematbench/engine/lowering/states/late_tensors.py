@@ -6,15 +6,11 @@ from typing import NamedTuple
 from rematbench.costs.operators.ops import OpTable
 from rematbench.costs.states import shard
 from rematbench.engine.lowering.blocks.chunk_ops import ChunkOps
-from rematbench.engine.lowering.states.state_shards import sharded
+from rematbench.engine.lowering.states.state_shards import operator_tensors, sharded
 from rematbench.engine.program.program import Late, LateUnit
 from rematbench.inputs.system import System
 from rematbench.plan import Plan
-from rematbench.problem import (
-    Problem,
-    operator_tensors,
-    trained_operators,
-)
+from rematbench.problem import Problem, trained_operators
 
 MOMENTS = 2
 """Adam keeps two moments of each parameter (Kingma & Ba 2015), each a separate tensor."""

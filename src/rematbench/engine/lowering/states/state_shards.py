@@ -1,5 +1,7 @@
-"""How many parameters a rank holds a state of: experts have peers of their own."""
+"""How many parameters a rank holds a state of: experts have peers of their own, and only trained
+parameters have gradients."""
 
+from rematbench.costs.operators.ops import Op, OpTable
 from rematbench.costs.states import GRADIENT_STAGE, OPTIMIZER_STAGE, shard
 from rematbench.inputs.layout import Layout
 from rematbench.plan import Plan, StateFate
@@ -37,3 +39,14 @@ def rank_sharded(problem: Problem, plan: Plan, rank: int, fate: StateFate) -> in
     experts = expert_parameters(problem, plan, rank, trained=trained)
     rest = rank_parameters(problem, plan, rank, trained=trained) - experts
     return sharded(rest, experts, fate, problem.layout)
+
+
+def operator_tensors(problem: Problem, table: OpTable, op: Op) -> list[int]:
+    """Parameters of an operator's tensors with a gradient in reverse order, as in autograd.  Each
+    output of a linear that the stack does not fuse has its own tensor."""
+    widths = [table.activations[name].row_bytes for name in op.outputs]
+    count = op.trained_parameters
+    if problem.system.kernels.fused_linears or not op.has_weight or len(widths) < 2:
+        return [count]
+    others = [count * width // sum(widths) for width in reversed(widths[1:])]
+    return [*others, count - sum(others)]

@@ -1,0 +1,139 @@
+"""Reads what Hugging Face trainers say about adapters and quantised weights.
+
+Sources: PEFT 0.18, tuners/lora/config.py and utils/constants.py; TRL 1.16,
+trainer/model_config.py; LLaMA-Factory 0.9.5, hparams/finetuning_args.py and model_args.py; axolotl
+0.19, utils/schemas/peft.py and loaders/model.py; ms-swift 4.6.0, swift/arguments.
+"""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from rematbench.foreign.keys import is_off
+from rematbench.foreign.reading import Reading, number, whole
+
+TUNERS = ("finetuning_type", "adapter", "tuner_type", "train_type")
+SWITCHES = ("use_peft", "use_lora", "lora_enable")
+RANKS = ("lora_r", "lora_rank")
+TARGETS = ("lora_target_modules", "target_modules", "lora_target")
+SAVED = ("lora_modules_to_save", "modules_to_save", "additional_target")
+DORA = ("use_dora", "peft_use_dora", "lora_use_dora")
+FOUR_BITS = ("load_in_4bit", "q_lora")
+BITS = ("quantization_bit", "quant_bits")
+METHODS = ("quant_method", "quantization_method")
+DOUBLE = ("bnb_4bit_use_double_quant", "use_bnb_nested_quant", "double_quantization")
+KEYS = {*TUNERS, *SWITCHES, *RANKS, *TARGETS, *SAVED, *DORA, *FOUR_BITS, *BITS, *METHODS, *DOUBLE}
+KEYS |= {"load_in_8bit", "gptq", "lora_dropout", "lora_target_linear"}
+"""All keys that are read here."""
+
+EVERY = {"all", "all-linear", "all_linear"}
+LINEARS = {f"{name}_proj": name for name in ("q", "k", "v", "o", "gate", "up", "down")}
+LINEARS |= {"qkv_proj": "q,k,v", "gate_up_proj": "gate,up"}
+PARTS = {"embed_tokens": "embedding", "lm_head": "head", "norm": "norms"}
+USUAL: dict[str, dict[str, Any]] = {
+    "TRL": {"rank": 16, "dropout": 0.05, "targets": "q,v", "double": False},
+    "LLaMA-Factory": {"rank": 8, "dropout": 0.0, "targets": "all", "double": True},
+    "ms-swift": {"rank": 8, "dropout": 0.05, "targets": "all", "double": True},
+    "axolotl": {"rank": 8, "dropout": 0.0, "targets": "q,v", "double": True},
+}
+"""Defaults of trainers; of others PEFT's."""
+PEFT = {"rank": 8, "dropout": 0.0, "targets": "q,v", "double": False}
+
+
+def read_adapters(reading: Reading, data: Mapping[str, Any]) -> None:
+    """Read adapters and quantised weights, once the stack is known.  ConfigError for a wrong
+    number."""
+    base = _base(data)
+    if not _adapts(reading, data):
+        if base:
+            reading.refused.append(f"{base}: quantised weights without adapters are not modelled")
+        return
+    usual, key = USUAL.get(reading.package, PEFT), _first(data, RANKS)
+    rank = whole(data[key], reading.file, key) if key else usual["rank"]
+    reading.put("lora_rank", rank, key or _first(data, (*TUNERS, *SWITCHES)))
+    _targets(reading, data, usual["targets"])
+    rate = data.get("lora_dropout")
+    reading.put("lora_dropout", usual["dropout"] if rate is None else
+                number(rate, reading.file, "lora_dropout"), "lora_dropout")  # fmt: skip
+    _parts(reading, data)
+    if _first(data, DORA):
+        reading.put("dora", True, _first(data, DORA))
+    deepspeed = reading.system == "huggingface-deepspeed"
+    if not deepspeed and is_off(data.get("pure_bf16")):
+        reading.put("trained_dtype", "fp32", "lora_r")
+        reading.notes.append("PEFT holds adapters in fp32 (autocast_adapter_dtype)")
+    if base:
+        reading.put("base_dtype", _format(reading, data, base, usual["double"]), base)
+    elif reading.system == "torchtitan" and not reading.get("wide_weights"):
+        reading.put("base_dtype", "bf16", "fsdp")
+
+
+def _first(data: Mapping[str, Any], names: tuple[str, ...]) -> str:
+    """The first of some keys that is given and not off."""
+    return next((name for name in names if not is_off(data.get(name))), "")
+
+
+def _adapts(reading: Reading, data: Mapping[str, Any]) -> bool:
+    """Whether low-rank adapters train; other ways to train a part are refused."""
+    words = {key: str(data[key]).lower() for key in TUNERS if not is_off(data.get(key))}
+    for key, word in words.items():
+        if word not in ("full", "lora", "qlora"):
+            reading.refused.append(f"{key}: {word} (only full training and LoRA are modelled)")
+    if words:
+        return any(word in ("lora", "qlora") for word in words.values())
+    if reading.package == "ms-swift":
+        reading.notes.append("tuner_type: lora is ms-swift's default")
+        return True
+    ranks = reading.package == "Transformers" and _first(data, RANKS)
+    return bool(_first(data, SWITCHES) or ranks)
+
+
+def _targets(reading: Reading, data: Mapping[str, Any], usual: str) -> None:
+    """The adapted linears, by the names of their modules."""
+    key = _first(data, TARGETS)
+    given = data.get(key, []) if key else []
+    words = given if isinstance(given, list) else re.split(r"[,\s]+", str(given).strip("[] "))
+    words = [str(word).strip("'\" ") for word in words]
+    if not is_off(data.get("lora_target_linear")) or EVERY & {*words}:
+        return
+    if not words:
+        if usual != "all":
+            reading.put("lora_targets", usual, "lora_target_modules")
+            reading.notes.append(f"no target modules: {usual}, PEFT's for Llama, are assumed")
+        return
+    unknown = [word for word in words if word not in LINEARS]
+    if unknown:
+        reading.refused.append(f"{key}: {', '.join(unknown)} (known: {', '.join(LINEARS)})")
+    named = ",".join(LINEARS[word] for word in words if word in LINEARS)
+    if named:
+        reading.put("lora_targets", named, key)
+
+
+def _parts(reading: Reading, data: Mapping[str, Any]) -> None:
+    """The modules that train whole beside the adapters."""
+    key = _first(data, SAVED)
+    given = data.get(key, []) if key else []
+    words = given if isinstance(given, list) else re.split(r"[,\s]+", str(given).strip("[] "))
+    found = [PARTS.get(str(word).strip("'\" "), "") for word in words]
+    if not all(found):
+        reading.refused.append(f"{key}: only {', '.join(PARTS)} are modelled beside adapters")
+    elif found:
+        reading.put("trained_parts", ",".join(dict.fromkeys(found)), key)
+
+
+def _base(data: Mapping[str, Any]) -> str:
+    """The key that says that weights are quantised; empty if none does."""
+    tuned = next((key for key in TUNERS if str(data.get(key)).lower() == "qlora"), "")
+    return _first(data, (*FOUR_BITS, *BITS, "load_in_8bit", "gptq")) or tuned
+
+
+def _format(reading: Reading, data: Mapping[str, Any], key: str, double: bool) -> str:
+    """The format of the quantised weights."""
+    eight = key == "load_in_8bit" or str(data.get(key)) == "8"
+    method = str(data.get(_first(data, METHODS), "bnb")).lower()
+    if method not in ("bnb", "gptq", "awq") and key in BITS:
+        reading.refused.append(f"{_first(data, METHODS)}: {method} is not modelled")
+    if eight or method in ("gptq", "awq") or key == "gptq":
+        return "int8" if eight else "int4"
+    said = next((data[name] for name in DOUBLE if data.get(name) is not None), double)
+    return "nf4" if is_off(said) else "nf4_double"

@@ -1,0 +1,224 @@
+"""What trains: saved bytes against PEFT's trace and closed forms, states by class of parameter, and
+published peaks."""
+
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from rematbench.evaluate.evaluator import evaluate
+from rematbench.evaluate.problems import make_problem
+from rematbench.inputs.job import Job
+from rematbench.inputs.layout import LayoutError
+from rematbench.inputs.load import load_model
+from rematbench.model import Latent
+from rematbench.plan import Plan, Unsupported
+from rematbench.plugins.discover import discover
+from rematbench.problem import Problem, rank_parameters, rank_states
+from rematbench.workload import PACKED_BYTES
+from rematbench.worlds.packages.limits import setup_of
+from rematbench.worlds.packages.process import baselines
+
+RANK = 16
+LATENT = Latent(kv_rank=512, nope=128, rope=64, v=128)
+
+
+def made(system: str = "huggingface-flash", model: str = "llama-3.1-8b", **facts: Any) -> Problem:
+    usual = {"cluster": "a100-80gb-single", "gpus": 1, "seq_len": 256, "global_batch": 1}
+    return make_problem(Job(model=model, system=system, **usual | {"zero_stage": 0} | facts))
+
+
+def saved(problem: Problem, layer: int, mask: int = 1) -> int:
+    """Bytes a token that a layer saves; an element of a mask has `mask` bytes."""
+    table = problem.layer(layer)
+    sizes = {name: one.nbytes for name, one in table.activations.items() if name in table.saved}
+    total = sum(size * (mask if name.endswith("_mask") else 1) for name, size in sizes.items())
+    tokens = problem.workload.seq_len * problem.layout.micro_batch
+    assert total % tokens == 0
+    return total // tokens
+
+
+@pytest.mark.parametrize(
+    ("traced", "facts"),
+    [
+        (200_840, {}),
+        (176_486, {"lora_rank": RANK}),
+        (139_462, {"lora_rank": RANK, "lora_targets": "q,v"}),
+        (131_430, {"lora_rank": RANK, "lora_train": "b"}),
+        (274_790, {"lora_rank": RANK, "lora_dropout": 0.05}),
+        (287_302, {"lora_rank": RANK, "trained_dtype": "fp32"}),
+        (131_654, {"lora_rank": RANK, "lora_train": "b", "trained_dtype": "fp32"}),
+    ],
+)
+def test_saved_bytes_equal_pefts_trace(traced: int, facts: dict[str, Any]) -> None:
+    """PEFT on a Llama of two layers with the widths of 8B, Transformers 5.23, fake tensors: the
+    mean over both layers; the input of the first one has no gradient.  A mask of torch's CPU
+    dropout has the tensor's type, on a GPU a byte."""
+    problem = made(**facts)
+    assert (saved(problem, 0, 2) + saved(problem, 1, 2)) / 2 == traced
+
+
+@pytest.mark.parametrize(
+    ("widths", "rank", "facts"),
+    [
+        (37.5, 0, {}),
+        (37.5, 14, {"lora_rank": RANK}),
+        (30.125, 4, {"lora_rank": RANK, "lora_targets": "q,v"}),
+        (28.125, 14, {"lora_rank": RANK, "lora_train": "b"}),
+    ],
+)
+def test_a_layer_of_fused_kernels_saves_its_closed_form(
+    widths: float, rank: int, facts: dict[str, Any]
+) -> None:
+    """f = 2.6875 h, activation and product apart: 37.5 h in 16 bits, beside the statistics of
+    attention and 2 bytes for each of the columns of x A."""
+    problem = made("rematbench", "llama2-7b", **facts)
+    model = problem.workload.model
+    statistics = 4 * model.num_heads
+    assert saved(problem, 1) == widths * model.hidden + statistics + rank * RANK
+
+
+def test_a_dropped_mask_or_a_gradient_of_a_frozen_matrix_would_be_seen() -> None:
+    problem = made(lora_rank=RANK, lora_train="b", lora_dropout=0.1)
+    table = problem.layer(1)
+    assert not [op.name for op in table.ops if op.name.startswith("lora_") and op.has_weight]
+    assert {name for name in table.saved if name.endswith("_mask")} == {
+        f"lora_{target}_mask" for target in problem.workload.targets
+    }
+    trained = [op.name for op in table.ops if op.trained_parameters]
+    assert trained == ["qkv", "proj", "fc1", "fc2"]
+
+
+def test_full_fine_tuning_has_the_tables_of_before() -> None:
+    problem = made()
+    assert all(op.trained is None for table in problem.layer_kinds for op in table.ops)
+    assert len(problem.layer_kinds) == 1
+    assert rank_parameters(problem, problem.base_plan, 0) == problem.workload.model.parameters
+
+
+def test_states_are_those_of_what_trains() -> None:
+    """LoRA-r on all linears: r (in + out) each; weights in 16 bits, adapters and their states in
+    fp32."""
+    problem = made(lora_rank=RANK, trained_dtype="fp32")
+    model = problem.workload.model
+    h, f = model.hidden, model.ffn
+    per_layer = 2 * (h + model.q_width) + 2 * (h + model.kv_width) + 3 * (h + f)
+    count = RANK * per_layer * model.num_layers
+    states = rank_states(problem, problem.base_plan, 0)
+    assert states.parameter == 2 * model.parameters + 4 * count
+    assert (states.gradient, states.optimizer) == (4 * count, 8 * count)
+    assert rank_parameters(problem, problem.base_plan, 0, trained=True) == count
+
+
+@pytest.mark.parametrize("dtype", [*PACKED_BYTES])
+def test_packed_linears_have_the_bytes_of_their_format(dtype: str) -> None:
+    problem = made(lora_rank=RANK, base_dtype=dtype)
+    model = problem.workload.model
+    linears = model.active_layer_matrices
+    adapters = rank_parameters(problem, problem.base_plan, 0, trained=True)
+    expected = float(linears * PACKED_BYTES[dtype]) + 2 * (model.parameters - linears + adapters)
+    found = rank_states(problem, problem.base_plan, 0).parameter
+    assert found == pytest.approx(expected, abs=2 * 8 * model.num_layers)
+    up = problem.layer(1).op("fc1")
+    assert up.scratch_forward_bytes >= 2 * model.hidden * model.ffn  # widened for each use
+    wide = made(lora_rank=RANK)
+    assert problem.cost.op_s(up, "forward") > wide.cost.op_s(wide.layer(1).op("fc1"), "forward")
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_zero_shards_what_trains_and_gathers_what_is_held(stage: int) -> None:
+    facts = {"gpus": 4, "global_batch": 4, "zero_stage": stage, "lora_rank": RANK}
+    problem = made("huggingface-deepspeed", cluster="a100-80gb", **facts)
+    trained = rank_parameters(problem, problem.base_plan, 0, trained=True)
+    held = rank_parameters(problem, problem.base_plan, 0)
+    (rank,) = evaluate(problem, problem.base_plan).ranks
+    assert rank.optimizer == 12 * -(-trained // 4)
+    assert rank.gradient == 2 * (-(-trained // 4) if stage > 1 else trained)
+    assert rank.parameter == 2 * (-(-held // 4) if stage == 3 else held)
+
+
+def test_frozen_layers_have_no_backward_and_norms_can_train_alone() -> None:
+    problem = made(frozen_layers=2)
+    assert problem.layer(1).saved_bytes == 0
+    assert not any(op.backward_input for op in problem.layer(1).ops)
+    assert problem.layer(2).trained == problem.layer(2).parameters
+    norms = made(trained_parts="norms")
+    model = norms.workload.model
+    count = rank_parameters(norms, norms.base_plan, 0, trained=True)
+    assert count == model.hidden * (2 * model.num_layers + 1)
+
+
+@pytest.mark.parametrize(
+    ("facts", "words"),
+    [
+        ({"base_dtype": "nf4"}, "but all train"),
+        ({"dora": True}, "needs adapters"),
+        ({"lora_rank": 4, "model": "mixtral-8x7b", "system": "megatron-core"}, "adapters of exp"),
+        ({"lora_rank": 4, "tp": 2, "gpus": 2, "system": "megatron-core"}, "tp = 2"),
+        ({"lora_rank": 4, "model": replace(load_model("llama2-7b"), latent=LATENT)}, "latent att"),
+        ({"frozen_layers": 32}, "must be below the 32 layers"),
+    ],
+)
+def test_what_is_not_modelled_is_one_line(facts: dict[str, Any], words: str) -> None:
+    with pytest.raises(LayoutError, match=words):
+        made(**facts)
+
+
+@pytest.mark.parametrize(
+    ("kind", "own", "master"),
+    [
+        ("adam8bit", 2, 2),
+        ("adafactor", 0, 0),
+        ("lion", 2, 4),
+        ("momentum", 2, 4),
+        ("adam_bf16", 4, 4),
+    ],
+)
+def test_an_optimizer_replaces_the_moments_and_leaves_masters(
+    kind: str, own: int, master: int
+) -> None:
+    assert made(optimizer_kind=kind).system.states.optimizer_bytes == own
+    deepspeed = made("huggingface-deepspeed", optimizer_kind=kind).system.states
+    assert deepspeed.optimizer_bytes == 4 + master
+
+
+@pytest.mark.parametrize("facts", [{"lora_rank": 4}, {"optimizer_kind": "lion"}])
+def test_no_package_is_said_to_run_it(facts: dict[str, Any]) -> None:
+    """The flags of a package would start full training with Adam."""
+    found = setup_of(made(**facts)).special_features
+    assert found == setup_of(made()).special_features + found[-1:]
+    for name in ("deepspeed", "megatron_core"):
+        problem = made(name.replace("_", "-"), **facts)
+        refused = baselines()[name].cls().plan(problem, problem.base_plan)
+        assert isinstance(refused, Unsupported)
+        assert found[-1] in refused.reason
+
+
+MISTRAL = [
+    # rank 16 on q, k, v, o; (stack, base, micro-batch): peak bytes of one A100-80GB
+    ("huggingface-flash-4.46", "stack", 4, 26_704_571_904),
+    ("huggingface-flash-4.46", "stack", 8, 38_742_912_512),
+    ("huggingface-flash-foak", "stack", 4, 24_473_332_736),
+    ("huggingface-flash-foak", "stack", 8, 34_280_434_688),
+    ("huggingface-flash-4.46", "nf4_double", 4, 16_373_838_336),
+]
+
+
+@pytest.mark.parametrize(("system", "base", "micro_batch", "peak"), MISTRAL)
+def test_published_peaks_of_adapters(system: str, base: str, micro_batch: int, peak: int) -> None:
+    """foundation-model-stack/fms-acceleration @876e2ed, scripts/benchmarks/refs/a100_80gb.csv:
+    Mistral-7B, packed 4,096 tokens, gradient checkpointing, max_memory_allocated."""
+    problem = made(
+        system,
+        "mistral-7b",
+        seq_len=4096,
+        micro_batch=micro_batch,
+        global_batch=micro_batch,
+        lora_rank=16,
+        lora_targets="q,k,v,o",
+        trained_dtype="fp32",
+        base_dtype=base,
+    )
+    plan = discover().resolve("full_recompute").plan(problem, problem.base_plan)
+    assert isinstance(plan, Plan)
+    assert max(evaluate(problem, plan).peak_device_bytes) == pytest.approx(peak, rel=0.01)

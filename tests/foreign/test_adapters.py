@@ -1,0 +1,87 @@
+"""Adapters, quantised weights and narrow optimizers in the files of trainers."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rematbench.foreign.job import file_job
+from rematbench.foreign.packages import read_files
+
+AXOLOTL = "base_model: m\nsequence_len: 512\nmicro_batch_size: 1\nbf16: true\n"
+TRL = "model_name_or_path: m\nmax_length: 512\nbf16: true\n"
+FACTORY = "model_name_or_path: m\ncutoff_len: 512\nstage: sft\nbf16: true\n"
+EVERY = "[q_proj, k_proj, v_proj, o_proj]"
+
+
+def read(tmp_path: Path, text: str, name: str = "job.yaml") -> tuple[dict[str, Any], list[str]]:
+    file = tmp_path / name
+    file.write_text(text)
+    reading = read_files([file])
+    assert not reading.unknown
+    made = file_job(reading, {"cluster": "h100-80gb", "gpus": 1}, "", "job")
+    own = {key: value for key, value in made.options.items() if key in NAMES}
+    return own, reading.refused
+
+
+NAMES = ("lora_rank", "lora_targets", "lora_dropout", "dora", "trained_parts", "trained_dtype")
+NAMES = (*NAMES, "base_dtype", "optimizer_kind")
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        (
+            f"{AXOLOTL}adapter: qlora\nload_in_4bit: true\nlora_r: 32\nlora_dropout: 0.1\n"
+            "lora_target_linear: true\nlora_modules_to_save: [embed_tokens, lm_head]\n"
+            "optimizer: paged_adamw_8bit\n",
+            {"lora_rank": "32", "lora_dropout": "0.1", "trained_parts": "embedding,head"}
+            | {"base_dtype": "nf4_double", "optimizer_kind": "adam8bit"},
+        ),
+        (
+            f"{TRL}use_peft: true\nlora_target_modules: {EVERY}\nload_in_4bit: true\n",
+            {"lora_rank": "16", "lora_dropout": "0.05", "lora_targets": "q,k,v,o"}
+            | {"base_dtype": "nf4"},
+        ),
+        (
+            f"{FACTORY}finetuning_type: lora\nlora_target: all\nquantization_bit: 8\n"
+            "quantization_method: gptq\nuse_dora: true\n",
+            {"lora_rank": "8", "dora": "", "base_dtype": "int8"},
+        ),
+    ],
+)
+def test_adapters_of_a_file_are_options(tmp_path: Path, text: str, found: dict[str, str]) -> None:
+    assert read(tmp_path, text) == (found | {"trained_dtype": "fp32"}, [])
+
+
+def test_a_command_without_a_tuner_has_its_packages_default(tmp_path: Path) -> None:
+    own, refused = read(tmp_path, "swift sft --model m --max_length 512", "run.sh")
+    assert (own["lora_rank"], own["lora_dropout"], refused) == ("8", "0.05", [])
+    line = "torchrun train.py --model_name_or_path m --bf16 --lora_r 4"
+    assert read(tmp_path, line, "run.sh")[0]["lora_targets"] == "q,v"
+    assert not read(tmp_path, f"{TRL}lora_r: 4\n")[0]
+
+
+def test_deepspeed_narrows_adapters(tmp_path: Path) -> None:
+    deepspeed = "adapter: lora\nlora_r: 8\ndeepspeed: zero2.json\n"
+    assert "trained_dtype" not in read(tmp_path, AXOLOTL + deepspeed)[0]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (f"{AXOLOTL}load_in_4bit: true\n", "quantised weights without adapters"),
+        (f"{AXOLOTL}adapter: llama-adapter\n", "adapter: llama-adapter"),
+        (f"{FACTORY}finetuning_type: freeze\n", "finetuning_type: freeze"),
+        (f"{AXOLOTL}adapter: lora\nlora_r: 8\nlora_target_modules: [c_attn]\n", "c_attn"),
+        (f"{AXOLOTL}adapter: lora\nlora_r: 8\nlora_modules_to_save: [score]\n", "embed_tokens"),
+        (
+            f"{FACTORY}finetuning_type: lora\nquantization_bit: 4\nquantization_method: hqq\n",
+            "quantization_method: hqq",
+        ),
+        (f"{FACTORY}finetuning_type: lora\ntensor_model_parallel_size: 2\n", "in Megatron"),
+    ],
+)
+def test_what_is_not_modelled_is_refused_by_name(tmp_path: Path, text: str, words: str) -> None:
+    (tmp_path / "job.yaml").write_text(text)
+    assert any(words in line for line in read_files([tmp_path / "job.yaml"]).refused)
