@@ -29,6 +29,7 @@ JOBS = (
     ("llama-65b", "h800-80gb", "megatron-kwai", 64, 4096, 128),
     ("llama-7b", "a800-80gb", "torchtitan", 16, 8192, 64),
     ("gemma-2-9b", "h100-80gb", "megatron-core", 16, 8192, 64),
+    ("mixtral-8x7b", "h100-80gb", "megatron-core", 16, 4096, 32),
     ("gpt-1.3b", "a800-80gb", "megatron-lm", 8, 2048, 64),
     ("llama-7b", "a800-80gb", "megatron-core", 24, 4096, 48),
     ("llama-3.1-8b", "h100-80gb-dos", "deepspeed", 8, 8192, 32),
@@ -164,7 +165,7 @@ def _holds(found: list[Checked]) -> None:
 
 @pytest.mark.parametrize(
     "job",
-    [*JOBS[:6], *(pytest.param(job, marks=pytest.mark.full) for job in JOBS[6:])],
+    [*JOBS[:7], *(pytest.param(job, marks=pytest.mark.full) for job in JOBS[7:])],
     ids=lambda job: f"{job[0]}-{job[2]}",
 )
 def test_no_plan_beats_its_bounds(job: tuple[str, str, str, int, int, int]) -> None:

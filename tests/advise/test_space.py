@@ -14,6 +14,7 @@ from rematbench.advise.search.rounds import SearchJob
 from rematbench.inputs.job import Job
 from rematbench.inputs.layout import Layout, LayoutError
 from rematbench.inputs.layout_rules import check_layout
+from rematbench.inputs.load import load_model
 from rematbench.plugins.discover import discover
 from rematbench.plugins.registry import method_text
 from tests.everything import ALONE
@@ -52,6 +53,15 @@ def test_a_length_that_rows_do_not_divide_has_tensor_parallelism_without_rows() 
     layouts = [c.layout for c in job(Fixed(tp=8), seq_len=1028).space.choices]
     assert layouts
     assert not any(lay.sp for lay in layouts)
+
+
+def test_chunks_may_leave_a_layer_to_each_end() -> None:
+    """Of 22 layers on four ranks there are two and three chunks a rank, as if both ends were two,
+    and of 23 too, as if one end were; of 21 there are none, because three layers are missing."""
+    for layers, counts in ((22, {1, 2, 3}), (23, {1, 2, 3}), (21, {1})):
+        model = replace(load_model("gpt-1.3b"), num_layers=layers)
+        made = job(Fixed(pp=4, tp=1, micro_batch=1), model=model)
+        assert {choice.layout.vpp for choice in made.space.choices} == counts
 
 
 @pytest.mark.parametrize("system", ["megatron-core", "torchtitan"])

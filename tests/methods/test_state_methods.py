@@ -99,6 +99,19 @@ def test_the_fraction_of_visits_ends_both_together() -> None:
     assert steps[share] <= min(steps.values()) * 1.02
 
 
+def test_a_visit_shortens_its_copy_by_the_delay_of_the_host() -> None:
+    """f* = t_cpu / (t_cpu + t_copy - t_delay), in closed form."""
+    cost, many = given().cost, 10**9
+    cpu_s = cost.host_update_beside_s(many, 0.0)
+    up_s, down_s = (
+        cost.copy_s(cost.system.states.optimizer_bytes * many, way) for way in ("h2d", "d2h")
+    )
+    delay_s = cost.common.visit_delay_share * up_s
+    assert delay_s > 0.0
+    expected = cpu_s / (cpu_s + up_s + down_s - delay_s)
+    assert cost.visiting_share(two_way=False) == pytest.approx(expected)
+
+
 def test_without_a_host_rate_ours_visits_and_the_others_are_refused() -> None:
     made = given(None)
     assert made.cost.visiting_share(two_way=True) == 1.0

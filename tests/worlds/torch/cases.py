@@ -101,6 +101,7 @@ EXPERT_LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2-etp2": {"tp": 2, "ep": 1, "etp": 2, "global_batch": 2},
     "tp2-etp1": {"tp": 2, "ep": 1, "etp": 1, "zero_stage": 1, "global_batch": 2},
     "tp2-dp2-ep2": {"tp": 2, "dp": 2, "ep": 2, "etp": 2, "zero_stage": 1, "global_batch": 4},
+    "dp2-ep2-pp2": {"dp": 4, "ep": 2, "pp": 2, "zero_stage": 1, "global_batch": 8},
     "ep4-pp2": {"dp": 4, "ep": 4, "pp": 2, "zero_stage": 1, "global_batch": 8},
     "tp2-ep2-pp2": {
         **{"tp": 2, "dp": 2, "ep": 2, "etp": 2, "pp": 2, "zero_stage": 1, "global_batch": 4}

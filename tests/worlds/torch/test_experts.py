@@ -42,12 +42,13 @@ METHODS: dict[str, tuple[str, dict[str, Any]]] = {
 BITWISE = ("full_recompute", "moe", "parts", "balanced", "balanced-all", "memo", "karma")
 """Methods that compute what keep_all computes, in the same kernels."""
 PLANS = ("offload", "offload-layers", "offload-slots", "full-kept", *cases.EXPERT_PLANS)
-QUICK = ("ep4-pp2", "tp2-ep2-pp2")
-"""The two layouts of eight ranks that the short run executes, in one launch."""
+QUICK = ("dp2-ep2-pp2", "tp2-ep2-pp2")
+"""The two layouts of eight ranks that the short run executes, in one launch; in the first two ranks
+hold the same experts."""
 SIZES: dict[int, tuple[str, ...]] = {
     2: ("ep2", "ep2-zero0", "cp2-ep2", "tp2-ep2", "tp2-etp2", "tp2-etp1"),
     4: ("dp2-ep2", "tp2-dp2-ep2"),
-    8: (*QUICK, "tp2-ep2-etp1-pp2"),
+    8: (*QUICK, "ep4-pp2", "tp2-ep2-etp1-pp2"),
 }
 
 
@@ -153,8 +154,9 @@ def launched(*which: tuple[str, str, str]) -> dict[str, tuple[Case, Result]]:
 
 @pytest.mark.parametrize("layout", QUICK)
 def test_eight_ranks_compute_what_one_process_computes(layout: str) -> None:
-    """EP 4 x PP 2, whose experts run again; EP 2 x TP 2 x PP 2, with a shared expert."""
-    results = launched(("ep4-pp2", "mixture", "moe"), ("tp2-ep2-pp2", "shared", "keep_all"))
+    """EP 2 x PP 2 of two replicas, whose experts run again; EP 2 x TP 2 x PP 2, with a shared
+    expert."""
+    results = launched(("dp2-ep2-pp2", "mixture", "moe"), ("tp2-ep2-pp2", "shared", "keep_all"))
     for case, result in results.values():
         if case.name.startswith(f"{layout} "):
             check(case, result)
