@@ -55,9 +55,11 @@ RUNTIME = "rematbench"
 RUNTIME_FIELDS = (
     *("param_bytes", "grad_bytes", "optimizer_bytes", "step_scratch_bytes"),
     *("fused_loss", "loss_in_place", "loss_keeps_logits"),
+    "dummy_gradients",
 )
 """Fields of a problem's stack that the torch runtime replaces by its own: bytes of an element of
-each state, and tensors inside the loss and the optimizer step.  The runtime saves the problem
+each state, tensors inside the loss and the optimizer step, and buffers in place of gradients.  The
+runtime saves the problem
 stack's activations."""
 
 

@@ -150,7 +150,7 @@ WRITES_A_WAIT = frozenset({"collective", "state_copy"})
 def _places() -> dict[tuple[str, str, int], Edge]:
     """(file, method, line) -> the wait, collective or copy that the lowering writes there."""
     found = {}
-    for path in sorted(LOWERING.glob("*.py")):
+    for path in sorted(LOWERING.rglob("*.py")):
         for edge, node in _calls(path, WRITES_A_WAIT | {"wait"}).items():
             method = edge.words.rpartition(".")[2]
             for line in range(node.lineno, (node.end_lineno or node.lineno) + 1):

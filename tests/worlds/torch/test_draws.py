@@ -6,7 +6,7 @@ import threading
 import pytest
 import torch
 
-from rematbench.worlds.torch import parameters, rank_model, worker
+from rematbench.worlds.torch import draws, parameters, rank_model, worker
 from rematbench.worlds.torch.draws import Draws, drawing_threads
 from rematbench.worlds.torch.groups import Coordinates
 from rematbench.worlds.torch.parameters import ParameterSpec
@@ -68,7 +68,7 @@ def test_as_many_as_threads_are_drawn_at_once_and_no_more_lie_ready(
         meeting.wait(timeout=60)  # broken, and so an error, unless three come
         return torch.zeros(1)
 
-    monkeypatch.setattr(parameters, "full_weight", draw)
+    monkeypatch.setattr(draws, "full_weight", draw)
     found = Draws(SPECS, 7, 3)
     for number, spec in enumerate(SPECS):
         assert len(begun) <= number + 3
@@ -80,7 +80,7 @@ def test_as_many_as_threads_are_drawn_at_once_and_no_more_lie_ready(
 def test_no_more_lies_ready_than_there_is_room_for(
     room: int, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(parameters, "READY_BYTES", room)
+    monkeypatch.setattr(draws, "READY_BYTES", room)
     found = Draws(SPECS, 7, 4)
     for number, spec in enumerate(SPECS):
         assert len(found._ready) == min(most, len(SPECS) - number)
@@ -91,7 +91,7 @@ def test_a_draw_that_fails_fails_who_asked(monkeypatch: pytest.MonkeyPatch) -> N
     def draw(spec: ParameterSpec, seed: int) -> torch.Tensor:
         raise MemoryError(spec.name)
 
-    monkeypatch.setattr(parameters, "full_weight", draw)
+    monkeypatch.setattr(draws, "full_weight", draw)
     with pytest.raises(MemoryError, match=r"layers\.0"):
         Draws(SPECS, 7, 2).take(SPECS[0])
     monkeypatch.undo()

@@ -82,7 +82,7 @@ NO_ORDER = {
         "before the first step: what NCCL does to open a communicator is no part of any step's time"
     ),
     "streams.stamp: event.record": "a clock, which nothing waits for",
-    "parameters.Draws.take: drawn.result": "a weight's values, without which there is no parameter",
+    "draws.Draws.take: drawn.result": "a weight's values, without which there is no parameter",
     "worker.run: dist.barrier": "between cases, so that each has the whole timeout",
 }
 
