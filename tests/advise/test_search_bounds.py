@@ -193,7 +193,7 @@ def test_two_thousand_plans_do_not_beat_their_bounds(
 
 def test_layers_on_the_device_and_a_head_on_the_host_are_not_added_up() -> None:
     """The last rank's pass of a layer waits for the host, that of twelve layers for the device."""
-    model, cluster, system, gpus, seq_len, global_batch = JOBS[5]
+    model, cluster, system, gpus, seq_len, global_batch = JOBS[6]
     spec = Job(
         model=model, cluster=cluster, system=system, gpus=gpus, seq_len=seq_len,
         global_batch=global_batch,

@@ -15,6 +15,8 @@ from rematbench.advise.candidates.layouts import Fixed
 from rematbench.advise.search.best_first import MemoryRules, Search
 from rematbench.advise.search.queue import OpenLayout, QueueEntry
 from rematbench.advise.search.rounds import SearchJob
+from rematbench.inputs.load import load_system
+from rematbench.inputs.system import with_facts
 from tests.advise.test_search_fits import GIB, asked, everything
 
 
@@ -104,7 +106,8 @@ def test_more_pieces_are_tried_unprobed_where_the_allocator_alone_keeps_a_plan_o
     ) -> None:
         following(self, bound_s, place, item)
 
-    one = asked(seq_len=8192, hbm_bytes=int(gib * GIB))
+    stack = with_facts(load_system("megatron-core"), dummy_gradients=False)
+    one = asked(system=stack, seq_len=8192, hbm_bytes=int(gib * GIB))
     found = everything(one)
     monkeypatch.setattr(MemoryRules, "_next", probed)
     every = everything(one)

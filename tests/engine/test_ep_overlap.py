@@ -116,7 +116,7 @@ def ep_seconds(found: Problem, plan: Plan) -> float:
 def test_paired_passes_wait_for_what_is_left_and_lose_what_collectives_take() -> None:
     model = replace(layers(4, MIXTURE), hidden=1024, head_dim=128, num_heads=8, num_kv_heads=8)
     model = replace(model, experts=Experts(count=8, active=2, ffn=4096))
-    on, off = given(model, seq_len=2048), given(model, on={}, seq_len=2048)
+    on, off = given(model, seq_len=16384), given(model, on={}, seq_len=16384)
     table, comm_s = on.layer(0), on.cost.comm_s
     shares = exposed_shares(on, table, 0, comm_s)
     stall = on.cost.overlap_factor("ep") - 1.0

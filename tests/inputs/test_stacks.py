@@ -167,7 +167,10 @@ def test_what_is_assumed_is_of_the_model_and_of_the_stack() -> None:
 
 
 def test_a_row_whose_note_names_a_release_is_of_that_stack() -> None:
-    assert claim_of_row("megatron-core", "NeMo 24.12, seconds per step") == ("nemo-24.12", {})
+    assert claim_of_row("megatron-core", "NeMo 24.12, seconds per step") == (
+        "nemo-24.12",
+        {"": "keep_all"},
+    )
     assert claim_of_row("megatron-core", "Fujii") == ("megatron-core", {})
     assert claim_of_row("megatron-lm", "NeMo 24.12") == ("megatron-lm", {})
 

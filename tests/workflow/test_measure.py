@@ -160,7 +160,7 @@ def test_only_what_is_executed_or_told_to_leaves_the_machine() -> None:
     assert [name for name, place in where.items() if place == "job"] == ["executed"]
     following = {name for name, place in where.items() if place == "SIMULATE_HERE"}
     assert following == {
-        *("bundle", "matrix", "predict", "predict_more", "predict_instant", "study"),
+        *("bundle", "matrix", "predict", "predict_instant", "study"),
     }
 
 

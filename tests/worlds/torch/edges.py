@@ -203,7 +203,7 @@ def without(case: Case, name: str) -> Case:
 
     def drop(action: Action) -> list[Action]:
         if action.kind is Kind.WAIT and action.op == name:
-            return [replace(action, kind=Kind.EVENT, wait="", op="")]
+            return [replace(action, kind=Kind.EVENT, wait=None, op="")]
         return [action]
 
     with pytest.MonkeyPatch.context() as patch:
