@@ -14,7 +14,8 @@ from rematbench.advise.search.rounds import SearchJob
 from rematbench.inputs.job import Job
 from rematbench.inputs.layout import Layout, LayoutError
 from rematbench.inputs.layout_rules import check_layout
-from rematbench.inputs.load import load_model
+from rematbench.inputs.load import load_model, load_system
+from rematbench.inputs.system import with_facts
 from rematbench.plugins.discover import discover
 from rematbench.plugins.registry import method_text
 from tests.everything import ALONE
@@ -119,8 +120,10 @@ def test_the_output_names_every_limit_that_applies() -> None:
 def test_the_longest_context_is_not_that_of_a_short_grid() -> None:
     """At this length a plan by hand fits tightly, with many pieces and no layer exempt from
     swapping; with the margin of published peaks the next shorter length does."""
-    request = SearchRequest(spec=LONG, fixed=Fixed(cp=8), reserve_gib=0.0)
-    shorter = replace(request, spec=LONG.changed(seq_len=1_507_328), reserve_gib=None)
+    plain = with_facts(load_system(str(LONG.system)), dummy_gradients=False)
+    long = LONG.changed(system=plain)
+    request = SearchRequest(spec=long, fixed=Fixed(cp=8), reserve_gib=0.0)
+    shorter = replace(request, spec=long.changed(seq_len=1_507_328), reserve_gib=None)
     for one in (request, shorter):
         found = reached(one, float("inf"), ALONE)
         assert found is not None

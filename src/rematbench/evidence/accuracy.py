@@ -108,6 +108,8 @@ def members(group: Group, rows: Sequence[Row]) -> list[Row]:
     own = of_sheet(rows, group.sheet)
     if group.without_refused:
         own = [row for row in own if row.get("pred_status") != "unsupported"]
+    if group.metric in OF_NODES:  # a host without a name has no constants
+        own = [row for row in own if row["cluster"]]
     return [row for row in own if is_scored(row) and group.rule.matches(row)]
 
 
