@@ -107,7 +107,7 @@ def members(group: Group, rows: Sequence[Row]) -> list[Row]:
     """The scored cells of a group in its sheet."""
     own = of_sheet(rows, group.sheet)
     if group.without_refused:
-        own = [row for row in own if row.get("pred_status") != "unsupported"]
+        own = [row for row in own if row.get("pred_status") not in ("unsupported", "failed")]
     if group.metric in OF_NODES:  # a host without a name has no constants
         own = [row for row in own if row["cluster"]]
     return [row for row in own if is_scored(row) and group.rule.matches(row)]

@@ -59,8 +59,7 @@ RUNTIME_FIELDS = (
 )
 """Fields of a problem's stack that the torch runtime replaces by its own: bytes of an element of
 each state, tensors inside the loss and the optimizer step, and buffers in place of gradients.  The
-runtime saves the problem
-stack's activations."""
+runtime saves the activations of the problem's stack."""
 
 
 def as_executed(problem: Problem) -> Problem:
