@@ -115,7 +115,7 @@ def _parse_alloc(text: str) -> Alloc:
 
 
 def parse_program(text: str) -> Program:
-    """The program of a text of `Program.text`; equal blocks become one block, as in `lower`."""
+    """The program of a text of `Program.text`; equal blocks of a chunk become one block."""
     ranks = tuple(
         _parse_rank(number, re.split(r"^block ", words, flags=re.M)[1:])
         for number, words in enumerate(re.split(r"^rank \d+\n", text, flags=re.M)[1:])
@@ -125,7 +125,7 @@ def parse_program(text: str) -> Program:
 
 
 def _parse_rank(rank: int, texts: list[str]) -> RankProgram:
-    blocks: dict[Block, int] = {}
+    blocks: dict[tuple[Block, int], int] = {}  # what a block frees has the bytes of its chunk
     steps: list[Step] = []
     for text in texts:
         label, *lines = text.splitlines()
@@ -133,5 +133,6 @@ def _parse_rank(rank: int, texts: list[str]) -> RankProgram:
         if len({item[1:] for item in items}) != 1:
             raise ValueError(f"block {label} must hold actions of one (micro-batch, chunk)")
         block = Block(label, tuple(action for action, _, _ in items))
-        steps.append(Step(blocks.setdefault(block, len(blocks)), *items[0][1:]))
-    return RankProgram(rank=rank, blocks=tuple(blocks), steps=tuple(steps))
+        micro_batch, chunk = items[0][1:]
+        steps.append(Step(blocks.setdefault((block, chunk), len(blocks)), micro_batch, chunk))
+    return RankProgram(rank=rank, blocks=tuple(block for block, _ in blocks), steps=tuple(steps))

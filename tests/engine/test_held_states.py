@@ -5,19 +5,21 @@ from math import fsum
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from rematbench.costs.operators.ops import Comm
 from rematbench.engine.lowering.lower import lower
 from rematbench.engine.program.action import Action, Kind
-from rematbench.engine.program.ledger import live_bytes
+from rematbench.engine.program.ledger import issue_order, live_bytes
 from rematbench.engine.program.storage import HELD
 from rematbench.engine.simulate.op_level import simulate
 from rematbench.engine.simulate.seconds import ActionCosts
 from rematbench.evaluate.evaluation import evaluate, evaluate_program
 from rematbench.evaluate.proof import check
 from rematbench.problem import Problem, rank_parameters
+from rematbench.workload import Experts
 from rematbench.worlds.records.refusals import refusals
-from tests.problems import layers, problem
+from tests.problems import layers, problem, remade
 
 
 def piped(**changes: Any) -> Problem:
@@ -68,6 +70,16 @@ def test_copies_and_sums_are_alive_until_the_last_pass(
         count = rank_parameters(made, made.base_plan, rank)
         assert alive[held[0] - 1] == count * (gathered + summed)
         assert alive[-1] == 0
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_equal_names_of_other_bytes_are_freed_with_theirs(stage: int) -> None:
+    """Of the two chunks without ends, one layer is dense and one has experts."""
+    made = piped(zero_stage=stage, vpp=2)
+    mixed = replace(layers(4), experts=Experts(count=4, active=2, ffn=64, dense_layers=(1,)))
+    made = remade(made, workload=replace(made.workload, model=mixed))
+    for ledger in issue_order(lower(made.base_plan, made)):
+        assert ledger.device_left_bytes == 0
 
 
 def test_gradients_of_another_width_are_in_a_buffer_first() -> None:

@@ -95,7 +95,9 @@ def _end_held(steps: Steps, plan: Plan, problem: Problem) -> None:
     for chunk in reversed(steps.chunks):
         if holds_parameters(plan, problem):
             copies = held_copies(plan, problem, chunk)
-            steps.add(("release", copies), partial(free_block, copies), opening[chunk.chunk])
+            # A block has one number of bytes, and equal names can have other bytes elsewhere.
+            key = ("release", copies, _parameters(chunk), _expert_parameters(chunk))
+            steps.add(key, partial(free_block, copies), opening[chunk.chunk])
         if sums_gradients(plan):
             units = unit_sums(plan, problem, chunk)
             steps.add(("sums", units), partial(sums_block, units), summing[chunk.chunk])
@@ -105,8 +107,9 @@ def _free_shards(steps: Steps, plan: Plan, problem: Problem) -> None:
     """Free the shards of gradients that a rank has for its update alone."""
     summing = first_passes(steps.order, forward=False)
     for chunk in steps.chunks if sums_gradients(plan) else ():
-        shards = tuple(unit.shard.storage for unit in unit_sums(plan, problem, chunk))
-        steps.add(("release", shards), partial(free_block, shards), summing[chunk.chunk])
+        shards = tuple(unit.shard for unit in unit_sums(plan, problem, chunk))
+        build = partial(free_block, tuple(shard.storage for shard in shards))
+        steps.add(("release", shards), build, summing[chunk.chunk])
 
 
 def _update(steps: Steps, plan: Plan, problem: Problem) -> None:
