@@ -18,7 +18,13 @@ from rematbench.costs.operators.block import (
     prediction_table,
 )
 from rematbench.costs.operators.ops import Op, OpTable, rebuild_ops
-from rematbench.costs.states import StateBytes, non_torch_bytes, room_bytes, state_bytes
+from rematbench.costs.states import (
+    StateBytes,
+    non_torch_bytes,
+    room_bytes,
+    state_bytes,
+    unsharded_scales,
+)
 from rematbench.inputs.cluster import Cluster
 from rematbench.inputs.constants import Calibration
 from rematbench.inputs.facts import CPU
@@ -206,12 +212,14 @@ class Problem:
 
     @cached_property
     def workspace_bytes(self) -> int:
-        """Bytes of torch's allocator that libraries of matrix products hold on each rank."""
+        """Bytes of torch's allocator that each rank holds beside its states: workspaces of matrix
+        products, and scales that FSDP does not shard."""
         count = self.system.kernels.workspaces
         if self.workload.model.experts is not None:
             count += self.system.experts.expert_workspaces
         each = self.calibration.workspace_bytes(self.cluster.generation)
-        return self.system.kernels.cublas_bytes + round(count * each)
+        scales = unsharded_scales(self.workload, self.layout, self.system)
+        return self.system.kernels.cublas_bytes + round(count * each) + scales
 
     @property
     def cost(self) -> "CostFacade":
@@ -238,18 +246,20 @@ class Problem:
     def embedding(self) -> OpTable:
         """Operators of the embedding."""
         table = embedding_table(self.workload, self.layout, self.system)
-        place = Place(trains=self.workload.frozen_layers == 0)
+        return self._trained(table, Place(trains=self.workload.frozen_layers == 0))
+
+    def _trained(self, table: OpTable, place: Place) -> OpTable:
         return trained_table(table, self.workload, self.system, place)
 
     def _place(self, layer: int) -> Place:
-        return place_of(layer, self.workload, embedded=self.embedding.trained > 0)
+        embedded = self.embedding.trained > 0 or self.system.zero.reentrant
+        return place_of(layer, self.workload, embedded=embedded)
 
     @cached_property
     def head(self) -> OpTable:
         """Operators of the final norm, output projection and loss."""
         table = head_table(self.workload, self.layout, self.system)
-        place = self._place(self.workload.model.num_layers)
-        return trained_table(table, self.workload, self.system, place)
+        return self._trained(table, self._place(self.workload.model.num_layers))
 
     @cached_property
     def _kinds(self) -> tuple[LayerKind, ...]:
@@ -274,7 +284,7 @@ class Problem:
             copies = self.layout.pp > 1 and not (last and self.workload.model.tied_embeddings)
             return prediction_table(*of, fused_attention=fused, dense=dense, copies=copies)
         table = layer_table(*of, fused_attention=fused, window=window, dense=dense)
-        return trained_table(table, self.workload, self.system, place)
+        return self._trained(table, place)
 
     @cached_property
     def prediction_rank(self) -> int | None:

@@ -4,6 +4,7 @@ from typing import Literal
 
 from msgspec.structs import replace
 
+from rematbench.costs.states import fsdp_shards
 from rematbench.evaluate.evaluator import evaluate, weigh
 from rematbench.inputs.cluster import Cluster
 from rematbench.inputs.configfile import ConfigError
@@ -37,9 +38,11 @@ def make_problem(spec: Job, constants: Calibration | None = None) -> Problem:
     if cluster.generation != CPU:  # the executor's CPU problems keep the bytes of bf16 training
         system = in_precision(system, spec.work.precision, layout.zero_stage)
     system = of_trained(system, spec.work, layout.zero_stage)
-    system = with_optimizer(system, chosen.optimizer_kind)
+    system, work = with_optimizer(system, chosen.optimizer_kind), spec.workload(model)
+    if work.fp32_norms and fsdp_shards(layout, system):  # gathers norms in 16 bits
+        work = replace(work, fp32_norms=False)
     return Problem(
-        workload=spec.workload(model),
+        workload=work,
         cluster=cluster,
         system=system,
         layout=layout,

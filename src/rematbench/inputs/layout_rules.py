@@ -7,7 +7,7 @@ from rematbench.inputs.load import load_system
 from rematbench.inputs.stackfacts import other_versions
 from rematbench.inputs.stages import prediction_rank
 from rematbench.inputs.system import System
-from rematbench.workload import Workload
+from rematbench.workload import PACKED_BYTES, Workload
 
 DEGREE_WORDS = {
     "tp": "tensor parallelism",
@@ -117,6 +117,10 @@ def _trained_rules(lay: Layout, work: Workload) -> list[tuple[bool, str]]:
             not work.partly and work.base_dtype != "stack",
             f"base_dtype {work.base_dtype} holds weights that do not train, but all train (give "
             "lora_rank, trained_parts or frozen_layers)",
+        ),
+        (
+            work.fp32_norms and (work.base_dtype not in PACKED_BYTES or work.trains("norms")),
+            "fp32_norms needs frozen norms and linears of less than 16 bits (base_dtype)",
         ),
         (work.dora and not work.lora_rank, "dora needs adapters (lora_rank)"),
         (experts, "adapters of experts are not modelled (lora_targets: q,k,v,o)"),

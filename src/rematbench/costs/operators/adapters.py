@@ -6,9 +6,11 @@ its own make x A, from a copy of x where the adapter drops a part of it or has a
 linear's operator multiplies by B.  Saved are the input of A if A trains (LoRA-FA trains B alone,
 arXiv 2308.03303), and x A.  Source of the copies and of the sums: PEFT, tuners/lora/layer.py.
 A linear in 4 or 8 bits is widened whole for each product (bitsandbytes, autograd/_functions.py).
-Deviations: the first layer's input has no gradient, also under reentrant checkpointing, for which
-packages give it one (enable_input_require_grads); where a layer saves its input, the first layer
-does too, and the head keeps the input of its linear, so that plans can compute from them again.
+Norms that PEFT made fp32 have fp32 outputs, and a linear of bitsandbytes returns the type of its
+input (nn/modules.py, Linear4bit), so layers pass fp32 on; attention casts its inputs to 16 bits.
+Deviations: the first layer's input has a gradient only where recomputation is reentrant
+(enable_input_require_grads); where a layer saves its input, the first layer does too, and the head
+keeps the input of its linear, so that plans can compute from them again.
 """
 
 from collections.abc import Iterator
@@ -32,6 +34,11 @@ FP32 = 4
 LINEARS = {"q": "qkv", "k": "qkv", "v": "qkv", "o": "proj"}
 LINEARS |= {"gate": "fc1", "up": "fc1", "down": "fc2"}
 """The operator of each linear that an adapter may adapt."""
+WIDE = (
+    *("embedding_out", "layer_input", "attn_residual", "gate_out", "up_out", "act_out"),
+    *("fc2_in", "fc2_out", "layer_output"),
+)
+"""The tensors of a layer, beside outputs of norms, that fp32 norms make fp32."""
 _OUTPUTS = {"o": "proj_out", "down": "fc2_out", "gate": "gate_out", "up": "up_out"}
 
 
@@ -66,12 +73,21 @@ class _Trainer:
         self.e = work.element_bytes
         self.width = max(FP32, self.e) if work.trained_dtype == "fp32" else self.e
         self.old, self.activations = table, dict(table.activations)
+        self.widened = work.fp32_norms and work.base_dtype in PACKED_BYTES and self.e < FP32
+        if self.widened:
+            self._widen()
         self.first = {"layer": "layer_input", "head": "layer_output"}.get(table.part, "")
         self.live = {self.first} if place.differentiated else set[str]()
         if self.first and not place.differentiated:
             self._still(self.first)
         self.adapted = work.targets if table.part == "layer" and place.trains else ()
         self.unmade: list[str] = []
+
+    def _widen(self) -> None:
+        """Make what norms, linears behind them and layers write fp32."""
+        for name, one in self.activations.items():
+            wide = name in WIDE or name.endswith("norm_out")
+            self.activations[name] = replace(one, row_bytes=one.row_bytes * (1 + wide))
 
     def table(self) -> OpTable:
         """The part with what trains."""
@@ -145,13 +161,16 @@ class _Trainer:
     def _wide(self, count: int) -> int:
         """Weights that train, in parameters of the stack."""
         own = self.system.states.param_bytes
-        return ceil(count * max(FP32, own) / own) if self.work.trained_dtype == "fp32" else count
+        return ceil(count * max(FP32, own) / own) if self.work.wide else count
 
     def _frozen(self, op: Op) -> Op:
         """An operator whose own weights have no gradient."""
         if op.name.endswith("norm"):
             scaled = [name for name in op.outputs if name.endswith("_scaled")]
             self.unmade += scaled
+            if self.widened and (wide := f"{op.name}_wide") in op.saves:
+                self.unmade.append(wide)  # the input is fp32 already
+                return replace(op, saves=(op.inputs[0], *op.saves))
             return op
         if self.part == "embedding":
             return replace(op, backward_weight=())
@@ -183,6 +202,10 @@ class _Trainer:
         names = (stem, f"{stem}_rows") if LINEARS[target] == op.name else ()
         return next((name for name in op.outputs if name.removesuffix("_raw") in names), "")
 
+    def _columns(self, name: str) -> int:
+        """The columns of a tensor of the part."""
+        return self.old.activations[name].row_bytes // self.e
+
     def _add(self, name: str, like: str, columns: int, width: int, *, live: bool) -> str:
         rows = self.activations[like].rows
         self.activations[name] = Activation(name, rows, columns * width, live)
@@ -192,9 +215,10 @@ class _Trainer:
         """The operators that copy the input of an adapter and multiply it by A."""
         work, (x,) = self.work, op.inputs
         live, rows = x in self.live, self.activations[x].rows
-        columns, source = self.activations[x].row_bytes // self.e, x
+        columns, source = self._columns(x), x
         both = work.lora_train == "ab"
-        if work.lora_dropout or self.width != self.e:
+        packed = work.base_dtype in PACKED_BYTES  # its linears give adapters their own input
+        if work.lora_dropout or (work.wide and (self.width != self.e or not packed)):
             source = self._add(f"lora_{target}_in", x, columns, self.width, live=live)
             mask: tuple[str, ...] = ()
             if work.lora_dropout:
@@ -230,7 +254,7 @@ class _Trainer:
         rank, rows = self.work.lora_rank, self.activations[op.inputs[0]].rows
         low = tuple(f"lora_{target}" for target in targets)
         outs = [self._output(op, target) for target in targets]
-        widths = [self.activations[out].row_bytes // self.e for out in outs]
+        widths = [self._columns(out) for out in outs]
         trained = sum(widths) * rank
         kernels: dict[str, tuple[Kernel, ...]] = {
             "forward": tuple(Gemm(rows, width, rank) for width in widths),
@@ -272,9 +296,9 @@ class _Trainer:
         are saved.  In each forward a norm of W + s B A is computed from the product of A and B with
         an identity, and freed (PEFT, tuners/lora/dora.py)."""
         (x, *_), made, extra, scratch, kernels = op.inputs, list[str](), 0, 0, list[Kernel]()
-        columns = self.activations[x].row_bytes // self.e
+        columns = self._columns(x)
         for target, out in zip(targets, outs, strict=True):
-            width = self.activations[out].row_bytes // self.e
+            width = self._columns(out)
             for kind in ("base", "out"):
                 made.append(self._add(f"lora_{target}_{kind}", x, width, self.e, live=False))
             extra += width
