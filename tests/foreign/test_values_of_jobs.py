@@ -159,6 +159,9 @@ def test_a_layout_of_stages_is_read(tmp_path: Path) -> None:
     assert made.options["stages"] == text
     assert made.options["vpp"] == "2"
     assert made.words[made.words.index("--layout") + 1] == text
+    made = job(tmp_path, f"{line} --pipeline-model-parallel-layout 'Et*2|t*3L'")[0]
+    assert made.words[made.words.index("--partition") + 1] == "2,3"
+    assert "--layout" not in made.words
 
 
 @pytest.mark.parametrize(

@@ -105,9 +105,13 @@ def _method(values: dict[str, Any], reading: Reading, method: str) -> tuple[str,
 
 def _of_model(values: dict[str, Any], reading: Reading) -> None:
     """Derive what depends on the model, also on one that has a name: chunks, the layers of each
-    stage, and whether there is a shared expert."""
+    stage (as numbers where every stage has some), and whether there is a shared expert."""
     if "stages" in values:
-        values["vpp"] = max(1, len(read_stages(values["stages"])) // values.get("pp", 1))
+        stages = read_stages(values["stages"])
+        values["vpp"] = max(1, len(stages) // values.get("pp", 1))
+        if all(stage.layers and not stage.prediction for stage in stages):
+            values["partition"] = ",".join(str(len(stage.layers)) for stage in stages)
+            del values["stages"]
     needed = {"layers_per_chunk", "first_layers", "last_layers", "first_less", "last_less"}
     present = (needed | {"shared_overlap"}) & values.keys()
     if not present:

@@ -155,6 +155,9 @@ class Loss(Part, frozen=True, kw_only=True, forbid_unknown_fields=True):
     shifts_logits: bool = False
     """If true, the loss copies the logits of all tokens but the last after it has widened them,
     while the model's forward still has its logits and the input of the head."""
+    prediction_layers: bool = True
+    """If true, layers of a model that predict more tokens train; otherwise the stack's classes
+    leave them out."""
     held_logit_bytes: StateBytes = 0
     """So many bytes per logit stay alive during the loss's backward because the training loop holds
     the model's output (0: it holds none).  With logits computed in pieces no output exists."""
