@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from typer import Option
 
-from rematbench.cli.options import Request, RunOptions, request, takes_run
+from rematbench.cli.options import DEFAULT_SYSTEM, Request, RunOptions, request, takes_run
 from rematbench.cli.show import as_json, heading, method_line, show
 from rematbench.cli.targets import Json, Out, need_file
 from rematbench.engine.lowering.blocks.chunk_ops import ChunkOps
@@ -290,7 +290,9 @@ def _replayed(run: RunOptions) -> Replay:
     """The replay of a record file, or of a method with its options."""
     path = Path(run.method)
     if path.suffix == ".json" or path.is_file():
-        return replay(read_record(path), cluster=run.problem["cluster"] or "", timeline=True)
+        named = {what: str(run.problem[what] or "") for what in ("cluster", "system")}
+        named["system"] *= named["system"] != DEFAULT_SYSTEM
+        return replay(read_record(path), timeline=True, **named)
     asked = request(run)
     planned = asked.method.plan(asked.problem, asked.base)
     if isinstance(planned, Unsupported):

@@ -38,7 +38,8 @@ def make_problem(spec: Job, constants: Calibration | None = None) -> Problem:
     if cluster.generation != CPU:  # the executor's CPU problems keep the bytes of bf16 training
         system = in_precision(system, spec.work.precision, layout.zero_stage)
     system = of_trained(system, spec.work, layout.zero_stage)
-    system, work = with_optimizer(system, chosen.optimizer_kind), spec.workload(model)
+    system = with_optimizer(system, chosen.optimizer_kind)
+    work = spec.workload(trained_model(model, system))
     if work.fp32_norms and fsdp_shards(layout, system):  # gathers norms in 16 bits
         work = replace(work, fp32_norms=False)
     return Problem(
@@ -53,6 +54,15 @@ def make_problem(spec: Job, constants: Calibration | None = None) -> Problem:
         evaluator=evaluate,
         weigher=weigh,
     )
+
+
+def trained_model(model: Model, system: System) -> Model:
+    """The model as a stack trains it; `left_out` says what the stack's classes lack."""
+    if system.loss.prediction_layers or not model.mtp_layers:
+        return model
+    lacking = f"layers that predict more tokens are left out ({system.name} does not train them)"
+    left_out = "; ".join(filter(None, (model.left_out, lacking)))
+    return replace(model, mtp_layers=0, left_out=left_out)
 
 
 def stack_of(spec: Job) -> System:
