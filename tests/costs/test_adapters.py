@@ -128,6 +128,16 @@ def test_packed_linears_have_the_bytes_of_their_format(dtype: str) -> None:
     assert problem.cost.op_s(up, "forward") > wide.cost.op_s(wide.layer(1).op("fc1"), "forward")
 
 
+def test_marlin_is_faster_in_few_rows_alone() -> None:
+    """Bytes of a weight bound a product of few rows: 3.87 times as fast as fp16 is published of
+    MARLIN's kernel (IST-DASLab/marlin, up to 32 rows).  Training has thousands of rows, and no
+    kernel with a backward: weights are widened, and a step takes longer than with wide ones."""
+    assert 2 / float(PACKED_BYTES["marlin"]) == pytest.approx(3.87, rel=0.005)
+    facts: dict[str, Any] = {"lora_rank": RANK, "seq_len": 4096}
+    packed, wide = made(base_dtype="marlin", **facts), made(**facts)
+    assert evaluate(packed, packed.base_plan).step_s > evaluate(wide, wide.base_plan).step_s
+
+
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_zero_shards_what_trains_and_gathers_what_is_held(stage: int) -> None:
     facts = {"gpus": 4, "global_batch": 4, "zero_stage": stage, "lora_rank": RANK}
