@@ -250,7 +250,7 @@ class Problem:
         return self._trained(table, Place(trains=self.workload.frozen_layers == 0))
 
     def _trained(self, table: OpTable, place: Place) -> OpTable:
-        return trained_table(table, self.workload, self.system, place)
+        return trained_table(table, self.workload, self.system, place, self.layout.tp)
 
     def _place(self, layer: int) -> Place:
         embedded = self.embedding.trained > 0 or self.system.zero.reentrant

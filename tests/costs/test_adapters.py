@@ -9,6 +9,7 @@ from msgspec.structs import replace
 from rematbench.engine.lowering.lower import lower
 from rematbench.evaluate.evaluator import evaluate
 from rematbench.evaluate.problems import make_problem
+from rematbench.evaluate.proof import check
 from rematbench.evidence.published.words import committed
 from rematbench.inputs.job import Job
 from rematbench.inputs.layout import LayoutError
@@ -150,6 +151,26 @@ def test_zero_shards_what_trains_and_gathers_what_is_held(stage: int) -> None:
     assert rank.parameter == 2 * (-(-held // 4) if stage == 3 else held)
 
 
+@pytest.mark.parametrize(("tp", "sp"), [(2, True), (2, False), (4, True)])
+def test_tensor_parallel_ranks_share_adapters(tp: int, sp: bool) -> None:
+    """r (in + out) / t each.  Saved are 2 bytes of every token's inputs of A before qkv and fc1,
+    once a linear, beside what ranks split: scores, o's and down's inputs, products and gates."""
+    facts = {"gpus": tp, "lora_rank": RANK, "seq_len": 1024}
+    problem = made("megatron-bridge", cluster="h100-80gb", tp=tp, sp=sp, **facts)
+    alone = made("megatron-bridge", cluster="h100-80gb", lora_rank=RANK, seq_len=1024)
+    counts = [rank_parameters(p, p.base_plan, 0, trained=True) for p in (problem, alone)]
+    assert counts[1] == tp * counts[0]
+    table, model = problem.layer(1), problem.workload.model
+    gathered = [name for name in table.saved if name.endswith("_rows")]
+    assert gathered == (["lora_q_rows", "lora_gate_rows"] if sp else [])
+    whole = [table.activations[name].nbytes for name in gathered]
+    assert whole == [2 * model.hidden * 1024] * len(gathered)
+    for name in ("keep_all", "full_recompute"):
+        plan = discover().resolve(name).plan(problem, problem.base_plan)
+        assert isinstance(plan, Plan)
+        assert check(lower(plan, problem)).reads > 0
+
+
 def test_frozen_layers_have_no_backward_and_norms_can_train_alone() -> None:
     problem = made(frozen_layers=2)
     assert problem.layer(1).saved_bytes == 0
@@ -168,7 +189,8 @@ def test_frozen_layers_have_no_backward_and_norms_can_train_alone() -> None:
         ({"dora": True}, "needs adapters"),
         ({"lora_rank": 4, "fp32_norms": True}, "linears of less than 16 bits"),
         ({"lora_rank": 4, "model": "mixtral-8x7b", "system": "megatron-core"}, "adapters of exp"),
-        ({"lora_rank": 4, "tp": 2, "gpus": 2, "system": "megatron-core"}, "tp = 2"),
+        ({"lora_rank": 3, "tp": 2, "gpus": 2, "system": "megatron-core"}, "multiple of tp = 2"),
+        ({"trained_parts": "norms", "tp": 2, "gpus": 2, "system": "megatron-core"}, "tp = 2"),
         ({"lora_rank": 4, "model": replace(load_model("llama2-7b"), latent=LATENT)}, "latent att"),
         ({"frozen_layers": 32}, "must be below the 32 layers"),
     ],

@@ -108,6 +108,17 @@ def test_pefts_file_stands_beside_a_trainers(tmp_path: Path) -> None:
     assert [line.split(":")[0] for line in read_files([peft]).refused] == ["bias", "peft_type"]
 
 
+def test_swifts_megatron_adapts_over_tensor_parallel_ranks(tmp_path: Path) -> None:
+    """Adapters have the model's dtype and fp32 masters, as the stack's other weights."""
+    line = (
+        "NPROC_PER_NODE=2 megatron sft --model m --tuner_type lora --lora_rank 32 --max_length 512"
+    )
+    line += " --target_modules q_proj v_proj --tensor_model_parallel_size 2 --packing true"
+    own, refused = read(tmp_path, line, "run.sh")
+    assert own == {"lora_rank": "32", "lora_targets": "q,v", "lora_dropout": "0.05"}
+    assert not refused
+
+
 def test_unsloths_command_adapts_all_linears_of_a_4_bit_base(tmp_path: Path) -> None:
     line = "python unsloth-cli.py --model_name m --load_in_4bit --r 32 --max_seq_length 4096"
     own, refused = read(tmp_path, line, "run.sh")

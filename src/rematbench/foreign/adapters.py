@@ -34,9 +34,10 @@ USUAL: dict[str, dict[str, Any]] = {
     "TRL": {"rank": 16, "dropout": 0.05, "targets": "q,v", "double": False},
     "LLaMA-Factory": {"rank": 8, "dropout": 0.0, "targets": "all", "double": True},
     "ms-swift": {"rank": 8, "dropout": 0.05, "targets": "all", "double": True},
+    "Megatron": {"rank": 8, "dropout": 0.05, "targets": "all", "double": True},
     "axolotl": {"rank": 8, "dropout": 0.0, "targets": "q,v", "double": True},
 }
-"""Defaults of trainers; of others PEFT's."""
+"""Defaults of trainers (Megatron: of ms-swift's); of others PEFT's."""
 PEFT = {"rank": 8, "dropout": 0.0, "targets": "q,v", "double": False}
 
 
@@ -70,6 +71,8 @@ def _dtype(reading: Reading, data: Mapping[str, Any], *, packed: bool) -> None:
     bits; DeepSpeed narrows them, and so does TRL beside quantised weights (trainer/sft_trainer.py).
     """
     if reading.system == "huggingface-deepspeed" or not is_off(data.get("pure_bf16")):
+        return
+    if reading.package == "Megatron":  # adapters have the model's dtype and fp32 masters
         return
     if reading.package == "TRL" and packed:
         return

@@ -128,7 +128,15 @@ def _trained_rules(lay: Layout, work: Workload) -> list[tuple[bool, str]]:
             model.latent is not None and not {"q", "k", "v"}.isdisjoint(work.targets),
             "adapters of latent attention are not modelled (lora_targets: o,gate,up,down)",
         ),
-        (work.partly and lay.tp > 1, f"tp = {lay.tp} with weights that do not train: not modelled"),
+        (
+            lay.tp > 1 and (work.dora or (work.partly and not work.lora_rank)),
+            f"tp = {lay.tp} with weights that do not train, other than with adapters without dora: "
+            "not modelled",
+        ),
+        (
+            work.lora_rank % lay.tp > 0,
+            f"lora_rank {work.lora_rank} must be a multiple of tp = {lay.tp}, whose ranks share it",
+        ),
         (
             work.frozen_layers > 0 and lay.pp > 1,
             f"pp = {lay.pp} with frozen_layers: not modelled",

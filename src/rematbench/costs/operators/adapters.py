@@ -6,6 +6,11 @@ its own make x A, from a copy of x where the adapter drops a part of it or has a
 linear's operator multiplies by B.  Saved are the input of A if A trains (LoRA-FA trains B alone,
 arXiv 2308.03303), and x A.  Source of the copies and of the sums: PEFT, tuners/lora/layer.py.
 A linear in 4 or 8 bits is widened whole for each product (bitsandbytes, autograd/_functions.py).
+With tensor parallelism an adapter is Megatron Bridge's (peft/utils.py, ParallelLinearAdapter):
+ranks split A by its own columns before a column-parallel linear, where A keeps the gathered input,
+and by the input's columns before a row-parallel one; they split B by its columns.  Behind a
+row-parallel linear the product with B is gathered too.  Deviations: r-wide products are summed, not
+gathered, and TransformerEngine's gather of a norm's output, for linear and adapter, runs twice.
 Norms that PEFT made fp32 have fp32 outputs, and a linear of bitsandbytes returns the type of its
 input (nn/modules.py, Linear4bit), so layers pass fp32 on; attention casts its inputs to 16 bits.
 Deviations: the first layer's input has a gradient only where recomputation is reentrant
@@ -22,6 +27,7 @@ from msgspec.structs import replace
 from rematbench.costs.operators.kernels import Elementwise, Gemm, Kernel
 from rematbench.costs.operators.ops import (
     Activation,
+    Comm,
     Op,
     OpTable,
     memory_kernel,
@@ -60,15 +66,28 @@ def place_of(layer: int, work: Workload, *, embedded: bool) -> Place:
     return Place(trains=layer >= work.frozen_layers, differentiated=below)
 
 
-def trained_table(table: OpTable, work: Workload, system: System, place: Place) -> OpTable:
-    """The operators of a part, of which only what the work says trains."""
-    return table if work.trains_all else _Trainer(table, work, system, place).table()
+def trained_table(
+    table: OpTable, work: Workload, system: System, place: Place, tp: int = 1
+) -> OpTable:
+    """The operators of a part, of which only what the work says trains, on one of `tp` ranks."""
+    return table if work.trains_all else _Trainer(table, work, system, place, tp).table()
+
+
+def _doubled(comm: Comm | None) -> Comm | None:
+    """A collective of a linear and of its adapter.  With an all-reduce the adapter's product is
+    gathered, at half of an all-reduce's cost."""
+    if comm is None:
+        return None
+    return replace(comm, nbytes=comm.nbytes * (3 if comm.kind == "all_reduce" else 4) // 2)
 
 
 class _Trainer:
     """Rewrites the operators of one part in forward order."""
 
-    def __init__(self, table: OpTable, work: Workload, system: System, place: Place) -> None:
+    def __init__(
+        self, table: OpTable, work: Workload, system: System, place: Place, tp: int
+    ) -> None:
+        self.tp, self.gathered = tp, dict[str, str]()
         self.part, self.work, self.system, self.place = table.part, work, system, place
         self.e = work.element_bytes
         self.width = max(FP32, self.e) if work.trained_dtype == "fp32" else self.e
@@ -112,7 +131,7 @@ class _Trainer:
             inner = tuple(one for one in op.backward_input if not isinstance(one, Gemm))
             op = replace(op, backward_input=inner if targets else ())
         for target in targets:
-            yield from self._inputs(op, target)
+            yield from self._inputs(op, target, split=op.reduce is not None)
         if targets:
             op = self._adapted(op, targets)
         if op.trained_parameters or not self.live.isdisjoint(op.inputs):
@@ -183,6 +202,7 @@ class _Trainer:
             forward=(*widened, *op.forward),
             backward_input=(*widened, *op.backward_input),
             backward_weight=(),
+            regather=None,
         )
 
     def _widened(self, op: Op) -> tuple[Kernel, ...]:
@@ -211,8 +231,23 @@ class _Trainer:
         self.activations[name] = Activation(name, rows, columns * width, live)
         return name
 
-    def _inputs(self, op: Op, target: str) -> Iterator[Op]:
-        """The operators that copy the input of an adapter and multiply it by A."""
+    def _gather(self, op: Op, target: str, x: str, columns: int) -> Iterator[Op]:
+        """The gather of the input's rows over tensor-parallel ranks, which adapters of one linear
+        share where the stack fuses it."""
+        if x in self.gathered and self.system.kernels.fused_linears:
+            return
+        live, rows = x in self.live, self.activations[op.outputs[0]].rows
+        self.gathered[x] = name = f"lora_{target}_rows"
+        self.activations[name] = Activation(name, rows, columns * self.width, live)
+        self.live.update({name} if live else ())
+        nbytes = self.activations[name].nbytes
+        back = Comm("reduce_scatter", "tp", nbytes) if live else None
+        gather = Comm("all_gather", "tp", nbytes)
+        yield Op(name=name, inputs=(x,), outputs=(name,), reduce=gather, grad_gather=back)
+
+    def _inputs(self, op: Op, target: str, *, split: bool) -> Iterator[Op]:
+        """The operators that copy the input of an adapter and multiply it by A.  `split`: the
+        linear is row-parallel, and its ranks have some columns of the input."""
         work, (x,) = self.work, op.inputs
         live, rows = x in self.live, self.activations[x].rows
         columns, source = self._columns(x), x
@@ -234,27 +269,41 @@ class _Trainer:
                 adapts=op.name,
             )
             self.live.update({source} if live else ())
-        low = self._add(f"lora_{target}", x, work.lora_rank, self.width, live=live or both)
+        rank, sums, back = work.lora_rank, None, None
+        if self.tp > 1 and not split and self.activations[op.outputs[0]].rows != rows:
+            yield from self._gather(op, target, source, columns)
+            source = self.gathered[source]
+            rows = self.activations[source].rows
+        if self.tp > 1:
+            sums = Comm("all_reduce", "tp", rows * rank * self.width)
+            rank = rank if split else rank // self.tp
+            if not split and live and source not in self.gathered.values():
+                back = Comm("all_reduce", "tp", rows * columns * self.width)
+        low = self._add(f"lora_{target}", source, work.lora_rank, self.width, live=live or both)
         self.live.update({low} if live or both else ())
         yield Op(
             name=low,
             inputs=(source,),
             outputs=(low,),
             saves=(source,) if both else (),
-            forward=(Gemm(rows, work.lora_rank, columns),),
-            backward_input=(Gemm(rows, columns, work.lora_rank),) if live else (),
-            backward_weight=(Gemm(columns, work.lora_rank, rows),) if both else (),
-            parameters=self._wide(columns * work.lora_rank),
-            trained=columns * work.lora_rank if both else 0,
+            forward=(Gemm(rows, rank, columns),),
+            backward_input=(Gemm(rows, columns, rank),) if live else (),
+            backward_weight=(Gemm(columns, rank, rows),) if both else (),
+            parameters=self._wide(columns * rank),
+            trained=columns * rank if both else 0,
+            reduce=sums,
+            grad_gather=sums if live or both else None,
+            grad_reduce=back,
             adapts=op.name,
         )
 
     def _adapted(self, op: Op, targets: list[str]) -> Op:
         """A linear that adds the products with B."""
-        rank, rows = self.work.lora_rank, self.activations[op.inputs[0]].rows
+        rank, rows = self.work.lora_rank, self.activations[f"lora_{targets[0]}"].rows
         low = tuple(f"lora_{target}" for target in targets)
         outs = [self._output(op, target) for target in targets]
-        widths = [self._columns(out) for out in outs]
+        whole = self.tp if op.reduce is not None else 1  # a row-parallel linear's columns
+        widths = [self._columns(out) // whole for out in outs]
         trained = sum(widths) * rank
         kernels: dict[str, tuple[Kernel, ...]] = {
             "forward": tuple(Gemm(rows, width, rank) for width in widths),
@@ -281,6 +330,8 @@ class _Trainer:
             scratch_forward_bytes=max(op.scratch_forward_bytes, scratch),
             **{name: (*getattr(op, name), *more) for name, more in kernels.items()},
         )
+        if whole > 1:
+            op = replace(op, reduce=_doubled(op.reduce), grad_gather=_doubled(op.grad_gather))
         return self._dora(op, targets, outs) if self.work.dora else op
 
     def _sums(self, elements: int, *, forward: bool, count: int) -> tuple[Kernel, ...]:

@@ -227,7 +227,7 @@ class BackwardEmitter:
         incoming = [self.grads[o] for o in outputs if o in self.grads]
         for name in op.alias_inputs:
             self.grads[storages[name]] = incoming[0]
-        if op.exchanges:
+        if op.moves:
             self._exchange(unit, op, incoming)
             self.rebuild.settle()
         if not op.backward_input and not op.backward_weight:
@@ -253,12 +253,15 @@ class BackwardEmitter:
         self.rebuild.settle()
 
     def _exchange(self, unit: Unit, op: Op, incoming: list[Storage]) -> None:
-        """The backward of an all-to-all exchange: the gradients return by the same collective."""
-        assert op.grad_gather is not None
+        """The backward of an operator that only moves rows: the gradients return by a collective,
+        if the input has any."""
+        if op.grad_gather is None:
+            return
         reads = [*incoming, *self._accumulated(unit, op)]
         made = self._gradients(unit, op).written
         event = self.w.collective(op.grad_gather, unit.prefix, op.name, reads, made, self.rows)
-        self.w.run_beside(unit.variant)
+        if op.exchanges:
+            self.w.run_beside(unit.variant)
         self.rebuild.window(unit, op.name, "backward")
         self.w.wait(COMPUTE, event)
 
