@@ -22,9 +22,6 @@ FOUR_BITS = ("load_in_4bit", "q_lora")
 BITS = ("quantization_bit", "quant_bits")
 METHODS = ("quant_method", "quantization_method")
 DOUBLE = ("bnb_4bit_use_double_quant", "use_bnb_nested_quant", "double_quantization")
-KEYS = {*TUNERS, *SWITCHES, *RANKS, *TARGETS, *SAVED, *DORA, *FOUR_BITS, *BITS, *METHODS, *DOUBLE}
-KEYS |= {"load_in_8bit", "gptq", "lora_dropout", "lora_target_linear"}
-"""All keys that are read here."""
 
 EVERY = {"all", "all-linear", "all_linear"}
 LINEARS = {f"{name}_proj": name for name in ("q", "k", "v", "o", "gate", "up", "down")}
@@ -68,13 +65,10 @@ def read_adapters(reading: Reading, data: Mapping[str, Any]) -> None:
 
 def _dtype(reading: Reading, data: Mapping[str, Any], *, packed: bool) -> None:
     """The precision of adapters.  PEFT makes them fp32, which a trainer's autocast computes in 16
-    bits; DeepSpeed narrows them, and so does TRL beside quantised weights (trainer/sft_trainer.py).
-    """
-    if reading.system == "huggingface-deepspeed" or not is_off(data.get("pure_bf16")):
-        return
-    if reading.package == "Megatron":  # adapters have the model's dtype and fp32 masters
-        return
-    if reading.package == "TRL" and packed:
+    bits; DeepSpeed and Megatron narrow them, and TRL beside quantised weights
+    (trainer/sft_trainer.py)."""
+    narrow = reading.system == "huggingface-deepspeed" or reading.package == "Megatron"
+    if narrow or not is_off(data.get("pure_bf16")) or (reading.package == "TRL" and packed):
         return
     autocast = any(not is_off(data.get(word)) for word in ("bf16", "fp16"))
     reading.put("trained_dtype", "autocast" if autocast else "fp32", "lora_r")

@@ -80,18 +80,10 @@ VERL_DEFAULTS: dict[str, Any] = {
 """The defaults of the same file; fsdp_sft_trainer.py has the kernel, the shards, the precision."""
 UNSLOTH = "unsloth-cli.py"
 UNSLOTH_DEFAULTS: dict[str, Any] = {
-    "max_seq_length": 2048,
-    "per_device_train_batch_size": 2,
-    "gradient_accumulation_steps": 4,
-    "r": 16,
-    "lora_dropout": 0.0,
-    "use_gradient_checkpointing": "unsloth",
-    "optim": "adamw_8bit",
-    "bf16": True,
-    "use_lora": True,
-    "lora_target_linear": True,
+    **{"max_seq_length": 2048, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 4},
+    **{"r": 16, "use_gradient_checkpointing": "unsloth", "optim": "adamw_8bit", "bf16": True},
+    **dict.fromkeys(("use_lora", "lora_target_linear", "use_liger_kernel"), True),
     "bnb_4bit_use_double_quant": True,
-    "use_liger_kernel": True,
 }
 """The defaults of Unsloth's command (unslothai/unsloth, unsloth-cli.py), which adapts all linears.
 Its kernels fuse what Liger's do; layer inputs go to the host (`unsloth`)."""

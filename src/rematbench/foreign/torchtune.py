@@ -13,31 +13,21 @@ from rematbench.foreign.adapters import read_adapters
 from rematbench.foreign.keys import is_off, read_keys
 from rematbench.foreign.reading import Reading
 
-NARROW = {"param_bytes": 2, "grad_bytes": 2, "reduce_bytes": 2}
-NARROW |= {"optimizer_bytes": 4, "late_state_bytes": 4}
-"""The states of weights in 16 bits, of whose dtype torch.optim makes the moments."""
-MLP = ("gate_proj", "up_proj", "down_proj")
-
 
 def read_torchtune(data: Mapping[str, Any], file: str) -> Reading:
     """The reading of a torchtune configuration.  ConfigError for a wrong value."""
     reading = Reading(file=file, package="torchtune", system="torchtitan")
     read_keys(reading, data, "torchtune")
-    folder = _section(data, "checkpointer").get("checkpoint_dir")
-    if folder:
+    if folder := _section(data, "checkpointer").get("checkpoint_dir"):
         reading.put("model", Path(str(folder)).name, "checkpointer.checkpoint_dir")
     recomputed = not is_off(data.get("enable_activation_checkpointing"))
     moved = not is_off(data.get("enable_activation_offloading"))
-    reading.method = ("full_recompute" if recomputed else "keep_all", {})
-    if moved:
-        reading.method = ("full_recompute", {"inputs": "host"})
-        if not recomputed:
+    reading.method = ("full_recompute", {"inputs": "host"} if moved else {})
+    if not recomputed:
+        reading.method = ("keep_all", {})
+        if moved:
             text = "activations on the host without checkpointing are not modelled"
             reading.refused.append(f"enable_activation_offloading: {text}")
-    if reading.get("precision") == "bf16":
-        reading.facts |= NARROW
-    if not is_off(data.get("compile")):
-        reading.facts |= {"compiled": True, "fused_swiglu": True}
     read_adapters(reading, _adapters(reading, _section(data, "model")))
     if not is_off(_section(data, "dataset").get("packed")):
         reading.notes.append("dataset.packed: attention stays inside documents: --document-len")
@@ -54,20 +44,14 @@ def _adapters(reading: Reading, model: Mapping[str, Any]) -> dict[str, Any]:
     builder = str(model.get("_component_", "")).rpartition(".")[2]
     if not builder.startswith(("lora_", "qlora_", "dora_", "qdora_")):
         return {}
-    words = [
-        str(word).replace("output_proj", "o_proj") for word in model.get("lora_attn_modules") or ()
-    ]
-    words += MLP if not is_off(model.get("apply_lora_to_mlp")) else ()
+    words = [str(w).replace("output_proj", "o_proj") for w in model.get("lora_attn_modules") or ()]
+    words += ["gate_proj", "up_proj", "down_proj"] * (not is_off(model.get("apply_lora_to_mlp")))
     if not is_off(model.get("apply_lora_to_output")):
         reading.refused.append("model.apply_lora_to_output: adapters of the head are not modelled")
     packed = builder.startswith("q") or not is_off(model.get("quantize_base"))
-    return {
-        "use_lora": True,
-        "lora_rank": model.get("lora_rank", 8),
-        "lora_dropout": model.get("lora_dropout", 0.0),
-        "lora_target_modules": words,
-        "use_dora": "dora" in builder or not is_off(model.get("use_dora")),
-        "load_in_4bit": packed,
-        "bnb_4bit_use_double_quant": packed,
-        "pure_bf16": True,
-    }
+    own = {key: model[key] for key in ("lora_rank", "lora_dropout") if key in model}
+    switches = dict.fromkeys(("load_in_4bit", "bnb_4bit_use_double_quant"), packed)
+    dora = "dora" in builder or not is_off(model.get("use_dora"))
+    return {**own, **switches, "lora_target_modules": words, "use_dora": dora} | dict.fromkeys(
+        ("use_lora", "pure_bf16"), True
+    )
