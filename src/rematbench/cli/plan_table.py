@@ -8,7 +8,7 @@ from msgspec import Struct
 from rich.console import Console, JustifyMethod
 from rich.table import Table
 
-from rematbench.cli.show import over_peak
+from rematbench.costs.flops import over_peak
 from rematbench.evaluate.result import Result
 from rematbench.host.console import align_left, grid, plain, print_uncut
 

@@ -8,7 +8,7 @@ from rich.table import Table
 
 from rematbench import __version__
 from rematbench.cli.options import Request
-from rematbench.costs.flops import megatron_flop_per_token, model_flop_per_token
+from rematbench.costs.flops import megatron_flop_per_token, model_flop_per_token, over_peak
 from rematbench.costs.tiles import untiled
 from rematbench.engine.lowering.lower import lower
 from rematbench.engine.simulate.seconds import action_seconds
@@ -196,15 +196,6 @@ def banner(result: Result) -> str:
     spare = gib(result.verdict.headroom_bytes)
     tight = "FITS, TIGHT" if result.fit == "tight" else word
     return f"{tight}: {spare} GiB of headroom on the fullest rank ({rank}){why}"
-
-
-def over_peak(causal: float, dense: float) -> str:
-    """Why an MFU (two fractions) is over 100 %; empty if none is."""
-    if causal > 1.0:
-        return "over 100 %: the peak that it divides by is not what these kernels run at"
-    if dense > 1.0:
-        return "over 100 %: dense counts the half of attention that causal kernels skip"
-    return ""
 
 
 def speeds(result: Result, evaluation: PlanEvaluation) -> RenderableType:
