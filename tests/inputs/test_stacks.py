@@ -149,7 +149,7 @@ def test_a_kernel_that_the_gpu_cannot_run_is_refused_by_name() -> None:
     words += ["--gpus", "8", "--seq-len", "4096", "--global-batch", "8", "--tp", "8"]
     refused = CliRunner().invoke(APP, [*words, "--attention", "fa3"])
     assert isinstance(refused.exception, RateError)
-    shown = CliRunner().invoke(APP, words)
+    shown = CliRunner().invoke(APP, [*words, "--notes"])
     kernels = "attention fa2, norm fused, RoPE fused, activation fused, loss in place, on ampere"
     told = f"{kernels}; constants of cluster a100-80gb-selene, stack megatron-core"
     assert f"assumes: {told}" in " ".join(shown.output.split())
@@ -329,8 +329,9 @@ def test_the_commands_default_is_todays_megatron_core() -> None:
 def test_a_job_names_the_other_versions_of_its_stack() -> None:
     words = ["simulate", "keep_all", "--model", "llama-7b", "--cluster", "h100-80gb"]
     words += ["--gpus", "8", "--seq-len", "4096", "--global-batch", "8", "--zero", "3"]
+    words.append("--notes")
     shown = CliRunner().invoke(APP, [*words, "--system", "huggingface-flash"]).output
-    assert "other versions of the stack: huggingface-flash-4.4x (step_scratch_bytes 2)" in shown
+    assert "; other versions: huggingface-flash-4.4x (`rematbench systems" in shown
     refused = CliRunner().invoke(APP, [*words, "--system", "torchtitan", "--cp", "2"])
     assert str(refused.exception).endswith("cp = 2 (another version has it: torchtitan-2026)")
     assert "other versions" not in CliRunner().invoke(APP, [*words, "--system", "deepspeed"]).output
