@@ -176,7 +176,7 @@ class BackwardEmitter:
     def _run(self, unit: Unit, run: MiniRun) -> None:
         """The backward of a mini-sequence run: each piece is rebuilt (if dropped), then
         differentiated."""
-        for name in run.inputs:
+        for name in map(unit.table.of_gradient, run.inputs):
             storage, tensor = self.chunk.storage(unit, name), unit.table.activations[name]
             if storage not in self.grads and tensor.differentiable:
                 self.grads[storage] = storage.gradient
@@ -304,7 +304,8 @@ class BackwardEmitter:
     def _accumulated(self, unit: Unit, op: Op) -> list[Storage]:
         """Existing gradients that this operator adds to in place (residual branches, slices)."""
         storages, grads = self.recomputer.storages(unit), self.grads
-        return [grads[storages[n]] for n in op.inputs if storages[n] in grads]
+        names = (unit.table.of_gradient(name) for name in op.inputs)
+        return [grads[storages[n]] for n in names if storages[n] in grads]
 
     def _gradients(self, unit: Unit, op: Op) -> InputGradients:
         """The gradients that this operator is the first to write.  With a reduce-scatter the
@@ -312,7 +313,7 @@ class BackwardEmitter:
         gathered."""
         tensors, storages = unit.table.activations, self.recomputer.storages(unit)
         fresh: dict[str, Alloc] = {}
-        for name in op.inputs:
+        for name in map(unit.table.of_gradient, op.inputs):
             storage = storages[name]
             known = storage in self.grads or name in op.alias_inputs
             if known or not tensors[name].differentiable:
