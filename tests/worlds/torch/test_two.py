@@ -9,7 +9,7 @@ LAYOUTS = ("tp2", "pp2", "cp2", "ulysses2", "dp2")
 BITWISE = ("tp2",)
 RAW = {
     "tp2": ("skeletal", "windows", "mini-dropped"),
-    "pp2": ("offload",),
+    "pp2": ("offload", "zb-h1", "zb-h2-offload", "zb-h1-mini"),
     "cp2": ("rows",),
     "ulysses2": ("full-kept", "rows", "skeletal", "offload-slots", "mini-dropped"),
     "dp2": ("mini",),
@@ -20,6 +20,7 @@ VARIANTS = {
     "ends without layers full": cases.case("pp2-vpp2-ends", "full"),
     "tied ends without layers offload": cases.case("pp2-vpp2-ends", "offload", model=cases.TIED),
     "biases and learned positions offload": cases.case("ulysses2", "offload", model=TINY_GPT),
+    "biases zb-h2-full": cases.case("pp2", "zb-h2-full", model=TINY_GPT),
     "unfused attention full": cases.case("ulysses2", "full", attention="unfused"),
 }
 CASES = grid.short(
