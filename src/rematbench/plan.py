@@ -354,7 +354,6 @@ def passes_refusal(plan: Plan, layout: Layout, system: System, model: Model) -> 
         return ""
     gradient, optimizer = plan.state("gradient"), plan.state("optimizer")
     reasons = {
-        "several chunks on a rank": layout.vpp > 1,
         "experts": model.experts is not None,
         "layers that predict more tokens": model.mtp_layers > 0,
         "CUDA graphs": system.kernels.cuda_graphs,

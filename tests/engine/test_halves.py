@@ -1,6 +1,7 @@
 """Weight gradients in passes of their own: closed forms of the zero-bubble schedules."""
 
 import json
+from itertools import accumulate
 
 import msgspec
 import pytest
@@ -17,6 +18,7 @@ from rematbench.evaluate.evaluation import evaluate
 from rematbench.evaluate.proof import CheckError, check
 from rematbench.plan import Pass, Plan, PlanError, Schedule
 from rematbench.problem import Problem
+from rematbench.solve.orders import grouped_orders
 from tests.engine.twin.interpreter import interpret
 from tests.problems import BALANCED, FULL, GPT, LLAMA, half, layers, problem, transfers
 from tests.worlds.torch.cases import mini
@@ -128,6 +130,22 @@ def test_a_gradient_that_is_freed_before_its_weight_s_is_found() -> None:
         check(Program(ranks=(replace(rank, blocks=blocks), *program.ranks[1:])))
 
 
+@pytest.mark.parametrize(("pp", "vpp", "group"), [(4, 2, 4), (4, 2, 2), (4, 3, 2), (2, 2, 1)])
+def test_smaller_groups_keep_fewer_chunks_and_wait_longer(pp: int, vpp: int, group: int) -> None:
+    """Generalised interleaving: chunks in flight, and the bubble in passes of equal seconds."""
+    m = 4 * pp
+    given = problem(model=layers(pp * vpp), pp=pp, vpp=vpp, global_batch=m)
+    orders = grouped_orders(given, group)
+    for rank, order in enumerate(orders):
+        live = [0, *accumulate(item.forward - item.last for item in order)]
+        assert max(live) == group * (vpp - 1) + pp - rank
+    program = lower(replace(given.base_plan, orders=orders), given)
+    check(program)
+    kinds = (Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
+    found = simulate(program, lambda action, _: float(action.op == "fc2" and action.kind in kinds))
+    assert found.step_s - 3 * m * vpp == 2 * (pp - 1) + (pp - group) * (vpp - 1)
+
+
 def test_orders_are_written_as_they_were() -> None:
     """Committed plans say a pass as [forward, micro-batch, chunk]; halves have a word."""
     given, plan = pipeline(2, 2, "1f1b")
@@ -145,7 +163,6 @@ def test_orders_are_written_as_they_were() -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"vpp": 2}, "several chunks on a rank"),
         ({"dp": 2, "zero_stage": 3}, "parameters gathered per layer"),
         ({"dp": 2, "zero_stage": 2}, "sharded gradients"),
         ({"system_changes": {"cuda_graphs": True}}, "CUDA graphs"),

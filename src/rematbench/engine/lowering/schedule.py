@@ -54,23 +54,41 @@ def _zero_bubble(step: int, rank: int, pp: int, total: int) -> tuple[Pass, ...]:
     return (*order, *(Pass("W", i, 0) for i in range(max(0, total - lag), total)))
 
 
-def _ordered(warmup: int, total: int, pp: int, vpp: int) -> tuple[Pass, ...]:
+def grouped(rank: int, pp: int, vpp: int, group: int, num_micro_batches: int) -> tuple[Pass, ...]:
+    """Return generalised interleaving (Wan et al. 2025, arXiv 2503.01328): micro-batches go through
+    the chunks in groups of `group` (at least half of pp; num_micro_batches is a multiple of it),
+    and weight gradients follow input gradients, whose message does not wait for them.
+
+    Rank r keeps group (vpp - 1) + pp - r chunks, and the bubble is 2 (pp - 1) + (pp - group) (vpp -
+    1) passes of a chunk with equal seconds, of which a backward has two.
+    """
+    total = num_micro_batches * vpp
+    warmup = min(group * (vpp - 1) + pp - rank - 1, total)
+    order: list[Pass] = []
+    for item in _ordered(warmup, total, group, vpp):
+        halves = (item._replace(kind="B"), item._replace(kind="W"))
+        order += [item] if item.forward else halves
+    return tuple(order)
+
+
+def _ordered(warmup: int, total: int, group: int, vpp: int) -> tuple[Pass, ...]:
     """The warm-up forwards, then forwards and backwards in turn, then the remaining backwards."""
-    forwards = [_place(i, pp, vpp, True) for i in range(total)]
-    backwards = [_place(i, pp, vpp, False) for i in range(total)]
+    forwards = [_place(i, group, vpp, True) for i in range(total)]
+    backwards = [_place(i, group, vpp, False) for i in range(total)]
     order = list(forwards[:warmup])
     for i in range(total - warmup):
         order += [forwards[warmup + i], backwards[i]]
     return (*order, *backwards[total - warmup :])
 
 
-def _place(i: int, pp: int, vpp: int, forward: bool) -> Pass:
-    """The micro-batch and chunk of a rank's i-th forward or backward."""
+def _place(i: int, size: int, vpp: int, forward: bool) -> Pass:
+    """The micro-batch and chunk of a rank's i-th forward or backward, in groups of `size`
+    micro-batches."""
     if vpp == 1:
         return Pass(forward, i, 0)
-    group, within = divmod(i, pp * vpp)
-    chunk = within // pp
-    return Pass(forward, group * pp + within % pp, chunk if forward else vpp - 1 - chunk)
+    group, within = divmod(i, size * vpp)
+    chunk = within // size
+    return Pass(forward, group * size + within % size, chunk if forward else vpp - 1 - chunk)
 
 
 @lru_cache(maxsize=256)
