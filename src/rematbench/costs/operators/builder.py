@@ -328,7 +328,7 @@ class Builder:
             documents=s.documents if fused else 1,
         )
         internals = (self._lse(),) if fused else self._scores()
-        inside = (0, 0) if fused else self._inside_scores()
+        inside = (0, self._inside_fused()) if fused else self._inside_scores()
         repeated = self._repeated()
         chosen = tuple(name for name in (CHOSEN,) if name in self.activations)
         beside = (*chosen, *self._with_values())
@@ -402,6 +402,14 @@ class Builder:
             names.append(self.add("attn_probs_mask", self.s.tokens, row, False))
             names.append(self.add("attn_probs_dropped", self.s.tokens, row * self.e, False))
         return tuple(names)
+
+    def _inside_fused(self) -> int:
+        """Scratch bytes of the backward of fused attention.  Source: flash-attention,
+        csrc/flash_attn/flash_api.cpp, mha_bwd (dq_accum, dk_expanded, dv_expanded)."""
+        if not self.system.kernels.wide_query_gradient:
+            return 0
+        grouped = 2 * self.e if self.s.kv_heads < self.s.heads else 0
+        return self.s.tokens * self.s.q_width * (FP32 + grouped)
 
     def _inside_scores(self) -> tuple[int, int]:
         """Scratch bytes of eager attention in the forward and the backward of its softmax (0 if one

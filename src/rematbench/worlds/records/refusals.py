@@ -52,6 +52,7 @@ def refusals(problem: Problem, plan: Plan) -> list[str]:
         and lay.zero_stage > 0,
         "outputs that a pipeline stage holds": system.parallel.holds_outputs and lay.pp > 1,
         "replicas of sharded states": lay.state_shards < lay.dp * lay.cp,
+        "attention over slices of heads": any(run.of == "heads" for run in plan.mini_sequences),
         "KV heads replicated over tp": model.num_kv_heads % lay.tp != 0,
         **_refused_of_adapters(problem),
         **_refused_of_experts(problem, plan),
