@@ -107,7 +107,7 @@ class Mst(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             "tensor parallelism, which splits heads": lay.tp > 1,
             "keys gathered over context parallelism": lay.cp > 1,
             "latent attention": model.latent is not None,
-            "adapters": problem.workload.lora_rank > 0,
+            "adapters": problem.workload.adapted,
         }
         found = [name for name, is_so in refused.items() if is_so]
         if found:

@@ -17,7 +17,7 @@ from rematbench.costs.operators.block import (
     layer_table,
     prediction_table,
 )
-from rematbench.costs.operators.ops import Op, OpTable, rebuild_ops
+from rematbench.costs.operators.ops import Op, OpTable, rebuild_ops, without_weights
 from rematbench.costs.states import StateBytes, non_torch_bytes, room_bytes, state_bytes
 from rematbench.inputs.cluster import Cluster
 from rematbench.inputs.constants import Calibration
@@ -62,12 +62,13 @@ Weigher = Callable[["Problem", Plan], Weight]
 
 class LayerKind(NamedTuple):
     """A kind of layer: its attention window, whether it has one MLP, its place among what trains,
-    and whether it predicts one more token."""
+    whether it predicts one more token, and whether its weights are those of an earlier layer."""
 
     window: int
     dense: bool
     place: Place
     predicts: bool
+    borrows: bool
 
 
 @dataclass(frozen=True, eq=False)
@@ -258,7 +259,13 @@ class Problem:
         windows = model.attention_window or (0,) * model.num_layers
         every = enumerate((*windows, *(0 for _ in range(model.mtp_layers))))
         return tuple(
-            LayerKind(window, model.is_dense(i), self._place(i), i >= model.num_layers)
+            LayerKind(
+                window,
+                model.is_dense(i),
+                self._place(i),
+                i >= model.num_layers,
+                model.owner(i) != i,
+            )
             for i, window in every
         )
 
@@ -268,13 +275,14 @@ class Problem:
 
     def _table(self, kind: LayerKind) -> OpTable:
         fused, of = self.attention == "flash", (self.workload, self.layout, self.system)
-        window, dense, place, predicts = kind
+        window, dense, place, predicts, borrows = kind
         if predicts:
             last = self.prediction_rank == self.layout.pp - 1
             copies = self.layout.pp > 1 and not (last and self.workload.model.tied_embeddings)
             return prediction_table(*of, fused_attention=fused, dense=dense, copies=copies)
         table = layer_table(*of, fused_attention=fused, window=window, dense=dense)
-        return trained_table(table, self.workload, self.system, place)
+        table = trained_table(table, self.workload, self.system, place)
+        return without_weights(table) if borrows else table
 
     @cached_property
     def prediction_rank(self) -> int | None:

@@ -313,6 +313,9 @@ class Builder:
         if self.model.attention_chunked and window:
             length, window = min(window, length), 0
         pairs = packed_pairs(s.seq_len, length, window) // s.cp
+        if self.model.attends_all:
+            whole, rest = divmod(s.seq_len, length)
+            pairs = (whole * length**2 + rest**2) // s.cp
         if not fused:
             pairs = s.seq_len * s.seq_len // s.cp
         kernel = Attention(

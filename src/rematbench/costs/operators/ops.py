@@ -203,6 +203,14 @@ def without_activation(table: OpTable, name: str) -> OpTable:
     return replace(table, ops=ops, activations=activations)
 
 
+def without_weights(table: OpTable) -> OpTable:
+    """The table of a layer whose weights are those of an earlier layer, which has the states: its
+    gradients are added there, and complete after that layer's backward."""
+    replace = msgspec.structs.replace
+    ops = tuple(replace(op, parameters=0, trained=0) for op in table.ops)
+    return replace(table, ops=ops)
+
+
 def rebuild_ops(
     table: OpTable, missing: frozenset[str], available: frozenset[str]
 ) -> tuple[Op, ...]:
@@ -239,7 +247,7 @@ _NORMS = (
     "hidden_norm",
     "predict_norm",
 )
-_MORE_NORMS = ("embedding_norm", "q_norm", "k_norm")
+_MORE_NORMS = ("embedding_norm", "head_norm", "q_norm", "k_norm")
 """Norms whose outputs have names of their own."""
 _BLOCK = (
     "embedding_out",
@@ -281,7 +289,11 @@ _EXPERTS = (
     "shared_out",
 )
 _SCORES = ("probs", "softmax", "capped", "probs_mask", "probs_dropped")
-_ADAPTERS = tuple(f"lora_{name}{kind}" for name in get_args(AdapterTarget) for kind in LORA_KINDS)
+_ADAPTERS = (
+    *(f"lora_{name}{kind}" for name in get_args(AdapterTarget) for kind in LORA_KINDS),
+    *(f"bottleneck_{w}_{kind}" for w in ("attn", "mlp") for kind in ("low", "act", "up", "out")),
+)
+_NARROW = ("embedding_narrow", "embedding_norm_out", "head_narrow", "head_act_out", "head_norm_out")
 _ENDS = ("logits", "logits_capped", "logits_held", "loss_saved")
 _PREDICTION = (
     *("next_embedding", "joined", "join_columns", "join_out", "predicted", "predicted_mask"),
@@ -293,6 +305,7 @@ ACTIVATIONS = frozenset(
         *_BLOCK,
         *_EXPERTS,
         *_ENDS,
+        *_NARROW,
         *_PREDICTION,
         *_ADAPTERS,
         *_HEADS,

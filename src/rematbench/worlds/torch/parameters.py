@@ -89,7 +89,8 @@ def unit_specs(
     if not work.lora_rank:
         return specs
     frozen = {local: spec._replace(trained=False) for local, spec in specs.items()}
-    return frozen | (_adapter_specs(work, f"layers.{layer}", specs) if part == "layer" else {})
+    name = f"layers.{model.owner(layer)}"
+    return frozen | (_adapter_specs(work, name, specs) if part == "layer" else {})
 
 
 def _adapter_specs(
@@ -125,7 +126,7 @@ def _model_specs(
             head = "embedding.weight" if model.tied_embeddings else "lm_head.weight"
             norm = _norm_specs(model, "final_norm", "final_norm")
             return norm | {"lm_head": ParameterSpec(head, (model.vocab, model.hidden), 0, vocab)}
-    prefix = f"layers.{layer}"
+    prefix = f"layers.{model.owner(layer)}"
     specs = _attention_specs(model, prefix)
     if model.experts is None or model.is_dense(layer):
         return specs | _mlp_specs(model, prefix, model.ffn)

@@ -244,9 +244,12 @@ class RankModel:
 
     def unit_parameters(self, chunk: int, prefix: ModelPart) -> list[Parameter]:
         """The parameters whose gradients are complete after a unit's backward. If a projection
-        shares its weight with an embedding on this rank, it is listed with the embedding."""
+        shares its weight with an embedding on this rank, it is listed with the embedding; weights
+        that layers share are listed with the first of them."""
         units, local = self.units[chunk], self.local[chunk]
         shared: set[str] = set()
+        if self.kind.owner(layer := units[prefix].layer) != layer:
+            return []
         if units[prefix].table.part == "head":
             ends = (unit.prefix for unit in units.values() if unit.table.part == "embedding")
             shared = {p.spec.name for end in ends for p in local[end].values()}
