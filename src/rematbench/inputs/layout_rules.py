@@ -418,6 +418,30 @@ def _document_rules(lay: Layout, work: Workload) -> list[tuple[bool, str]]:
     ]
 
 
+def _column_rules(lay: Layout, work: Workload) -> list[tuple[bool, str]]:
+    """Matrices that are cut both ways: what is not modelled beside."""
+    model, count = work.model, lay.tp_columns
+    others = {
+        "sequence parallelism (--no-sp)": lay.sequence_parallel,
+        "cp, pp or ulysses above 1": max(lay.cp, lay.pp, lay.ulysses) > 1,
+        "experts": model.experts is not None,
+        "latent attention": model.latent is not None,
+        "weights that do not train": work.partly,
+        "a narrow embedding": model.embedding_width > 0,
+        "norms over the width of queries": model.qk_norm and model.qk_norm_weights == "width",
+    }
+    found = [name for name, is_so in others.items() if is_so]
+    words = f"tp_columns = {count} is not modelled with {', '.join(found)}; a rank would hold "
+    share = model.parameters / (lay.tp * count) / 1e6
+    return [
+        (count > 1 and bool(found), f"{words}{share:,.1f} M parameters"),
+        (
+            count > 1 and model.hidden % count != 0,
+            f"hidden {model.hidden} must be a multiple of tp_columns = {count}",
+        ),
+    ]
+
+
 def _shared_rules(lay: Layout, work: Workload) -> list[tuple[bool, str]]:
     """Layers that share weights, and narrow embeddings, are modelled where a rank has all of
     both."""
@@ -451,6 +475,7 @@ def _model_rules(lay: Layout, work: Workload) -> list[tuple[bool, str]]:
     return [
         *_document_rules(lay, work),
         *_shared_rules(lay, work),
+        *_column_rules(lay, work),
         (
             model.position == "learned" and model.max_positions < work.seq_len,
             f"seq_len {work.seq_len} exceeds the {model.max_positions} learned positions of "

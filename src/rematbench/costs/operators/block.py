@@ -21,9 +21,9 @@ def embedding_table(work: Workload, layout: Layout, system: System) -> OpTable:
     out = b.shard("embedding_out" if normed else "layer_input")
     mask: tuple[str, ...] = ()
     if work.model.drops_embedding:
-        mask = (b.add("embedding_mask", b.s.shard_tokens, work.model.hidden, False),)
+        mask = (b.add("embedding_mask", b.s.shard_tokens, b.s.hidden, False),)
     positions = work.model.max_positions if work.model.position == "learned" else 0
-    _lookup(b, "embedding", (out, *mask), (b.s.vocab + positions) * work.model.hidden)
+    _lookup(b, "embedding", (out, *mask), (b.s.vocab + positions) * b.s.hidden)
     if normed:
         b.norm("embedding_norm", out, "layer_input")
     return b.table("embedding")

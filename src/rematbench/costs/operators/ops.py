@@ -15,15 +15,18 @@ from rematbench.costs.operators.kernels import Elementwise, Gemm, Kernel
 from rematbench.workload import AdapterTarget
 
 CommKind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "ring"]
-Group = Literal["tp", "cp", "ulysses", "dp", "pp", "replica", "ep", "etp", "edp", "expert_replica"]
-"""`ulysses`: the ranks of an all-to-all inside context parallelism (an all-to-all alone is among
+Group = Literal[
+    "tp", "columns", "cp", "ulysses", "dp", "pp", "replica", "ep", "etp", "edp", "expert_replica"
+]
+"""`columns`: the ranks that split the other dimension of the matrices that `tp` splits; `ulysses`:
+the ranks of an all-to-all inside context parallelism (an all-to-all alone is among
 `cp`); `dp`: the ranks that share sharded states; `replica`: the ranks that hold equal shards; `ep`:
 the ranks over which a layer's experts are spread; `etp`: those that split an expert; `edp`: those
 that share sharded states of the same part of the same experts; `expert_replica`: those that hold
 equal shards of these."""
 STREAMS_OF: dict[Group, str] = {
     **{"replica": "dp", "edp": "dp", "expert_replica": "dp"},
-    **{"etp": "ep", "ulysses": "cp"},
+    **{"etp": "ep", "ulysses": "cp", "columns": "tp"},
 }
 """The streams of groups that share the stream of another group."""
 Part = Literal["embedding", "layer", "head"]

@@ -53,6 +53,7 @@ def refusals(problem: Problem, plan: Plan) -> list[str]:
         "outputs that a pipeline stage holds": system.parallel.holds_outputs and lay.pp > 1,
         "replicas of sharded states": lay.state_shards < lay.dp * lay.cp,
         "attention over slices of heads": any(run.of == "heads" for run in plan.mini_sequences),
+        "a second tensor dimension over data-parallel ranks": lay.tp_columns > 1 and lay.has_peers,
         "KV heads replicated over tp": model.num_kv_heads % lay.tp != 0,
         **_refused_of_adapters(problem),
         **_refused_of_experts(problem, plan),
