@@ -233,11 +233,15 @@ class StateFate(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return found
 
 
-class MiniSequence(Struct, frozen=True):
-    """Compute a run of row-local operators in `count` pieces of the rank's rows."""
+class MiniSequence(Struct, frozen=True, omit_defaults=True):
+    """Compute a run of operators in `count` pieces: of the rank's rows, if they are row-local, or,
+    from the projection to queries to the end of attention, of its heads (`of`).  A piece of heads
+    computes in its own backward again the inputs of attention, and its output in row order from
+    its output in head order (Untied Ulysses, arXiv 2602.21196)."""
 
     ops: tuple[str, ...]
     count: PositiveInt
+    of: Literal["rows", "heads"] = "rows"
 
 
 class Pass(NamedTuple):

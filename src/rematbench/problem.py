@@ -17,7 +17,7 @@ from rematbench.costs.operators.block import (
     layer_table,
     prediction_table,
 )
-from rematbench.costs.operators.ops import Op, OpTable, rebuild_ops
+from rematbench.costs.operators.ops import Op, OpTable, rebuild_ops, without_weights
 from rematbench.costs.operators.quantised import quantised_table
 from rematbench.costs.states import StateBytes, non_torch_bytes, room_bytes, state_bytes
 from rematbench.inputs.cluster import Cluster
@@ -64,13 +64,15 @@ Weigher = Callable[["Problem", Plan], Weight]
 
 class LayerKind(NamedTuple):
     """A kind of layer: its attention window, whether it has one MLP, its place among what trains,
-    whether it predicts one more token, and whether its linears are quantised."""
+    whether it predicts one more token, whether its linears are quantised, and whether its weights
+    are those of an earlier layer."""
 
     window: int
     dense: bool
     place: Place
     predicts: bool
     quantised: bool = False
+    borrows: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -266,8 +268,15 @@ class Problem:
         every = enumerate((*windows, *(0 for _ in range(model.mtp_layers))))
         count, quantises = model.num_layers, self.workload.quantises
         return tuple(
-            LayerKind(w, model.is_dense(i), self._place(i), i >= count, quantises(i, count))
-            for i, w in every
+            LayerKind(
+                window,
+                model.is_dense(i),
+                self._place(i),
+                i >= count,
+                quantises(i, count),
+                model.owner(i) != i,
+            )
+            for i, window in every
         )
 
     @cached_property
@@ -276,7 +285,7 @@ class Problem:
 
     def _table(self, kind: LayerKind) -> OpTable:
         fused, of = self.attention == "flash", (self.workload, self.layout, self.system)
-        window, dense, place, predicts, quantised = kind
+        window, dense, place, predicts, quantised, borrows = kind
         if quantised:
             plain = self._table(kind._replace(quantised=False))
             return quantised_table(plain, *of, self.cluster.generation)
@@ -285,7 +294,8 @@ class Problem:
             copies = self.layout.pp > 1 and not (last and self.workload.model.tied_embeddings)
             return prediction_table(*of, fused_attention=fused, dense=dense, copies=copies)
         table = layer_table(*of, fused_attention=fused, window=window, dense=dense)
-        return trained_table(table, self.workload, self.system, place)
+        table = trained_table(table, self.workload, self.system, place)
+        return without_weights(table) if borrows else table
 
     @cached_property
     def prediction_rank(self) -> int | None:

@@ -293,7 +293,8 @@ def test_deepspeed_is_the_decoder_that_its_baseline_runs() -> None:
         *("prefetch_elements", "live_elements", "flat_step"),
         "fp32_copy",
     }
-    assert differences("huggingface-deepspeed").keys() == zero
+    long_contexts = {"tiles_again", "wide_query_gradient"}  # the baseline's plans say its tiles
+    assert differences("huggingface-deepspeed").keys() == zero | long_contexts
     assert all(flat(layers)[key] == flat(plain)[key] for key in zero)
 
 

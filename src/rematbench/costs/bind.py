@@ -132,6 +132,7 @@ class CostModel(KernelCosts):
         lay = self.layout
         return Layout(
             tp=lay.tp,
+            tp_columns=lay.tp_columns,
             cp=lay.cp,
             pp=lay.pp,
             dp=lay.dp,

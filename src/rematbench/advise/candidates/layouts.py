@@ -230,6 +230,10 @@ def layouts(
     """Yield every product of degrees that uses all GPUs, before the rules of layouts are checked.
     Adds to `refused` the degrees whose replicas do not divide the batch."""
     asked, batch = spec.gpus, spec.degrees.global_batch
+    if spec.degrees.tp_columns > 1:
+        raise LayoutError(
+            "search tries no tp_columns above 1: give the layout to simulate or compare"
+        )
     kept = {key: value for key, value in flat(spec.degrees).items() if key not in facts(Fixed)}
     spreads = product(
         _degrees(fixed.tp, asked, work.model.num_heads),
