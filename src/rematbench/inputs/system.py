@@ -401,6 +401,11 @@ class System(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         overlap = self.parallel.p2p_overlap
         return overlap == "always" or (overlap == "interleaved" and vpp > 1)
 
+    def holds_host(self, vpp: int) -> bool:
+        """Whether the host waits until a pipeline message has arrived, with `vpp` chunks on each
+        rank."""
+        return self.parallel.p2p_synchronous and not self.sends_beside(vpp)
+
     def padded_vocab(self, vocab: int, tp: int) -> int:
         """The vocabulary in use: padded up to a multiple of vocab_multiple x tp."""
         unit = self.loss.vocab_multiple * tp

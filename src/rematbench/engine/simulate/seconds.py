@@ -57,7 +57,7 @@ class ActionCosts:
         whole = system.kernels.cuda_graphs or system.kernels.compiled
         begins = _graph_begins if system.kernels.cuda_graphs else _region_begins
         self._begins = [begins(table) for table in problem.layer_kinds if whole]
-        self._waits_for_messages = system.parallel.p2p_synchronous and not system.sends_beside(vpp)
+        self._waits_for_messages = system.holds_host(vpp)
         self._blocks = system.kernels.launch_blocking
         layout, experts = problem.layout, problem.workload.model.experts
         alone = layout.ep * layout.expert_tp == 1

@@ -47,11 +47,14 @@ class ForwardEmitter:
         """Return block F, which computes the chunk's output from its input and keeps the storages
         that the backward reads."""
         chunk, w = self.chunk, self.w
+        early = self.gatherer is not None and self._gathers_early(self.gatherer)
+        if self.gatherer and early:  # the stage's compute idles until its message arrives
+            self.gatherer.before(w, chunk.units, 0)
         if not chunk.first:
             w.wait(COMPUTE, RECEIVED["f"])
         for position, unit in enumerate(chunk.units):
             w.begin_unit()
-            if self.gatherer:
+            if self.gatherer and (position or not early):
                 self.gatherer.before(w, chunk.units, position)
             self._enter_slot(unit, position)
             self._operators(unit)
@@ -68,6 +71,13 @@ class ForwardEmitter:
         if self.gatherer:
             self.survivors |= self.gatherer.survivors
         return w.finish("F", self.survivors, arrivals)
+
+    def _gathers_early(self, gatherer: ParameterGatherer) -> bool:
+        """Whether the gathers of a step are issued before the chunk's message arrives, as the host
+        does not wait for it."""
+        problem = self.chunk.problem
+        held = problem.system.holds_host(problem.layout.vpp)
+        return not (gatherer.layerwise or self.chunk.first or held)
 
     def _enter_slot(self, unit: Unit, position: int) -> None:
         """Assign the unit's offloaded tensors to its rounding buffer, after the copies of the
