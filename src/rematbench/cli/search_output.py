@@ -158,6 +158,9 @@ def notes(
     `solved`: planners are solved next."""
     yield ""
     stopped = "" if ended else "stopped: "
+    if not job.bounded:
+        yield "no bound covers these stages: methods are tried with all layers and with a list"
+        return
     if results:
         yield (
             f"{stopped}proved gap: no plan of this space ({space_words(job)}) is more than "
