@@ -182,6 +182,7 @@ class Work(Quantised, Part, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         """Documents of a sequence, including a shorter last document."""
         return -(-self.seq_len // self.document_len) if self.packed else 1
 
+    # Why: docs/decisions/costs.md, Is a capacity of experts an imbalance?
     @property
     def drops_tokens(self) -> bool:
         """Whether experts leave out tokens above their capacity, and are not filled up to it."""

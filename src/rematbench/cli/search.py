@@ -15,14 +15,14 @@ from rematbench.advise.search.by_layer import ByLayer
 from rematbench.advise.search.request import Progress, SearchRequest
 from rematbench.advise.search.rounds import SearchJob, rounds
 from rematbench.cli.inverse import Inverse, ask
-from rematbench.cli.options import DEFAULT_SYSTEM, Within, percents, require, takes_search
+from rematbench.cli.options import Within, percents, require, takes_search
 from rematbench.cli.plan_table import as_cells
 from rematbench.cli.search_answer import SearchAnswer
 from rematbench.cli.search_output import show_assumed, show_difference, show_space
 from rematbench.cli.targets import Json, Methods, Notes, need_file
 from rematbench.host.console import CommandError, console
 from rematbench.host.table import write_sheet
-from rematbench.inputs.job import Job
+from rematbench.inputs.job import DEFAULT_SYSTEM, Job
 from rematbench.worlds.packages.process import package_system
 
 STEP_S = 1.0

@@ -33,6 +33,7 @@ from rematbench.host.console import (
     rounded,
 )
 from rematbench.host.table import GIB
+from rematbench.worlds.packages.process import broken_baselines
 
 HEADS = (
     Head(""), Head("method", words=True), Head("tp"), Head("cp"), Head("pp"), Head("vpp"),
@@ -198,6 +199,8 @@ def notes(job: SearchJob, at: Progress, results: list[Result], *, solved: bool) 
             f"not covered by the proved gap: {names} "
             f"(planners{SOLVED if results and solved else ''})"
         )
+    for path, reason in broken_baselines().items():
+        yield f"unavailable: {path}: {reason}"
     yield f"assumes: {assumed_of(job)}"
     date = results[0].problem.calibration.date if results else ""
     yield f"world: simulated (rematbench {__version__}{f', constants of {date}' if date else ''})"

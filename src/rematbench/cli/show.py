@@ -446,9 +446,10 @@ def trust(band: Band) -> list[str]:
     )
     if band.other_generation:
         learnt = f"{band.sources} sources predicted with the kernels of another GPU generation"
+        learnt = learnt if band.sources else "no row: ours, for a GPU by its data sheet alone"
     if band.open_cause:
         learnt = "published steps of such jobs, whose cause is not known"
-    if not band.sources:
+    if not band.sources and not band.other_generation:
         learnt = (
             "the stack's calibration rows, or of published stacks calibrated on as many rows if "
             "that band is wider"

@@ -57,6 +57,7 @@ class Fixed(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     zero_stage: ZeroStage | None = None
 
 
+# Why: docs/decisions/advise.md, Are optimizer states on the host part of a method's bounds
 class LayoutChoice(Struct, frozen=True):
     """A layout and the layers of each of its chunks, in pipeline order.  `even`: the partition is
     the even one; `hosted`: the optimizer's states are in host memory, although the stack keeps them
