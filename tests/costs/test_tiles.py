@@ -99,9 +99,10 @@ def widths(given: Problem) -> list[int]:
 
 
 def shipped(name: str) -> Problem:
-    """A shipped model, with attention that its stack has kernels for."""
+    """A problem of a shipped model, with a kernel that has its sinks."""
     model = load_model(name)
-    return problem(model=model, attention="unfused" if model.attention_sinks else "flash")
+    kernel = {"attention": "cudnn"} if model.attention_sinks else {}
+    return problem(model=model, system_changes=kernel)
 
 
 TILING = [
