@@ -28,10 +28,12 @@ from rematbench.cli.plan_table import (
 from rematbench.cli.show import (
     FRAGMENTS,
     UNTIMED,
+    beside,
     covers,
     heading,
     nominal,
     tight_line,
+    without_recipe,
     world_line,
 )
 from rematbench.cli.targets import Json, need_file
@@ -152,6 +154,11 @@ def compare(  # noqa: PLR0913, PLR0917  # an option of the command line each
         typer.echo(msgspec.json.format(msgspec.json.encode(answer)).decode())
     else:
         printed.notes(results, changes)
+        best = results[0] if results else None
+        twin = without_recipe(run, best.method) if best and best.evaluation else None
+        if best is not None and twin is not None:
+            text = f"{best.method} {beside(twin, best)}"
+            printed.out.print(plain(text), soft_wrap=True)
         if tight is not None:
             text = f"FASTER but tight: {_summary(tight)}, with --reserve-gib 0"
             printed.out.print(plain(text), soft_wrap=True)
