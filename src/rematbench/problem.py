@@ -17,7 +17,8 @@ from rematbench.costs.operators.block import (
     layer_table,
     prediction_table,
 )
-from rematbench.costs.operators.ops import Op, OpTable, rebuild_ops
+from rematbench.costs.operators.ops import Op, OpTable, rebuild_ops, without_weights
+from rematbench.costs.operators.quantised import quantised_table
 from rematbench.costs.states import (
     StateBytes,
     non_torch_bytes,
@@ -30,8 +31,9 @@ from rematbench.inputs.constants import Calibration
 from rematbench.inputs.facts import CPU
 from rematbench.inputs.kernel_rates import RateError
 from rematbench.inputs.layout import Layout, LayoutError
-from rematbench.inputs.layout_rules import check_layout
+from rematbench.inputs.layout_rules import check_layout, unmodelled_of_experts
 from rematbench.inputs.precision import attention_problem, peak_flop_per_s, sinks_problem
+from rematbench.inputs.recipes import check_recipe, recipe_of
 from rematbench.inputs.stages import base_partition, prediction_rank
 from rematbench.inputs.system import AttentionBackend, StackChoice, System, TpOverlap
 from rematbench.plan import Plan, state_fates
@@ -68,12 +70,15 @@ Weigher = Callable[["Problem", Plan], Weight]
 
 class LayerKind(NamedTuple):
     """A kind of layer: its attention window, whether it has one MLP, its place among what trains,
-    and whether it predicts one more token."""
+    whether it predicts one more token, whether its linears are quantised, and whether its weights
+    are those of an earlier layer."""
 
     window: int
     dense: bool
     place: Place
     predicts: bool
+    quantised: bool = False
+    borrows: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,6 +112,7 @@ class Problem:
             object.__setattr__(self, "attention", "unfused")  # the stack has no fused kernel
         else:
             self._check_attention()
+        check_recipe(self.workload, self.system, self.cluster.generation)
         check_layout(self.layout, self.workload, self.system)
         _refuse_experts(self)
 
@@ -126,7 +132,9 @@ class Problem:
         """Why no kernel of this problem has seconds, in one line; empty if all have."""
         generation, precision = self.cluster.generation, self.workload.precision
         rates, tf32, missing = self.calibration.kernels, self.system.kernels.tf32, ""
-        missing = self.workload.model.untimed
+        missing, recipe = self.workload.model.untimed, recipe_of(self.workload)
+        if recipe is not None and generation != CPU and generation not in recipe.gemm:
+            missing = f"no published rate of products of recipe {self.workload.recipe}"
         if not self.calibration.has_rates(generation):
             known = ", ".join(sorted(set(self.calibration.gpus) & set(rates.generations) - {CPU}))
             missing = (
@@ -247,9 +255,7 @@ class Problem:
     def embedding(self) -> OpTable:
         """Operators of the embedding."""
         table = embedding_table(self.workload, self.layout, self.system)
-        return self._trained(table, Place(trains=self.workload.frozen_layers == 0))
-
-    def _trained(self, table: OpTable, place: Place) -> OpTable:
+        place = Place(trains=self.workload.frozen_layers == 0)
         return trained_table(table, self.workload, self.system, place, self.layout.tp)
 
     def _place(self, layer: int) -> Place:
@@ -260,7 +266,8 @@ class Problem:
     def head(self) -> OpTable:
         """Operators of the final norm, output projection and loss."""
         table = head_table(self.workload, self.layout, self.system)
-        return self._trained(table, self._place(self.workload.model.num_layers))
+        place = self._place(self.workload.model.num_layers)
+        return trained_table(table, self.workload, self.system, place, self.layout.tp)
 
     @cached_property
     def _kinds(self) -> tuple[LayerKind, ...]:
@@ -268,8 +275,10 @@ class Problem:
         model = self.workload.model
         windows = model.attention_window or (0,) * model.num_layers
         every = enumerate((*windows, *(0 for _ in range(model.mtp_layers))))
+        count, quantises = model.num_layers, self.workload.quantises
+        dense, place, owner = model.is_dense, self._place, model.owner
         return tuple(
-            LayerKind(window, model.is_dense(i), self._place(i), i >= model.num_layers)
+            LayerKind(window, dense(i), place(i), i >= count, quantises(i, count), owner(i) != i)
             for i, window in every
         )
 
@@ -279,13 +288,17 @@ class Problem:
 
     def _table(self, kind: LayerKind) -> OpTable:
         fused, of = self.attention == "flash", (self.workload, self.layout, self.system)
-        window, dense, place, predicts = kind
+        window, dense, place, predicts, quantised, borrows = kind
+        if quantised:
+            plain = self._table(kind._replace(quantised=False))
+            return quantised_table(plain, *of, self.cluster.generation)
         if predicts:
             last = self.prediction_rank == self.layout.pp - 1
             copies = self.layout.pp > 1 and not (last and self.workload.model.tied_embeddings)
             return prediction_table(*of, fused_attention=fused, dense=dense, copies=copies)
         table = layer_table(*of, fused_attention=fused, window=window, dense=dense)
-        return self._trained(table, place)
+        table = trained_table(table, self.workload, self.system, place, self.layout.tp)
+        return without_weights(table) if borrows else table
 
     @cached_property
     def prediction_rank(self) -> int | None:
@@ -328,25 +341,14 @@ class Problem:
 def _refuse_experts(problem: Problem) -> None:
     """LayoutError for a step with experts that is not modelled: with the model's parameters, the
     states of the fullest rank and the bytes that a layer with experts saves."""
-    work, lay, system = problem.workload, problem.layout, problem.system
+    work, lay = problem.workload, problem.layout
     model = work.model
-    if model.experts is None:
-        return
-    refused = {
-        f"the experts of system {system.name}": "ep" not in system.accepts.model_parallel,
-        "CUDA graphs": system.kernels.cuda_graphs,
-        "an optimizer in host memory": system.host.optimizer_on_host,
-        "reduce buckets that are allocated whole": system.zero.whole_buckets,
-        "parameters that are updated as one tensor": system.states.flat_step,
-        "attention and MLP in parallel": model.block != "sequential",
-    }
-    found = [name for name, is_so in refused.items() if is_so]
-    if not found:
+    if not (refused := unmodelled_of_experts(model, problem.system)):
         return
     layer = next(problem.layer(i) for i in range(model.num_layers) if not model.is_dense(i))
     held = [rank_states(problem, problem.base_plan, rank).total for rank in range(lay.pp)]
     raise LayoutError(
-        f"steps of models with experts are not simulated with {found[0]}: {model.name} has "
+        f"steps of models with experts are not simulated with {refused}: {model.name} has "
         f"{model.parameters / 1e9:.2f} B parameters ({model.active_parameters / 1e9:.2f} B active)"
         f"; states of a rank {max(held) / 2**30:.2f} GiB; a layer with experts keeps "
         f"{layer.saved_bytes / 2**20:.1f} MiB of a micro-batch ({work.balance})"

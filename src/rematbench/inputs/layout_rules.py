@@ -7,7 +7,8 @@ from rematbench.inputs.load import load_system
 from rematbench.inputs.stackfacts import other_versions
 from rematbench.inputs.stages import prediction_rank
 from rematbench.inputs.system import System
-from rematbench.workload import PACKED_BYTES, Workload
+from rematbench.inputs.trained_rules import trained_rules
+from rematbench.workload import Model, Workload
 
 DEGREE_WORDS = {
     "tp": "tensor parallelism",
@@ -15,6 +16,7 @@ DEGREE_WORDS = {
     "vpp": "interleaved pipelines",
     "cp": "context parallelism",
 }
+# Why: docs/decisions/engine.md, When does a pipeline release what ZeRO 2 and 3 gather?
 GATHERED_CHUNKS = 3
 """Chunks of a rank that torch keeps gathered in a pipeline: a further one is resharded and gathered
 again (torch 2.13, distributed/pipelining/schedules.py, _add_unshard_reshard: max_active_stages)."""
@@ -102,53 +104,9 @@ def _rules(lay: Layout, work: Workload, system: System) -> list[tuple[bool, str]
         *_ulysses_rules(lay, work, system),
         *_latent_rules(lay, work, system),
         *_expert_rules(lay, work, system),
-        *_trained_rules(lay, work),
+        *trained_rules(lay, work),
         *_ep_overlap_rules(lay, work, system),
         *_stack_rules(lay, system),
-    ]
-
-
-def _trained_rules(lay: Layout, work: Workload) -> list[tuple[bool, str]]:
-    """The rules of a model of which only a part trains."""
-    model, mlp = work.model, {"gate", "up", "down"}
-    experts = model.experts is not None and bool(mlp & {*work.targets})
-    return [
-        (
-            not work.partly and work.base_dtype != "stack",
-            f"base_dtype {work.base_dtype} holds weights that do not train, but all train (give "
-            "lora_rank, trained_parts or frozen_layers)",
-        ),
-        (
-            work.fp32_norms and (work.base_dtype not in PACKED_BYTES or work.trains("norms")),
-            "fp32_norms needs frozen norms and linears of less than 16 bits (base_dtype)",
-        ),
-        (work.dora and not work.lora_rank, "dora needs adapters (lora_rank)"),
-        (experts, "adapters of experts are not modelled (lora_targets: q,k,v,o)"),
-        (
-            model.latent is not None and not {"q", "k", "v"}.isdisjoint(work.targets),
-            "adapters of latent attention are not modelled (lora_targets: o,gate,up,down)",
-        ),
-        (
-            lay.tp > 1 and (work.dora or (work.partly and not work.lora_rank)),
-            f"tp = {lay.tp} with weights that do not train, other than with adapters without dora: "
-            "not modelled",
-        ),
-        (
-            work.lora_rank % lay.tp > 0,
-            f"lora_rank {work.lora_rank} must be a multiple of tp = {lay.tp}, whose ranks share it",
-        ),
-        (
-            work.frozen_layers > 0 and lay.pp > 1,
-            f"pp = {lay.pp} with frozen_layers: not modelled",
-        ),
-        (
-            work.frozen_layers >= model.num_layers,
-            f"frozen_layers {work.frozen_layers} must be below the {model.num_layers} layers",
-        ),
-        (
-            work.trained_parts == "head" and lay.pp > 1,
-            f"pp = {lay.pp} where no layer trains: not modelled",
-        ),
     ]
 
 
@@ -176,7 +134,7 @@ def _stack_rules(lay: Layout, system: System) -> list[tuple[bool, str]]:
         *_shard_rules(lay, system),
         (
             lay.has_peers and stage not in system.accepts.zero_stages,
-            f"system {system.name} has no ZeRO stage {stage} (its stages: {stages})",
+            f"system {system.name} has no ZeRO stage {stage} (--zero: {stages})",
         ),
         (
             lay.pp > 1 and stage not in system.accepts.pipeline_zero_stages,
@@ -430,10 +388,64 @@ def _document_rules(lay: Layout, work: Workload) -> list[tuple[bool, str]]:
     ]
 
 
+def _column_rules(lay: Layout, work: Workload) -> list[tuple[bool, str]]:
+    """Matrices that are cut both ways: what is not modelled beside."""
+    model, count = work.model, lay.tp_columns
+    others = {
+        "sequence parallelism (--no-sp)": lay.sequence_parallel,
+        "cp, pp or ulysses above 1": max(lay.cp, lay.pp, lay.ulysses) > 1,
+        "experts": model.experts is not None,
+        "latent attention": model.latent is not None,
+        "weights that do not train": work.partly,
+        "a narrow embedding": model.embedding_width > 0,
+        "norms over the width of queries": model.qk_norm and model.qk_norm_weights == "width",
+    }
+    found = [name for name, is_so in others.items() if is_so]
+    words = f"tp_columns = {count} is not modelled with {', '.join(found)}; a rank would hold "
+    share = model.parameters / (lay.tp * count) / 1e6
+    return [
+        (count > 1 and bool(found), f"{words}{share:,.1f} M parameters"),
+        (
+            count > 1 and model.hidden % count != 0,
+            f"hidden {model.hidden} must be a multiple of tp_columns = {count}",
+        ),
+    ]
+
+
+def _shared_rules(lay: Layout, work: Workload) -> list[tuple[bool, str]]:
+    """Layers that share weights, and narrow embeddings, are modelled where a rank has all of
+    both."""
+    model = work.model
+    name, shares = model.name, model.layer_groups > 0
+    whole = max(lay.tp, lay.pp) == 1
+    size = f"{name} has {model.parameters / 1e6:.1f} M parameters"
+    return [
+        (
+            shares and model.num_layers % max(1, model.layer_groups) != 0,
+            f"{model.num_layers} layers are no multiple of layer_groups = {model.layer_groups}",
+        ),
+        (
+            shares and (lay.pp > 1 or lay.zero_stage > 1 or work.frozen_layers > 0),
+            "layers that share weights are not modelled over pipeline stages, with ZeRO 2 and 3 "
+            f"or with some of them frozen; {size}",
+        ),
+        (
+            shares and (model.experts is not None or bool(model.attention_window)),
+            f"layers that share weights are not modelled with experts or attention windows; {size}",
+        ),
+        (
+            model.embedding_width > 0 and not whole,
+            f"an embedding of fewer columns is not modelled with tp or pp above 1; {size}",
+        ),
+    ]
+
+
 def _model_rules(lay: Layout, work: Workload) -> list[tuple[bool, str]]:
     model = work.model
     return [
         *_document_rules(lay, work),
+        *_shared_rules(lay, work),
+        *_column_rules(lay, work),
         (
             model.position == "learned" and model.max_positions < work.seq_len,
             f"seq_len {work.seq_len} exceeds the {model.max_positions} learned positions of "
@@ -456,3 +468,14 @@ def _model_rules(lay: Layout, work: Workload) -> list[tuple[bool, str]]:
             f"ffn {model.ffn} must be a multiple of tp = {lay.tp}",
         ),
     ]
+
+
+def unmodelled_of_experts(model: Model, system: System) -> str:
+    """What of a stack, or of a model, is not modelled with experts; empty if everything is."""
+    refused = {
+        f"the experts of system {system.name}": "ep" not in system.accepts.model_parallel,
+        "reduce buckets that are allocated whole": system.zero.whole_buckets,
+        "parameters that are updated as one tensor": system.states.flat_step,
+        "attention and MLP in parallel": model.block != "sequential",
+    }
+    return next((name for name, is_so in refused.items() if model.experts and is_so), "")
