@@ -239,7 +239,7 @@ class RankModel:
         """The element type of an activation."""
         if tensor.name == "loss_saved" and self.problem.system.loss.logits_fp32:
             return wide(self.dtype)
-        if tensor.name in OF_BYTES:
+        if tensor.name in OF_BYTES or tensor.name.endswith("_mask"):
             return torch.uint8
         if tensor.name == COUNTS:
             return torch.int64
