@@ -77,6 +77,11 @@ def trained_table(
     return table if work.trains_all else _Trainer(table, work, system, place, tp).table()
 
 
+def _is_wide(name: str) -> bool:
+    """Whether fp32 norms make a tensor of a layer fp32."""
+    return name in WIDE or name.endswith("norm_out")
+
+
 def _doubled(comm: Comm | None) -> Comm | None:
     """A collective of a linear and of its adapter.  With an all-reduce the adapter's product is
     gathered, at half of an all-reduce's cost."""
@@ -110,8 +115,7 @@ class _Trainer:
     def _widen(self) -> None:
         """Make what norms, linears behind them and layers write fp32."""
         for name, one in self.activations.items():
-            wide = name in WIDE or name.endswith("norm_out")
-            self.activations[name] = replace(one, row_bytes=one.row_bytes * (1 + wide))
+            self.activations[name] = replace(one, row_bytes=one.row_bytes * (1 + _is_wide(name)))
 
     def table(self) -> OpTable:
         """The part with what trains."""
@@ -216,7 +220,9 @@ class _Trainer:
         if packed is None or self.part != "layer" or op.replicated:
             return ()
         count = sum(one.n * one.k * one.batch for one in op.forward if isinstance(one, Gemm))
-        return memory_kernel(ceil(count * (packed + self.e)))
+        names = (*op.inputs[:1], *op.outputs) if self.widened else ()
+        casts = sum(self.activations[name].nbytes for name in names if _is_wide(name)) * 3 // 2
+        return memory_kernel(ceil(count * (packed + self.e)) + casts)
 
     def _with_bottleneck(self, op: Op) -> Iterator[Op]:
         """The operators of an operator, with the inputs that bottleneck adapters give it, and those
