@@ -14,7 +14,7 @@ from rematbench.inputs.configfile import ConfigError
 from rematbench.inputs.job import flag
 from rematbench.inputs.load import load_cluster, load_model, load_system, names
 from rematbench.inputs.stages import read_stages
-from rematbench.inputs.system import StackChoice
+from rematbench.inputs.system import CUDNN, StackChoice, System
 from rematbench.workload import Experts, Work
 
 LEADING = ("model", "cluster", "system", "gpus", "seq_len", "global_batch")
@@ -23,8 +23,6 @@ DEGREES = ("tp", "cp", "pp", "vpp", "ulysses", "ep", "shard_degree", "micro_batc
 WIDE = {"param_bytes": 4, "grad_bytes": 4, "reduce_bytes": 4}
 WIDE |= {"optimizer_bytes": 8, "late_state_bytes": 8}
 """The states of weights in fp32 under autocast; DeepSpeed narrows them, FSDP has them anyway."""
-CUDNN = ("hopper", "blackwell")
-"""GPU generations on which TransformerEngine prefers cuDNN's attention."""
 SIZES = ("num_layers", "hidden", "num_heads", "num_kv_heads", "head_dim", "ffn")
 UNSHARDED = "huggingface-flash"
 """The stack of a trainer without DeepSpeed and FSDP, where every rank holds all states."""
@@ -308,7 +306,7 @@ def _system(
         facts |= WIDE
         reading.notes.append("weights in fp32, which autocast narrows operator by operator")
     system = load_system(base)
-    facts |= _kernel(values)
+    facts |= _kernel(values, system)
     overlaps = facts.get("reduce_overlap", system.zero.reduce_overlap)
     if values.get("bucket_elements") and (overlaps or system.zero.whole_buckets):
         facts["bucket_bytes"] = values["bucket_elements"] * system.states.reduce_bytes
@@ -327,11 +325,13 @@ def _system(
     return file
 
 
-def _kernel(values: dict[str, Any]) -> dict[str, str]:
+def _kernel(values: dict[str, Any], system: System) -> dict[str, Any]:
     """The kernel that TransformerEngine's attention takes: cuDNN's where it is asked for, and from
-    Hopper on by itself (TransformerEngine 2.x, attention/dot_product_attention/utils.py)."""
+    Hopper on by itself, unless FlashAttention is asked for."""
     kernel, cluster = values.get("kernel"), values.get("cluster")
     generation = load_cluster(str(cluster)).generation if kernel and cluster else ""
+    if kernel == "flash" and system.kernels.cudnn_first:
+        return {"cudnn_first": False}
     unknown = kernel == "fused" and not generation
     taken = kernel in ("fused", "auto") and generation in CUDNN
     return {"attention": "cudnn"} if unknown or taken else {}

@@ -33,6 +33,8 @@ FLEX: dict[str, Dispatcher] = {"hopper": "deepep", "blackwell": "hybridep"}
 ENDS, MOST_LESS = 2, 4
 """Layers that the first and the last of several chunks on a rank lack together of what the others
 have, for the embedding and the loss, and at most."""
+_RULE = re.compile(r"(\d+ x|stages? [\d, ]+|--\w+: [\d, ]+)|\b[1-9]\d*\b")
+"""The numbers of a rule: of a factor and of ZeRO's stages (which stay), or of the layout."""
 MOST_MICRO_BATCH = 64
 """Most sequences in a micro-batch: no kernel becomes faster with more."""
 
@@ -55,6 +57,7 @@ class Fixed(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     zero_stage: ZeroStage | None = None
 
 
+# Why: docs/decisions/advise.md, Are optimizer states on the host part of a method's bounds
 class LayoutChoice(Struct, frozen=True):
     """A layout and the layers of each of its chunks, in pipeline order.  `even`: the partition is
     the even one; `hosted`: the optimizer's states are in host memory, although the stack keeps them
@@ -141,7 +144,7 @@ def space(spec: Job, fixed: Fixed, work: Workload, cluster: Cluster, system: Sys
             check_layout(layout, work, system)
         except LayoutError as error:
             rule, _, _ = str(error).partition(", but ")
-            refused[re.sub(r"\b[1-9]\d*\b(?! x )", "N", rule)] += 1  # 2 x cp is the rule's own
+            refused[_RULE.sub(lambda number: number[1] or "N", rule)] += 1
             continue
         stated = _stated(layout, work)
         results = [
@@ -234,6 +237,10 @@ def layouts(
     """Yield every product of degrees that uses all GPUs, before the rules of layouts are checked.
     Adds to `refused` the degrees whose replicas do not divide the batch."""
     asked, batch = spec.gpus, spec.degrees.global_batch
+    if spec.degrees.tp_columns > 1:
+        raise LayoutError(
+            "search tries no tp_columns above 1: give the layout to simulate or compare"
+        )
     kept = {key: value for key, value in flat(spec.degrees).items() if key not in facts(Fixed)}
     spreads = product(
         _degrees(fixed.tp, asked, work.model.num_heads),

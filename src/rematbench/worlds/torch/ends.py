@@ -20,7 +20,7 @@ def embedding(call: Call) -> Tensors:
     table = call.parameter("embedding").value
     whole = model.problem.layout.tp == 1
     out = arithmetic.embed(_ids(call), table, model.vocab_start, whole=whole)
-    if _positions(call) and model.place.tp == 0:  # by one rank of the group
+    if _positions(call) and model.tp_rank == 0:  # by one rank of the group
         out = out + call.parameter("position").value[model.where]
     return {call.op.outputs[0]: out}
 
@@ -100,13 +100,13 @@ def _beside_backward(call: Call) -> Tensors:
 
 def _gather_columns(call: Call) -> Tensors:
     """A rank's rows of all columns, from every rank's columns of all rows."""
-    tp, place, rows = call.model.problem.layout.tp, call.model.place.tp, call.span.size
+    tp, place, rows = call.model.problem.layout.tp, call.model.tp_rank, call.span.size
     whole = torch.cat(call.input().chunk(tp), -1)
     return {call.op.outputs[0]: whole[place * rows : (place + 1) * rows].clone()}
 
 
 def _gather_columns_backward(call: Call) -> Tensors:
-    own = call.grads[0].chunk(call.model.problem.layout.tp, -1)[call.model.place.tp]
+    own = call.grads[0].chunk(call.model.problem.layout.tp, -1)[call.model.tp_rank]
     return {call.op.inputs[0]: own.contiguous()}
 
 

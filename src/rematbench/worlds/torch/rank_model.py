@@ -18,12 +18,13 @@ from rematbench.worlds.torch.arithmetic import rope_tables, wide
 from rematbench.worlds.torch.attention_backends import Shape
 from rematbench.worlds.torch.batch import MicroBatch, positions, slices
 from rematbench.worlds.torch.draws import Draws
-from rematbench.worlds.torch.groups import Coordinates, ExpertPlace, expert_place, state_rank
+from rematbench.worlds.torch.groups import Coordinates, ExpertPlace, Group, expert_place, state_rank
 from rematbench.worlds.torch.parameters import (
     Owner,
     Parameter,
     ParameterSpec,
     build,
+    cut_both_ways,
     full_weight,
     specs_by_name,
     unit_specs,
@@ -87,6 +88,8 @@ class RankModel:
         self.sharing = Sharing.of(plan, lay, state_rank(lay, order, place))
         self.unit_states: list[dict[str, UnitStates]] = [{} for _ in self.chunks]
         """The states that are kept by unit, of each chunk by the unit's prefix."""
+        self.columns: Group | None = None
+        """The ranks that split the hidden columns, if several do (the executor sets it)."""
         self.parameters = dict(parameters or {})
         draw: Draw = lambda spec: None  # noqa: E731  # `build` draws
         if device_weights:
@@ -123,7 +126,10 @@ class RankModel:
 
     def _locals(self, unit: Unit) -> dict[str, ParameterSpec]:
         of_unit = unit.table.part, unit.layer, self._vocab, self.held_experts
-        return unit_specs(self.kind, *of_unit, self.problem.workload)
+        specs = unit_specs(self.kind, *of_unit, self.problem.workload)
+        return (
+            cut_both_ways(specs, self.kind.hidden) if self.problem.layout.tp_columns > 1 else specs
+        )
 
     @property
     def _vocab(self) -> int:
@@ -163,14 +169,29 @@ class RankModel:
         """This rank's part of a parameter. ZeRO shards the states of experts over the ranks that
         hold the same part of the same experts."""
         lay, order = self.problem.layout, self.problem.system.parallel.rank_order
-        rank, parts, peer, peers = self.place.tp, lay.tp, state_rank(lay, order, self.place), 1
+        rank, parts, peer, peers = self.tp_rank, lay.tp, state_rank(lay, order, self.place), 1
         if spec.expert:
             rank, parts, peer = self.folded.etp, lay.expert_tp, self.folded.edp
         if lay.zero_stage >= 1:
             peers = lay.expert_dp if spec.expert else lay.state_shards
         return Owner(
-            tp_rank=rank, tp=parts, state_rank=peer if peers > 1 else 0, state_shards=peers
+            tp_rank=rank,
+            tp=parts,
+            state_rank=peer if peers > 1 else 0,
+            state_shards=peers,
+            column=self.column,
+            columns=lay.tp_columns,
         )
+
+    @property
+    def tp_rank(self) -> int:
+        """This rank's place among those that split heads, and columns of an MLP."""
+        return self.place.tp // self.problem.layout.tp_columns
+
+    @property
+    def column(self) -> int:
+        """This rank's place among those that split the hidden columns."""
+        return self.place.tp % self.problem.layout.tp_columns
 
     @cached_property
     def folded(self) -> ExpertPlace:
@@ -206,7 +227,7 @@ class RankModel:
     @property
     def vocab_start(self) -> int:
         """The first token of this rank's vocabulary shard."""
-        return self.place.tp * self.shapes.vocab
+        return self.tp_rank * self.shapes.vocab
 
     @cached_property
     def attention(self) -> Shape:
@@ -247,8 +268,11 @@ class RankModel:
     def unit_parameters(self, chunk: int, prefix: ModelPart) -> list[Parameter]:
         """The parameters whose gradients are complete after a unit's backward.  A parameter that
         several units share (the embedding's, with a projection or a prediction) is listed with the
-        first of them, whose backward is the last."""
+        first of them, whose backward is the last; so are the weights that layers share."""
         units, local = [*self.units[chunk]], self.local[chunk]
+        layer = self.units[chunk][prefix].layer
+        if self.kind.owner(layer) != layer:
+            return []
         before = units[: units.index(prefix)]
         shared = {p.spec.name for unit in before for p in local[unit].values()}
         return [p for p in local[prefix].values() if p.spec.name not in shared]
