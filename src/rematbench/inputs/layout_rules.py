@@ -45,7 +45,7 @@ def _prediction_rules(lay: Layout, work: Workload, system: System) -> list[tuple
     if rank is None:
         return []
     inside, narrow = 0 < rank < lay.pp - 1, model.embedding_width > 0
-    overlaps = lay.ep > 1 and system.experts.ep_overlap != "none"
+    alone = lay.pp == 1 < lay.ep and system.experts.ep_overlap != "none"
     return [
         (model.mtp_layers > 1, f"{words} where there is more than one"),
         (not work.trains_all, f"{words} where only a part of the model trains"),
@@ -53,7 +53,7 @@ def _prediction_rules(lay: Layout, work: Workload, system: System) -> list[tuple
         (rank == 0 and lay.pp > 1, f"{words} on the first of several ranks, as in Megatron-core"),
         (narrow or lay.tp_columns > 1, f"{words} with a narrow embedding or with tp_columns"),
         (model.tied_embeddings and inside, f"{words} between tied embeddings on other ranks"),
-        (overlaps, f"{words} with the overlap of experts' exchanges of system {system.name}"),
+        (alone, "pp must be larger than 1 when enabling ep_overlap with MTP layer (Megatron-core)"),
     ]
 
 
