@@ -58,8 +58,7 @@ def _prediction_rules(lay: Layout, work: Workload, system: System) -> list[tuple
 
 
 def _size_rules(lay: Layout, work: Workload) -> list[tuple[bool, str]]:
-    """Upper bounds of size, far beyond real training, that still simulate in seconds; and the rule
-    that ulysses divides dp."""
+    """Upper bounds of size, which still simulate in seconds; and that ulysses divides dp."""
     passes = lay.global_batch // lay.micro_batch // max(1, lay.replicas) * lay.num_chunks
     return [
         (lay.gpus > MOST_GPUS, f"{lay.gpus} GPUs exceed the limit of {MOST_GPUS}"),
@@ -269,9 +268,8 @@ def _nested_rules(
 
 
 def _latent_rules(lay: Layout, work: Workload, system: System) -> list[tuple[bool, str]]:
-    """The rules of values with other columns than keys, in words of TransformerEngine, on which
-    stacks with fused norms run (attn_forward_func_with_cp of context_parallel.py), and of DeepSpeed
-    0.19.8 (ulysses_sp.py, UlyssesSPAttentionHF)."""
+    """The rules of values with other columns than keys, in words of TransformerEngine, on stacks
+    with fused norms (context_parallel.py), and of DeepSpeed 0.19.8 (ulysses_sp.py)."""
     if work.model.latent is None:
         return []
     words = "Context parallelism does not support MLA with cp_comm_type="
