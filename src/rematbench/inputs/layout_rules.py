@@ -44,21 +44,21 @@ def _prediction_rules(lay: Layout, work: Workload, system: System) -> list[tuple
     rank, words = prediction_rank(model, lay), "layers that predict more tokens are not simulated"
     if rank is None:
         return []
-    inside = 0 < rank < lay.pp - 1
-    overlaps = lay.ep > 1 and system.experts.ep_overlap != "none"
+    inside, narrow = 0 < rank < lay.pp - 1, model.embedding_width > 0
+    alone = lay.pp == 1 < lay.ep and system.experts.ep_overlap != "none"
     return [
         (model.mtp_layers > 1, f"{words} where there is more than one"),
         (not work.trains_all, f"{words} where only a part of the model trains"),
         (model.block != "sequential", f"{words} with attention and MLP in parallel"),
         (rank == 0 and lay.pp > 1, f"{words} on the first of several ranks, as in Megatron-core"),
+        (narrow or lay.tp_columns > 1, f"{words} with a narrow embedding or with tp_columns"),
         (model.tied_embeddings and inside, f"{words} between tied embeddings on other ranks"),
-        (overlaps, f"{words} with the overlap of experts' exchanges of system {system.name}"),
+        (alone, "pp must be larger than 1 when enabling ep_overlap with MTP layer (Megatron-core)"),
     ]
 
 
 def _size_rules(lay: Layout, work: Workload) -> list[tuple[bool, str]]:
-    """Upper bounds of size, far beyond real training, that still simulate in seconds; and the rule
-    that ulysses divides dp."""
+    """Upper bounds of size, which still simulate in seconds; and that ulysses divides dp."""
     passes = lay.global_batch // lay.micro_batch // max(1, lay.replicas) * lay.num_chunks
     return [
         (lay.gpus > MOST_GPUS, f"{lay.gpus} GPUs exceed the limit of {MOST_GPUS}"),
@@ -268,9 +268,8 @@ def _nested_rules(
 
 
 def _latent_rules(lay: Layout, work: Workload, system: System) -> list[tuple[bool, str]]:
-    """The rules of values with other columns than keys, in words of TransformerEngine, on which
-    stacks with fused norms run (attn_forward_func_with_cp of context_parallel.py), and of DeepSpeed
-    0.19.8 (ulysses_sp.py, UlyssesSPAttentionHF)."""
+    """The rules of values with other columns than keys, in words of TransformerEngine, on stacks
+    with fused norms (context_parallel.py), and of DeepSpeed 0.19.8 (ulysses_sp.py)."""
     if work.model.latent is None:
         return []
     words = "Context parallelism does not support MLA with cp_comm_type="
