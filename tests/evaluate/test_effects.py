@@ -41,6 +41,7 @@ JOBS: list[dict[str, Any]] = [
         "global_batch": 64,
     },
     {"stack": "huggingface", "dp": 2, "global_batch": 4, "precision": "fp32"},
+    {"stack": "huggingface-fsdp-4.46", "dp": 2, "zero_stage": 3, "global_batch": 2},
     {
         "stack": "huggingface-deepspeed",
         "kept": True,

@@ -207,7 +207,8 @@ def test_a_command_replaces_values_of_its_yaml(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "refusal"),
     [
-        ("megatron sft --model m --tuner_type lora", "lora"),
+        ("megatron sft --model m --tuner_type longlora", "longlora"),
+        ("megatron sft --model m --tuner_type lora --target_regex q", "target-regex"),
         ("deepspeed train.py --model_name_or_path m --vision_tower v", "vision_tower"),
         ("deepspeed -m openrlhf.cli.train_dpo --pretrain m --micro_train_batch_size 1", "stage"),
         (f"pretrain_gpt.py {SIZES} --num-experts 8 --moe-train-capacity-factor 1", "capacity"),

@@ -92,6 +92,7 @@ def _refused_of_adapters(problem: Problem) -> dict[str, bool]:
         f"frozen weights in {work.base_dtype}": work.base_dtype != "stack",
         f"what trains in {work.trained_dtype}": work.trained_dtype != "stack",
         "adapters over data-parallel ranks": work.partly and lay.has_peers,
+        "adapters over tensor-parallel ranks": work.partly and lay.tp > 1,
         "adapters of models with experts": work.partly and work.model.experts is not None,
         f"the optimizer {problem.stack_choice.optimizer_kind}": problem.stack_choice.optimizer_kind
         is not None,
