@@ -41,6 +41,7 @@ JOBS: list[dict[str, Any]] = [
         "global_batch": 64,
     },
     {"stack": "huggingface", "dp": 2, "global_batch": 4, "precision": "fp32"},
+    {"stack": "huggingface", "dp": 2, "global_batch": 4, "zero_stage": 0},
 ]
 WHERE_MADE = "fp32_copy"
 """The fact that a problem's precision has used before the problem exists (inputs/precision.py)."""
@@ -87,7 +88,7 @@ def test_a_fact_acts_only_where_it_changes_numbers(
 
 def test_an_assumed_fact_of_a_stack_that_overlaps_exchanges_is_said() -> None:
     """On one GPU of the job, where nothing is exchanged."""
-    given, _ = job(**JOBS[-2])
+    given, _ = job(**JOBS[-3])
     sources = {"norm": f"{ASSUMED}a test", "reduce_bytes": f"{ASSUMED}a test"}
     system = with_facts(given.system, sources=sources)
     found = unread_facts(dataclasses.replace(given, system=system))
