@@ -7,8 +7,9 @@ so sequences up to d are not split), V / d pieces for the head (32 for Llama-3),
 recomputed in its backward; used with full recomputation and optimizer-in-backward.
 Deviations: the rule stops at 32 pieces of the MLP, because with more pieces its transients no
 longer set the peak and kernels only shrink.  The loss's saved statistics are recomputed by piece
-instead of kept.  Weight gradients of the pieces are accumulated in place, as in autograd.  Experts
-are not split, and neither is the MLP if the base offloads or rebuilds a part of its inner tensors.
+instead of kept.  `again` is the tiled MLP of ALST (Bekman et al. 2025, arXiv 2506.13996), whose
+tiles save nothing.  Weight gradients of the pieces are accumulated in place, as in autograd.
+Experts are not split, and neither is the MLP if the base offloads or rebuilds a part of its inner tensors.
 The loss's saved tensors are rebuilt by piece even if the base would offload them: they have the
 size of the logits, which pieces are to avoid.
 """
@@ -21,6 +22,7 @@ from msgspec.structs import replace
 
 from rematbench.plan import (
     MiniSequence,
+    Offload,
     Plan,
     Recompute,
     Rule,
@@ -40,6 +42,8 @@ HEAD = ("lm_head", "loss")
 class Mst(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`mlp_chunks`, `head_chunks`: pieces (None: the paper's rules, for the MLP up to
     `max_mlp_chunks`; 1: not split).
+    `again`: each piece of the MLP is computed once more in its own backward, as ALST's tiled MLP
+    is (None: where the base has the inputs of layers on the host, as ALST does).
     `optimizer_in_backward`: update each layer as soon as its gradients are complete."""
 
     name: ClassVar[str] = "mst"
@@ -50,6 +54,7 @@ class Mst(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     mlp_chunks: PositiveInt | None = None
     max_mlp_chunks: PositiveInt = 32
     head_chunks: PositiveInt | None = None
+    again: bool | None = None
     optimizer_in_backward: bool = False
 
     def plan(self, problem: Problem, base: Plan) -> Plan | Unsupported:
@@ -64,6 +69,8 @@ class Mst(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         head = self._head_count(problem)
         added = tuple(MiniSequence(ops, n) for ops, n in ((MLP, mlp), (HEAD, head)) if n > 1)
         plan = replace(base, mini_sequences=(*base.mini_sequences, *added))
+        if mlp > 1 and (_moves_inputs(base) if self.again is None else self.again):
+            plan = plan.with_rules(_again(problem))
         if head > 1:
             plan, remark = _with_loss_by_piece(problem, plan)
             why |= remark
@@ -93,6 +100,20 @@ class Mst(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         model = problem.workload.model
         rows = min(a.rows for a in problem.head.activations.values())
         return min(self.head_chunks or ceil(model.vocab / model.hidden), rows)
+
+
+def _moves_inputs(base: Plan) -> bool:
+    """Whether a plan recomputes whole layers from inputs that are on the host."""
+    moved = [rule for rule in base.rules if isinstance(rule.fate, Offload)]
+    whole = any(isinstance(rule.fate, Recompute) and rule.fate.whole for rule in base.rules)
+    return whole and any(rule.select.activations == ("layer_input",) for rule in moved)
+
+
+def _again(problem: Problem) -> Rule:
+    """The rule that rebuilds what is inside the MLP just before each piece needs it."""
+    ops = (op for table in problem.layer_kinds for op in table.ops if op.name in MLP[:-1])
+    inner = tuple(dict.fromkeys(name for op in ops for name in op.outputs))
+    return Rule(Select(parts=("layer",), activations=inner), Recompute(scope="consumer"))
 
 
 def _with_loss_by_piece(problem: Problem, plan: Plan) -> tuple[Plan, dict[str, str]]:

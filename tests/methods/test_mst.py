@@ -1,6 +1,7 @@
 """Mini-sequences as a method: the paper's rules, transients over M, composition, refusals."""
 
 import dataclasses
+from collections import Counter
 from math import ceil
 from typing import Any
 
@@ -9,7 +10,7 @@ from msgspec.structs import replace
 
 from rematbench.engine.lowering.lower import lower
 from rematbench.engine.program.action import Action, Kind
-from rematbench.engine.program.ledger import issue_order
+from rematbench.engine.program.ledger import issue_order, live_at_peak
 from rematbench.evaluate.evaluation import evaluate, program_bytes
 from rematbench.evaluate.proof import check
 from rematbench.inputs.layout import Layout
@@ -253,3 +254,26 @@ def test_bytes_a_token_beside_layer_inputs_are_those_that_are_stated() -> None:
     a_token = rank.activation_peak / 60_000 - p.workload.model.num_layers * hidden
     assert a_token == pytest.approx(p.layer(0).saved_bytes / 60_000 + 4 * hidden, rel=1e-6)
     assert a_token == pytest.approx(234e3, rel=2e-3)
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_pieces_that_are_computed_again_are_held_one_by_one(again: bool) -> None:
+    """ALST's tiled MLP below full recomputation with inputs on the host: the layer's recomputation
+    keeps no piece, and each piece is computed once more."""
+    p, pieces = problem(model=layers(3), seq_len=64), 8
+    moves = "full_recompute:inputs=host+mst"
+    plan = plan_of(p, moves, mlp_chunks=pieces, head_chunks=1, again=again)
+    program = lower(plan, p)
+    check(program)
+    if again:
+        assert plan == plan_of(p, moves, mlp_chunks=pieces, head_chunks=1)  # as ALST has it
+    runs = Counter(
+        action.op
+        for action, _, _ in program.ranks[0].actions()
+        if action.kind is Kind.RECOMPUTE and action.part.letter == "L"
+    )
+    assert runs["fc1"] == 3 * pieces * (1 + again)
+    rank = issue_order(program)[0]
+    held = [one for one in live_at_peak(program.ranks[0], rank.peak_step) if one.storage]
+    inner = [one for one in held if str(one.storage).split(".")[-1].startswith("gate_out%")]
+    assert (len(inner) > 1) is not again

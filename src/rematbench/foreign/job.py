@@ -94,6 +94,11 @@ def _method(values: dict[str, Any], reading: Reading, method: str) -> tuple[str,
         reading.notes.append("no file says what is recomputed: keep_all is assumed (--method NAME)")
     name, settings = reading.method or ("keep_all", {})
     words = tuple(f"{key}={value}" for key, value in settings.items())
+    if values.get("tiles"):
+        count = f",mlp_chunks={values['tile_count']}" if values.get("tile_count") else ""
+        values["pieces"] = (
+            f"mst:again=true{count}{'' if values.get('pieces') else ',head_chunks=1'}"
+        )
     added = [values[part] for part in ("pieces", "moved") if values.get(part)]
     if not added:
         return name, words

@@ -31,6 +31,8 @@ class Recomputer:
         self.on_device: set[Storage] = set()
         self.shares: dict[str, float] = {}  # share of rows of each operator in recomputation
         self.rebuilt: set[Storage] = set()  # tensors whose rebuilt rows exist
+        self.passing: set[str] = set()
+        """Tensors of a piece that its own backward rebuilds: whole layers do not keep them."""
         self.run: MiniRun | None = None
         self.piece: Piece | None = None
         self._whole = {unit.prefix: chunk.storages(unit) for unit in chunk.units}
@@ -148,6 +150,12 @@ class Recomputer:
                 emit_alloc(self.w, storage, unit.table.activations[name].nbytes)
                 made[name] = storage
 
+        self.passing = {
+            name
+            for name in run.interior - missing
+            if (fate := self.fate(unit, name)) is not None and fate.scope == "consumer"
+        }
+
         def write(piece: Piece) -> None:
             self.run, self.piece = run, piece
             inner = dict(made)
@@ -155,7 +163,7 @@ class Recomputer:
                 self._recompute_op(unit, op, missing, inner)
 
         write_pieces(self.w, run.pieces, write, self.tensor_sets)
-        self.run = self.piece = None
+        self.run, self.piece, self.passing = None, None, set()
 
     def _run_output(self, unit: Unit, name: str) -> Storage:
         """The storage of a rebuilt mini-sequence output: the saved tensor's own storage if it was
@@ -227,6 +235,7 @@ class Recomputer:
                 continue
             fate = self.fate(unit, name)
             wanted = name in missing or (fate is not None and fate.recompute_bytes > 0)
+            wanted = wanted and name not in self.passing
             if not wanted:
                 writes[name] = storage.with_rows(COPY) if name == "layer_output" else storage
             elif fate is not None and fate.mixed:
