@@ -5,11 +5,12 @@ shrink by the number of pieces, at no extra bytes saved and a few per cent of ti
 Source: Luo et al., mini-sequence transformer (MsT), arXiv 2407.15892: MLP pieces of d rows (C = d,
 so sequences up to d are not split), V / d pieces for the head (32 for Llama-3), logits of a piece
 recomputed in its backward; used with full recomputation and optimizer-in-backward.
+`attention_chunks`: attention over slices of heads (Untied Ulysses, arXiv 2602.21196): queries, keys
+and values exist for a slice at a time, and are projected (and sent) again in its backward.
 Deviations: the rule stops at 32 pieces of the MLP, because with more pieces its transients no
 longer set the peak and kernels only shrink.  The loss's saved statistics are recomputed by piece
-instead of kept.  `again` is the tiled MLP of ALST (Bekman et al. 2025, arXiv 2506.13996), whose
-tiles save nothing.  Weight gradients of the pieces are accumulated in place, as in autograd.
-Experts are not split, and neither is the MLP if the base offloads or rebuilds a part of its inner tensors.
+instead of kept.  Weight gradients of the pieces are accumulated in place, as in autograd.  Experts
+are not split, and neither is the MLP if the base offloads or rebuilds a part of its inner tensors.
 The loss's saved tensors are rebuilt by piece even if the base would offload them: they have the
 size of the logits, which pieces are to avoid.
 """
@@ -22,7 +23,6 @@ from msgspec.structs import replace
 
 from rematbench.plan import (
     MiniSequence,
-    Offload,
     Plan,
     Recompute,
     Rule,
@@ -42,8 +42,7 @@ HEAD = ("lm_head", "loss")
 class Mst(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`mlp_chunks`, `head_chunks`: pieces (None: the paper's rules, for the MLP up to
     `max_mlp_chunks`; 1: not split).
-    `again`: each piece of the MLP is computed once more in its own backward, as ALST's tiled MLP
-    is (None: where the base has the inputs of layers on the host, as ALST does).
+    `attention_chunks`: pieces of attention's heads (a rank's heads at most; 1: not split).
     `optimizer_in_backward`: update each layer as soon as its gradients are complete."""
 
     name: ClassVar[str] = "mst"
@@ -54,7 +53,7 @@ class Mst(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     mlp_chunks: PositiveInt | None = None
     max_mlp_chunks: PositiveInt = 32
     head_chunks: PositiveInt | None = None
-    again: bool | None = None
+    attention_chunks: PositiveInt = 1
     optimizer_in_backward: bool = False
 
     def plan(self, problem: Problem, base: Plan) -> Plan | Unsupported:
@@ -67,10 +66,13 @@ class Mst(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             return Unsupported(f"the base already computes {min(taken)} in mini-sequences")
         mlp, why = self._mlp_count(problem, base)
         head = self._head_count(problem)
-        added = tuple(MiniSequence(ops, n) for ops, n in ((MLP, mlp), (HEAD, head)) if n > 1)
+        if refused := self._heads_refused(problem):
+            return Unsupported(refused)
+        added = [MiniSequence(ops, n) for ops, n in ((MLP, mlp), (HEAD, head)) if n > 1]
+        if self.attention_chunks > 1:
+            heads = _attention_ops(problem)
+            added.append(MiniSequence(heads, self.attention_chunks, of="heads"))
         plan = replace(base, mini_sequences=(*base.mini_sequences, *added))
-        if mlp > 1 and (_moves_inputs(base) if self.again is None else self.again):
-            plan = plan.with_rules(_again(problem))
         if head > 1:
             plan, remark = _with_loss_by_piece(problem, plan)
             why |= remark
@@ -96,24 +98,35 @@ class Mst(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         rule = min(ceil(local / model.hidden), self.max_mlp_chunks)
         return min(self.mlp_chunks or rule, rows), {}
 
+    def _heads_refused(self, problem: Problem) -> str:
+        """Why attention is not computed over slices of heads; empty if it is, or is whole."""
+        if self.attention_chunks == 1:
+            return ""
+        lay, model = problem.layout, problem.workload.model
+        refused = {
+            "tensor parallelism, which splits heads": lay.tp > 1,
+            "keys gathered over context parallelism": lay.cp > 1,
+            "latent attention": model.latent is not None,
+            "adapters": problem.workload.adapted,
+        }
+        found = [name for name, is_so in refused.items() if is_so]
+        if found:
+            return f"attention over slices of heads is not modelled with {found[0]}"
+        heads = model.num_heads // lay.ulysses
+        if heads % self.attention_chunks:
+            return f"{self.attention_chunks} slices of {heads} heads of a rank are not equal"
+        return ""
+
     def _head_count(self, problem: Problem) -> int:
         model = problem.workload.model
         rows = min(a.rows for a in problem.head.activations.values())
         return min(self.head_chunks or ceil(model.vocab / model.hidden), rows)
 
 
-def _moves_inputs(base: Plan) -> bool:
-    """Whether a plan recomputes whole layers from inputs that are on the host."""
-    moved = [rule for rule in base.rules if isinstance(rule.fate, Offload)]
-    whole = any(isinstance(rule.fate, Recompute) and rule.fate.whole for rule in base.rules)
-    return whole and any(rule.select.activations == ("layer_input",) for rule in moved)
-
-
-def _again(problem: Problem) -> Rule:
-    """The rule that rebuilds what is inside the MLP just before each piece needs it."""
-    ops = (op for table in problem.layer_kinds for op in table.ops if op.name in MLP[:-1])
-    inner = tuple(dict.fromkeys(name for op in ops for name in op.outputs))
-    return Rule(Select(parts=("layer",), activations=inner), Recompute(scope="consumer"))
+def _attention_ops(problem: Problem) -> tuple[str, ...]:
+    """The operators of a layer from the projection to queries to the end of attention."""
+    names = [op.name for op in problem.layer(0).ops]
+    return tuple(names[names.index("qkv") : names.index("proj")])
 
 
 def _with_loss_by_piece(problem: Problem, plan: Plan) -> tuple[Plan, dict[str, str]]:

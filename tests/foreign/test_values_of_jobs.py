@@ -166,6 +166,9 @@ def test_a_layout_of_stages_is_read(tmp_path: Path) -> None:
     assert made.options["stages"] == text
     assert made.options["vpp"] == "2"
     assert made.words[made.words.index("--layout") + 1] == text
+    made = job(tmp_path, f"{line} --pipeline-model-parallel-layout 'Et*2|t*3L'")[0]
+    assert made.words[made.words.index("--partition") + 1] == "2,3"
+    assert "--layout" not in made.words
 
 
 @pytest.mark.parametrize(
@@ -251,15 +254,16 @@ def test_a_loss_without_logits_divides_the_head(tmp_path: Path, text: str, piece
 @pytest.mark.parametrize(
     ("text", "method"),
     [
-        ("tiled_mlp: true", "mst:again=true,head_chunks=1"),
-        ("tiled_mlp: true\ntiled_mlp_num_shards: 8", "mst:again=true,mlp_chunks=8,head_chunks=1"),
-        ("tiled_mlp: true\ncut_cross_entropy: true", "mst:again=true"),
+        ("tiled_mlp: true", "mst:head_chunks=1"),
+        ("tiled_mlp: true\ntiled_mlp_num_shards: 8", "mst:mlp_chunks=8,head_chunks=1"),
+        ("tiled_mlp: true\ncut_cross_entropy: true", "mst"),
         ("tiled_mlp: false\ntiled_mlp_num_shards: 8", ""),
     ],
 )
 def test_tiles_of_an_mlp_are_computed_again(tmp_path: Path, text: str, method: str) -> None:
-    made = job(tmp_path, AXOLOTL + text, "job.yaml")[0].method
-    assert made == f"full_recompute{'+' if method else ''}{method}"
+    made = job(tmp_path, AXOLOTL + text, "job.yaml")[0]
+    assert made.method == f"full_recompute{'+' if method else ''}{method}"
+    assert facts(made).get("tiles_again", False) is bool(method)
 
 
 def test_compiled_norms_keep_no_steps(tmp_path: Path) -> None:

@@ -95,10 +95,9 @@ def _method(values: dict[str, Any], reading: Reading, method: str) -> tuple[str,
     name, settings = reading.method or ("keep_all", {})
     words = tuple(f"{key}={value}" for key, value in settings.items())
     if values.get("tiles"):
-        count = f",mlp_chunks={values['tile_count']}" if values.get("tile_count") else ""
-        values["pieces"] = (
-            f"mst:again=true{count}{'' if values.get('pieces') else ',head_chunks=1'}"
-        )
+        tiles = {"mlp_chunks": values.get("tile_count"), "head_chunks": not values.get("pieces")}
+        pieces = [f"{name}={count:d}" for name, count in tiles.items() if count]
+        values["pieces"] = f"mst:{','.join(pieces)}" if pieces else "mst"
     added = [values[part] for part in ("pieces", "moved") if values.get(part)]
     if not added:
         return name, words
@@ -108,9 +107,13 @@ def _method(values: dict[str, Any], reading: Reading, method: str) -> tuple[str,
 
 def _of_model(values: dict[str, Any], reading: Reading) -> None:
     """Derive what depends on the model, also on one that has a name: chunks, the layers of each
-    stage, and whether there is a shared expert."""
+    stage (as numbers where every stage has some), and whether there is a shared expert."""
     if "stages" in values:
-        values["vpp"] = max(1, len(read_stages(values["stages"])) // values.get("pp", 1))
+        stages = read_stages(values["stages"])
+        values["vpp"] = max(1, len(stages) // values.get("pp", 1))
+        if all(stage.layers and not stage.prediction for stage in stages):
+            values["partition"] = ",".join(str(len(stage.layers)) for stage in stages)
+            del values["stages"]
     needed = {"layers_per_chunk", "first_layers", "last_layers", "first_less", "last_less"}
     present = (needed | {"shared_overlap"}) & values.keys()
     if not present:

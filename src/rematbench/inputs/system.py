@@ -157,6 +157,9 @@ class Loss(Part, frozen=True, kw_only=True, forbid_unknown_fields=True):
     shifts_logits: bool = False
     """If true, the loss copies the logits of all tokens but the last after it has widened them,
     while the model's forward still has its logits and the input of the head."""
+    prediction_layers: bool = True
+    """If true, layers of a model that predict more tokens train; otherwise the stack's classes
+    leave them out."""
     held_logit_bytes: StateBytes = 0
     """So many bytes per logit stay alive during the loss's backward because the training loop holds
     the model's output (0: it holds none).  With logits computed in pieces no output exists."""
@@ -174,6 +177,10 @@ class Kernels(Part, frozen=True, kw_only=True, forbid_unknown_fields=True):
     repeats_kv: bool = False
     """If true, fused attention receives keys and values once per query head, and saves the repeated
     tensors."""
+    wide_query_gradient: bool = False
+    """If true, the backward of fused attention also holds the gradient of queries in fp32, and,
+    where heads of queries share one of keys, gradients of keys and values for each head of queries
+    (FlashAttention-2); a stack that does not say so is not charged for it."""
     eager_operators: bool = False
     """If true, unfused attention and soft caps are eager torch operators, which save keys and
     values once per query head, the softmax both in fp32 and as a copy, and the tanh of a cap."""
@@ -190,6 +197,10 @@ class Kernels(Part, frozen=True, kw_only=True, forbid_unknown_fields=True):
     fused_linears: bool = True
     """If true, one GEMM computes q, k and v, and one GEMM computes gate and up; otherwise each
     projection is a GEMM, and a partial recomputation runs only the GEMMs that it needs."""
+    tiles_again: bool = False
+    """If true, an MLP in mini-sequences saves its input alone, and each piece is computed again in
+    its own backward (DeepSpeed's TiledMLP); otherwise the pieces of a recomputed layer are computed
+    with the layer, and all wait for their backward."""
     compiled: bool = False
     """If true, a compiler fuses the elementwise operators of a layer (torch.compile)."""
     cuda_graphs: bool = False
@@ -398,6 +409,11 @@ class System(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         """Whether a pipeline send overlaps with the next pass, with `vpp` chunks on each rank."""
         overlap = self.parallel.p2p_overlap
         return overlap == "always" or (overlap == "interleaved" and vpp > 1)
+
+    def holds_host(self, vpp: int) -> bool:
+        """Whether the host waits until a pipeline message has arrived, with `vpp` chunks on each
+        rank."""
+        return self.parallel.p2p_synchronous and not self.sends_beside(vpp)
 
     def padded_vocab(self, vocab: int, tp: int) -> int:
         """The vocabulary in use: padded up to a multiple of vocab_multiple x tp."""

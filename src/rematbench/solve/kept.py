@@ -60,18 +60,15 @@ def _activations(
 
 def overruled(problem: Problem, base: Plan, plan: Plan) -> str:
     """The name of a layer's activation for which `plan` overrides a fate of its `base`; empty if
-    there is no such activation, `rules` if `plan` changes the rules of its base.  A rebuild may
-    wait until its tensor is needed.  Embedding and head are exempt, because pieces of the head
-    rebuild the loss with every base."""
+    there is no such activation, `rules` if `plan` changes the rules of its base.  Embedding and
+    head are exempt, because pieces of the head rebuild the loss with every base."""
     if plan.rules[: len(base.rules)] != base.rules:
         return "rules"
     for ops, phase, micro_batch in _kinds_of_chunks(problem, plan):
         before, _ = ops.fates(base, phase, micro_batch)
         after, _ = ops.fates(plan, phase, micro_batch)
         for site, fate in before.items():
-            later = after[site].scope == "consumer" and bool(fate.recompute_bytes)
-            scope = fate.scope if later else after[site].scope
-            if site[0] == "layer" and fate.changed and replace(after[site], scope=scope) != fate:
+            if site[0] == "layer" and fate.changed and after[site] != fate:
                 return site[2]
     return ""
 

@@ -11,6 +11,7 @@ from rematbench.costs.operators.experts import ROUTED
 from rematbench.costs.operators.launches import COUNTS
 from rematbench.costs.operators.ops import Comm, Group, Op, OpTable
 from rematbench.engine.lowering.blocks.chunk_ops import uncaptured
+from rematbench.engine.lowering.states.state_shards import quantised_weights
 from rematbench.engine.program.action import (
     HOST_UPDATE,
     STALL,
@@ -63,7 +64,7 @@ class ActionCosts:
             self._begins = [*map(_graph_begins, kinds, self._eager)]
         else:
             self._begins = [_region_begins(table) for table in kinds]
-        self._waits_for_messages = system.parallel.p2p_synchronous and not system.sends_beside(vpp)
+        self._waits_for_messages = system.holds_host(vpp)
         self._blocks = system.kernels.launch_blocking
         layout, experts = problem.layout, problem.workload.model.experts
         alone = layout.ep * layout.expert_tp == 1
@@ -247,12 +248,14 @@ class ActionCosts:
     def _device_copy_s(self, action: Action, _: int) -> float:
         return self.cost.device_copy_s(action.nbytes)
 
-    def _optimizer_s(self, action: Action, _: int) -> float:
-        """Seconds of an update, on the device or the host; the action's `nbytes` are the bytes of
-        the updated parameters in compute precision."""
+    def _optimizer_s(self, action: Action, rank: int) -> float:
+        """Seconds of an update, on the device or the host, and of the quantised copies of weights
+        that follow it (deviation: those of the layers that the base plan gives to the rank); the
+        action's `nbytes` are the bytes of the updated parameters in compute precision."""
         count = action.nbytes // self.problem.system.states.param_bytes
         if action.stream != HOST_UPDATE:
-            return self.cost.optimizer_s(count)
+            held = quantised_weights(self.problem, self.problem.base_plan, rank)
+            return self.cost.optimizer_s(count) + self.cost.quantise_s(0 if action.part else held)
         if not self.pieces.beside:
             return self.cost.host_update_s(count)
         return self.cost.host_update_beside_s(count, self.pieces.visiting_bytes)
