@@ -43,6 +43,7 @@ JOBS: list[dict[str, Any]] = [
     },
     {"stack": "huggingface", "dp": 2, "global_batch": 4, "precision": "fp32"},
     {"stack": "huggingface-fsdp-4.46", "dp": 2, "zero_stage": 3, "global_batch": 2},
+    {"stack": "huggingface", "dp": 2, "global_batch": 4, "zero_stage": 0},
     {
         "stack": "huggingface-deepspeed",
         "kept": True,
@@ -102,7 +103,7 @@ def test_a_fact_acts_only_where_it_changes_numbers(
 
 def test_an_assumed_fact_of_a_stack_that_overlaps_exchanges_is_said() -> None:
     """On one GPU of the job, where nothing is exchanged."""
-    given, _ = job(**JOBS[-2])
+    given, _ = job(**JOBS[-4])
     sources = {"norm": f"{ASSUMED}a test", "reduce_bytes": f"{ASSUMED}a test"}
     system = with_facts(given.system, sources=sources)
     found = unread_facts(dataclasses.replace(given, system=system))
