@@ -52,8 +52,9 @@ JOBS: list[dict[str, Any]] = [
 ]
 MLP = ("fc1", "act", "mul", "fc2")
 HEAD = ("lm_head", "loss")
-WHERE_MADE = "fp32_copy"
-"""The fact that a problem's precision has used before the problem exists (inputs/precision.py)."""
+WHERE_MADE = ("fp32_copy", "prediction_layers")
+"""The facts that are used before a problem exists: by its precision (inputs/precision.py), and by
+the choice of the layers that train (evaluate/problems.py)."""
 
 
 def job(
@@ -75,7 +76,7 @@ def test_every_fact_acts_somewhere_but_what_a_stack_accepts() -> None:
     jobs = [job(**one) for one in JOBS]
     facts = {*FACTS} - {*NO_FACTS}
     idle = facts.difference(*(acting(*one, facts) for one in jobs))
-    assert idle == {*Accepts.__struct_fields__, WHERE_MADE}
+    assert idle == {*Accepts.__struct_fields__, *WHERE_MADE}
 
 
 @pytest.mark.parametrize(
