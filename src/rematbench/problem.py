@@ -426,8 +426,11 @@ def rank_parameters(problem: Problem, plan: Plan, rank: int, *, trained: bool = 
     them with a gradient."""
     tables = [problem.layer(index) for chunk in plan.partition[rank] for index in chunk]
     tables += [problem.embedding] if rank == 0 else []
-    head = head_parameters(problem)[trained] if rank == problem.layout.pp - 1 else 0
-    return head + sum(t.trained if trained else t.parameters for t in tables)
+    pp = problem.layout.pp
+    heads = (rank == pp - 1) + sum((stage - 1) % pp == rank for stage in plan.cuts)
+    return heads * head_parameters(problem)[trained] + sum(
+        t.trained if trained else t.parameters for t in tables
+    )
 
 
 class CostFacade(CostModel):

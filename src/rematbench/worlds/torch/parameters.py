@@ -125,8 +125,10 @@ def _model_specs(
         case "embedding":
             return _embedding_specs(model, vocab)
         case "head":
-            head = "embedding.weight" if model.tied_embeddings else "lm_head.weight"
-            norm = _norm_specs(model, "final_norm", "final_norm")
+            local = f"local.{-2 - layer}." if layer < -1 else ""
+            tied = model.tied_embeddings and not local
+            head = "embedding.weight" if tied else f"{local}lm_head.weight"
+            norm = _norm_specs(model, "final_norm", f"{local}final_norm")
             return norm | {"lm_head": ParameterSpec(head, (model.vocab, model.hidden), 0, vocab)}
     prefix = f"layers.{model.owner(layer)}"
     specs = _attention_specs(model, prefix)

@@ -79,7 +79,8 @@ class RankModel:
         self.update_in_backward = plan.state("optimizer").update == "backward"
         self.optimizer_on_host = plan.state("optimizer").home == "host"
         self.chunks = [
-            ChunkOps(problem, stage, c, layers[c], held=plan.held) for c in range(lay.vpp)
+            ChunkOps(problem, stage, c, layers[c], held=plan.held, cuts=plan.cuts)
+            for c in range(lay.vpp)
         ]
         self.units = [{u.prefix: u for u in chunk.units} for chunk in self.chunks]
         order = problem.system.parallel.rank_order

@@ -96,7 +96,8 @@ class BackwardEmitter:
             self._unit(order, position)
         if w.beside:
             w.free(BESIDE)
-        survivors = set() if chunk.first else {self.grads[chunk.input]}
+        survivors = set() if chunk.first or chunk.cut else {self.grads[chunk.input]}
+        survivors |= {chunk.output} if chunk.local else set()
         if self.reducer:
             survivors |= self.reducer.survivors
         w.add(Action(kind=Kind.EVENT, stream=COMPUTE, event=ENDED["b"]))
@@ -156,7 +157,7 @@ class BackwardEmitter:
         if self.gatherer and self.gatherer.layerwise:
             self.arrivals |= self.gatherer.arrive(w, chunk.units)
         self.rebuild.before_receive()
-        if not chunk.last:
+        if not chunk.last and not chunk.local:
             w.wait(COMPUTE, RECEIVED["b"])
             gradient = chunk.output.gradient
             self.grads[chunk.output] = gradient
