@@ -30,6 +30,7 @@ from rematbench.model import (
     PositiveInt,
     Precision,
     Probability,
+    RecipeName,
     RouterKind,
     Share,
     TrainedParts,
@@ -61,6 +62,8 @@ __all__ = [
     "PositiveInt",
     "Precision",
     "Probability",
+    "Quantised",
+    "RecipeName",
     "RouterKind",
     "Share",
     "Trained",
@@ -129,7 +132,24 @@ class Trained(Part, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return part in self.trained_parts.split(",")
 
 
-class Work(Trained, Part, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Quantised(Trained, Part, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Which linears multiply in fewer bits than the precision, and where these are held."""
+
+    recipe: RecipeName = "none"
+    """Linears of layers are quantised by this recipe of config/recipes.yaml (none: none is)."""
+    fp8_params: bool = False
+    """Quantised weights are the parameters, and are gathered as such (Megatron's
+    --fp8-param-gather, torchao's FP8 all-gather); otherwise they are copies of these."""
+    bf16_ends: Annotated[NonNegativeInt, Fact(metavar="N")] = 0
+    """So many of the first and as many of the last layers are not quantised."""
+
+    def quantises(self, layer: int, count: int) -> bool:
+        """Whether the linears of a layer (global index) of a model with `count` are quantised."""
+        end = layer < self.bf16_ends or count - self.bf16_ends <= layer < count
+        return self.recipe != "none" and not end
+
+
+class Work(Quantised, Part, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What a step computes, beside its model: a sequence length, a compute precision, documents
     and the tokens of experts; and what it trains."""
 
@@ -162,6 +182,7 @@ class Work(Trained, Part, frozen=True, kw_only=True, forbid_unknown_fields=True)
         """Documents of a sequence, including a shorter last document."""
         return -(-self.seq_len // self.document_len) if self.packed else 1
 
+    # Why: docs/decisions/costs.md, Is a capacity of experts an imbalance?
     @property
     def drops_tokens(self) -> bool:
         """Whether experts leave out tokens above their capacity, and are not filled up to it."""

@@ -179,6 +179,25 @@ def test_what_a_pipeline_holds_is_searched_too(held: Held) -> None:
     assert best.problem.layout.zero_stage == 3
 
 
+@pytest.mark.parametrize("share", [0.0, 0.75])
+def test_schedules_with_weight_gradients_apart_are_searched_where_they_are_named(
+    share: float, held: Held
+) -> None:
+    spec = Job(
+        model=replace(load_model("gpt-1.3b"), name="near", num_layers=8),
+        cluster=replace(load_cluster("h100-80gb-dos"), hbm_bytes=ENDLESS),
+        **{"system": "rematbench", "seq_len": 2048, "gpus": 4, "global_batch": 8},
+    )
+    only = ("keep_all", "zero_bubble", "full_recompute")
+    one = SearchRequest(spec=spec, only=only, within=0.0, fixed=Fixed(tp=1, pp=4, micro_batch=1))
+    found = everything(one)
+    edge = at_the_edge(one, found, share)
+    held(edge, found)
+    best = fastest_that_fits(edge, found)
+    assert best is not None
+    assert best.method.startswith("zero_bubble") == (share > 0.1)
+
+
 def test_ulysses_inside_context_parallelism_is_searched_too(held: Held) -> None:
     """More ranks share a sequence than it has KV heads: the exchange stays inside a node."""
     model = replace(load_model("llama-3.1-8b"), name="near", num_layers=2)

@@ -42,6 +42,7 @@ from rematbench.evidence.peaks import about
 from rematbench.host.console import CommandError, console, gib, percent, plain, rounded
 from rematbench.host.table import GIB, write_sheet
 from rematbench.problem import Problem
+from rematbench.worlds.packages.process import broken_baselines
 
 Names = list[str] | None
 
@@ -421,7 +422,7 @@ def left_out(results: Sequence[Result], comparison: Comparison) -> list[str]:
         for result in results
         if result.verdict is None
     ]
-    broken = comparison.registry.broken
+    broken = comparison.registry.broken | broken_baselines()
     lines += [f"unavailable: {path}: {reason}" for path, reason in broken.items()]
     if comparison.left_out:
         lines.append(

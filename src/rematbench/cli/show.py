@@ -38,7 +38,7 @@ HOST_SHARE = 0.01
 """The smallest share of a step spent waiting for the host that is printed."""
 MOST_NOTES = 3
 """Notes that are printed without --notes."""
-UNTIMED = "their time is not modelled"
+UNTIMED = "their time is not modelled, and may be several times the step"
 FRAGMENTS = (
     "fragmentation may exhaust memory late in the step (the verdict replays only the first part "
     "of a step: two passes more than twice the passes before the peak)"
@@ -46,6 +46,7 @@ FRAGMENTS = (
 BANNERS = {
     "ok": "FITS",
     "fragmented": "FITS, FRAGMENTED",
+    "dropping": "FITS IF TOKENS ARE DROPPED",
     "oom": "OUT OF MEMORY",
     "unsupported": "UNSUPPORTED",
     "failed": "FAILED",
@@ -225,8 +226,10 @@ def banner(result: Result) -> str:
     peaks = result.evaluation.peak_device_bytes
     rank = peaks.index(max(peaks))
     spare = gib(result.verdict.headroom_bytes)
-    tight = "FITS, TIGHT" if result.fit == "tight" else word
-    return f"{tight}: {spare} GiB of headroom on the fullest rank ({rank}){why}"
+    retried = result.retries and result.retries.per_step
+    word = "FITS, TIGHT" if result.fit == "tight" else word
+    word = f"{word}, THE ALLOCATOR RETRIES" if retried else word
+    return f"{word}: {spare} GiB of headroom on the fullest rank ({rank}){why}"
 
 
 def speeds(result: Result, evaluation: PlanEvaluation) -> RenderableType:
@@ -446,9 +449,10 @@ def trust(band: Band) -> list[str]:
     )
     if band.other_generation:
         learnt = f"{band.sources} sources predicted with the kernels of another GPU generation"
+        learnt = learnt if band.sources else "no row: ours, for a GPU by its data sheet alone"
     if band.open_cause:
         learnt = "published steps of such jobs, whose cause is not known"
-    if not band.sources:
+    if not band.sources and not band.other_generation:
         learnt = (
             "the stack's calibration rows, or of published stacks calibrated on as many rows if "
             "that band is wider"

@@ -46,12 +46,16 @@ class Comm(Struct, frozen=True):
 
 
 class Activation(Struct, frozen=True):
-    """A tensor that one rank holds for one micro-batch: rows x row_bytes."""
+    """A tensor that one rank holds for one micro-batch: rows x row_bytes.  `copy_of`: the tensor of
+    which it is a quantised copy, and whose gradient is its own; `block_rows`: the rows that share
+    scales (0: all rows)."""
 
     name: str
     rows: int
     row_bytes: int
     differentiable: bool = True
+    copy_of: str = ""
+    block_rows: int = 1
 
     @property
     def nbytes(self) -> int:
@@ -84,7 +88,7 @@ class Op(Struct, frozen=True, kw_only=True):
 
     `parameters`: the operator's weights, as many as have the bytes of the stack's parameters (a
     4-bit weight is a part of one); `trained`: those with a gradient, counted (None: `parameters`).
-    `adapts`: the linear of whose adapter the operator is a part.
+    `adapts`: the linear of whose adapter the operator is a part, or whose input it quantises.
     """
 
     name: str
@@ -171,9 +175,19 @@ class OpTable(Struct, frozen=True, kw_only=True, dict=True):
         """Of these, the weights of the experts that the rank holds."""
         return sum(op.trained_parameters for op in self.ops if op.of_experts)
 
+    @cached_property
+    def quantised(self) -> int:
+        """The number of weights of one rank that products read in quantised copies."""
+        gemms = [one for op in self.ops for one in op.forward if isinstance(one, Gemm)]
+        return sum(one.n * one.k * one.batch for one in gemms if one.narrow)
+
     def op(self, name: str) -> Op:
         """The operator with this name; StopIteration if the table has no such operator."""
         return next(op for op in self.ops if op.name == name)
+
+    def of_gradient(self, name: str) -> str:
+        """The activation with the gradient of this one: that of which it is a copy, or itself."""
+        return self.activations[name].copy_of or name
 
     def producer(self, name: str) -> Op | None:
         """The operator that writes an activation; None if it is the input of the part."""
@@ -291,6 +305,13 @@ _EXPERTS = (
     "shared_fc2_in",
     "shared_out",
 )
+QUANTISED = "_quantised"
+"""The end of the names of quantised copies."""
+_QUANTISED = (
+    *("layer_input", "attn_norm_out", "attn_out", "attn_residual", "mlp_norm_out", "fc2_in"),
+    *("q_latent_norm_out", "kv_latent_norm_out", "expert_in", "expert_fc2_in", "shared_fc2_in"),
+    "joined",
+)
 _SCORES = ("probs", "softmax", "capped", "probs_mask", "probs_dropped")
 _ADAPTERS = (
     *(f"lora_{name}{kind}" for name in get_args(AdapterTarget) for kind in LORA_KINDS),
@@ -312,6 +333,7 @@ ACTIVATIONS = frozenset(
         *_PREDICTION,
         *_ADAPTERS,
         *_HEADS,
+        *(f"{name}{QUANTISED}" for name in _QUANTISED),
         *("q_latent", "kv_latent", "k_rope", "k_nope", "k_turned", "chosen"),
         *(f"{name}_rows" for name in _HEADS),
         *(f"{name}{order}_raw" for name in "qk" for order in ("", "_rows")),

@@ -5,8 +5,8 @@ from collections.abc import Collection, Mapping, Sequence
 from msgspec.structs import asdict
 
 from rematbench.costs.operators.ops import ACTIVATIONS
-from rematbench.costs.states import shard
 from rematbench.engine.lowering.states.state_pieces import master_bytes
+from rematbench.engine.lowering.states.state_shards import rank_sharded
 from rematbench.inputs.configfile import closest
 from rematbench.inputs.stages import stages_of
 from rematbench.plan import (
@@ -22,13 +22,9 @@ from rematbench.plan import (
     Select,
     Split,
     gathers_by_layer,
+    passes_refusal,
 )
-from rematbench.problem import (
-    Problem,
-    completed_after_backward,
-    head_parameters,
-    rank_parameters,
-)
+from rematbench.problem import Problem, completed_after_backward, head_parameters
 
 
 def check_plan(plan: Plan, problem: Problem) -> None:
@@ -43,6 +39,8 @@ def check_plan(plan: Plan, problem: Problem) -> None:
     _check_cuts(plan, problem)
     _check_host_states(plan)
     _check_pieces(plan, problem)
+    if refused := passes_refusal(plan, lay, problem.system, problem.workload.model):
+        raise PlanError(refused)
     if refused := graph_conflict(plan, problem):
         raise PlanError(refused)
     late = completed_after_backward(problem)
@@ -90,6 +88,7 @@ def _check_cuts(plan: Plan, problem: Problem) -> None:
         "experts": model.experts is not None,
         "layers that predict more tokens": model.mtp_layers > 0,
         "weights that do not train": problem.workload.partly,
+        "weight gradients in passes of their own": plan.halves,
         "parameters gathered per layer": plan.state("parameter").gather == "layer",
     }
     found = [name for name, is_so in beside.items() if is_so]
@@ -136,10 +135,7 @@ def _check_pieces(plan: Plan, problem: Problem) -> None:
             f"wire master: system {problem.system.name} has no master weights wider than its "
             f"{problem.system.states.param_bytes}-byte weights; wire must be param"
         )
-    shares = [
-        shard(rank_parameters(problem, plan, rank, trained=True), optimizer.shards)
-        for rank in range(problem.layout.pp)
-    ]
+    shares = [rank_sharded(problem, plan, rank, optimizer) for rank in range(problem.layout.pp)]
     if away and pieces.size > min(shares):
         raise PlanError(
             f"pieces of {pieces.size:,} parameters are larger than a rank's share of optimizer "

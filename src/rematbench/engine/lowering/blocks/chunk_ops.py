@@ -5,6 +5,7 @@ from functools import cached_property
 from typing import NamedTuple, cast
 from weakref import ProxyType, proxy
 
+from rematbench.costs.operators.launches import COUNTS
 from rematbench.costs.operators.ops import Activation, OpTable, Part, with_saved, without_activation
 from rematbench.engine.lowering.blocks.fates import (
     ChunkPlace,
@@ -82,14 +83,16 @@ class Unit(NamedTuple):
 
 
 class ChunkEnds(NamedTuple):
-    """Whether a chunk is the first or the last of the model; its output; the activation whose
-    gradient it sends back (where layers pass one gradient on, that is its output too); whether its
-    input and its output are wide, behind a prediction; and whether no gradient crosses its input
-    (`cut`), or its output, which it keeps for a loss of its own (`local`)."""
+    """Whether a chunk is the first or the last of the model; its output and its input; the
+    activation whose gradient it sends back (where layers pass one gradient on, that is its output
+    too, unless a later pass reads it); whether its input and its output are wide, behind a
+    prediction; and whether no gradient crosses its input (`cut`), or its output, which it keeps for
+    a loss of its own (`local`)."""
 
     first: bool
     last: bool
     output: Storage
+    input: Storage
     back: Storage
     wide_in: bool = False
     wide_out: bool = False
@@ -214,8 +217,8 @@ class ChunkOps:
         wide_in = predicts and not self.layers and not self.first
         back = self.output if self.predicts is None else _layer_input(self.predicts)
         return ChunkEnds(
-            *(self.first, self.last, self.output, back, wide_in, self.predicts is not None),
-            *(self.cut, self.local),
+            *(self.first, self.last, self.output, self.input, back),
+            *(wide_in, self.predicts is not None, self.cut, self.local),
         )
 
     def storage(self, unit: Unit, activation: str) -> Storage:
@@ -375,6 +378,16 @@ class ChunkOps:
 def is_captured(problem: Problem, unit: Unit) -> bool:
     """Whether a unit's passes are CUDA graphs.  True for layers if the stack captures graphs."""
     return problem.system.kernels.cuda_graphs and unit.table.part == "layer"
+
+
+def uncaptured(problem: Problem, table: OpTable) -> frozenset[str]:
+    """The operators of a layer that its CUDA graphs leave out: those behind the counts of experts'
+    tokens, from which the host learns sizes unless experts are padded (Megatron-core 0.16.1,
+    transformer_config.py, cuda_graph_scope: attn, moe_router and moe_preprocess)."""
+    names = [op.name for op in table.ops]
+    if COUNTS not in names or problem.workload.expert_padding != "none":
+        return frozenset()
+    return frozenset(names[names.index(COUNTS) + 1 :])
 
 
 def graph_of(unit: Unit) -> Storage:

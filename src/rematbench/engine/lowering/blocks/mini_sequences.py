@@ -117,6 +117,9 @@ def _run(table: OpTable, ops: tuple[Op, ...], sequence: MiniSequence, *, again: 
     if count > rows:
         raise PlanError(f"mini-sequence of {ops[0].name}: {count} pieces of {rows} rows")
     sizes = [rows // count + (1 if j < rows % count else 0) for j in range(count)]
+    blocks = max([table.activations[name].block_rows for name in made])
+    if any(size % blocks for size in sizes):
+        raise PlanError(f"mini-sequence of {ops[0].name}: pieces must be of {blocks} rows each")
     pieces = tuple(Piece(j, size / rows, sum(sizes[:j]) / rows) for j, size in enumerate(sizes))
     return MiniRun(ops, interior, outputs, pieces, interior if again else frozenset())
 
