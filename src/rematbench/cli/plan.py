@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from typer import Option
 
-from rematbench.cli.options import DEFAULT_SYSTEM, Request, RunOptions, request, takes_run
+from rematbench.cli.options import Request, RunOptions, request, takes_run
 from rematbench.cli.show import as_json, heading, method_line, show
 from rematbench.cli.targets import Json, Notes, Out, need_file
 from rematbench.engine.lowering.blocks.chunk_ops import ChunkOps
@@ -36,6 +36,7 @@ from rematbench.host.console import (
     seconds,
     worded,
 )
+from rematbench.inputs.job import DEFAULT_SYSTEM
 from rematbench.inputs.stages import Stage, stages_of, stages_text
 from rematbench.plan import Phase, Plan, Unsupported
 from rematbench.worlds.records.plan_replay import Replay, replay, replay_plan

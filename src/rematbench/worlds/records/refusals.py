@@ -8,7 +8,7 @@ from rematbench.inputs.shapes import shapes
 from rematbench.plan import Plan
 from rematbench.problem import Problem, gathered_bytes, trained_operators
 
-EXECUTED = ("experts", "latent attention", "layers that share weights")
+EXECUTED = ("experts", "latent attention", "layers that share weights", "memory layers")
 """The features of blocks, of those that Llama's and GPT's lack, that the runtime has."""
 SUM_BYTES = {"fp64": 8, "fp32": 4, "bf16": 4}
 """Bytes of the runtime's gradient sums, by compute precision."""
@@ -54,6 +54,7 @@ def refusals(problem: Problem, plan: Plan) -> list[str]:
         "replicas of sharded states": lay.state_shards < lay.dp * lay.cp,
         "attention over slices of heads": any(run.of == "heads" for run in plan.mini_sequences),
         "a second tensor dimension over data-parallel ranks": lay.tp_columns > 1 and lay.has_peers,
+        "memory layers over data-parallel ranks": model.memory is not None and lay.has_peers,
         "KV heads replicated over tp": model.num_kv_heads % lay.tp != 0,
         **_refused_of_adapters(problem),
         **_refused_of_experts(problem, plan),

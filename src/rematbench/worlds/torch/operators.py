@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from rematbench.workload import AdapterTarget
-from rematbench.worlds.torch import arithmetic, experts
+from rematbench.worlds.torch import arithmetic, experts, memory
 from rematbench.worlds.torch import attention_backends as attn
 from rematbench.worlds.torch.groups import Group
 from rematbench.worlds.torch.operands import Call, Tensors
@@ -17,10 +17,11 @@ Forward = Callable[[Call], Tensors]
 Backward = Callable[[Call], Tensors]
 Weight = Callable[[Call], None]
 
-COLUMNS = ("qkv", "q_up", "kv_up", "fc1", "lm_head", "shared_fc1", "q_down", "kv_down")
+COLUMNS = ("qkv", "q_up", "kv_up", "fc1", "lm_head", "shared_fc1", "q_down", "kv_down",
+           "memory_query", "memory_gate")  # fmt: skip
 """The column-parallel operators, and the projections to few columns, which no rank splits: each
 output has its own weight, so that none is a view."""
-ROWS = ("proj", "fc2", "shared_fc2")
+ROWS = ("proj", "fc2", "shared_fc2", "memory_proj")
 """The row-parallel operators."""
 NORMS = (
     *("attn_norm", "mlp_norm", "post_attn_norm", "post_mlp_norm", "final_norm"),
@@ -452,11 +453,12 @@ FORWARD: dict[str, Forward] = {
     "k_turn": _turn,
     "k_join": _join,
     "attention": attention,
-    **dict.fromkeys(("act", "shared_act"), _act),
+    **dict.fromkeys(("act", "shared_act", "memory_mul"), _act),
     "mul": _mul,
     "embedding": embedding,
     "loss": loss,
     **experts.FORWARD,
+    **memory.FORWARD,
 }
 BACKWARD_INPUT: dict[str, Backward] = {
     **dict.fromkeys(NORMS, _norm_backward),
@@ -465,14 +467,16 @@ BACKWARD_INPUT: dict[str, Backward] = {
     "k_turn": _turn_backward,
     "k_join": _join_backward,
     "attention": attention_backward,
-    **dict.fromkeys(("act", "shared_act"), _act_backward),
+    **dict.fromkeys(("act", "shared_act", "memory_mul"), _act_backward),
     "mul": _mul_backward,
     "loss": loss_backward,
     **experts.BACKWARD_INPUT,
+    **memory.BACKWARD_INPUT,
 }
 BACKWARD_WEIGHT: dict[str, Weight] = {
     **dict.fromkeys(COLUMNS, _column_weight),
     **dict.fromkeys((*ROWS, *ADAPTERS), _row_weight),
     "embedding": embedding_weight,
     **experts.BACKWARD_WEIGHT,
+    **memory.BACKWARD_WEIGHT,
 }

@@ -20,11 +20,11 @@ from rematbench.worlds.torch.batch import MicroBatch, positions, slices
 from rematbench.worlds.torch.draws import Draws
 from rematbench.worlds.torch.groups import Coordinates, ExpertPlace, Group, expert_place, state_rank
 from rematbench.worlds.torch.parameters import (
+    HEAD_NORMS,
     Owner,
     Parameter,
     ParameterSpec,
     build,
-    cut_both_ways,
     full_weight,
     specs_by_name,
     unit_specs,
@@ -127,7 +127,7 @@ class RankModel:
         of_unit = unit.table.part, unit.layer, self._vocab, self.held_experts
         specs = unit_specs(self.kind, *of_unit, self.problem.workload)
         return (
-            cut_both_ways(specs, self.kind.hidden) if self.problem.layout.tp_columns > 1 else specs
+            _cut_both_ways(specs, self.kind.hidden) if self.problem.layout.tp_columns > 1 else specs
         )
 
     @property
@@ -242,7 +242,7 @@ class RankModel:
             return wide(self.dtype)
         if tensor.name in OF_BYTES:
             return torch.uint8
-        if tensor.name == COUNTS:
+        if tensor.name in (COUNTS, "memory_rows"):
             return torch.int64
         return wide(self.dtype) if tensor.name in WIDE else self.dtype
 
@@ -272,7 +272,23 @@ class RankModel:
         shared: set[str] = set()
         if self.kind.owner(layer := units[prefix].layer) != layer:
             return []
+        if self.kind.memory_of(layer) == "borrows":
+            shared.add(local[prefix]["memory_values"].spec.name)
         if units[prefix].table.part == "head":
             ends = (unit.prefix for unit in units.values() if unit.table.part == "embedding")
             shared = {p.spec.name for end in ends for p in local[end].values()}
         return [p for p in local[prefix].values() if p.spec.name not in shared]
+
+
+def _cut_both_ways(specs: dict[str, ParameterSpec], hidden: int) -> dict[str, ParameterSpec]:
+    """The parameters where ranks also split the dimension that tensor parallelism leaves whole: of
+    matrices, and of what has an element for each hidden column."""
+    found: dict[str, ParameterSpec] = {}
+    inner: int | None
+    for local, spec in specs.items():
+        inner = 1 if spec.split is None else 1 - spec.split
+        if len(spec.shape) == 1:
+            of_hidden = spec.shape[0] == hidden and spec.split is None
+            inner = 0 if of_hidden and local.removesuffix(".bias") not in HEAD_NORMS else None
+        found[local] = spec._replace(columns=inner)
+    return found
