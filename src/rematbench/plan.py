@@ -275,7 +275,9 @@ class Plan(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     until their layer's backward although no operator there reads them (PyTorch's selective
     checkpointing caches what it does not recompute).  `addresses`: activation addresses come from
     the framework's allocator at run time, or are planned before the step (as MEMO does; the
-    executor leaves them to torch).  `fit`: numbers that the method derived, for tables.
+    executor leaves them to torch).  `cuts`: virtual stages whose input needs no gradient; the stage
+    before has a head and a loss of its own, so the plan trains another objective (local learning).
+    `fit`: numbers that the method derived, for tables.
     """
 
     partition: tuple[tuple[tuple[int, ...], ...], ...]
@@ -287,6 +289,7 @@ class Plan(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     mini_sequences: tuple[MiniSequence, ...] = ()
     held: tuple[str, ...] = ()
     addresses: Literal["allocator", "planned"] = "allocator"
+    cuts: tuple[PositiveInt, ...] = ()
     fit: dict[str, float | str] = {}
 
     def with_rules(self, *rules: Rule) -> "Plan":

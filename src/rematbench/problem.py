@@ -70,8 +70,8 @@ Weigher = Callable[["Problem", Plan], Weight]
 
 class LayerKind(NamedTuple):
     """A kind of layer: its attention window, whether it has one MLP, its place among what trains,
-    whether it predicts one more token, whether its linears are quantised, and whether its weights
-    are those of an earlier layer."""
+    whether it predicts one more token, whether its linears are quantised, whether its weights are
+    those of an earlier layer, and whether it owns or borrows a table in place of an MLP."""
 
     window: int
     dense: bool
@@ -79,6 +79,7 @@ class LayerKind(NamedTuple):
     predicts: bool
     quantised: bool = False
     borrows: bool = False
+    memory: str = ""
 
 
 @dataclass(frozen=True, eq=False)
@@ -164,10 +165,8 @@ class Problem:
     @property
     def chosen(self) -> StackChoice:
         """The choices that request this problem's kernels, homes and overlap of its stack."""
-        system, overlap = (
-            self.system,
-            "delayed_wgrad" if self.system.experts.delayed_wgrad else "on",
-        )
+        system = self.system
+        overlap = "delayed_wgrad" if system.experts.delayed_wgrad else "on"
         return msgspec.structs.replace(
             self.stack_choice,
             attention=self.backend or self.attention,
@@ -278,7 +277,10 @@ class Problem:
         count, quantises = model.num_layers, self.workload.quantises
         dense, place, owner = model.is_dense, self._place, model.owner
         return tuple(
-            LayerKind(window, dense(i), place(i), i >= count, quantises(i, count), owner(i) != i)
+            LayerKind(
+                *(window, dense(i), place(i), i >= count, quantises(i, count)),
+                *(owner(i) != i, model.memory_of(i)),
+            )
             for i, window in every
         )
 
@@ -288,7 +290,7 @@ class Problem:
 
     def _table(self, kind: LayerKind) -> OpTable:
         fused, of = self.attention == "flash", (self.workload, self.layout, self.system)
-        window, dense, place, predicts, quantised, borrows = kind
+        window, dense, place, predicts, quantised, borrows, memory = kind
         if quantised:
             plain = self._table(kind._replace(quantised=False))
             return quantised_table(plain, *of, self.cluster.generation)
@@ -296,7 +298,7 @@ class Problem:
             last = self.prediction_rank == self.layout.pp - 1
             copies = self.layout.pp > 1 and not (last and self.workload.model.tied_embeddings)
             return prediction_table(*of, fused_attention=fused, dense=dense, copies=copies)
-        table = layer_table(*of, fused_attention=fused, window=window, dense=dense)
+        table = layer_table(*of, fused_attention=fused, window=window, dense=dense, memory=memory)
         table = trained_table(table, self.workload, self.system, place, self.layout.tp)
         return without_weights(table) if borrows else table
 
@@ -394,11 +396,9 @@ def gathered_bytes(problem: Problem) -> int:
 def completed_after_backward(problem: Problem) -> str:
     """The reason why a gradient is incomplete at the end of its unit's backward, so that
     optimizer-in-backward would be wrong; empty if all gradients are complete."""
-    layout = problem.layout
-    if layout.num_micro_batches > 1:
-        return (
-            f"optimizer-in-backward needs one micro-batch per step, not {layout.num_micro_batches}"
-        )
+    layout, count = problem.layout, problem.layout.num_micro_batches
+    if count > 1:
+        return f"optimizer-in-backward needs one micro-batch per step, not {count}"
     if problem.embedding_ranks is not None:
         return (
             f"optimizer-in-backward with tied embeddings over {layout.pp} pipeline stages, which "
@@ -426,12 +426,13 @@ def trained_operators(problem: Problem, table: OpTable) -> list[Op]:
 
 
 def rank_parameters(problem: Problem, plan: Plan, rank: int, *, trained: bool = False) -> int:
-    """Parameters that one rank holds after tensor and pipeline parallelism; with `trained` those of
-    them with a gradient."""
+    """Parameters of one rank after tensor and pipeline parallelism; `trained`: with a gradient."""
     tables = [problem.layer(index) for chunk in plan.partition[rank] for index in chunk]
     tables += [problem.embedding] if rank == 0 else []
-    head = head_parameters(problem)[trained] if rank == problem.layout.pp - 1 else 0
-    return head + sum(t.trained if trained else t.parameters for t in tables)
+    pp, (every, learnt) = problem.layout.pp, head_parameters(problem)
+    heads = (rank == pp - 1) + sum((stage - 1) % pp == rank for stage in plan.cuts)
+    layers = sum(t.trained if trained else t.parameters for t in tables)
+    return heads * (learnt if trained else every) + layers
 
 
 class CostFacade(CostModel):

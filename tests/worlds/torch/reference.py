@@ -97,8 +97,11 @@ class Reference:
         y = self.linear(y.transpose(1, 2).flatten(2), f"{name}.proj")
         x = x + (self.norm(y, f"{name}.post_attn_norm") if m.post_norm else y)
         y = self.norm(x, f"{name}.mlp_norm")
-        dense = m.is_dense(int(name.rpartition(".")[2]))
-        y = self.mlp(y, f"{name}.") if dense else self.mixture(y, name)
+        number = int(name.rpartition(".")[2])
+        if m.memory_of(number):
+            y = self.memory(y, name)
+        else:
+            y = self.mlp(y, f"{name}.") if m.is_dense(number) else self.mixture(y, name)
         return x + (self.norm(y, f"{name}.post_mlp_norm") if m.post_norm else y)
 
     def mlp(self, y: Tensor, name: str) -> Tensor:
@@ -110,6 +113,23 @@ class Reference:
         else:
             up = F.gelu(up)
         return self.linear(up, f"{name}fc2")
+
+    def memory(self, y: Tensor, name: str) -> Tensor:
+        """A lookup by product keys, over all pairs of sub-keys, by torch's embedding_bag."""
+        given = self.model.memory
+        assert given is not None
+        keys = self.weights[f"{name}.memory_keys.weight"].view(given.heads, 2, given.keys, -1)
+        query = self.linear(y, f"{name}.memory_query").view(-1, given.heads, 2, keys.shape[-1])
+        halves = torch.einsum("thsd,hsnd->thsn", query, keys)
+        scores = (halves[:, :, 0, :, None] + halves[:, :, 1, None, :]).flatten(-2)
+        best, rows = scores.topk(given.top)
+        table = self.weights["memory_values.weight"]
+        bag = F.embedding_bag(
+            rows.flatten(1), table, per_sample_weights=best.softmax(-1).flatten(1), mode="sum"
+        )
+        gate = self.linear(y, f"{name}.memory_gate_out")
+        kind = F.silu if self.model.mlp == "swiglu" else F.gelu
+        return self.linear(kind(gate) * bag.view(gate.shape), f"{name}.memory_proj")
 
     def mixture(self, y: Tensor, name: str) -> Tensor:
         """Every token through every expert, weighed by 0 where the token is not sent: the token at

@@ -324,6 +324,7 @@ _ADAPTERS = (
     *(f"lora_{name}{kind}" for name in get_args(AdapterTarget) for kind in LORA_KINDS),
     *(f"bottleneck_{w}_{kind}" for w in ("attn", "mlp") for kind in ("low", "act", "up", "out")),
 )
+_MEMORY = tuple(f"memory_{name}" for name in ("query", "rows", "weights", "bag", "gate_out", "in"))
 _NARROW = ("embedding_narrow", "embedding_norm_out", "head_narrow", "head_act_out", "head_norm_out")
 _ENDS = ("logits", "logits_capped", "logits_held", "loss_saved")
 _PREDICTION = (
@@ -337,6 +338,7 @@ ACTIVATIONS = frozenset(
         *_EXPERTS,
         *_ENDS,
         *_NARROW,
+        *_MEMORY,
         *_PREDICTION,
         *_ADAPTERS,
         *_HEADS,

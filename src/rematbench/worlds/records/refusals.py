@@ -9,7 +9,7 @@ from rematbench.plan import Plan
 from rematbench.problem import Problem, gathered_bytes, trained_operators
 
 EXECUTED = (
-    *("experts", "latent attention"),
+    *("experts", "latent attention", "memory layers"),
     *("layers that predict more tokens", "layers that share weights"),
 )
 """The features of blocks, of those that Llama's and GPT's lack, that the runtime has."""
@@ -57,6 +57,7 @@ def refusals(problem: Problem, plan: Plan) -> list[str]:
         "replicas of sharded states": lay.state_shards < lay.dp * lay.cp,
         "attention over slices of heads": any(run.of == "heads" for run in plan.mini_sequences),
         "a second tensor dimension over data-parallel ranks": lay.tp_columns > 1 and lay.has_peers,
+        "memory layers over data-parallel ranks": model.memory is not None and lay.has_peers,
         "KV heads replicated over tp": model.num_kv_heads % lay.tp != 0,
         **_refused_of_adapters(problem),
         **_refused_of_experts(problem, plan),

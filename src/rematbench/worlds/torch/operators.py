@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from rematbench.workload import AdapterTarget
-from rematbench.worlds.torch import arithmetic, ends, experts
+from rematbench.worlds.torch import arithmetic, ends, experts, memory
 from rematbench.worlds.torch import attention_backends as attn
 from rematbench.worlds.torch.groups import Group
 from rematbench.worlds.torch.operands import Call, Tensors
@@ -19,11 +19,11 @@ Weight = Callable[[Call], None]
 
 COLUMNS = (
     *("qkv", "q_up", "kv_up", "fc1", "lm_head", "shared_fc1", "q_down", "kv_down"),
-    *("join", "predict_head"),
+    *("join", "predict_head", "memory_query", "memory_gate"),
 )
 """The column-parallel operators, and the projections to few columns, which no rank splits: each
 output has its own weight, so that none is a view."""
-ROWS = ("proj", "fc2", "shared_fc2")
+ROWS = ("proj", "fc2", "shared_fc2", "memory_proj")
 """The row-parallel operators."""
 NORMS = (
     *("attn_norm", "mlp_norm", "post_attn_norm", "post_mlp_norm", "final_norm"),
@@ -418,10 +418,11 @@ FORWARD: dict[str, Forward] = {
     "k_turn": _turn,
     "k_join": _join,
     "attention": attention,
-    **dict.fromkeys(("act", "shared_act"), _act),
+    **dict.fromkeys(("act", "shared_act", "memory_mul"), _act),
     "mul": _mul,
     **ends.FORWARD,
     **experts.FORWARD,
+    **memory.FORWARD,
 }
 BACKWARD_INPUT: dict[str, Backward] = {
     **dict.fromkeys(NORMS, _norm_backward),
@@ -430,14 +431,16 @@ BACKWARD_INPUT: dict[str, Backward] = {
     "k_turn": _turn_backward,
     "k_join": _join_backward,
     "attention": attention_backward,
-    **dict.fromkeys(("act", "shared_act"), _act_backward),
+    **dict.fromkeys(("act", "shared_act", "memory_mul"), _act_backward),
     "mul": _mul_backward,
     **ends.BACKWARD_INPUT,
     **experts.BACKWARD_INPUT,
+    **memory.BACKWARD_INPUT,
 }
 BACKWARD_WEIGHT: dict[str, Weight] = {
     **dict.fromkeys(COLUMNS, _column_weight),
     **dict.fromkeys((*ROWS, *ADAPTERS), _row_weight),
     **ends.BACKWARD_WEIGHT,
     **experts.BACKWARD_WEIGHT,
+    **memory.BACKWARD_WEIGHT,
 }
