@@ -17,7 +17,8 @@ from rematbench.costs.operators.block import (
     layer_table,
     prediction_table,
 )
-from rematbench.costs.operators.ops import Op, OpTable, rebuild_ops
+from rematbench.costs.operators.ops import Op, OpTable, rebuild_ops, without_weights
+from rematbench.costs.operators.quantised import quantised_table
 from rematbench.costs.states import StateBytes, non_torch_bytes, room_bytes, state_bytes
 from rematbench.inputs.cluster import Cluster
 from rematbench.inputs.constants import Calibration
@@ -25,7 +26,8 @@ from rematbench.inputs.facts import CPU
 from rematbench.inputs.kernel_rates import RateError
 from rematbench.inputs.layout import Layout, LayoutError
 from rematbench.inputs.layout_rules import check_layout
-from rematbench.inputs.precision import attention_problem, peak_flop_per_s
+from rematbench.inputs.precision import attention_problem, peak_flop_per_s, sinks_problem
+from rematbench.inputs.recipes import check_recipe, recipe_of
 from rematbench.inputs.stages import base_partition, prediction_rank
 from rematbench.inputs.system import AttentionBackend, StackChoice, System, TpOverlap
 from rematbench.plan import Plan, state_fates
@@ -62,12 +64,15 @@ Weigher = Callable[["Problem", Plan], Weight]
 
 class LayerKind(NamedTuple):
     """A kind of layer: its attention window, whether it has one MLP, its place among what trains,
-    and whether it predicts one more token."""
+    whether it predicts one more token, whether its linears are quantised, and whether its weights
+    are those of an earlier layer."""
 
     window: int
     dense: bool
     place: Place
     predicts: bool
+    quantised: bool = False
+    borrows: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,6 +106,7 @@ class Problem:
             object.__setattr__(self, "attention", "unfused")  # the stack has no fused kernel
         else:
             self._check_attention()
+        check_recipe(self.workload, self.system, self.cluster.generation)
         check_layout(self.layout, self.workload, self.system)
         _refuse_experts(self)
 
@@ -110,6 +116,7 @@ class Problem:
         problem = self.calibration.kernels.refusal(generation, self.kernel)
         if not problem and generation != CPU:
             problem = attention_problem(self.system, work.model, work.precision, self.backend)
+            problem = problem or sinks_problem(work.model, self.kernel)
             problem = problem and f"{problem} (--attention unfused has a kernel)"
         if problem:
             raise RateError(problem)
@@ -119,7 +126,9 @@ class Problem:
         """Why no kernel of this problem has seconds, in one line; empty if all have."""
         generation, precision = self.cluster.generation, self.workload.precision
         rates, tf32, missing = self.calibration.kernels, self.system.kernels.tf32, ""
-        missing = self.workload.model.untimed
+        missing, recipe = self.workload.model.untimed, recipe_of(self.workload)
+        if recipe is not None and generation != CPU and generation not in recipe.gemm:
+            missing = f"no published rate of products of recipe {self.workload.recipe}"
         if not self.calibration.has_rates(generation):
             known = ", ".join(sorted(set(self.calibration.gpus) & set(rates.generations) - {CPU}))
             missing = (
@@ -143,7 +152,7 @@ class Problem:
     @property
     def kernel(self) -> AttentionBackend:
         """The attention kernel that runs."""
-        fused = self.backend or self.system.kernels.attention
+        fused = self.backend or self.system.attention_on(self.cluster.generation)
         return "unfused" if self.attention == "unfused" else fused
 
     @property
@@ -257,8 +266,16 @@ class Problem:
         model = self.workload.model
         windows = model.attention_window or (0,) * model.num_layers
         every = enumerate((*windows, *(0 for _ in range(model.mtp_layers))))
+        count, quantises = model.num_layers, self.workload.quantises
         return tuple(
-            LayerKind(window, model.is_dense(i), self._place(i), i >= model.num_layers)
+            LayerKind(
+                window,
+                model.is_dense(i),
+                self._place(i),
+                i >= count,
+                quantises(i, count),
+                model.owner(i) != i,
+            )
             for i, window in every
         )
 
@@ -268,13 +285,17 @@ class Problem:
 
     def _table(self, kind: LayerKind) -> OpTable:
         fused, of = self.attention == "flash", (self.workload, self.layout, self.system)
-        window, dense, place, predicts = kind
+        window, dense, place, predicts, quantised, borrows = kind
+        if quantised:
+            plain = self._table(kind._replace(quantised=False))
+            return quantised_table(plain, *of, self.cluster.generation)
         if predicts:
             last = self.prediction_rank == self.layout.pp - 1
             copies = self.layout.pp > 1 and not (last and self.workload.model.tied_embeddings)
             return prediction_table(*of, fused_attention=fused, dense=dense, copies=copies)
         table = layer_table(*of, fused_attention=fused, window=window, dense=dense)
-        return trained_table(table, self.workload, self.system, place)
+        table = trained_table(table, self.workload, self.system, place)
+        return without_weights(table) if borrows else table
 
     @cached_property
     def prediction_rank(self) -> int | None:

@@ -60,7 +60,8 @@ def by_name(results: list[Result]) -> dict[str, Result]:
 
 
 def test_every_method_has_a_result(results: list[Result]) -> None:
-    assert set(all_methods().methods) <= set(by_name(results))
+    unnamed = {name for name, one in all_methods().methods.items() if not one.moves_passes}
+    assert unnamed <= set(by_name(results))
 
 
 @pytest.mark.parametrize("name", ["pp_offload", "balanced_checkpointing+pp_offload"])

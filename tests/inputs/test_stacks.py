@@ -19,6 +19,7 @@ from rematbench.evidence.bands import band_of, with_band
 from rematbench.evidence.job_evidence import published_stack, unlike_shipped
 from rematbench.host.declared import flat
 from rematbench.inputs.configfile import ConfigError
+from rematbench.inputs.facts import GENERATIONS
 from rematbench.inputs.job import DEFAULT_SYSTEM
 from rematbench.inputs.kernel_rates import RateError
 from rematbench.inputs.layout import Layout
@@ -292,7 +293,8 @@ def test_deepspeed_is_the_decoder_that_its_baseline_runs() -> None:
         *("prefetch_elements", "live_elements", "flat_step"),
         "fp32_copy",
     }
-    assert differences("huggingface-deepspeed").keys() == zero
+    long_contexts = {"tiles_again", "wide_query_gradient"}  # the baseline's plans say its tiles
+    assert differences("huggingface-deepspeed").keys() == zero | long_contexts
     assert all(flat(layers)[key] == flat(plain)[key] for key in zero)
 
 
@@ -314,7 +316,9 @@ def test_versions_of_a_stack_name_a_shipped_stack_and_differ_from_it() -> None:
 
 def test_the_commands_default_is_todays_megatron_core() -> None:
     assert DEFAULT_SYSTEM == "megatron-core-0.16"
-    assert differences(DEFAULT_SYSTEM).keys() == {"loss_keeps_logits", "features"}
+    assert differences(DEFAULT_SYSTEM).keys() == {"loss_keeps_logits", "cudnn_first", "features"}
+    kernels = {one: load_system(DEFAULT_SYSTEM).attention_on(one) for one in GENERATIONS}
+    assert kernels == {"ampere": "fa2", "hopper": "cudnn", "blackwell": "cudnn"}
     given = made(system=DEFAULT_SYSTEM, layout=Layout(tp=8, global_batch=8))
     assert band_of(given, "keep_all").outside["stack"] == f"stack {DEFAULT_SYSTEM}"
     assert given.cost.stack == made().cost.stack
@@ -421,3 +425,13 @@ def test_a_fact_of_a_stack_that_none_of_its_models_has_is_said() -> None:
     eager = made(system="megatron-deepspeed", **alone)
     assert (eager.system.norm_kernel, eager.system.rope_kernel) == ("eager", "eager")
     assert "norm eager, RoPE eager" in assumed(eager)
+
+
+def test_sinks_need_a_kernel_that_has_them() -> None:
+    job: dict[str, Any] = {"model": "gpt-oss-120b", "system": DEFAULT_SYSTEM}
+    job |= {"layout": Layout(dp=8, ep=8, global_batch=8), "cluster": "h100-80gb"}
+    assert "attention cudnn with its sinks" in assumed(made(**job))
+    with pytest.raises(RateError, match="'fa2' has no attention sinks"):
+        made(**job, attention="fa2")
+    with pytest.raises(RateError, match="'fa2' has no attention sinks"):
+        made(**job | {"cluster": "a100-80gb"})

@@ -149,6 +149,7 @@ def heading(problem: Problem) -> list[str]:
     """Lines with model and devices, and with the layout."""
     lay, work, cluster = problem.layout, problem.workload, problem.cluster
     sp = " (sp)" if lay.sequence_parallel else ""
+    both = f" x {lay.tp_columns}" if lay.tp_columns > 1 else ""
     ulysses = f" (of it ulysses {lay.ulysses})" if lay.ulysses > 1 else ""
     shards = f" over {lay.shard_degree} ranks" if lay.shard_degree else ""
     experts = f"  ep {lay.ep}  etp {lay.expert_tp}" if work.model.experts else ""
@@ -156,8 +157,8 @@ def heading(problem: Problem) -> list[str]:
     return [
         f"{work.model.name}, {work.seq_len:,} tokens{_packed(problem)}, {work.precision}, on "
         f"{lay.gpus} x {cluster.gpu} ({cluster.name}), stack {problem.system.name}; simulated",
-        f"tp {lay.tp}{sp}  cp {lay.cp}  pp {lay.pp}  vpp {lay.vpp}  dp {lay.dp}{ulysses}{experts}  "
-        f"zero {lay.zero_stage}{shards} | micro-batch {lay.micro_batch}, global batch "
+        f"tp {lay.tp}{both}{sp}  cp {lay.cp}  pp {lay.pp}  vpp {lay.vpp}  dp {lay.dp}{ulysses}"
+        f"{experts}  zero {lay.zero_stage}{shards} | micro-batch {lay.micro_batch}, global batch "
         f"{lay.global_batch}, {lay.num_micro_batches} micro-batches | attention "
         f"{problem.attention}{stages}",
     ]

@@ -12,6 +12,7 @@ from rematbench.costs.bind_kernels import KernelCosts
 from rematbench.costs.copies import NO_TRAFFIC, CopyTraffic
 from rematbench.costs.operators.ops import Comm
 from rematbench.inputs.layout import Layout
+from rematbench.inputs.recipes import holds_copies
 
 CopyDirection = Literal["d2h", "h2d"]
 
@@ -131,6 +132,7 @@ class CostModel(KernelCosts):
         lay = self.layout
         return Layout(
             tp=lay.tp,
+            tp_columns=lay.tp_columns,
             cp=lay.cp,
             pp=lay.pp,
             dp=lay.dp,
@@ -226,6 +228,15 @@ class CostModel(KernelCosts):
             self.common,
         )
         return float(self._memory_s(float(traffic)))
+
+    def quantise_s(self, weights: int) -> float:
+        """Seconds in which weights are quantised once a step, where a rank keeps the copies: read
+        as the update left them, and for their largest elements, and written in each form."""
+        held = holds_copies(self.workload, self.system, self.layout.zero_stage)
+        if self.recipe is None or not held:
+            return 0.0
+        read = self.system.states.param_bytes * (1 + self.recipe.amax_passes)
+        return float(self._memory_s(weights * (read + self.recipe.copies[self.cluster.generation])))
 
     @cached_property
     def host_room_bytes(self) -> int:

@@ -29,7 +29,7 @@ from rematbench.inputs.paths import data_dir
 OfNode = Literal["host_used_gib", "update_s"]
 Metric = Literal["tokens_per_s_per_gpu", "peak_device_bytes", "gain", "verdict", "regret", OfNode]
 Split = Literal["fitted", "in-sample", "sibling", "held-out"]
-Sheet = Literal["runs.csv", "runs_more.csv", "offloaded_states.csv", "moe.csv"]
+Sheet = Literal["runs.csv", "runs_more.csv", "offloaded_states.csv", "moe.csv", "fp8.csv"]
 """The sheets whose rows are scored."""
 RUNS: Sheet = "runs.csv"
 MORE: Sheet = "runs_more.csv"

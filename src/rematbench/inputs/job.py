@@ -87,15 +87,16 @@ class Job(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, metacla
 
     @property
     def layout(self) -> Layout:
-        """The layout; LayoutError if tp x cp x pp does not divide `gpus`."""
+        """The layout; LayoutError if tp x tp_columns x cp x pp does not divide `gpus`."""
         asked = self.degrees
-        ranks = asked.tp * asked.cp * asked.pp
+        ranks = asked.tp * asked.tp_columns * asked.cp * asked.pp
         dp, rest = divmod(self.gpus, ranks)
         if rest:
             near = max(1, round(self.gpus / ranks)) * ranks
             raise LayoutError(
-                f"gpus {self.gpus} must be a multiple of tp x cp x pp = {asked.tp} x {asked.cp} x "
-                f"{asked.pp} = {ranks} (for example {near})"
+                f"gpus {self.gpus} must be a multiple of tp x cp x pp = "
+                f"{asked.tp * asked.tp_columns} x {asked.cp} x {asked.pp} = {ranks} "
+                f"(for example {near})"
             )
         sp = asked.tp > 1 if asked.sp is None else asked.sp
         return Layout(**{**flat(asked), "dp": dp, "sp": sp})

@@ -10,6 +10,7 @@ from rematbench.costs.copies import NO_TRAFFIC, CopyTraffic
 from rematbench.costs.operators.experts import ROUTED
 from rematbench.costs.operators.launches import COUNTS
 from rematbench.costs.operators.ops import Comm, Group, Op, OpTable
+from rematbench.engine.lowering.states.state_shards import quantised_weights
 from rematbench.engine.program.action import (
     HOST_UPDATE,
     STALL,
@@ -239,12 +240,14 @@ class ActionCosts:
     def _device_copy_s(self, action: Action, _: int) -> float:
         return self.cost.device_copy_s(action.nbytes)
 
-    def _optimizer_s(self, action: Action, _: int) -> float:
-        """Seconds of an update, on the device or the host; the action's `nbytes` are the bytes of
-        the updated parameters in compute precision."""
+    def _optimizer_s(self, action: Action, rank: int) -> float:
+        """Seconds of an update, on the device or the host, and of the quantised copies of weights
+        that follow it (deviation: those of the layers that the base plan gives to the rank); the
+        action's `nbytes` are the bytes of the updated parameters in compute precision."""
         count = action.nbytes // self.problem.system.states.param_bytes
         if action.stream != HOST_UPDATE:
-            return self.cost.optimizer_s(count)
+            held = quantised_weights(self.problem, self.problem.base_plan, rank)
+            return self.cost.optimizer_s(count) + self.cost.quantise_s(0 if action.part else held)
         if not self.pieces.beside:
             return self.cost.host_update_s(count)
         return self.cost.host_update_beside_s(count, self.pieces.visiting_bytes)

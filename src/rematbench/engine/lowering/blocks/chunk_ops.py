@@ -15,7 +15,7 @@ from rematbench.engine.lowering.blocks.fates import (
     phased,
     resolve,
 )
-from rematbench.engine.lowering.blocks.mini_sequences import MiniRun, mini_runs
+from rematbench.engine.lowering.blocks.mini_sequences import MiniRun, mini_runs, piece_bytes
 from rematbench.engine.program.storage import (
     EMBEDDING,
     HEAD,
@@ -82,13 +82,15 @@ class Unit(NamedTuple):
 
 
 class ChunkEnds(NamedTuple):
-    """Whether a chunk is the first or the last of the model; its output; the activation whose
-    gradient it sends back (where layers pass one gradient on, that is its output too); and whether
-    its input and its output are wide, behind a prediction."""
+    """Whether a chunk is the first or the last of the model; its output and its input; the
+    activation whose gradient it sends back (where layers pass one gradient on, that is its output
+    too, unless a later pass reads it); and whether its input and its output are wide, behind a
+    prediction."""
 
     first: bool
     last: bool
     output: Storage
+    input: Storage
     back: Storage
     wide_in: bool = False
     wide_out: bool = False
@@ -206,7 +208,8 @@ class ChunkOps:
         wide_in = predicts and not self.layers and not self.first
         back = self.output if self.predicts is None else _layer_input(self.predicts)
         return ChunkEnds(
-            self.first, self.last, self.output, back, wide_in, self.predicts is not None
+            *(self.first, self.last, self.output, self.input, back),
+            *(wide_in, self.predicts is not None),
         )
 
     def storage(self, unit: Unit, activation: str) -> Storage:
@@ -254,12 +257,31 @@ class ChunkOps:
         rules, known = plan.rules, RecentFates.of(self.problem)
         windows = any(rule.select.micro_batches is not None for rule in rules)
         when = (phase if phased(rules) else "", micro_batch if windows else 0)
-        key = (self.stage, self.chunk, self.layers, self.held, self._logits, rules, when)
+        again = self.mini_sequences if self._computes_again else ()
+        key = (self.stage, self.chunk, self.layers, self.held, self._logits, rules, when, again)
         found = known.get(key)
         if found is None:
             if len(known) >= MAX_RECENT_FATES:
                 known.clear()
-            found = known[key] = resolve(plan, self.sites, phase, micro_batch)
+            fates, matched = resolve(plan, self.sites, phase, micro_batch)
+            found = known[key] = (self._with_again(fates) if again else fates), matched
+        return found
+
+    @cached_property
+    def _computes_again(self) -> bool:
+        """Whether some pieces compute tensors again in their own backward."""
+        runs = [run for unit in self.units for run in self.runs(unit).values()]
+        return any(run.again for run in runs)
+
+    def _with_again(self, fates: Fates) -> Fates:
+        """The fates where pieces compute some tensors again in their own backward."""
+        found = dict(fates)
+        for unit in self.units:
+            for run in self.runs(unit).values():
+                for name in run.again:
+                    fate = found.get(site := self.site(unit, name))
+                    if fate is not None and not fate.offload_bytes:
+                        found[site] = Resolved(0, 0, fate.nbytes)
         return found
 
     def saved(self, unit: Unit) -> list[tuple[str, Storage, Site]]:
@@ -281,7 +303,11 @@ class ChunkOps:
     def _runs(self) -> dict[tuple[Part, int], dict[str, MiniRun]]:
         """The mini-sequence runs of each operator table; layers share few tables."""
         tables = {(unit.table.part, unit.variant): unit.table for unit in self.units}
-        return {key: mini_runs(table, self.mini_sequences) for key, table in tables.items()}
+        again = self.problem.system.kernels.tiles_again
+        return {
+            key: mini_runs(table, self.mini_sequences, again=again and table.part == "layer")
+            for key, table in tables.items()
+        }
 
     def run_of(self, unit: Unit, activation: str) -> MiniRun | None:
         """Return the mini-sequence run inside which an activation exists only in pieces, or
@@ -317,7 +343,7 @@ class ChunkOps:
         tensor = unit.table.activations[activation]
         return [
             StoredPart(
-                storage.of_piece(piece.number), piece_bytes(tensor, piece.fraction), offload=False
+                storage.of_piece(piece.number), run.nbytes(tensor, piece.fraction), offload=False
             )
             for piece in run.pieces
         ]
@@ -400,9 +426,11 @@ def stored_parts(storage: Storage, fate: Resolved) -> list[StoredPart]:
     return parts
 
 
-def piece_bytes(tensor: Activation, fraction: float) -> int:
-    """Return the bytes of a share of a tensor's rows, rounded down to whole rows."""
-    return int(tensor.rows * fraction + 1e-6) * tensor.row_bytes
+def bytes_of(chunk: ChunkOps, unit: Unit, name: str, fraction: float) -> int:
+    """Return the bytes of an activation in a share of its rows, or of its heads inside a run of
+    pieces of heads."""
+    tensor, run = unit.table.activations[name], chunk.run_of(unit, name)
+    return piece_bytes(tensor, fraction) if run is None else run.nbytes(tensor, fraction)
 
 
 def rows_of(fates: list[Resolved]) -> float:

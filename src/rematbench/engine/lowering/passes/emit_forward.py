@@ -15,7 +15,7 @@ from rematbench.engine.lowering.blocks.pieces import write_pieces
 from rematbench.engine.lowering.blocks.writer import BlockWriter
 from rematbench.engine.lowering.passes.emit_op import Names, emit_alloc, emit_copies_out, emit_op
 from rematbench.engine.lowering.states.emit_states import ParameterGatherer
-from rematbench.engine.program.action import COMPUTE, Action, Alloc, Kind, Rows
+from rematbench.engine.program.action import COMPUTE, Action, Alloc, Kind
 from rematbench.engine.program.program import Block
 from rematbench.engine.program.storage import COPIED_OUT, ENDED, RECEIVED, Event, Slot, Storage
 from rematbench.plan import Transfers
@@ -159,6 +159,6 @@ def emit_run(w: BlockWriter, chunk: ChunkOps, unit: Unit, run: MiniRun, kind: Ki
         slices = {name: storages[name] for name in run.outputs}
         names = Names(storages, writes, slices, piece=piece.number)
         for op in run.ops:
-            emit_op(w, chunk, unit, op, kind, names, Rows(piece.fraction, piece.offset))
+            emit_op(w, chunk, unit, op, kind, names, piece.rows)
 
     write_pieces(w, run.pieces, write)
