@@ -344,8 +344,6 @@ def _refuse_experts(problem: Problem) -> None:
         return
     refused = {
         f"the experts of system {system.name}": "ep" not in system.accepts.model_parallel,
-        "CUDA graphs": system.kernels.cuda_graphs,
-        "an optimizer in host memory": system.host.optimizer_on_host,
         "reduce buckets that are allocated whole": system.zero.whole_buckets,
         "parameters that are updated as one tensor": system.states.flat_step,
         "attention and MLP in parallel": model.block != "sequential",

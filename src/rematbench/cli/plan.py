@@ -13,7 +13,15 @@ from typer import Option
 
 from rematbench.cli.options import Request, RunOptions, request, takes_run
 from rematbench.cli.plots import Plot, need_figure, write_ranks
-from rematbench.cli.show import as_json, banner, heading, method_line, show
+from rematbench.cli.show import (
+    as_json,
+    banner,
+    beside,
+    heading,
+    method_line,
+    show,
+    without_recipe,
+)
 from rematbench.cli.targets import Json, Notes, Out, need_file
 from rematbench.engine.lowering.blocks.chunk_ops import ChunkOps
 from rematbench.engine.lowering.blocks.fates import Resolved, resolve
@@ -81,11 +89,15 @@ def simulate(
     result = _with_errors(result)
     if plot is not None:
         write_ranks(result, "\n".join((*heading(asked.problem), banner(result))), plot)
+    twin = without_recipe(run)
     if json:
         values = as_json(asked, result) | ({"estimate": estimate_result(form)} if form else {})
+        values |= {"without_recipe": twin.row()} if twin else {}
         typer.echo(msgspec.json.format(msgspec.json.encode(values)).decode())
     else:
         show(console(), asked, result, _keep_all(result), every=notes)
+        if twin is not None:
+            console().print(plain(beside(twin, result)))
         if form is not None:
             show_estimate(console(), result, form)
     if result.status == "failed":

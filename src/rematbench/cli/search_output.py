@@ -152,6 +152,9 @@ def proof_lines(
 ) -> Iterator[str]:
     """The proved gap, or why nothing fits.  `ended`: not after Ctrl-C."""
     stopped = "" if ended else "stopped: "
+    if not job.bounded:
+        yield "no bound covers these stages: methods are tried with all layers and with a list"
+        return
     if results:
         yield (
             f"{stopped}proved gap: no plan of this space is more than {100 * at.gap:.2f} % faster "

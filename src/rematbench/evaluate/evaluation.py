@@ -242,8 +242,8 @@ def _rank_bytes(
         if kind == "gradient" and lends_gradients(plan):
             nbytes = 0
         device[kind] = nbytes if fate.home == "device" else 0
-    for kind, left in on_device(plan, count).items():
-        device[kind] += sizes[kind] * left
+    for kind, left in on_device(problem, plan, rank).items():
+        device[kind] += left
     device["parameter"] += quantised_bytes(problem, plan, rank)
     return RankBytes(
         parameter=device["parameter"],

@@ -140,6 +140,15 @@ OPEN_FACTS = (
 )
 """Facts of which no value is right for most stacks: a stack of a user's own without a base that
 does not state one has an assumed value."""
+FOLLOWS: dict[tuple[str, Any], dict[str, Any]] = {
+    ("norm", "eager"): {"norm_keeps_steps": True},
+    **{("norm", one): {"norm_keeps_steps": False} for one in ("torch", "compiled", "fused")},
+    ("compiled", True): {"norm_keeps_steps": False},
+    ("attention", "eager"): {"attention": "unfused", "eager_operators": True},
+}
+"""What follows from a fact that a file of a stack states, where the file does not say otherwise:
+eager operators save what each of them reads (`attention: eager` is torch's, unlike `unfused`, whose
+softmax is one kernel)."""
 NOT_FACTS: dict[Kind, tuple[str, ...]] = {
     "model": (),
     "cluster": ("slurm",),  # how to request nodes: read by rematbench.worlds.slurm.settings
@@ -165,6 +174,8 @@ def _inherited(
         data.pop(key, None)
     base = data.pop("base", "")
     values, sources = flatten(data, label)
+    if kind == "system":
+        values = _with_what_follows(values)
     if not base:
         own = kind == "system" and not _is_shipped(path)
         unsaid = [key for key in OPEN_FACTS if own and key not in values]
@@ -178,6 +189,14 @@ def _inherited(
     given, known, bases = _inherited(kind, above, (*below, path))
     sources = {**sources, **_reasons(data, label)}
     return {**given, **values}, {**known, **sources}, (str(given["name"]), *bases)
+
+
+def _with_what_follows(values: dict[str, Any]) -> dict[str, Any]:
+    """A stack's stated facts with those of FOLLOWS."""
+    said = [(pair, more) for pair, more in FOLLOWS.items() if values.get(pair[0]) == pair[1]]
+    follows = {key: value for _, more in said for key, value in more.items()}
+    replaced = {pair[0] for pair, more in said if pair[0] in more}
+    return {**follows, **{key: value for key, value in values.items() if key not in replaced}}
 
 
 def _reasons(data: dict[str, Any], label: str) -> dict[str, str]:

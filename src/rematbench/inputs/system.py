@@ -293,6 +293,12 @@ class Host(Part, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A gradient on its way to an optimizer in host memory has so many bytes (DeepSpeed widens the
     gradient to fp32 on the device first: stage3.py, _offload_grad_partition_at_boundary, and in
     stage_1_and_2.py async_inplace_copy_grad_to_fp32_buffer_from_gpu)."""
+    host_tensors: bool = False
+    """If true, torch updates tensor by tensor on the host, where each has buffers of its own for
+    its weights and for their gradients, both of `host_grad_bytes` (Megatron's hybrid optimizer)."""
+    resident_bytes: StateBytes = 0
+    """So many bytes per parameter of the optimizer's states stay on the device when the optimizer
+    is in host memory (Megatron's fp32 shard, of which the host has a copy)."""
     host_pinned: bool = True
     """If true, the buffers of `host_gradients` and of parameters in host memory are pinned."""
     pinned_blocks: PinnedBlocks = "powers_of_two"
@@ -400,6 +406,11 @@ class System(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         """Whether a pipeline send overlaps with the next pass, with `vpp` chunks on each rank."""
         overlap = self.parallel.p2p_overlap
         return overlap == "always" or (overlap == "interleaved" and vpp > 1)
+
+    def holds_host(self, vpp: int) -> bool:
+        """Whether the host waits until a pipeline message has arrived, with `vpp` chunks on each
+        rank."""
+        return self.parallel.p2p_synchronous and not self.sends_beside(vpp)
 
     def padded_vocab(self, vocab: int, tp: int) -> int:
         """The vocabulary in use: padded up to a multiple of vocab_multiple x tp."""

@@ -114,7 +114,6 @@ class BackwardEmitter:
         survivors.update(*(each.reads for each in self.deferred))
         if self.reducer:
             survivors |= self.reducer.survivors
-        w.add(Action(kind=Kind.EVENT, stream=COMPUTE, event=ENDED["b"]))
         if self.updater:  # the message to the stage before does not wait for the last pieces
             self._start_pieces(self.updater, order[-1])
             survivors |= self.updater.finish(last=chunk.chunk == 0)
@@ -139,8 +138,11 @@ class BackwardEmitter:
         self.reload.after(unit)
         if self.gatherer:
             self.gatherer.after(w, unit)
+        last = position == len(order) - 1
+        if last:  # the message to the stage before does not wait for the last reduction
+            w.add(Action(kind=Kind.EVENT, stream=COMPUTE, event=ENDED["b"]))
         if self.reducer:
-            self.reducer.after(w, unit, last=position == len(order) - 1)
+            self.reducer.after(w, unit, last=last)
         if self.updater and unit is not order[-1]:
             self._start_pieces(self.updater, unit)
 
