@@ -245,6 +245,10 @@ class Ranking:
             self._say(f"{verdict(results)} {late}", style="bold")
         if tight is not None:
             self._say(f"FASTER but tight: {_summary(tight)}, with --reserve-gib 0")
+        shown = {result.method for result in results if result.verdict is not None}
+        for policy in self.comparison.config.policies:
+            if policy.keys and policy.name in shown:
+                self._say(f"{policy.name} is set by {policy.keys}")
         absent = left_out(results, self.comparison)
         engines = f"runs on: {self.comparison.engines.legend()}"
         more = (

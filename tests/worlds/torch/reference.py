@@ -11,6 +11,7 @@ from rematbench.problem import Problem
 from rematbench.workload import Model
 from rematbench.worlds.torch.arithmetic import IGNORED, NORM_EPS, ROPE_BASE
 from rematbench.worlds.torch.batch import Batch
+from rematbench.worlds.torch.ends import PREDICTED
 from rematbench.worlds.torch.parameters import ADAPTED, AdamW, full_weight, specs_by_name
 
 
@@ -135,14 +136,30 @@ class Reference:
             x = self.layer(x, f"layers.{self.model.owner(layer)}")
         x = self.norm(x, "final_norm")
         tied = self.model.tied_embeddings
-        logits = x @ self.weights["embedding.weight" if tied else "lm_head.weight"].T
-        return F.cross_entropy(logits.flatten(0, 1), batch.labels.flatten(), ignore_index=IGNORED)
+        head = self.weights["embedding.weight" if tied else "lm_head.weight"].T
+        logits = x @ head
+        loss = F.cross_entropy(logits.flatten(0, 1), batch.labels.flatten(), ignore_index=IGNORED)
+        return loss + self.predicted(x, head, batch) if self.model.mtp_layers else loss
+
+    def predicted(self, x: Tensor, head: Tensor, batch: Batch) -> Tensor:
+        """The loss of the token behind the next, weighed, over the labels that count."""
+        name = f"layers.{self.model.num_layers}"
+        ids, labels = batch.ids.roll(-1, 1), batch.labels.roll(-1, 1)
+        ids[:, -1], labels[:, -1] = 0, IGNORED
+        y = self.norm(self.weights["embedding.weight"][ids], f"{name}.next_norm")
+        y = torch.cat([y, self.norm(x, f"{name}.hidden_norm")], -1)
+        y = self.layer(self.linear(y, f"{name}.join"), name)
+        logits = self.norm(y, f"{name}.predict_norm") @ head
+        total = F.cross_entropy(
+            logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum"
+        )
+        return PREDICTED * total / batch.counted
 
 
 def weights_of(problem: Problem, seed: int) -> dict[str, Tensor]:
     """Every full parameter, float64, as leaves."""
-    layers = tuple(range(problem.workload.model.num_layers))
     lay, model = problem.layout, problem.workload.model
+    layers = tuple(range(model.num_layers + model.mtp_layers))
     first = ChunkOps(problem, 0, 0, layers)
     last = ChunkOps(problem, lay.pp - 1, lay.vpp - 1, layers)
     places = [(unit.table.part, unit.layer) for unit in (*first.units, *last.units)]

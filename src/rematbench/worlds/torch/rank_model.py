@@ -38,6 +38,8 @@ DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
 
 WIDE = ("lse", "permuted_probs", "dispatched_probs", "expert_probs")
 """Statistics and probabilities."""
+SAVED = {"loss": "loss_saved", "predict_loss": "predict_loss_saved"}
+"""What each loss saves."""
 OF_BYTES = ("router_scores", "permutation")
 """Tensors whose rows are fields of several types (`experts.py`)."""
 
@@ -237,7 +239,7 @@ class RankModel:
 
     def dtype_of(self, tensor: Activation) -> torch.dtype:
         """The element type of an activation."""
-        if tensor.name == "loss_saved" and self.problem.system.loss.logits_fp32:
+        if tensor.name in SAVED.values() and self.problem.system.loss.logits_fp32:
             return wide(self.dtype)
         if tensor.name in OF_BYTES:
             return torch.uint8
@@ -260,18 +262,25 @@ class RankModel:
         found = [t for p in self.parameters.values() for t in p.tensors()]
         found += self.pieces.at_home(on_host=False) if self.pieces else []
         found += [t for states in self.every_unit() for t in states.tensors()]
-        found += [t for b in self.batches for t in (b.ids, b.labels)]
+        found += [t for b in self.batches for t in (b.ids, b.labels, *b.ahead)]
         return [*found, self.where, self.chosen, self.cos, self.sin]
 
     def unit_parameters(self, chunk: int, prefix: ModelPart) -> list[Parameter]:
-        """The parameters whose gradients are complete after a unit's backward. If a projection
-        shares its weight with an embedding on this rank, it is listed with the embedding; weights
-        that layers share are listed with the first of them."""
-        units, local = self.units[chunk], self.local[chunk]
-        shared: set[str] = set()
-        if self.kind.owner(layer := units[prefix].layer) != layer:
+        """The parameters whose gradients are complete after a unit's backward.  A parameter that
+        several units share (the embedding's, with a projection or a prediction) is listed with the
+        first of them, whose backward is the last; so are the weights that layers share."""
+        units, local = [*self.units[chunk]], self.local[chunk]
+        layer = self.units[chunk][prefix].layer
+        if self.kind.owner(layer) != layer:
             return []
-        if units[prefix].table.part == "head":
-            ends = (unit.prefix for unit in units.values() if unit.table.part == "embedding")
-            shared = {p.spec.name for end in ends for p in local[end].values()}
+        before = units[: units.index(prefix)]
+        shared = {p.spec.name for unit in before for p in local[unit].values()}
         return [p for p in local[prefix].values() if p.spec.name not in shared]
+
+    @property
+    def sides(self) -> dict[str, slice]:
+        """The columns of the head's input that each of its projections reads, where a prediction's
+        lie beside the decoder's."""
+        hidden = self.kind.hidden
+        both = {"lm_head": slice(0, hidden), "predict_head": slice(hidden, 2 * hidden)}
+        return both if self.kind.mtp_layers else {}
