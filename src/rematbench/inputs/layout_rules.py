@@ -17,7 +17,6 @@ DEGREE_WORDS = {
     "vpp": "interleaved pipelines",
     "cp": "context parallelism",
 }
-# Why: docs/decisions/engine.md, When does a pipeline release what ZeRO 2 and 3 gather?
 GATHERED_CHUNKS = 3
 """Chunks of a rank that torch keeps gathered in a pipeline: a further one is resharded and gathered
 again (torch 2.13, distributed/pipelining/schedules.py, _add_unshard_reshard: max_active_stages)."""
