@@ -117,11 +117,6 @@ class Trained(Part, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return Trained(**{name: getattr(self, name) for name in Trained.__struct_fields__})
 
     @property
-    def wide(self) -> bool:
-        """Whether what trains is held in fp32."""
-        return self.trained_dtype != "stack"
-
-    @property
     def partly(self) -> bool:
         """Whether some weights do not train."""
         return bool(self.adapted or self.trained_parts or self.frozen_layers)

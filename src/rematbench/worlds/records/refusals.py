@@ -89,7 +89,6 @@ def _refused_of_adapters(problem: Problem) -> dict[str, bool]:
     others = bool(work.trained_parts or work.frozen_layers or work.dora or work.bottleneck)
     return {
         "weights that do not train, other than with low-rank adapters": others,
-        "dropout of adapters": work.lora_dropout > 0,
         f"frozen weights in {work.base_dtype}": work.base_dtype != "stack",
         f"what trains in {work.trained_dtype}": work.trained_dtype != "stack",
         "adapters over data-parallel ranks": work.partly and lay.has_peers,

@@ -30,6 +30,7 @@ NORMS = (
     *("q_latent_norm", "kv_latent_norm", *HEAD_NORMS),
     *("next_norm", "hidden_norm", "predict_norm"),
 )
+DROPS = tuple(f"lora_{target}_in" for target in get_args(AdapterTarget))
 ADAPTERS = tuple(f"lora_{target}" for target in get_args(AdapterTarget))
 """The products with the first matrix of an adapter; the linear adds those with the second."""
 SUMS = ("attn_add", "mlp_add", "shared_add")
@@ -232,6 +233,20 @@ def _column(call: Call) -> Tensors:
     return found
 
 
+def _drop(call: Call) -> Tensors:
+    """An adapter's input without a share of it, and the mask, which follows from the places of its
+    elements, so that a recomputation finds it again."""
+    x, rate = call.input(), call.model.problem.workload.lora_dropout
+    rows, columns = call.rows(call.model.where), torch.arange(x.shape[1], device=x.device)
+    keep = arithmetic.kept(rows, columns, rate)
+    return dict(zip(call.op.outputs, (x * keep / (1.0 - rate), keep), strict=True))
+
+
+def _drop_backward(call: Call) -> Tensors:
+    keep, rate = call.tensors[call.op.saves[0]], call.model.problem.workload.lora_dropout
+    return {call.op.inputs[0]: call.grads[0] * keep / (1.0 - rate)}
+
+
 def _adapter(call: Call, name: str) -> str:
     """The adapter of a linear by the local name of its weight; empty if it has none."""
     target = next((t for t, weight in ADAPTED.items() if weight == name), name)
@@ -414,6 +429,7 @@ FORWARD: dict[str, Forward] = {
     **dict.fromkeys(NORMS, _norm),
     **dict.fromkeys(COLUMNS, _column),
     **dict.fromkeys((*ROWS, *ADAPTERS), _row),
+    **dict.fromkeys(DROPS, _drop),
     **dict.fromkeys(SUMS, _residual),
     "k_turn": _turn,
     "k_join": _join,
@@ -428,6 +444,7 @@ BACKWARD_INPUT: dict[str, Backward] = {
     **dict.fromkeys(NORMS, _norm_backward),
     **dict.fromkeys(COLUMNS, _column_backward),
     **dict.fromkeys((*ROWS, *ADAPTERS), _row_backward),
+    **dict.fromkeys(DROPS, _drop_backward),
     "k_turn": _turn_backward,
     "k_join": _join_backward,
     "attention": attention_backward,

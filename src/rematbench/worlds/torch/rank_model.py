@@ -242,7 +242,7 @@ class RankModel:
         """The element type of an activation."""
         if tensor.name in SAVED.values() and self.problem.system.loss.logits_fp32:
             return wide(self.dtype)
-        if tensor.name in OF_BYTES:
+        if tensor.name in OF_BYTES or tensor.name.endswith("_mask"):
             return torch.uint8
         if tensor.name in (COUNTS, "memory_rows"):
             return torch.int64
