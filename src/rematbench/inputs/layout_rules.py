@@ -17,10 +17,6 @@ DEGREE_WORDS = {
     "vpp": "interleaved pipelines",
     "cp": "context parallelism",
 }
-GATHERED_CHUNKS = 3
-"""Chunks of a rank that torch keeps gathered in a pipeline: a further one is resharded and gathered
-again (torch 2.13, distributed/pipelining/schedules.py, _add_unshard_reshard: max_active_stages)."""
-
 MOST_GPUS, MOST_TOKENS, MOST_PASSES = 1 << 16, 1 << 36, 1 << 18
 
 
@@ -140,11 +136,6 @@ def _stack_rules(lay: Layout, system: System) -> list[tuple[bool, str]]:
             lay.pp > 1 and stage not in system.accepts.pipeline_zero_stages,
             f"zero_stage {stage} with pp = {lay.pp}: in a pipeline, system {system.name} has only "
             f"ZeRO stages {', '.join(map(str, system.accepts.pipeline_zero_stages))}",
-        ),
-        (
-            stage > 1 and lay.vpp > GATHERED_CHUNKS,
-            f"zero_stage {stage} with vpp = {lay.vpp}: torch keeps at most {GATHERED_CHUNKS} "
-            "chunks of a rank gathered, and gathering a chunk again is not modelled",
         ),
     ]
 
