@@ -10,12 +10,16 @@ from rematbench.costs.operators.ops import Part
 from rematbench.host.errors import UserError
 from rematbench.inputs.layout import Layout
 from rematbench.inputs.system import System
+from rematbench.model import Model
 from rematbench.workload import NonNegativeInt, PositiveInt
 
 Fraction = Annotated[float, Meta(ge=0.0, le=1.0)]
 Phase = Literal["warmup", "steady", "cooldown"]
 Scope = Literal["consumer", "layer"]
-Schedule = Literal["gpipe", "1f1b", "interleaved_1f1b"]
+Schedule = Literal["gpipe", "1f1b", "interleaved_1f1b", "zb-h1", "zb-h2"]
+ZERO_BUBBLE: dict[Schedule, int] = {"zb-h1": 1, "zb-h2": 2}
+"""The schedules with weight gradients apart: by how many passes more than the next rank a rank
+warms up, and by how many passes its weight gradients come earlier."""
 StateKind = Literal["parameter", "gradient", "optimizer"]
 
 Settings = Mapping[str, str | int | float | bool]
@@ -237,11 +241,22 @@ class MiniSequence(Struct, frozen=True):
 
 
 class Pass(NamedTuple):
-    """One forward (True) or backward (False) of one chunk for one micro-batch on one rank."""
+    """One pass of one chunk for one micro-batch on one rank.  `kind`: a forward (True), a backward
+    (False), or one half of a backward: the gradients of inputs ("B"), or those of weights ("W")."""
 
-    forward: bool
+    kind: bool | Literal["B", "W"]
     micro_batch: int
     chunk: int
+
+    @property
+    def forward(self) -> bool:
+        """Whether the pass is a forward."""
+        return self.kind is True
+
+    @property
+    def last(self) -> bool:
+        """Whether the pass frees what the forward kept: a whole backward, or its second half."""
+        return self.kind in (False, "W")
 
 
 class Plan(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -274,6 +289,12 @@ class Plan(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     def noting(self, **facts: float | str) -> "Plan":
         """This plan with numbers or remarks added to `fit`."""
         return msgspec.structs.replace(self, fit={**self.fit, **facts})
+
+    @property
+    def halves(self) -> bool:
+        """Whether some backwards have a pass for weight gradients alone."""
+        apart = any(item.kind == "W" for order in self.orders for item in order)
+        return apart or (self.schedule in ZERO_BUBBLE and not self.orders)
 
     def state(self, kind: StateKind) -> StateFate:
         """The fate of a kind of state (default: unsharded and on the device)."""
@@ -325,6 +346,25 @@ def gathers_by_layer(parameter: StateFate, layout: Layout) -> bool:
     peers that hold them, or copied from host memory, or both."""
     elsewhere = layout.has_peers or parameter.home == "host"
     return parameter.gather == "layer" and elsewhere
+
+
+def passes_refusal(plan: Plan, layout: Layout, system: System, model: Model) -> str:
+    """Why a plan's passes for weight gradients alone are not lowered; empty if they are."""
+    if not plan.halves:
+        return ""
+    gradient, optimizer = plan.state("gradient"), plan.state("optimizer")
+    reasons = {
+        "experts": model.experts is not None,
+        "layers that predict more tokens": model.mtp_layers > 0,
+        "CUDA graphs": system.kernels.cuda_graphs,
+        "parameters gathered per layer": gathers_by_layer(plan.state("parameter"), layout),
+        "sharded gradients": gradient.shards > 1 or gradient.home == "host",
+        "updates in the backward": optimizer.update == "backward"
+        or (optimizer.pieces is not None and optimizer.pieces.start == "ready"),
+    }
+    found = [name for name, holds in reasons.items() if holds]
+    words = "weight gradients in passes of their own are not lowered with"
+    return f"{words} {found[0]}" if found else ""
 
 
 def has_exact_pins(system: System, plan: Plan) -> bool:

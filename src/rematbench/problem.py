@@ -26,7 +26,7 @@ from rematbench.inputs.facts import CPU
 from rematbench.inputs.kernel_rates import RateError
 from rematbench.inputs.layout import Layout, LayoutError
 from rematbench.inputs.layout_rules import check_layout
-from rematbench.inputs.precision import attention_problem, peak_flop_per_s
+from rematbench.inputs.precision import attention_problem, peak_flop_per_s, sinks_problem
 from rematbench.inputs.recipes import check_recipe, recipe_of
 from rematbench.inputs.stages import base_partition, prediction_rank
 from rematbench.inputs.system import AttentionBackend, StackChoice, System, TpOverlap
@@ -114,6 +114,7 @@ class Problem:
         problem = self.calibration.kernels.refusal(generation, self.kernel)
         if not problem and generation != CPU:
             problem = attention_problem(self.system, work.model, work.precision, self.backend)
+            problem = problem or sinks_problem(work.model, self.kernel)
             problem = problem and f"{problem} (--attention unfused has a kernel)"
         if problem:
             raise RateError(problem)
@@ -149,7 +150,7 @@ class Problem:
     @property
     def kernel(self) -> AttentionBackend:
         """The attention kernel that runs."""
-        fused = self.backend or self.system.kernels.attention
+        fused = self.backend or self.system.attention_on(self.cluster.generation)
         return "unfused" if self.attention == "unfused" else fused
 
     @property

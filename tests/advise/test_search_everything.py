@@ -179,6 +179,25 @@ def test_what_a_pipeline_holds_is_searched_too(held: Held) -> None:
     assert best.problem.layout.zero_stage == 3
 
 
+@pytest.mark.parametrize("share", [0.0, 0.75])
+def test_schedules_with_weight_gradients_apart_are_searched_where_they_are_named(
+    share: float, held: Held
+) -> None:
+    spec = Job(
+        model=replace(load_model("gpt-1.3b"), name="near", num_layers=8),
+        cluster=replace(load_cluster("h100-80gb-dos"), hbm_bytes=ENDLESS),
+        **{"system": "rematbench", "seq_len": 2048, "gpus": 4, "global_batch": 8},
+    )
+    only = ("keep_all", "zero_bubble", "full_recompute")
+    one = SearchRequest(spec=spec, only=only, within=0.0, fixed=Fixed(tp=1, pp=4, micro_batch=1))
+    found = everything(one)
+    edge = at_the_edge(one, found, share)
+    held(edge, found)
+    best = fastest_that_fits(edge, found)
+    assert best is not None
+    assert best.method.startswith("zero_bubble") == (share > 0.1)
+
+
 def test_ulysses_inside_context_parallelism_is_searched_too(held: Held) -> None:
     """More ranks share a sequence than it has KV heads: the exchange stays inside a node."""
     model = replace(load_model("llama-3.1-8b"), name="near", num_layers=2)
@@ -334,11 +353,12 @@ def test_dense_layers_between_experts_are_refused() -> None:
 INTERLEAVED = ("megatron-core", "rematbench", "megatron-kwai", "megatron-lm")
 
 
-def uneven(seed: int) -> SearchRequest:
-    """A job whose interleaved chunks differ by a layer: embedding, head or both count as one."""
+def uneven(seed: int, less: Sequence[int] = (1, 2)) -> SearchRequest:
+    """A job whose interleaved chunks differ: embedding, head or both count as a layer, or the ends
+    lack more."""
     draw = Random(1000 + seed)
     model, pp, tp, vpp = load_model(draw.choice(MODELS)), draw.choice((2, 2, 3, 4)), 1, 2
-    layers = pp * vpp * draw.choice((2, 2, 3)) - draw.choice((1, 2))
+    layers = pp * vpp * draw.choice((2, 2, 3)) - draw.choice(less)
     dp = draw.choice((1, 1, 2))
     windows = model.attention_window[:layers]
     spec = Job(
@@ -355,18 +375,20 @@ def uneven(seed: int) -> SearchRequest:
 
 
 @pytest.mark.parametrize(
-    "seed",
+    ("seed", "less"),
     [
-        1,
-        *(pytest.param(seed, marks=pytest.mark.full) for seed in (4, 7)),
-        *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(8, 28)),
+        (1, (1, 2)),
+        (4, (3, 4)),
+        *(pytest.param(seed, (1, 2), marks=pytest.mark.full) for seed in (4, 7)),
+        *(pytest.param(seed, (1, 2), marks=pytest.mark.soak) for seed in range(8, 28)),
+        *(pytest.param(seed, (3, 4), marks=pytest.mark.soak) for seed in (2, 3, 5, 8, 10, 11)),
     ],
 )
-def test_chunks_that_differ_by_a_layer_are_searched_like_all_others(
-    seed: int, short: bool, held: Held
+def test_chunks_that_differ_are_searched_like_all_others(
+    seed: int, less: tuple[int, ...], short: bool, held: Held
 ) -> None:
-    one = uneven(seed)
-    assert all(len(set(choice.sizes)) == 2 for choice in SearchJob(one).space.choices)
+    one = uneven(seed, less)
+    assert all(len(set(choice.sizes)) >= 2 for choice in SearchJob(one).space.choices)
     found = some(one, MOST // (16 if short else 4))
     for share in SHARES[3:4] if short else SHARES[:4:3]:
         held(at_the_edge(one, found, share), found)

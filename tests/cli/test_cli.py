@@ -1,6 +1,7 @@
 """What a person types: one clear line for a mistake, results for out of memory and unsupported."""
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterable
@@ -126,7 +127,7 @@ def test_a_command_loads_no_library_that_draws_or_fits_and_no_other_command() ->
             ["simulate", "keep_all", *DEMO, "--zero", "3", "--estimator", "fujii", *SHARDED],
             "not zero 3",
         ),
-        (["simulate", "keep_all", *DEMO, "--zero", "2"], "no ZeRO stage 2 (its stages: 0, 1)"),
+        (["simulate", "keep_all", *DEMO, "--zero", "2"], "no ZeRO stage 2 (--zero: 0, 1)"),
         (["simulate", "keep_all", *DEMO, "--pp", "4", "--system", "llm-foundry"], "no pipeline"),
         (["simulate", "mst", *PIPE, "--estimator", "atc24"], "no term for mini-sequences"),
         (["simulate", "memo", *PIPE, "--estimator", "atc24"], "one share alpha for all chunks"),
@@ -183,7 +184,7 @@ def test_unsupported_and_out_of_memory_are_results() -> None:
 
 
 def test_a_person_reads_the_verdict_first_and_no_op_aloud() -> None:
-    ran = typed("simulate", "selective_recompute", *PIPE)
+    ran = typed("simulate", "selective_recompute", *PIPE, "--notes")
     assert ran.code == 0
     verdict, speed = ran.out.index("FITS"), ran.out.index("tokens/s/GPU")
     assert verdict < speed
@@ -192,6 +193,9 @@ def test_a_person_reads_the_verdict_first_and_no_op_aloud() -> None:
     assert "has no effect on this problem" in ran.out
     assert "world: simulated" in ran.out
     assert ran.out.isascii()
+    short = typed("simulate", "selective_recompute", *PIPE).out
+    assert re.search(r"\n\d+ more notes: --notes$", short.rstrip())
+    assert "MFU, dense" not in short
 
 
 def test_partition_moves_layers() -> None:

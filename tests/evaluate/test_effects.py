@@ -42,8 +42,9 @@ JOBS: list[dict[str, Any]] = [
     },
     {"stack": "huggingface", "dp": 2, "global_batch": 4, "precision": "fp32"},
 ]
-WHERE_MADE = "fp32_copy"
-"""The fact that a problem's precision has used before the problem exists (inputs/precision.py)."""
+WHERE_MADE = ("fp32_copy", "prediction_layers")
+"""The facts that are used before a problem exists: by its precision (inputs/precision.py), and by
+the choice of the layers that train (evaluate/problems.py)."""
 
 
 def job(
@@ -63,7 +64,7 @@ def test_every_fact_acts_somewhere_but_what_a_stack_accepts() -> None:
     jobs = [job(**one) for one in JOBS]
     facts = {*FACTS} - {*NO_FACTS}
     idle = facts.difference(*(acting(*one, facts) for one in jobs))
-    assert idle == {*Accepts.__struct_fields__, WHERE_MADE}
+    assert idle == {*Accepts.__struct_fields__, *WHERE_MADE}
 
 
 @pytest.mark.parametrize(

@@ -167,7 +167,7 @@ def test_a_method_that_plans_by_seconds_is_refused_in_one_line(method: str) -> N
 def test_compare_ranks_by_bytes(tmp_path: Path) -> None:
     words = ("compare", *SMALL, "--cluster", cluster_file(tmp_path, "mi300x"))
     only = ("--only", "keep_all", "--only", "full_recompute", "--only", "memo")
-    ran = typed(*words, *only, "--processes", "1")
+    ran = typed(*words, *only, "--processes", "1", "--notes")
     told = " ".join(ran.out.split())
     assert ran.code == 0, ran.err
     assert "FITS: full_recompute," in told

@@ -18,7 +18,7 @@ from rematbench.cli.options import DEFAULT_SYSTEM, Within, percents, require, ta
 from rematbench.cli.plan_table import as_cells
 from rematbench.cli.search_answer import SearchAnswer
 from rematbench.cli.search_output import show_assumed, show_difference, show_space
-from rematbench.cli.targets import Json, Methods, need_file
+from rematbench.cli.targets import Json, Methods, Notes, need_file
 from rematbench.host.console import CommandError, console
 from rematbench.host.table import write_sheet
 from rematbench.inputs.job import Job
@@ -99,6 +99,7 @@ def search(  # noqa: PLR0913, PLR0917  # an option of the command line each
         Option("-o", "--output", metavar="FILE.csv", help="Also write all numbers to this file."),
     ] = None,
     json: Json = False,
+    notes: Notes = False,
     limit: Annotated[
         int,
         Option(
@@ -156,8 +157,9 @@ def search(  # noqa: PLR0913, PLR0917  # an option of the command line each
         show_space(out, job)
     at, ended = _run(request, top, processes)
     answer = SearchAnswer(out, job, at, top, ended=ended)
-    answer.table(solved=limit > 0)
+    answer.table()
     answer.more(limit, processes, by_layer=by_layer)
+    answer.notes(solved=limit > 0, every=notes)
     if json:
         typer.echo(answer.json())
     if output is not None:

@@ -117,3 +117,12 @@ def hfu(
     """Hardware FLOPs utilisation, a fraction of the dense peak: MFU with recomputation counted."""
     flop = model_flop_per_token(work) + recompute_flop_per_token
     return tokens_per_s_per_gpu * flop / peak_flop_per_s
+
+
+def over_peak(causal: float, dense: float) -> str:
+    """Why an MFU (two fractions) is over 100 %; empty if none is."""
+    if causal > 1.0:
+        return "over 100 %: the peak that it divides by is not what these kernels run at"
+    if dense > 1.0:
+        return "over 100 %: dense counts the half of attention that causal kernels skip"
+    return ""

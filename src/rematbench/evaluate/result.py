@@ -420,7 +420,7 @@ def assumed(problem: Problem) -> str:
     model, system = problem.workload.model, problem.system
     native = model.norm == "layernorm" and not model.norm_in_fp32
     kernels = {
-        "attention": problem.kernel,
+        "attention": problem.kernel + " with its sinks" * model.attention_sinks,
         "norm": "fused" if native else system.norm_kernel,
         "RoPE": system.rope_kernel if model.position == "rope" else "",
         "activation": ("fused" if system.kernels.fused_swiglu else "eager") if model.gated else "",

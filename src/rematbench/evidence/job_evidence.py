@@ -319,12 +319,13 @@ def published_stack(problem: Problem) -> str:
     constants of the problem's stack; "" if there is none.  Among several, a stack with published
     rows is preferred, then the stack of the same name."""
     mine, entry = problem.system, problem.calibration.system_entry
+    generation = problem.cluster.generation
     if problem.attention == "flash":
-        mine = with_facts(mine, attention=problem.kernel)
+        mine = with_facts(mine, attention=problem.kernel, cudnn_first=False)
     precision, stage = problem.workload.precision, problem.layout.zero_stage
     alike = [
         other.name
-        for other in _stacks()
+        for other in _stacks(generation)
         if entry(other.constants) == entry(mine.constants)
         and _speed(in_precision(other, precision, stage)) == _speed(mine)
     ]
@@ -333,13 +334,18 @@ def published_stack(problem: Problem) -> str:
 
 
 @cache
-def _stacks() -> tuple[System, ...]:
-    """The shipped stacks, each with every combination of its options."""
+def _stacks(generation: str) -> tuple[System, ...]:
+    """The shipped stacks, each with every combination of its options, and with the attention
+    kernel that it has on a GPU generation."""
     plain = [load_system(name) for name in names("system")]
     options: tuple[Variant, ...] = get_args(Variant)
     chosen = [c for size in range(len(options) + 1) for c in combinations(options, size)]
     made = (system_variant(system, c) for system in plain for c in chosen)
-    return tuple(system for system in made if isinstance(system, System))
+    return tuple(
+        with_facts(one, attention=one.attention_on(generation), cudnn_first=False)
+        for one in made
+        if isinstance(one, System)
+    )
 
 
 def _speed(thing: System) -> dict[str, Any]:

@@ -164,7 +164,7 @@ def _stack_rules(lay: Layout, system: System) -> list[tuple[bool, str]]:
         *_shard_rules(lay, system),
         (
             lay.has_peers and stage not in system.accepts.zero_stages,
-            f"system {system.name} has no ZeRO stage {stage} (its stages: {stages})",
+            f"system {system.name} has no ZeRO stage {stage} (--zero: {stages})",
         ),
         (
             lay.pp > 1 and stage not in system.accepts.pipeline_zero_stages,

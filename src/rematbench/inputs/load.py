@@ -32,6 +32,8 @@ Kind = Literal["model", "cluster", "system"]
 _FOLDERS: dict[Kind, str] = {"model": "models", "cluster": "clusters", "system": "systems"}
 
 
+PARTS = ("experts", "latent")
+"""Facts of a model that are mappings."""
 LAUNCH = (".toml", ".sh")
 """Ends of the names of files that describe jobs, never models, clusters or stacks."""
 
@@ -81,12 +83,10 @@ def _model(path: Path) -> Model:
     if is_huggingface(data):
         model = model_from_huggingface(data, path)
     else:
-        experts = data.get("experts")
-        nested = isinstance(experts, dict) and "value" not in experts
-        plain = {key: value for key, value in data.items() if not nested or key != "experts"}
-        values, sources = flatten(plain, label)
-        if nested:
-            values["experts"] = experts
+        parts = {key: data[key] for key in PARTS if isinstance(data.get(key), dict)}
+        parts = {key: part for key, part in parts.items() if "value" not in part}
+        values, sources = flatten({k: v for k, v in data.items() if k not in parts}, label)
+        values |= parts
         values["source"] = _joined_source(data.get("source", ""), sources)
         values["attention_window"] = _windows(values, label)
         model = convert(values, Model, label)

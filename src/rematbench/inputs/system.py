@@ -28,6 +28,8 @@ DataParallelKind = Literal["zero", "fsdp"]
 Home = Literal["device", "host"]
 PinnedBlocks = Literal["powers_of_two", "exact"]
 AttentionBackend = Literal["unfused", "fa1", "fa2", "fa3", "cudnn", "triton"]
+CUDNN = ("hopper", "blackwell")
+"""The GPU generations on which TransformerEngine prefers cuDNN's attention."""
 NormKernel = Literal["eager", "torch", "compiled", "fused"]
 RopeKernel = Literal["eager", "complex", "fused", "fused_complex"]
 """Implementations by name in config/kernels/operators.yaml."""
@@ -155,6 +157,9 @@ class Loss(Part, frozen=True, kw_only=True, forbid_unknown_fields=True):
     shifts_logits: bool = False
     """If true, the loss copies the logits of all tokens but the last after it has widened them,
     while the model's forward still has its logits and the input of the head."""
+    prediction_layers: bool = True
+    """If true, layers of a model that predict more tokens train; otherwise the stack's classes
+    leave them out."""
     held_logit_bytes: StateBytes = 0
     """So many bytes per logit stay alive during the loss's backward because the training loop holds
     the model's output (0: it holds none).  With logits computed in pieces no output exists."""
@@ -166,6 +171,9 @@ class Kernels(Part, frozen=True, kw_only=True, forbid_unknown_fields=True):
     attention: AttentionBackend
     """This kernel runs when a run requests `flash`, by its name in config/kernels (`unfused`: the
     stack has no fused kernel)."""
+    cudnn_first: bool = False
+    """If true, fused attention is cuDNN's on GPUs from Hopper on, whatever `attention` names
+    (TransformerEngine 2.x, attention/dot_product_attention/utils.py, get_attention_backend)."""
     repeats_kv: bool = False
     """If true, fused attention receives keys and values once per query head, and saves the repeated
     tensors."""
@@ -363,6 +371,11 @@ class System(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The factors were fitted to a user's measurements."""
     sources: dict[str, str] = {}
     """Each fact that a file gives with a source has it here, by the fact's name."""
+
+    def attention_on(self, generation: str) -> AttentionBackend:
+        """The fused attention kernel that runs on a GPU generation."""
+        first = self.kernels.cudnn_first and generation in CUDNN
+        return "cudnn" if first else self.kernels.attention
 
     @property
     def norm_kernel(self) -> NormKernel:

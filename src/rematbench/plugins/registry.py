@@ -41,13 +41,15 @@ class Method(Protocol):
     """The class that a file in methods/ defines: a frozen Struct whose fields are the method's
     parameters.
 
-    Five class variables are optional.  `grid`: a tuple of settings that `compare` and `search` try,
+    Six class variables are optional.  `grid`: a tuple of settings that `compare` and `search` try,
     the fastest first.  `planner` (True): planning takes seconds, so `compare` does not wait for the
     plan and `search` leaves the method out.  `share`: the name of a parameter from 0 to 1, and the
     number of steps in which `search` varies it; the bytes that a pass keeps and copies are linear
     in this parameter.  `pieces` (True): each entry of `grid` costs more time than the entry before
     and frees more transient bytes.  `moves_states` (True): the plan places training states;
-    `search` tries such a method only where it is asked for, at every value of its grid.  If a
+    `search` tries such a method only where it is asked for, at every value of its grid.
+    `moves_passes` (True): the plan has another order of passes, which a stack must have, so the
+    method is tried only where it is asked for.  If a
     method is Unsupported for the same `reason` at one value of `share` or `grid` and at the last
     value, `search` treats it as Unsupported at all values, so a reason that depends on the value
     must contain the value.  An instance may have an attribute `unit`: there is a plan only for
@@ -90,6 +92,16 @@ class MethodEntry(Struct, frozen=True):
     def moves_states(self) -> bool:
         """Whether the method places training states (see Method)."""
         return bool(self.declared("moves_states", False))
+
+    @property
+    def moves_passes(self) -> bool:
+        """Whether the method changes the order of passes (see Method)."""
+        return bool(self.declared("moves_passes", False))
+
+    @property
+    def waits(self) -> bool:
+        """Whether the method is tried only where a person names it."""
+        return self.moves_states or self.moves_passes
 
     @property
     def planner(self) -> bool:

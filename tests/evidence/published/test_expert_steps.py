@@ -18,8 +18,8 @@ REGISTRY = discover(())
 
 
 def timed_rows() -> list[dict[str, Any]]:
-    """The rows with a published speed."""
-    return [row for row in read_of("moe.csv") if row[SPEED]]
+    """The rows with a published speed and dispatcher."""
+    return [row for row in read_of("moe.csv") if row[SPEED] and row["dispatcher"]]
 
 
 def error(row: dict[str, Any]) -> float:

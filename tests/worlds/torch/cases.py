@@ -204,6 +204,13 @@ EXPERT_PLANS: dict[str, Callable[[Plan], Plan]] = {
     ),
 }
 """Raw plans for layers with experts: rows of what is row by row, and bytes of the rest."""
+HALF_PLANS: dict[str, Callable[[Plan], Plan]] = {
+    "zb-h1": lambda plan: replace(plan, schedule="zb-h1"),
+    "zb-h2-offload": lambda plan: replace(PLANS["offload-slots"](plan), schedule="zb-h2"),
+    "zb-h2-full": lambda plan: replace(PLANS["full"](plan), schedule="zb-h2"),
+    "zb-h1-mini": lambda plan: replace(mini_dropped(plan), schedule="zb-h1"),
+}
+"""Raw plans with weight gradients in passes of their own."""
 SAME_NUMBERS = ("offload", "offload-layers", "full")
 
 
@@ -220,7 +227,7 @@ def case(layout: str, plan: str, **changes: Any) -> Case:
     return Case(
         name=f"{layout} {plan}",
         problem=given,
-        plan=(PLANS | EXPERT_PLANS)[plan](given.base_plan),
+        plan=(PLANS | EXPERT_PLANS | HALF_PLANS)[plan](given.base_plan),
         ignored=0.1,
         gradients=True,
     )

@@ -30,6 +30,11 @@ FLEX: dict[str, Dispatcher] = {"hopper": "deepep", "blackwell": "hybridep"}
 0.16.1, core/transformer/moe/fused_a2a.py)."""
 
 
+ENDS, MOST_LESS = 2, 4
+"""Layers that the first and the last of several chunks on a rank lack together of what the others
+have, for the embedding and the loss, and at most."""
+_RULE = re.compile(r"(\d+ x|stages? [\d, ]+|--\w+: [\d, ]+)|\b[1-9]\d*\b")
+"""The numbers of a rule: of a factor and of ZeRO's stages (which stay), or of the layout."""
 MOST_MICRO_BATCH = 64
 """Most sequences in a micro-batch: no kernel becomes faster with more."""
 
@@ -135,7 +140,7 @@ def space(spec: Job, fixed: Fixed, work: Workload, cluster: Cluster, system: Sys
             check_layout(layout, work, system)
         except LayoutError as error:
             rule, _, _ = str(error).partition(", but ")
-            refused[re.sub(r"\b[1-9]\d*\b(?! x )", "N", rule)] += 1  # 2 x cp is the rule's own
+            refused[_RULE.sub(lambda number: number[1] or "N", rule)] += 1
             continue
         results = [
             choice
@@ -291,15 +296,18 @@ def _chunks(fixed: int | None, pp: int, layers: int, stages: str) -> list[int]:
     """Chunks per rank: those of stated stages; else 1, and each number for which all chunks have
     equally many layers if the embedding, the head or both count as a layer (the chunks at the ends
     then have one layer less; Megatron: account_for_embedding_in_pipeline_split,
-    account_for_loss_in_pipeline_split)."""
+    account_for_loss_in_pipeline_split).  If no number is so, those for which the ends lack
+    MOST_LESS layers together and have some, as texts of stages can say."""
     if fixed is not None:
         return [fixed]
     if stages:
         return [max(1, len(read_stages(stages)) // pp)]
     if pp == 1:
         return [1]
-    ends = (0, 1, 2)
-    return [1, *(v for v in range(2, layers // pp + 1) if -layers % (pp * v) in ends)]
+    less = {v: -layers % (pp * v) for v in range(2, layers // pp + 1)}
+    usual = [v for v, n in less.items() if n <= ENDS]
+    far = [v for v, n in less.items() if n <= MOST_LESS and 2 * -(-layers // (pp * v)) >= n + 2]
+    return [1, *(usual or far)]
 
 
 def _expert_degrees(
@@ -350,13 +358,20 @@ def _stages(fixed: ZeroStage | None, pp: int, peers: bool, system: System) -> li
 
 def partitions(layout: Layout, layers: int) -> Iterator[LayoutChoice]:
     """The even partition, and the partitions with one layer less or more on the first or the last
-    rank (without interleaving, from pp 3 on)."""
+    rank (without interleaving, from pp 3 on).  Of several chunks on a rank the ends share what they
+    lack in every way; of ENDS layers each lacks one, as the even partition has it."""
     sizes = even_sizes(layers, layout)
     even = LayoutChoice(layout, sizes)
     yield even
-    if layout.pp < 3 or layout.vpp > 1:
-        return
-    for first, last in product((-1, 0, 1), repeat=2):
-        moved = ended(even, layout, layers, sizes[0] + first, sizes[-1] + last)
+    if layout.vpp == 1:
+        steps = product((-1, 0, 1), repeat=2) if layout.pp > 2 else ()
+        ends = [(sizes[0] + first, sizes[-1] + last) for first, last in steps]
+    else:
+        each = max(sizes)
+        less = each * layout.num_chunks - layers
+        apart = less not in (0, ENDS) and less <= MOST_LESS
+        ends = [(each - n, each - less + n) for n in range(less + 1) if apart]
+    for first, last in ends:
+        moved = ended(even, layout, layers, first, last)
         if moved is not None and min(moved.sizes) > 0 and not moved.even:
             yield moved

@@ -61,8 +61,13 @@ class Contender(Candidate, frozen=True, kw_only=True):
 
 
 def first_candidates(registry: Registry, config: CompareConfig, model: Model) -> list[Contender]:
-    """Every method at its defaults, then the declared policies for the model."""
-    methods = [Contender((Variant(name, name),), origin="method") for name in registry.methods]
+    """Every method that moves no passes at its defaults, then the declared policies for the
+    model."""
+    methods = [
+        Contender((Variant(name, name),), origin="method")
+        for name, entry in registry.methods.items()
+        if not entry.moves_passes
+    ]
     return methods + [
         Contender((of_policy(policy),), origin="policy")
         for policy in config.policies

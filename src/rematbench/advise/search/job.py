@@ -23,7 +23,7 @@ from rematbench.advise.search.request import SearchRequest
 from rematbench.engine.lowering.lower import lower
 from rematbench.evaluate.breakdown import TRAFFIC, parts_of
 from rematbench.evaluate.evaluator import Evaluator
-from rematbench.evaluate.problems import make_problem, stack_of
+from rematbench.evaluate.problems import make_problem, stack_of, trained_model
 from rematbench.evaluate.result import PlannedJob, Result
 from rematbench.evidence.bands import band_of, ratio_band
 from rematbench.evidence.peaks import fits_word, leaving_reserve
@@ -55,10 +55,11 @@ class SearchSpace:
     def __init__(self, request: SearchRequest, evaluator: Evaluator | None = None) -> None:
         self.request, self.evaluator = request, evaluator
         spec = request.spec
-        self.model = spec.model if isinstance(spec.model, Model) else load_model(spec.model)
+        model = spec.model if isinstance(spec.model, Model) else load_model(spec.model)
         cluster = spec.cluster if isinstance(spec.cluster, Cluster) else load_cluster(spec.cluster)
         self.cluster = cluster
         self.system = stack_of(spec)
+        self.model = trained_model(model, self.system)
         if self.system.host.optimizer_on_host and cluster.host_update_parameters_per_s is None:
             why = f"{cluster.name} has no host_update_parameters_per_s, so step times are unknown"
             raise ConfigError("", "optimizer", f"'host': cluster {why} (allowed here: device)")

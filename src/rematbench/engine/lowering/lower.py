@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from rematbench.engine.lowering.blocks.chunk_ops import ChunkOps, Unit, trailing_unit
 from rematbench.engine.lowering.blocks.fates import Fates, covered, phased
 from rematbench.engine.lowering.blocks.writer import BlockWriter
-from rematbench.engine.lowering.passes.emit_backward import BackwardEmitter
+from rematbench.engine.lowering.passes.emit_backward import BackwardEmitter, WeightEmitter
 from rematbench.engine.lowering.passes.emit_forward import ForwardEmitter
 from rematbench.engine.lowering.passes.emit_op import Storages
 from rematbench.engine.lowering.plan_checks import check_plan, check_ready_order, check_rules
@@ -129,7 +129,8 @@ def _apart(order: tuple[Pass, ...]) -> frozenset[int]:
     return frozenset(
         item.chunk
         for item, after in zip(order, [*order[1:], None], strict=True)
-        if item.forward and after != Pass(False, item.micro_batch, item.chunk)
+        if item.forward
+        and (after is None or after.forward or after[1:] != item[1:] or after.kind == "W")
     )
 
 
@@ -137,6 +138,8 @@ class _RankLowering:
     """Builds one rank's blocks (shared by equal micro-batches) and its steps."""
 
     def __init__(self, plan: Plan, problem: Problem, rank: int, shared: BlockCache) -> None:
+        if plan.halves and plan.transfers.reload_slots:  # slots would be full until the weights'
+            plan = replace(plan, transfers=replace(plan.transfers, reload_slots=0))
         self.plan, self.problem, self.rank, self.shared = plan, problem, rank, shared
         lay, system = problem.layout, problem.system
         self.order = rank_orders(plan, problem)[rank]
@@ -273,6 +276,12 @@ class _RankLowering:
                 return self._backward_block(
                     chunk, cls.fates, reduce, beside=beside, updates=bool(last)
                 )
+            case ("B apart", int(number)):
+                chunk, cls = self.holders[number]
+                return self._half_block(chunk, cls.fates, None)
+            case ("W", int(number), bool(reduce)):
+                chunk, cls = self.holders[number]
+                return self._half_block(chunk, cls.fates, reduce)
         return self._copy_block(key) or self._message_block(key)
 
     def _copy_block(self, key: Key) -> Block | None:
@@ -380,6 +389,27 @@ class _RankLowering:
             return emitter(chunk, fates).block()  # buckets and pieces reach over many layers
         ahead = self._layers_ahead(chunk) if self.layerwise else 0
         return block_of(chunk, fates, plan.transfers, ahead, emitter, forward=False)
+
+    def _half_block(self, chunk: ChunkOps, fates: Fates, reduce: bool | None) -> Block:
+        """The half of a backward for gradients of inputs (`reduce` None) or of weights, which
+        reduces gradients if `reduce` says so."""
+        plan, problem, tied = self.plan, self.problem, self._tied(chunk)
+        states = plan.state("gradient"), plan.state("optimizer")
+
+        def emitter(chunk: ChunkOps, fates: Fates) -> BackwardEmitter | WeightEmitter:
+            first = BackwardEmitter(chunk, fates, plan.transfers, None, None, apart=True)
+            if reduce is None:
+                return first
+            reducer: GradReducer | None = None
+            if reduce and self.buckets is not None:
+                reducer = BucketReducer(*states, problem, tied, self.buckets, None)
+            elif reduce:
+                reducer = GradReducer(*states, problem.system, problem.layout, self.width, tied)
+            return WeightEmitter(first, reducer)
+
+        if reduce and self.buckets is not None:
+            return emitter(chunk, fates).block()
+        return block_of(chunk, fates, plan.transfers, 0, emitter, forward=False)
 
     def _updater(self, chunk: ChunkOps) -> Callable[[BlockWriter], ReadyWriter]:
         """Makes the writer of the updates that start in a chunk's last backward."""

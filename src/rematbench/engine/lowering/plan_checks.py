@@ -22,6 +22,7 @@ from rematbench.plan import (
     Select,
     Split,
     gathers_by_layer,
+    passes_refusal,
 )
 from rematbench.problem import Problem, completed_after_backward, rank_parameters
 
@@ -37,6 +38,8 @@ def check_plan(plan: Plan, problem: Problem) -> None:
         )
     _check_host_states(plan)
     _check_pieces(plan, problem)
+    if refused := passes_refusal(plan, lay, problem.system, problem.workload.model):
+        raise PlanError(refused)
     if refused := graph_conflict(plan, problem):
         raise PlanError(refused)
     late = completed_after_backward(problem)

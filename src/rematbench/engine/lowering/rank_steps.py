@@ -142,6 +142,9 @@ class _Walk:
                 self._fetch(target)
             if item.forward:
                 self._forward(item, position)
+            elif item.kind == "W":
+                reduce = self.facts.reduce_last and item in self.final
+                self._add(("W", self.class_of[item[1:]].number, reduce), item)
             else:
                 self._backward(item, position)
             for _, key, of in self.due.pop(position, ()):
@@ -167,6 +170,7 @@ class _Walk:
             where = (item.micro_batch, item.chunk)
             if item.forward:
                 forward_at[where] = index
+            if item.forward or item.kind == "W":
                 continue
             cls = self.class_of[where]
             if cls.leaves:
@@ -200,6 +204,7 @@ class _Walk:
         number, leaves, _ = self.class_of[item[1:]]
         if leaves:
             self._release_copies(item)
+        back = ends.back if item.kind is False else ends.input
         if not ends.last:
             self._add(("recv_b", ends.output, *WIDE[ends.wide_out]), item)
         reduce = facts.reduce or (facts.reduce_last and item in self.final)
@@ -207,11 +212,14 @@ class _Walk:
         after = facts.order[position + 1 : position + 2]
         beside = facts.pairs and any(one.forward for one in after)
         updates = (True,) if facts.update_last and item in self.final else ()
-        self._add(("B", number, reduce, beside, *updates), item)
+        if item.kind is False:
+            self._add(("B", number, reduce, beside, *updates), item)
+        else:
+            self._add(("B apart", number), item)
         if facts.holds_outputs and not ends.last:
             self._add(("free_held", ends.output), item)
         if not ends.first:
-            self._send(item, position, ("send_b", "free_b"), (ends.back, ends.wide_in))
+            self._send(item, position, ("send_b", "free_b"), (back, ends.wide_in))
 
     def _hold_send(self, item: Pass) -> None:
         """In the plan's phases, the copy that runs during this pass ends before its send starts."""

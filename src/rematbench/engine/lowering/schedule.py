@@ -1,16 +1,14 @@
-"""The order of forward and backward passes on each pipeline rank: GPipe, 1F1B, interleaved 1F1B."""
+"""The order of forward and backward passes on each pipeline rank: GPipe, 1F1B, interleaved 1F1B,
+and zero-bubble schedules."""
 
 from functools import lru_cache
-from typing import Literal
 
-from rematbench.plan import Pass, Phase
-
-ScheduleName = Literal["gpipe", "1f1b", "interleaved_1f1b"]
+from rematbench.plan import ZERO_BUBBLE, Pass, Phase, Schedule
 
 
 @lru_cache(maxsize=512)
 def passes(
-    schedule: ScheduleName, rank: int, pp: int, vpp: int, num_micro_batches: int
+    schedule: Schedule, rank: int, pp: int, vpp: int, num_micro_batches: int
 ) -> tuple[Pass, ...]:
     """Return all passes of a rank in issue order.
 
@@ -21,6 +19,8 @@ def passes(
     megatron-core 0.16.1 has no such rule (`interleaved`).
     """
     total = num_micro_batches * vpp
+    if schedule in ZERO_BUBBLE:
+        return _zero_bubble(ZERO_BUBBLE[schedule], rank, pp, total)
     if schedule == "interleaved_1f1b" and num_micro_batches != pp:
         return interleaved(rank, pp, vpp, num_micro_batches)
     warmup = min(pp - rank - 1, total) if schedule == "1f1b" else total
@@ -34,23 +34,61 @@ def interleaved(rank: int, pp: int, vpp: int, num_micro_batches: int) -> tuple[P
     return _ordered(min((vpp - 1) * pp + 2 * (pp - rank - 1), total), total, pp, vpp)
 
 
-def _ordered(warmup: int, total: int, pp: int, vpp: int) -> tuple[Pass, ...]:
+def _zero_bubble(step: int, rank: int, pp: int, total: int) -> tuple[Pass, ...]:
+    """Return the order of ZB-H1 (`step` 1) or ZB-H2 (2) of Qi et al. 2024 (arXiv 2401.10241),
+    figures 2 and 3, with one chunk on each rank.
+
+    Rank r runs step (pp - r - 1) forwards before 1F1B begins, and the weight gradients of a
+    micro-batch after the input gradients of the micro-batch that comes step r later.  Every rank
+    thus keeps step (pp - 1) + 1 micro-batches.  With seconds F >= W, rank 0 is idle for (pp - 1)
+    (F + B - step W) seconds.
+    """
+    warmup, lag = min(step * (pp - rank - 1), total), step * rank
+    order = [Pass(True, i, 0) for i in range(warmup)]
+    for i in range(total):
+        if warmup + i < total:
+            order.append(Pass(True, warmup + i, 0))
+        order.append(Pass("B", i, 0))
+        if i >= lag:
+            order.append(Pass("W", i - lag, 0))
+    return (*order, *(Pass("W", i, 0) for i in range(max(0, total - lag), total)))
+
+
+def grouped(rank: int, pp: int, vpp: int, group: int, num_micro_batches: int) -> tuple[Pass, ...]:
+    """Return generalised interleaving (Wan et al. 2025, arXiv 2503.01328): micro-batches go through
+    the chunks in groups of `group` (at least half of pp; num_micro_batches is a multiple of it),
+    and weight gradients follow input gradients, whose message does not wait for them.
+
+    Rank r keeps group (vpp - 1) + pp - r chunks, and the bubble is 2 (pp - 1) + (pp - group) (vpp -
+    1) passes of a chunk with equal seconds, of which a backward has two.
+    """
+    total = num_micro_batches * vpp
+    warmup = min(group * (vpp - 1) + pp - rank - 1, total)
+    order: list[Pass] = []
+    for item in _ordered(warmup, total, group, vpp):
+        halves = (item._replace(kind="B"), item._replace(kind="W"))
+        order += [item] if item.forward else halves
+    return tuple(order)
+
+
+def _ordered(warmup: int, total: int, group: int, vpp: int) -> tuple[Pass, ...]:
     """The warm-up forwards, then forwards and backwards in turn, then the remaining backwards."""
-    forwards = [_place(i, pp, vpp, True) for i in range(total)]
-    backwards = [_place(i, pp, vpp, False) for i in range(total)]
+    forwards = [_place(i, group, vpp, True) for i in range(total)]
+    backwards = [_place(i, group, vpp, False) for i in range(total)]
     order = list(forwards[:warmup])
     for i in range(total - warmup):
         order += [forwards[warmup + i], backwards[i]]
     return (*order, *backwards[total - warmup :])
 
 
-def _place(i: int, pp: int, vpp: int, forward: bool) -> Pass:
-    """The micro-batch and chunk of a rank's i-th forward or backward."""
+def _place(i: int, size: int, vpp: int, forward: bool) -> Pass:
+    """The micro-batch and chunk of a rank's i-th forward or backward, in groups of `size`
+    micro-batches."""
     if vpp == 1:
         return Pass(forward, i, 0)
-    group, within = divmod(i, pp * vpp)
-    chunk = within // pp
-    return Pass(forward, group * pp + within % pp, chunk if forward else vpp - 1 - chunk)
+    group, within = divmod(i, size * vpp)
+    chunk = within // size
+    return Pass(forward, group * size + within % size, chunk if forward else vpp - 1 - chunk)
 
 
 @lru_cache(maxsize=256)
@@ -65,6 +103,6 @@ def phases(order: tuple[Pass, ...]) -> dict[tuple[int, int], Phase]:
         where = (step.micro_batch, step.chunk)
         if step.forward:
             phase[where] = "warmup" if i < first_backward - 1 else "steady"
-        elif i > last_forward + 1 and phase[where] == "steady":
+        elif step.kind != "W" and i > last_forward + 1 and phase[where] == "steady":
             phase[where] = "cooldown"
     return phase

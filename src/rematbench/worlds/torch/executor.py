@@ -263,7 +263,10 @@ class Executor:
         adding = iter(found.adding)
         for name, gradient in made.items():
             storage = found.fresh.get(name, found.part)
-            if storage is not None:
+            if name in found.fresh and len(made) == 1 and found.adding:  # the old sum has readers
+                old = self.memory[span.key(next(adding))].view(span.first, span.size)
+                self._put(found.fresh[name], span, gradient + old.view(gradient.shape))
+            elif storage is not None:
                 self._put(storage, span, gradient)
             else:
                 target = self.memory[span.key(next(adding))].view(span.first, span.size)

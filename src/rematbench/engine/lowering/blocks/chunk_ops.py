@@ -82,13 +82,15 @@ class Unit(NamedTuple):
 
 
 class ChunkEnds(NamedTuple):
-    """Whether a chunk is the first or the last of the model; its output; the activation whose
-    gradient it sends back (where layers pass one gradient on, that is its output too); and whether
-    its input and its output are wide, behind a prediction."""
+    """Whether a chunk is the first or the last of the model; its output and its input; the
+    activation whose gradient it sends back (where layers pass one gradient on, that is its output
+    too, unless a later pass reads it); and whether its input and its output are wide, behind a
+    prediction."""
 
     first: bool
     last: bool
     output: Storage
+    input: Storage
     back: Storage
     wide_in: bool = False
     wide_out: bool = False
@@ -206,7 +208,8 @@ class ChunkOps:
         wide_in = predicts and not self.layers and not self.first
         back = self.output if self.predicts is None else _layer_input(self.predicts)
         return ChunkEnds(
-            self.first, self.last, self.output, back, wide_in, self.predicts is not None
+            *(self.first, self.last, self.output, self.input, back),
+            *(wide_in, self.predicts is not None),
         )
 
     def storage(self, unit: Unit, activation: str) -> Storage:

@@ -32,7 +32,7 @@ from rematbench.engine.program.storage import (
     Storage,
     storage_of,
 )
-from rematbench.plan import Transfers
+from rematbench.plan import PlanError, Transfers
 
 Storages = list[Storage]
 
@@ -47,6 +47,16 @@ class InputGradients(NamedTuple):
     written: list[Alloc]
     summed: list[Alloc]
     reduced: list[Alloc]
+
+
+class Deferred(NamedTuple):
+    """An operator whose weight gradients are computed in a later pass, and what their kernels
+    read."""
+
+    unit: Unit
+    op: Op
+    reads: list[Storage]
+    saved: list[Storage]
 
 
 def _wait_for_inputs(
@@ -71,8 +81,10 @@ class BackwardEmitter:
         updater: Callable[[BlockWriter], ReadyWriter] | None = None,
         *,
         beside: bool = False,
+        apart: bool = False,
     ) -> None:
-        self.chunk, self.fates = chunk, fates
+        self.chunk, self.fates, self.apart = chunk, fates, apart
+        self.deferred: list[Deferred] = []
         self.gatherer, self.reducer = gatherer, reducer
         self.w = BlockWriter()
         self.w.beside = "forward" * beside
@@ -97,6 +109,9 @@ class BackwardEmitter:
         if w.beside:
             w.free(BESIDE)
         survivors = set() if chunk.first else {self.grads[chunk.input]}
+        if self.apart and survivors - {chunk.input.gradient}:
+            raise PlanError("weight gradients apart: pieces that add to a chunk's first gradient")
+        survivors.update(*(each.reads for each in self.deferred))
         if self.reducer:
             survivors |= self.reducer.survivors
         w.add(Action(kind=Kind.EVENT, stream=COMPUTE, event=ENDED["b"]))
@@ -220,6 +235,13 @@ class BackwardEmitter:
             else:
                 w.wait(COMPUTE, event)
             incoming = [full] if gathered else incoming
+        here = self.recomputer.run is not None  # in pieces, which no later pass knows
+        if self.apart and not here and op.is_matrix and op.backward_weight:
+            self.deferred.append(Deferred(unit, op, [*incoming, *saved], saved))
+            if op.backward_input:
+                self._input_gradient(unit, op, [*incoming, *saved], [], overlapping)
+            self.rebuild.settle()
+            return
         pending, regathered = self._regather(unit, op, saved)
         pending = pending or overlapping
         self._kernels(unit, op, [*incoming, *saved], regathered, pending)
@@ -301,6 +323,18 @@ class BackwardEmitter:
         w.wait(COMPUTE, event)
         return None
 
+    def _adds_in_place(self, op: Op, storage: Storage) -> bool:
+        """Whether an operator adds to the gradient that an activation has, and no later pass reads
+        it.  Pieces add to whole gradients."""
+        total = self.grads[storage]
+        if total is storage.gradient:
+            return True
+        pieces = self.recomputer.run is not None
+        read = any(total in each.reads for each in self.deferred)
+        if (pieces and read) or (op.grad_reduce is not None and not pieces):
+            raise PlanError(f"weight gradients apart: {op.name} adds to a residual's gradient")
+        return pieces
+
     def _accumulated(self, unit: Unit, op: Op) -> list[Storage]:
         """Existing gradients that this operator adds to in place (residual branches, slices)."""
         storages, grads = self.recomputer.storages(unit), self.grads
@@ -310,12 +344,15 @@ class BackwardEmitter:
     def _gradients(self, unit: Unit, op: Op) -> InputGradients:
         """The gradients that this operator is the first to write.  With a reduce-scatter the
         collective makes all of them except the query's gradient, because the query was never
-        gathered."""
+        gathered.  Where a later pass computes weight gradients, the residual's gradient of an
+        operator's output stays as it is, and the sum with another gradient is new."""
         tensors, storages = unit.table.activations, self.recomputer.storages(unit)
         fresh: dict[str, Alloc] = {}
         for name in map(unit.table.of_gradient, op.inputs):
             storage = storages[name]
             known = storage in self.grads or name in op.alias_inputs
+            if known and self.apart and name not in op.alias_inputs:
+                known = self._adds_in_place(op, storage)
             if known or not tensors[name].differentiable:
                 continue
             gradient = self.grads[storage] = storage.gradient
@@ -329,3 +366,39 @@ class BackwardEmitter:
         part = Alloc(self._between(unit, op, Role.PARTIAL_GRADIENT), size)
         direct = [fresh.pop("q")] if "q" in fresh else []
         return InputGradients([part, *direct], [part], list(fresh.values()))
+
+
+class WeightEmitter:
+    """Builds the half of a chunk's backward that computes the gradients of weights, from what the
+    other half left.  Gathered inputs are gathered here."""
+
+    def __init__(self, first: BackwardEmitter, reducer: GradReducer | None) -> None:
+        self.first, self.reducer, self.w = first, reducer, BlockWriter()
+
+    def block(self) -> Block:
+        """Return block W."""
+        w, chunk, reducer = self.w, self.first.chunk, self.reducer
+        self.first.block()
+        order = list(reversed(chunk.units))
+        arrivals: set[Storage] = set()
+        for unit in order:
+            w.begin_unit()
+            if reducer:
+                reducer.before(w, unit)
+            for each in self.first.deferred:
+                if each.unit is unit:
+                    arrivals.update(each.reads)
+                    self._kernel(each)
+            if reducer:
+                reducer.after(w, unit, last=unit is order[-1])
+        return w.finish("W", set(reducer.survivors) if reducer else set(), arrivals)
+
+    def _kernel(self, each: Deferred) -> None:
+        w, unit, op = self.w, each.unit, each.op
+        reads = each.reads
+        if op.regather is not None:
+            full = storage_of(unit.prefix, op.name, Role.GATHERED)
+            allocs = [Alloc(full, op.gathered_bytes)] if op.gathered_bytes else []
+            w.wait(COMPUTE, w.collective(op.regather, unit.prefix, op.name, each.saved, allocs))
+            reads = [*reads, *(alloc.storage for alloc in allocs)]
+        w.compute(Kind.BACKWARD_WEIGHT, unit.prefix, unit.variant, op, reads, [])
