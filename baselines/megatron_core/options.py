@@ -273,5 +273,5 @@ def _experts(model: Model) -> list[str]:
         words.append(f"--moe-aux-loss-coeff {experts.aux_loss}")
     if experts.dense_layers:
         layers = [str(int(not model.is_dense(i))) for i in range(model.num_layers)]
-        words.append(f"--moe-layer-freq [{','.join(layers)}]")
+        words.append(f"--moe-layer-freq {shlex.quote('[' + ','.join(layers) + ']')}")
     return words

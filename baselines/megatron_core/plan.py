@@ -121,6 +121,14 @@ class MegatronCore(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
                 yield policy
 
     @classmethod
+    def remarks(cls, problem: Problem) -> tuple[str, ...]:
+        """What the options without the model's arguments leave out."""
+        lay, whole = problem.layout, "the model's arguments are not here: --whole prints them"
+        one = lay.tp > 1 or lay.cp > 1
+        words = "CUDA_DEVICE_MAX_CONNECTIONS=1 is for tp or cp above 1 before Blackwell"
+        return (whole, words) if one else (whole,)
+
+    @classmethod
     def inexpressible(cls, problem: Problem) -> tuple[str, ...]:
         """The facts of a problem that no option can express under any policy, or that are not run
         here although options express them (these end with NOT_RUN)."""

@@ -17,7 +17,7 @@ from rematbench.costs.operators.block import (
     layer_table,
     prediction_table,
 )
-from rematbench.costs.operators.ops import Op, OpTable, rebuild_ops
+from rematbench.costs.operators.ops import Op, OpTable, rebuild_ops, without_weights
 from rematbench.costs.operators.quantised import quantised_table
 from rematbench.costs.states import StateBytes, non_torch_bytes, room_bytes, state_bytes
 from rematbench.inputs.cluster import Cluster
@@ -27,7 +27,7 @@ from rematbench.inputs.kernel_rates import RateError
 from rematbench.inputs.layout import Layout, LayoutError
 from rematbench.inputs.layout_rules import check_layout
 from rematbench.inputs.precision import attention_problem, peak_flop_per_s, sinks_problem
-from rematbench.inputs.recipes import check_recipe, recipe_of
+from rematbench.inputs.recipes import check_recipe, untimed
 from rematbench.inputs.stages import base_partition, prediction_rank
 from rematbench.inputs.system import AttentionBackend, StackChoice, System, TpOverlap
 from rematbench.plan import Plan, state_fates
@@ -64,13 +64,15 @@ Weigher = Callable[["Problem", Plan], Weight]
 
 class LayerKind(NamedTuple):
     """A kind of layer: its attention window, whether it has one MLP, its place among what trains,
-    whether it predicts one more token, and whether its linears are quantised."""
+    whether it predicts one more token, whether its linears are quantised, and whether its weights
+    are those of an earlier layer."""
 
     window: int
     dense: bool
     place: Place
     predicts: bool
     quantised: bool = False
+    borrows: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -124,9 +126,7 @@ class Problem:
         """Why no kernel of this problem has seconds, in one line; empty if all have."""
         generation, precision = self.cluster.generation, self.workload.precision
         rates, tf32, missing = self.calibration.kernels, self.system.kernels.tf32, ""
-        missing, recipe = self.workload.model.untimed, recipe_of(self.workload)
-        if recipe is not None and generation != CPU and generation not in recipe.gemm:
-            missing = f"no published rate of products of recipe {self.workload.recipe}"
+        missing = self.workload.model.untimed or untimed(self.workload, generation)
         if not self.calibration.has_rates(generation):
             known = ", ".join(sorted(set(self.calibration.gpus) & set(rates.generations) - {CPU}))
             missing = (
@@ -264,9 +264,9 @@ class Problem:
         model = self.workload.model
         windows = model.attention_window or (0,) * model.num_layers
         every = enumerate((*windows, *(0 for _ in range(model.mtp_layers))))
-        count, quantises = model.num_layers, self.workload.quantises
+        n, narrow, own = model.num_layers, self.workload.quantises, model.owner
         return tuple(
-            LayerKind(w, model.is_dense(i), self._place(i), i >= count, quantises(i, count))
+            LayerKind(w, model.is_dense(i), self._place(i), i >= n, narrow(i, n), own(i) != i)
             for i, w in every
         )
 
@@ -276,7 +276,7 @@ class Problem:
 
     def _table(self, kind: LayerKind) -> OpTable:
         fused, of = self.attention == "flash", (self.workload, self.layout, self.system)
-        window, dense, place, predicts, quantised = kind
+        window, dense, place, predicts, quantised, borrows = kind
         if quantised:
             plain = self._table(kind._replace(quantised=False))
             return quantised_table(plain, *of, self.cluster.generation)
@@ -285,7 +285,8 @@ class Problem:
             copies = self.layout.pp > 1 and not (last and self.workload.model.tied_embeddings)
             return prediction_table(*of, fused_attention=fused, dense=dense, copies=copies)
         table = layer_table(*of, fused_attention=fused, window=window, dense=dense)
-        return trained_table(table, self.workload, self.system, place)
+        table = trained_table(table, self.workload, self.system, place)
+        return without_weights(table) if borrows else table
 
     @cached_property
     def prediction_rank(self) -> int | None:
@@ -334,8 +335,6 @@ def _refuse_experts(problem: Problem) -> None:
         return
     refused = {
         f"the experts of system {system.name}": "ep" not in system.accepts.model_parallel,
-        "CUDA graphs": system.kernels.cuda_graphs,
-        "an optimizer in host memory": system.host.optimizer_on_host,
         "reduce buckets that are allocated whole": system.zero.whole_buckets,
         "parameters that are updated as one tensor": system.states.flat_step,
         "attention and MLP in parallel": model.block != "sequential",

@@ -87,6 +87,9 @@ class Trained(Part, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Adapters drop this share of their input."""
     dora: bool = False
     """Adapters also train the magnitude of each row of a weight (DoRA)."""
+    bottleneck: Annotated[NonNegativeInt, Fact(metavar="W")] = 0
+    """Adapters of so many columns stand behind attention and behind the MLP, and train instead of
+    the model (Houlsby et al. 2019; 0: none)."""
     trained_parts: Annotated[TrainedParts, Fact(metavar="T")] = ""
     """Of embedding,norms,head these train too; without adapters, these alone."""
     frozen_layers: Annotated[NonNegativeInt, Fact(metavar="N")] = 0
@@ -110,7 +113,12 @@ class Trained(Part, frozen=True, kw_only=True, forbid_unknown_fields=True):
     @property
     def partly(self) -> bool:
         """Whether some weights do not train."""
-        return bool(self.lora_rank or self.trained_parts or self.frozen_layers)
+        return bool(self.adapted or self.trained_parts or self.frozen_layers)
+
+    @property
+    def adapted(self) -> bool:
+        """Whether adapters train."""
+        return bool(self.lora_rank or self.bottleneck)
 
     @property
     def targets(self) -> tuple[str, ...]:
@@ -181,6 +189,7 @@ class Work(Quantised, Part, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         """Documents of a sequence, including a shorter last document."""
         return -(-self.seq_len // self.document_len) if self.packed else 1
 
+    # Why: docs/decisions/costs.md, Is a capacity of experts an imbalance?
     @property
     def drops_tokens(self) -> bool:
         """Whether experts leave out tokens above their capacity, and are not filled up to it."""

@@ -11,7 +11,6 @@ from msgspec.structs import replace
 from typer.testing import CliRunner
 
 from rematbench.cli.app import command_line
-from rematbench.cli.options import DEFAULT_SYSTEM
 from rematbench.evaluate.evaluation import evaluate
 from rematbench.evaluate.problems import system_variant
 from rematbench.evaluate.result import assumed, evaluate_plan
@@ -21,6 +20,7 @@ from rematbench.evidence.job_evidence import published_stack, unlike_shipped
 from rematbench.host.declared import flat
 from rematbench.inputs.configfile import ConfigError
 from rematbench.inputs.facts import GENERATIONS
+from rematbench.inputs.job import DEFAULT_SYSTEM
 from rematbench.inputs.kernel_rates import RateError
 from rematbench.inputs.layout import Layout
 from rematbench.inputs.load import (
@@ -248,7 +248,7 @@ def test_a_cluster_of_other_flops_has_no_evidence_of_its_name(tmp_path: Path, fo
 
 def test_shipped_clusters_and_their_memory_are_like_shipped() -> None:
     assert {unlike_shipped(made(cluster=name)) for name in ("h100-80gb", "h800-80gb")} == {""}
-    clusters = [load_cluster(name) for name in names("cluster")]
+    clusters = [one for one in map(load_cluster, names("cluster")) if not one.roofline]
     problem = made()
     for cluster in clusters:
         bigger = replace(cluster, hbm_bytes=2 * cluster.hbm_bytes, name="mine", host_bytes=1 << 40)
@@ -293,7 +293,8 @@ def test_deepspeed_is_the_decoder_that_its_baseline_runs() -> None:
         *("prefetch_elements", "live_elements", "flat_step"),
         "fp32_copy",
     }
-    assert differences("huggingface-deepspeed").keys() == zero
+    long_contexts = {"tiles_again", "wide_query_gradient"}  # the baseline's plans say its tiles
+    assert differences("huggingface-deepspeed").keys() == zero | long_contexts
     assert all(flat(layers)[key] == flat(plain)[key] for key in zero)
 
 
@@ -315,7 +316,8 @@ def test_versions_of_a_stack_name_a_shipped_stack_and_differ_from_it() -> None:
 
 def test_the_commands_default_is_todays_megatron_core() -> None:
     assert DEFAULT_SYSTEM == "megatron-core-0.16"
-    assert differences(DEFAULT_SYSTEM).keys() == {"loss_keeps_logits", "cudnn_first", "features"}
+    own = {"loss_keeps_logits", "cudnn_first", "features", "host_tensors", "resident_bytes"}
+    assert differences(DEFAULT_SYSTEM).keys() == own
     kernels = {one: load_system(DEFAULT_SYSTEM).attention_on(one) for one in GENERATIONS}
     assert kernels == {"ampere": "fa2", "hopper": "cudnn", "blackwell": "cudnn"}
     given = made(system=DEFAULT_SYSTEM, layout=Layout(tp=8, global_batch=8))

@@ -65,11 +65,12 @@ COMMANDS = (
         "shipped.systems",
         "plan.plan",
         "plan.simulate",
+        "fit.fit",
         "compare.compare",
         "search.search",
     ),
     *("plan.timeline", "stages.stages", "baseline.flags", "doctor.doctor", "execute.execute"),
-    *("execute.trace", "verify.verify", "sheet.predict", "validate.validate"),
+    *("execute.trace", "verify.verify", "sheet.predict", "sheet.row", "validate.validate"),
     *("calibrate.calibrate", "read.read"),
 )
 """The user's commands, except the group of baselines: module of this folder and function."""

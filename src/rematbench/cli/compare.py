@@ -12,6 +12,7 @@ from typer import Option
 from rematbench.advise.candidates.candidate import load_compare
 from rematbench.advise.compare.comparison import Comparison, Order, table
 from rematbench.advise.compare.would_fit import would_fit
+from rematbench.cli.beside import beside, without_recipe
 from rematbench.cli.comparison_plot import FORMATS, write_plot
 from rematbench.cli.options import RunOptions, request, takes_problem
 from rematbench.cli.plan_table import (
@@ -27,14 +28,12 @@ from rematbench.cli.plan_table import (
 from rematbench.cli.show import (
     FRAGMENTS,
     UNTIMED,
-    beside,
     covers,
     heading,
     job_notes,
     nominal,
     say_notes,
     tight_line,
-    without_recipe,
     world_line,
 )
 from rematbench.cli.targets import Json, Notes, need_file
@@ -44,6 +43,7 @@ from rematbench.evidence.peaks import about
 from rematbench.host.console import CommandError, console, gib, percent, plain, rounded
 from rematbench.host.table import GIB, write_sheet
 from rematbench.problem import Problem
+from rematbench.worlds.packages.process import broken_baselines
 
 Names = list[str] | None
 
@@ -428,7 +428,7 @@ def left_out(results: Sequence[Result], comparison: Comparison) -> list[str]:
         for result in results
         if result.verdict is None
     ]
-    broken = comparison.registry.broken
+    broken = comparison.registry.broken | broken_baselines()
     lines += [f"unavailable: {path}: {reason}" for path, reason in broken.items()]
     if comparison.left_out:
         lines.append(

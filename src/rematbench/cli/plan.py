@@ -11,8 +11,9 @@ from rich.console import Console
 from rich.table import Table
 from typer import Option
 
-from rematbench.cli.options import DEFAULT_SYSTEM, Request, RunOptions, request, takes_run
-from rematbench.cli.show import as_json, beside, heading, method_line, show, without_recipe
+from rematbench.cli.beside import beside, without_recipe
+from rematbench.cli.options import Request, RunOptions, request, takes_run
+from rematbench.cli.show import as_json, heading, method_line, show
 from rematbench.cli.targets import Json, Notes, Out, need_file
 from rematbench.engine.lowering.blocks.chunk_ops import ChunkOps
 from rematbench.engine.lowering.blocks.fates import Resolved, resolve
@@ -36,6 +37,7 @@ from rematbench.host.console import (
     seconds,
     worded,
 )
+from rematbench.inputs.job import DEFAULT_SYSTEM
 from rematbench.inputs.stages import Stage, stages_of, stages_text
 from rematbench.plan import Phase, Plan, Unsupported
 from rematbench.worlds.records.plan_replay import Replay, replay, replay_plan

@@ -64,8 +64,10 @@ class SearchAnswer:
         """The last part of a search that ended: the simplest plan of the tie, what packages reach
         alone, planners, each within `limit_s` CPU seconds (0: none), and plans tuned `by_layer`;
         where nothing fits, the changes that would make the job fit.  After Ctrl-C, the answers so
-        far."""
+        far.  Nothing without bounds, whose plans are all in the table."""
         run = partial(rounds, processes=processes)
+        if not self.job.bounded:
+            return
         try:
             if self.ended and not self.results:
                 self._changes(run)
@@ -136,7 +138,7 @@ class SearchAnswer:
         """The answer with its proof."""
         count, rows = len(self.results), self.rows
         answer = {
-            "gap": self.at.gap if self.results else None,
+            "gap": self.at.gap if self.results and self.job.bounded else None,
             "ended": self.ended,
             "layouts": len(self.job.space.choices),
             "plans": self.at.plans or None,

@@ -33,6 +33,7 @@ from rematbench.host.console import (
     rounded,
 )
 from rematbench.host.table import GIB
+from rematbench.worlds.packages.process import broken_baselines
 
 HEADS = (
     Head(""), Head("method", words=True), Head("tp"), Head("cp"), Head("pp"), Head("vpp"),
@@ -151,6 +152,9 @@ def proof_lines(
 ) -> Iterator[str]:
     """The proved gap, or why nothing fits.  `ended`: not after Ctrl-C."""
     stopped = "" if ended else "stopped: "
+    if not job.bounded:
+        yield "no bound covers these stages: methods are tried with all layers and with a list"
+        return
     if results:
         yield (
             f"{stopped}proved gap: no plan of this space is more than {100 * at.gap:.2f} % faster "
@@ -195,6 +199,8 @@ def notes(job: SearchJob, at: Progress, results: list[Result], *, solved: bool) 
             f"not covered by the proved gap: {names} "
             f"(planners{SOLVED if results and solved else ''})"
         )
+    for path, reason in broken_baselines().items():
+        yield f"unavailable: {path}: {reason}"
     yield f"assumes: {assumed_of(job)}"
     date = results[0].problem.calibration.date if results else ""
     yield f"world: simulated (rematbench {__version__}{f', constants of {date}' if date else ''})"

@@ -1,15 +1,14 @@
 """Output of a run: on a terminal the verdict, speed, bytes per rank, freed bytes; and as JSON."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
-from msgspec.structs import asdict, fields
+from msgspec.structs import asdict
 from rich.console import Console, RenderableType
 from rich.table import Table
 
 from rematbench import __version__
-from rematbench.cli.options import Request, RunOptions, request
+from rematbench.cli.options import Request
 from rematbench.costs.flops import megatron_flop_per_token, model_flop_per_token, over_peak
 from rematbench.costs.tiles import untiled
 from rematbench.engine.lowering.lower import lower
@@ -22,7 +21,6 @@ from rematbench.evaluate.result import (
     Band,
     Result,
     assumed,
-    evaluate_method,
     faster_attention,
     leaner_exchanges,
 )
@@ -35,13 +33,12 @@ from rematbench.inputs.system import System
 from rematbench.plan import has_exact_pins
 from rematbench.problem import Problem
 from rematbench.solve.memory_plan import BEST_FIT_TENSORS, is_placeable
-from rematbench.workload import Quantised, Trained
 
 HOST_SHARE = 0.01
 """The smallest share of a step spent waiting for the host that is printed."""
 MOST_NOTES = 3
 """Notes that are printed without --notes."""
-UNTIMED = "their time is not modelled"
+UNTIMED = "their time is not modelled, and may be several times the step"
 FRAGMENTS = (
     "fragmentation may exhaust memory late in the step (the verdict replays only the first part "
     "of a step: two passes more than twice the passes before the peak)"
@@ -49,6 +46,7 @@ FRAGMENTS = (
 BANNERS = {
     "ok": "FITS",
     "fragmented": "FITS, FRAGMENTED",
+    "dropping": "FITS IF TOKENS ARE DROPPED",
     "oom": "OUT OF MEMORY",
     "unsupported": "UNSUPPORTED",
     "failed": "FAILED",
@@ -137,31 +135,6 @@ def _band_values(result: Result) -> dict[str, Any] | None:
     return {"low": low, "high": high, "outside": list(result.error_band.outside)}
 
 
-def without_recipe(run: RunOptions, method: str = "") -> Result | None:
-    """The run, or that of another method by its name, without its recipe; None if it has none."""
-    if run.problem["recipe"] == Quantised().recipe:
-        return None
-    own = [field for field in fields(Quantised) if field.name not in Trained.__struct_fields__]
-    problem = run.problem | {field.name: field.default for field in own}
-    asked = request(replace(run, problem=problem, method=method or run.method), name_broken=False)
-    return evaluate_method(asked.problem, asked.method, asked.base)
-
-
-def beside(plain: Result, result: Result) -> str:
-    """A line on the same plan without its recipe, and on what the recipe changes."""
-    words = f"in {result.problem.workload.precision} without its recipe"
-    before, after = plain.device_total_bytes, result.device_total_bytes
-    if before is None or after is None:
-        return f"{words}: {plain.reason or result.reason}"
-    change = f"{gib(abs(after - before))} {'more' if after > before else 'fewer'} with it"
-    room = f"{BANNERS[plain.status]}, {gib(before)} GiB in all ({change})"
-    if not plain.timed or not result.timed:
-        return f"{words}: {room}"
-    step_s, rate = plain.timed.step_s, rounded(plain.timed.tokens_per_s_per_gpu)
-    gain = f"{step_s / result.timed.step_s:.2f} times with it"
-    return f"{words}: step {seconds(step_s)}, {rate} tokens/s/GPU ({gain}); {room}"
-
-
 def proved(proof: Proof) -> str:
     """The facts that `--check` has proved, in one sentence."""
     return (
@@ -177,6 +150,7 @@ def heading(problem: Problem) -> list[str]:
     """Lines with model and devices, and with the layout."""
     lay, work, cluster = problem.layout, problem.workload, problem.cluster
     sp = " (sp)" if lay.sequence_parallel else ""
+    both = f" x {lay.tp_columns}" if lay.tp_columns > 1 else ""
     ulysses = f" (of it ulysses {lay.ulysses})" if lay.ulysses > 1 else ""
     shards = f" over {lay.shard_degree} ranks" if lay.shard_degree else ""
     experts = f"  ep {lay.ep}  etp {lay.expert_tp}" if work.model.experts else ""
@@ -184,8 +158,8 @@ def heading(problem: Problem) -> list[str]:
     return [
         f"{work.model.name}, {work.seq_len:,} tokens{_packed(problem)}, {work.numbers}, on "
         f"{lay.gpus} x {cluster.gpu} ({cluster.name}), stack {problem.system.name}; simulated",
-        f"tp {lay.tp}{sp}  cp {lay.cp}  pp {lay.pp}  vpp {lay.vpp}  dp {lay.dp}{ulysses}{experts}  "
-        f"zero {lay.zero_stage}{shards} | micro-batch {lay.micro_batch}, global batch "
+        f"tp {lay.tp}{both}{sp}  cp {lay.cp}  pp {lay.pp}  vpp {lay.vpp}  dp {lay.dp}{ulysses}"
+        f"{experts}  zero {lay.zero_stage}{shards} | micro-batch {lay.micro_batch}, global batch "
         f"{lay.global_batch}, {lay.num_micro_batches} micro-batches | attention "
         f"{problem.attention}{stages}",
     ]
@@ -252,8 +226,10 @@ def banner(result: Result) -> str:
     peaks = result.evaluation.peak_device_bytes
     rank = peaks.index(max(peaks))
     spare = gib(result.verdict.headroom_bytes)
-    tight = "FITS, TIGHT" if result.fit == "tight" else word
-    return f"{tight}: {spare} GiB of headroom on the fullest rank ({rank}){why}"
+    retried = result.retries and result.retries.per_step
+    word = "FITS, TIGHT" if result.fit == "tight" else word
+    word = f"{word}, THE ALLOCATOR RETRIES" if retried else word
+    return f"{word}: {spare} GiB of headroom on the fullest rank ({rank}){why}"
 
 
 def speeds(result: Result, evaluation: PlanEvaluation) -> RenderableType:
@@ -473,9 +449,10 @@ def trust(band: Band) -> list[str]:
     )
     if band.other_generation:
         learnt = f"{band.sources} sources predicted with the kernels of another GPU generation"
+        learnt = learnt if band.sources else "no row: ours, for a GPU by its data sheet alone"
     if band.open_cause:
         learnt = "published steps of such jobs, whose cause is not known"
-    if not band.sources:
+    if not band.sources and not band.other_generation:
         learnt = (
             "the stack's calibration rows, or of published stacks calibrated on as many rows if "
             "that band is wider"

@@ -336,7 +336,7 @@ class KernelCosts:
 
 def part_of(kernel: Kernel, direction: Direction, rows_fraction: float) -> Kernel:
     """The kernel on a share of its rows; the rows of a weight gradient are its reduction (k).
-    ValueError for attention, which needs all rows."""
+    Attention needs all rows: it has a share of its heads."""
     if rows_fraction == 1.0:
         return kernel
     match kernel:
@@ -350,4 +350,5 @@ def part_of(kernel: Kernel, direction: Direction, rows_fraction: float) -> Kerne
         case Named(elements=elements):
             return replace(kernel, elements=round(elements * rows_fraction))
         case Attention():
-            raise ValueError("attention cannot be recomputed for a share of its rows only")
+            heads, keys = (round(n * rows_fraction) for n in (kernel.heads, kernel.kv_heads))
+            return replace(kernel, heads=heads, kv_heads=max(1, keys))

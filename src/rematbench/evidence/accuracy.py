@@ -42,6 +42,7 @@ OF_NODES: dict[str, tuple[Callable[[Row], bool], Callable[[Row], Hashable]]] = {
 }
 """Metrics whose constants are fitted node by node: whether one was fitted to a row, and of what it
 is a constant."""
+# Why: docs/decisions/evidence.md, Are out-of-memory verdicts promised?
 FEWEST_OOMS = 50
 """Least number of published cells out of memory for a promise of their verdicts."""
 

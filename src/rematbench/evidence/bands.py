@@ -201,6 +201,7 @@ def band_of(problem: Problem, family: str) -> Band:
     return replace(found, half_width=own, sources=0)
 
 
+# Why: docs/decisions/evidence.md, Which band has a ratio of two speeds?
 @cache
 def ratio_band(*, one_layout: bool = True) -> float:
     """Half-width of ln(speed / other speed) on one stack, either at one layout (methods or

@@ -141,19 +141,24 @@ def _states(reading: Reading, options: Options) -> None:
     wide = {"accumulate-allreduce-grads-in-fp32", "deepspeed"} & options.keys()
     if reading.get("precision") == "fp16" and not wide:  # bf16 alone accumulates in fp32 by itself
         reading.facts |= {"grad_bytes": 2, "reduce_bytes": 2}
+    hosted = bool({"optimizer-cpu-offload", "cpu-optimizer"} & options.keys())
     if "use-precision-aware-optimizer" in options:
         moments = sum(MOMENT_BYTES.get(first_value(options, name), 4) for name in MOMENTS)
         copy = 2 if reading.get("precision") == "bf16" else 4
-        if copy + moments != ADAM_BYTES:
+        if hosted:  # the hybrid optimizer has fp32 copies and moments of its own
+            reading.facts["resident_bytes"] = 0
+        elif copy + moments != ADAM_BYTES:
             reading.facts["optimizer_bytes"] = copy + moments
-    if not {"optimizer-cpu-offload", "cpu-optimizer"} & options.keys():
+    if not hosted:
         return
     option = "optimizer-offload-fraction"
     share = number(first_value(options, option, "1"), reading.file, f"--{option}")
     if share == 1:
         reading.put("optimizer", "host", "--optimizer-cpu-offload")
     elif share:
-        reading.put("moved", f"optimizer_offload:share={share:g}", f"--{option}")
+        slots = 1 if "overlap-cpu-optimizer-d2h-h2d" in options else 0
+        where = f"optimizer_offload:share={share:g},visiting=0,slots={slots}"
+        reading.put("moved", where, f"--{option}")
 
 
 def read_arguments(

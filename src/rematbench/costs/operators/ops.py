@@ -15,15 +15,18 @@ from rematbench.costs.operators.kernels import Elementwise, Gemm, Kernel
 from rematbench.workload import AdapterTarget
 
 CommKind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "ring"]
-Group = Literal["tp", "cp", "ulysses", "dp", "pp", "replica", "ep", "etp", "edp", "expert_replica"]
-"""`ulysses`: the ranks of an all-to-all inside context parallelism (an all-to-all alone is among
+Group = Literal[
+    "tp", "columns", "cp", "ulysses", "dp", "pp", "replica", "ep", "etp", "edp", "expert_replica"
+]
+"""`columns`: the ranks that split the other dimension of the matrices that `tp` splits; `ulysses`:
+the ranks of an all-to-all inside context parallelism (an all-to-all alone is among
 `cp`); `dp`: the ranks that share sharded states; `replica`: the ranks that hold equal shards; `ep`:
 the ranks over which a layer's experts are spread; `etp`: those that split an expert; `edp`: those
 that share sharded states of the same part of the same experts; `expert_replica`: those that hold
 equal shards of these."""
 STREAMS_OF: dict[Group, str] = {
     **{"replica": "dp", "edp": "dp", "expert_replica": "dp"},
-    **{"etp": "ep", "ulysses": "cp"},
+    **{"etp": "ep", "ulysses": "cp", "columns": "tp"},
 }
 """The streams of groups that share the stream of another group."""
 Part = Literal["embedding", "layer", "head"]
@@ -179,8 +182,10 @@ class OpTable(Struct, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def quantised(self) -> int:
-        """The number of weights of one rank that products read in quantised copies."""
-        gemms = [one for op in self.ops for one in op.forward if isinstance(one, Gemm)]
+        """The number of weights of one rank that products read in quantised copies; weights of
+        another layer do not count."""
+        own = [op for op in self.ops if op.parameters]
+        gemms = [one for op in own for one in op.forward if isinstance(one, Gemm)]
         return sum(one.n * one.k * one.batch for one in gemms if one.narrow)
 
     def op(self, name: str) -> Op:
@@ -222,6 +227,14 @@ def without_activation(table: OpTable, name: str) -> OpTable:
     return replace(table, ops=ops, activations=activations)
 
 
+def without_weights(table: OpTable) -> OpTable:
+    """The table of a layer whose weights are those of an earlier layer, which has the states: its
+    gradients are added there, and complete after that layer's backward."""
+    replace = msgspec.structs.replace
+    ops = tuple(replace(op, parameters=0, trained=0) for op in table.ops)
+    return replace(table, ops=ops)
+
+
 def rebuild_ops(
     table: OpTable, missing: frozenset[str], available: frozenset[str]
 ) -> tuple[Op, ...]:
@@ -258,7 +271,7 @@ _NORMS = (
     "hidden_norm",
     "predict_norm",
 )
-_MORE_NORMS = ("embedding_norm", "q_norm", "k_norm")
+_MORE_NORMS = ("embedding_norm", "head_norm", "q_norm", "k_norm")
 """Norms whose outputs have names of their own."""
 _BLOCK = (
     "embedding_out",
@@ -307,7 +320,11 @@ LINEAR_INPUTS = (
     "joined",
 )
 _SCORES = ("probs", "softmax", "capped", "probs_mask", "probs_dropped")
-_ADAPTERS = tuple(f"lora_{name}{kind}" for name in get_args(AdapterTarget) for kind in LORA_KINDS)
+_ADAPTERS = (
+    *(f"lora_{name}{kind}" for name in get_args(AdapterTarget) for kind in LORA_KINDS),
+    *(f"bottleneck_{w}_{kind}" for w in ("attn", "mlp") for kind in ("low", "act", "up", "out")),
+)
+_NARROW = ("embedding_narrow", "embedding_norm_out", "head_narrow", "head_act_out", "head_norm_out")
 _ENDS = ("logits", "logits_capped", "logits_held", "loss_saved")
 _PREDICTION = (
     *("next_embedding", "joined", "join_columns", "join_out", "predicted", "predicted_mask"),
@@ -319,6 +336,7 @@ ACTIVATIONS = frozenset(
         *_BLOCK,
         *_EXPERTS,
         *_ENDS,
+        *_NARROW,
         *_PREDICTION,
         *_ADAPTERS,
         *_HEADS,

@@ -107,6 +107,7 @@ def in_short(lines: Sequence[Mapping[str, Any]]) -> str:
     )
 
 
+# Why: docs/decisions/paper.md, Which question counts for a claim?
 def claim_verdict(lines: Sequence[Mapping[str, Any]]) -> str:
     """The verdict of one claim, one of CLAIM_VERDICTS, from the lines that count. A number after
     the headline that is not comparable does not change the verdict."""

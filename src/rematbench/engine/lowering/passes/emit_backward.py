@@ -8,9 +8,9 @@ from rematbench.costs.operators.ops import Op
 from rematbench.engine.lowering.blocks.chunk_ops import (
     ChunkOps,
     Unit,
+    bytes_of,
     graph_of,
     is_captured,
-    piece_bytes,
 )
 from rematbench.engine.lowering.blocks.fates import Fates
 from rematbench.engine.lowering.blocks.mini_sequences import MiniRun, Piece
@@ -21,7 +21,7 @@ from rematbench.engine.lowering.passes.emit_recompute import Rebuilder, Recomput
 from rematbench.engine.lowering.passes.emit_reload import Reloader
 from rematbench.engine.lowering.states.emit_states import GradReducer, ParameterGatherer, Reduced
 from rematbench.engine.lowering.states.ready_pieces import ReadyWriter
-from rematbench.engine.program.action import COMPUTE, WHOLE, Action, Alloc, Kind, Rows
+from rematbench.engine.program.action import COMPUTE, WHOLE, Action, Alloc, Kind
 from rematbench.engine.program.program import Block
 from rematbench.engine.program.storage import (
     ENDED,
@@ -114,7 +114,6 @@ class BackwardEmitter:
         survivors.update(*(each.reads for each in self.deferred))
         if self.reducer:
             survivors |= self.reducer.survivors
-        w.add(Action(kind=Kind.EVENT, stream=COMPUTE, event=ENDED["b"]))
         if self.updater:  # the message to the stage before does not wait for the last pieces
             self._start_pieces(self.updater, order[-1])
             survivors |= self.updater.finish(last=chunk.chunk == 0)
@@ -139,8 +138,11 @@ class BackwardEmitter:
         self.reload.after(unit)
         if self.gatherer:
             self.gatherer.after(w, unit)
+        last = position == len(order) - 1
+        if last:  # the message to the stage before does not wait for the last reduction
+            w.add(Action(kind=Kind.EVENT, stream=COMPUTE, event=ENDED["b"]))
         if self.reducer:
-            self.reducer.after(w, unit, last=position == len(order) - 1)
+            self.reducer.after(w, unit, last=last)
         if self.updater and unit is not order[-1]:
             self._start_pieces(self.updater, unit)
 
@@ -199,7 +201,7 @@ class BackwardEmitter:
 
         def write(piece: Piece) -> None:
             self.recomputer.run, self.recomputer.piece = run, piece
-            self.rows = Rows(piece.fraction, piece.offset)
+            self.rows = piece.rows
             for op in reversed(run.ops):
                 self._backward_op(unit, op)
 
@@ -356,7 +358,7 @@ class BackwardEmitter:
             if known or not tensors[name].differentiable:
                 continue
             gradient = self.grads[storage] = storage.gradient
-            nbytes = piece_bytes(tensors[name], self.rows.fraction)
+            nbytes = bytes_of(self.chunk, unit, name, self.rows.fraction)
             fresh[name] = Alloc(gradient, nbytes)
         reduced = op.grad_reduce
         if reduced is None or reduced.kind != "reduce_scatter":
