@@ -33,7 +33,7 @@ from rematbench.inputs.kernel_rates import RateError
 from rematbench.inputs.layout import Layout, LayoutError
 from rematbench.inputs.layout_rules import check_layout, unmodelled_of_experts
 from rematbench.inputs.precision import attention_problem, peak_flop_per_s, sinks_problem
-from rematbench.inputs.recipes import check_recipe, recipe_of
+from rematbench.inputs.recipes import check_recipe, untimed
 from rematbench.inputs.stages import base_partition, prediction_rank
 from rematbench.inputs.system import AttentionBackend, StackChoice, System, TpOverlap
 from rematbench.plan import Plan, state_fates
@@ -133,9 +133,7 @@ class Problem:
         """Why no kernel of this problem has seconds, in one line; empty if all have."""
         generation, precision = self.cluster.generation, self.workload.precision
         rates, tf32, missing = self.calibration.kernels, self.system.kernels.tf32, ""
-        missing, recipe = self.workload.model.untimed, recipe_of(self.workload)
-        if recipe is not None and generation != CPU and generation not in recipe.gemm:
-            missing = f"no published rate of products of recipe {self.workload.recipe}"
+        missing = self.workload.model.untimed or untimed(self.workload, generation)
         if not self.calibration.has_rates(generation):
             known = ", ".join(sorted(set(self.calibration.gpus) & set(rates.generations) - {CPU}))
             missing = (

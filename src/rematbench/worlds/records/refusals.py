@@ -59,6 +59,7 @@ def refusals(problem: Problem, plan: Plan) -> list[str]:
         "a second tensor dimension over data-parallel ranks": lay.tp_columns > 1 and lay.has_peers,
         "memory layers over data-parallel ranks": model.memory is not None and lay.has_peers,
         "KV heads replicated over tp": model.num_kv_heads % lay.tp != 0,
+        **_refused_of_recipes(problem),
         **_refused_of_adapters(problem),
         **_refused_of_experts(problem, plan),
         **_refused_of_predictions(problem, plan),
@@ -96,6 +97,19 @@ def _refused_of_adapters(problem: Problem) -> dict[str, bool]:
         "adapters of models with experts": work.partly and work.model.experts is not None,
         f"the optimizer {problem.stack_choice.optimizer_kind}": problem.stack_choice.optimizer_kind
         is not None,
+    }
+
+
+def _refused_of_recipes(problem: Problem) -> dict[str, bool]:
+    """Refusals of quantised linears."""
+    work, lay = problem.workload, problem.layout
+    given = work.recipe != "none"
+    return {
+        "a recipe in FP4": work.recipe == "nvfp4",
+        "quantised parameters": work.fp8_params,
+        "quantised linears with tensor or context parallelism": given and lay.tp * lay.cp > 1,
+        "quantised experts": given and work.model.experts is not None,
+        "quantised projections of latent attention": given and work.model.latent is not None,
     }
 
 
