@@ -12,10 +12,12 @@ from rematbench.costs.bind import CostModel
 from rematbench.costs.offload_estimate import PipelineOffloadEstimator, pipeline_offload_estimator
 from rematbench.costs.operators.adapters import Place, place_of, trained_table
 from rematbench.costs.operators.block import (
+    SharedVocabulary,
     embedding_table,
     head_table,
     layer_table,
     prediction_table,
+    shared_vocabulary,
 )
 from rematbench.costs.operators.ops import Op, OpTable, rebuild_ops
 from rematbench.costs.states import StateBytes, non_torch_bytes, room_bytes, state_bytes
@@ -28,7 +30,7 @@ from rematbench.inputs.layout_rules import check_layout
 from rematbench.inputs.precision import attention_problem, peak_flop_per_s
 from rematbench.inputs.stages import base_partition, prediction_rank
 from rematbench.inputs.system import AttentionBackend, StackChoice, System, TpOverlap
-from rematbench.plan import Plan, state_fates
+from rematbench.plan import VOCABULARY, Plan, state_fates
 from rematbench.workload import Workload
 
 AttentionKind = Literal["flash", "unfused"]
@@ -252,6 +254,12 @@ class Problem:
         return trained_table(table, self.workload, self.system, place)
 
     @cached_property
+    def shared(self) -> SharedVocabulary:
+        """The parts of a vocabulary that all stages share."""
+        of = (self.workload, self.layout, self.system)
+        return shared_vocabulary(*of, self.embedding, self.head)
+
+    @cached_property
     def _kinds(self) -> tuple[LayerKind, ...]:
         """The kind of each layer."""
         model = self.workload.model
@@ -416,6 +424,10 @@ def rank_parameters(problem: Problem, plan: Plan, rank: int, *, trained: bool = 
     """Parameters that one rank holds after tensor and pipeline parallelism; with `trained` those of
     them with a gradient."""
     tables = [problem.layer(index) for chunk in plan.partition[rank] for index in chunk]
+    if plan.schedule in VOCABULARY:
+        share, norm, positions = problem.shared
+        tables += [share, *([norm] * (rank == problem.layout.pp - 1))]
+        return sum(t.parameters for t in tables) + positions * (rank == 0)
     tables += [problem.embedding] if rank == 0 else []
     head = head_parameters(problem)[trained] if rank == problem.layout.pp - 1 else 0
     return head + sum(t.trained if trained else t.parameters for t in tables)

@@ -109,8 +109,9 @@ class ChunkOps:
         held: tuple[str, ...] = (),
         *,
         backward_next: bool = False,
+        shares: bool = False,
     ) -> None:
-        self.mini_sequences, self.held = mini_sequences, held
+        self.mini_sequences, self.held, self.shares = mini_sequences, held, shares
         pp, vpp = problem.layout.pp, problem.layout.vpp
         self.problem, self.stage, self.chunk, self.layers = problem, stage, chunk, layers
         self.backward_next = backward_next  # each forward is followed by its own backward
@@ -134,7 +135,11 @@ class ChunkOps:
             pieces = any("loss" in run.ops and run.count > 1 for run in mini_sequences)
             head = without_activation(problem.head, "logits_held") if pieces else problem.head
             self._logits = not pieces
-            self.units.append(Unit(HEAD, head, 0, -1, *head_parameters(problem)))
+            counts = head_parameters(problem)
+            if shares:  # the vocabulary has passes of its own
+                head = problem.shared.norm
+                counts = head.parameters, head.trained
+            self.units.append(Unit(HEAD, head, 0, -1, *counts))
 
     @classmethod
     def of(
@@ -147,12 +152,15 @@ class ChunkOps:
         held: tuple[str, ...] = (),
         *,
         backward_next: bool = False,
+        shares: bool = False,
     ) -> "ChunkOps":
-        """Return the chunk, which all plans of the problem share."""
-        key = (stage, chunk, layers, mini_sequences, held, backward_next)
+        """Return the chunk, which all plans of the problem share.  `shares`: its rank has a share
+        of the vocabulary, in passes of their own."""
+        what = (stage, chunk, layers, mini_sequences, held)
+        key = (*what, backward_next, shares)
         found = problem.chunks.get(key)
         if not isinstance(found, cls):
-            found = cls(_weak(problem), *key[:-1], backward_next=backward_next)
+            found = cls(_weak(problem), *what, backward_next=backward_next, shares=shares)
             problem.chunks[key] = found
         return found
 
@@ -160,8 +168,8 @@ class ChunkOps:
         """Return the chunk with only the layers at the given places."""
         layers = tuple([self.layers[place] for place in places])
         pieces, held = self.mini_sequences, self.held
-        where, after = (self.problem, self.stage, self.chunk), self.backward_next
-        return ChunkOps.of(*where, layers, pieces, held, backward_next=after)
+        what = (self.problem, self.stage, self.chunk, layers, pieces, held)
+        return ChunkOps.of(*what, backward_next=self.backward_next, shares=self.shares)
 
     @property
     def where(self) -> ChunkPlace:
@@ -172,7 +180,7 @@ class ChunkOps:
     def shape(self) -> tuple[object, ...]:
         """The facts that determine the chunk's blocks.  Chunks of equal shape have equal blocks."""
         units = tuple((u.prefix, u.variant) for u in self.units)
-        return (self.first, self.last, self.backward_next, units)
+        return (self.first, self.last, self.backward_next, self.shares, units)
 
     @property
     def input(self) -> Storage:
@@ -257,7 +265,16 @@ class ChunkOps:
         rules, known = plan.rules, RecentFates.of(self.problem)
         windows = any(rule.select.micro_batches is not None for rule in rules)
         when = (phase if phased(rules) else "", micro_batch if windows else 0)
-        key = (self.stage, self.chunk, self.layers, self.held, self._logits, rules, when)
+        key = (
+            self.stage,
+            self.chunk,
+            self.layers,
+            self.held,
+            self._logits,
+            self.shares,
+            rules,
+            when,
+        )
         found = known.get(key)
         if found is None:
             if len(known) >= MAX_RECENT_FATES:
