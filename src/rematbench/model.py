@@ -28,6 +28,7 @@ BlockKind = Literal["sequential", "parallel", "parallel_shared_norm"]
 HeadNormWeights = Literal["head", "each_head", "width", "none"]
 RouterKind = Literal["softmax", "sigmoid"]
 Precision = Literal["bf16", "fp16", "fp32", "fp64"]
+RecipeName = Literal["none", "fp8", "fp8-delayed", "fp8-block", "mxfp8", "nvfp4"]
 
 BaseDtype = Literal["stack", "bf16", "fp32", "nf4", "nf4_double", "int4", "marlin", "int8"]
 AdapterTarget = Literal["q", "k", "v", "o", "gate", "up", "down"]
@@ -144,6 +145,10 @@ class Model(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     - `mtp_layers`: layers behind the last one that each predict one more token (multi-token
       prediction, DeepSeek-V3, arXiv 2412.19437).  Each joins the hidden states with the embedding
       of the next token by a linear, and uses the model's embedding and output projection.
+    - `layer_groups`: the layers share the weights of so many different ones, in equal runs (0: each
+      has its own).  `embedding_width`: columns of the embedding, which a linear widens,
+      and to which the head narrows (0: the hidden columns).  `attends_all`: a token attends to the
+      tokens behind it too.  All three are ALBERT's (arXiv 1909.11942).
     - `max_positions` 0 with learned positions: a Workload sets it to its sequence length.
     """
 
@@ -188,6 +193,9 @@ class Model(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     experts: Experts | None = None
     latent: Latent | None = None
     mtp_layers: Annotated[int, Meta(ge=0, le=64)] = 0
+    layer_groups: Annotated[int, Meta(ge=0, le=1 << 12)] = 0
+    embedding_width: Annotated[int, Meta(ge=0, le=1 << 24)] = 0
+    attends_all: bool = False
     left_out: str = ""
     source: str = ""
 
@@ -211,6 +219,18 @@ class Model(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     def sparse_attention(self) -> bool:
         """Whether an indexer chooses the tokens to which a query attends."""
         return self.latent is not None and self.latent.index_top > 0
+
+    def owner(self, layer: int) -> int:
+        """The first layer that has the weights of a layer."""
+        if not self.layer_groups or layer >= self.num_layers:
+            return layer
+        run = self.num_layers // self.layer_groups
+        return layer // run * run
+
+    @property
+    def narrow(self) -> int:
+        """Columns of the embedding and of the output projection."""
+        return self.embedding_width or self.hidden
 
     @property
     def untimed(self) -> str:
@@ -273,6 +293,9 @@ class Model(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             "latent attention": self.latent is not None,
             "sparse attention": self.sparse_attention,
             "layers that predict more tokens": self.mtp_layers > 0,
+            "layers that share weights": self.layer_groups > 0,
+            "an embedding of fewer columns": self.embedding_width > 0,
+            "attention to the tokens behind": self.attends_all,
             "different rates of dropout": self.drops_attention != (self.dropout > 0)
             or self.drops_embedding != (self.dropout > 0),
         }
@@ -377,13 +400,14 @@ class Model(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     def embedding_parameters(self) -> int:
         """Parameters of the token embedding, of learned positions and of the embedding's norm."""
         positions = self.max_positions if self.position == "learned" else 0
-        norm = self.norm_parameters if self.embedding_norm else 0
-        return (self.vocab + positions) * self.hidden + norm
+        norm = self.norm_parameters_of(self.narrow) if self.embedding_norm else 0
+        widened = (self.narrow + 1) * self.hidden if self.embedding_width else 0
+        return (self.vocab + positions) * self.narrow + norm + widened
 
     @property
     def head_parameters(self) -> int:
         """Parameters of the output projection, even if it is tied to the embedding."""
-        return self.vocab * self.hidden
+        return self.vocab * self.narrow
 
     @property
     def parameters(self) -> int:
@@ -420,9 +444,12 @@ class Model(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     def _with_experts(self, count: int) -> int:
         """Trainable parameters with `count` experts in each layer that has experts."""
-        layers = (self.num_layers - self.expert_layers) * self._layer_parameters(count, dense=True)
+        dense = (self.layer_groups or self.num_layers) - self.expert_layers
+        layers = dense * self._layer_parameters(count, dense=True)
         if self.experts is not None:
             layers += self.expert_layers * self._layer_parameters(count, dense=False)
         head = 0 if self.tied_embeddings else self.head_parameters
         head += self.vocab if self.head_bias else 0
-        return layers + self.embedding_parameters + head + self.norm_parameters
+        if self.embedding_width:
+            head += (self.hidden + 1) * self.narrow
+        return layers + self.embedding_parameters + head + self.norm_parameters_of(self.narrow)

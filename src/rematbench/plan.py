@@ -85,6 +85,7 @@ class Offload(Struct, frozen=True, tag="offload"):
     """Copy the tensor to pinned host memory after its forward and back before its backward."""
 
 
+# Why: docs/decisions/plan.md, Is a share of bytes approximated by a share of rows?
 class Split(Struct, frozen=True, tag="split"):
     """Divide the rows of one site.  floor(rows x offload) rows are offloaded to the host,
     floor(rows x recompute) rows are rebuilt, and the rest is kept.  A row is a token of the rank's
@@ -123,6 +124,7 @@ class Select(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     kept: bool = False
 
 
+# Why: docs/decisions/plan.md, Does a plan answer "fate of this site?" by a callback?
 class Rule(Struct, frozen=True):
     """A fate for selected sites.  The last rule that matches a site decides its fate; a rule that
     matches no site is an error."""
@@ -238,11 +240,15 @@ class StateFate(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return found
 
 
-class MiniSequence(Struct, frozen=True):
-    """Compute a run of row-local operators in `count` pieces of the rank's rows."""
+class MiniSequence(Struct, frozen=True, omit_defaults=True):
+    """Compute a run of operators in `count` pieces: of the rank's rows, if they are row-local, or,
+    from the projection to queries to the end of attention, of its heads (`of`).  A piece of heads
+    computes in its own backward again the inputs of attention, and its output in row order from
+    its output in head order (Untied Ulysses, arXiv 2602.21196)."""
 
     ops: tuple[str, ...]
     count: PositiveInt
+    of: Literal["rows", "heads"] = "rows"
 
 
 class Pass(NamedTuple):
@@ -276,6 +282,7 @@ class Pass(NamedTuple):
         return self.kind in (False, "W")
 
 
+# Why: docs/decisions/plan.md, Is a method a hook in a training loop?
 class Plan(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """All decisions of a method.
 

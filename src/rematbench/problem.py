@@ -12,14 +12,17 @@ from rematbench.costs.bind import CostModel
 from rematbench.costs.offload_estimate import PipelineOffloadEstimator, pipeline_offload_estimator
 from rematbench.costs.operators.adapters import Place, place_of, trained_table
 from rematbench.costs.operators.block import (
+    LayerKind,
     SharedVocabulary,
     embedding_table,
+    experts_refusal,
     head_table,
     layer_table,
     prediction_table,
     shared_vocabulary,
 )
-from rematbench.costs.operators.ops import Op, OpTable, rebuild_ops
+from rematbench.costs.operators.ops import Op, OpTable, rebuild_ops, without_weights
+from rematbench.costs.operators.quantised import quantised_table
 from rematbench.costs.states import StateBytes, non_torch_bytes, room_bytes, state_bytes
 from rematbench.inputs.cluster import Cluster
 from rematbench.inputs.constants import Calibration
@@ -27,7 +30,8 @@ from rematbench.inputs.facts import CPU
 from rematbench.inputs.kernel_rates import RateError
 from rematbench.inputs.layout import Layout, LayoutError
 from rematbench.inputs.layout_rules import check_layout
-from rematbench.inputs.precision import attention_problem, peak_flop_per_s
+from rematbench.inputs.precision import attention_problem, peak_flop_per_s, sinks_problem
+from rematbench.inputs.recipes import check_recipe, recipe_of
 from rematbench.inputs.stages import base_partition, prediction_rank
 from rematbench.inputs.system import AttentionBackend, StackChoice, System, TpOverlap
 from rematbench.plan import VOCABULARY, Plan, state_fates
@@ -62,16 +66,6 @@ Evaluator = Callable[["Problem", Plan], Evaluation]
 Weigher = Callable[["Problem", Plan], Weight]
 
 
-class LayerKind(NamedTuple):
-    """A kind of layer: its attention window, whether it has one MLP, its place among what trains,
-    and whether it predicts one more token."""
-
-    window: int
-    dense: bool
-    place: Place
-    predicts: bool
-
-
 @dataclass(frozen=True, eq=False)
 class Problem:
     """The planning problem that a method receives.
@@ -103,6 +97,7 @@ class Problem:
             object.__setattr__(self, "attention", "unfused")  # the stack has no fused kernel
         else:
             self._check_attention()
+        check_recipe(self.workload, self.system, self.cluster.generation)
         check_layout(self.layout, self.workload, self.system)
         _refuse_experts(self)
 
@@ -112,6 +107,7 @@ class Problem:
         problem = self.calibration.kernels.refusal(generation, self.kernel)
         if not problem and generation != CPU:
             problem = attention_problem(self.system, work.model, work.precision, self.backend)
+            problem = problem or sinks_problem(work.model, self.kernel)
             problem = problem and f"{problem} (--attention unfused has a kernel)"
         if problem:
             raise RateError(problem)
@@ -121,7 +117,9 @@ class Problem:
         """Why no kernel of this problem has seconds, in one line; empty if all have."""
         generation, precision = self.cluster.generation, self.workload.precision
         rates, tf32, missing = self.calibration.kernels, self.system.kernels.tf32, ""
-        missing = self.workload.model.untimed
+        missing, recipe = self.workload.model.untimed, recipe_of(self.workload)
+        if recipe is not None and generation != CPU and generation not in recipe.gemm:
+            missing = f"no published rate of products of recipe {self.workload.recipe}"
         if not self.calibration.has_rates(generation):
             known = ", ".join(sorted(set(self.calibration.gpus) & set(rates.generations) - {CPU}))
             missing = (
@@ -145,7 +143,7 @@ class Problem:
     @property
     def kernel(self) -> AttentionBackend:
         """The attention kernel that runs."""
-        fused = self.backend or self.system.kernels.attention
+        fused = self.backend or self.system.attention_on(self.cluster.generation)
         return "unfused" if self.attention == "unfused" else fused
 
     @property
@@ -265,8 +263,16 @@ class Problem:
         model = self.workload.model
         windows = model.attention_window or (0,) * model.num_layers
         every = enumerate((*windows, *(0 for _ in range(model.mtp_layers))))
+        count, quantises = model.num_layers, self.workload.quantises
         return tuple(
-            LayerKind(window, model.is_dense(i), self._place(i), i >= model.num_layers)
+            LayerKind(
+                window,
+                model.is_dense(i),
+                self._place(i),
+                i >= count,
+                quantises(i, count),
+                model.owner(i) != i,
+            )
             for i, window in every
         )
 
@@ -276,13 +282,17 @@ class Problem:
 
     def _table(self, kind: LayerKind) -> OpTable:
         fused, of = self.attention == "flash", (self.workload, self.layout, self.system)
-        window, dense, place, predicts = kind
+        window, dense, place, predicts, quantised, borrows = kind
+        if quantised:
+            plain = self._table(kind._replace(quantised=False))
+            return quantised_table(plain, *of, self.cluster.generation)
         if predicts:
             last = self.prediction_rank == self.layout.pp - 1
             copies = self.layout.pp > 1 and not (last and self.workload.model.tied_embeddings)
             return prediction_table(*of, fused_attention=fused, dense=dense, copies=copies)
         table = layer_table(*of, fused_attention=fused, window=window, dense=dense)
-        return trained_table(table, self.workload, self.system, place)
+        table = trained_table(table, self.workload, self.system, place)
+        return without_weights(table) if borrows else table
 
     @cached_property
     def prediction_rank(self) -> int | None:
@@ -329,21 +339,12 @@ def _refuse_experts(problem: Problem) -> None:
     model = work.model
     if model.experts is None:
         return
-    refused = {
-        f"the experts of system {system.name}": "ep" not in system.accepts.model_parallel,
-        "CUDA graphs": system.kernels.cuda_graphs,
-        "an optimizer in host memory": system.host.optimizer_on_host,
-        "reduce buckets that are allocated whole": system.zero.whole_buckets,
-        "parameters that are updated as one tensor": system.states.flat_step,
-        "attention and MLP in parallel": model.block != "sequential",
-    }
-    found = [name for name, is_so in refused.items() if is_so]
-    if not found:
+    if not (refused := experts_refusal(model, system)):
         return
     layer = next(problem.layer(i) for i in range(model.num_layers) if not model.is_dense(i))
     held = [rank_states(problem, problem.base_plan, rank).total for rank in range(lay.pp)]
     raise LayoutError(
-        f"steps of models with experts are not simulated with {found[0]}: {model.name} has "
+        f"steps of models with experts are not simulated with {refused}: {model.name} has "
         f"{model.parameters / 1e9:.2f} B parameters ({model.active_parameters / 1e9:.2f} B active)"
         f"; states of a rank {max(held) / 2**30:.2f} GiB; a layer with experts keeps "
         f"{layer.saved_bytes / 2**20:.1f} MiB of a micro-batch ({work.balance})"

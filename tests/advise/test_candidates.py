@@ -153,3 +153,14 @@ def test_modules_of_experts_are_policies_of_their_models_alone() -> None:
         f"selective_recompute:{modules}" for modules in ("moe_act", "moe_act,layernorm", "moe")
     }
     assert names[2] - names[1] == {"selective_recompute:shared_experts"}
+
+
+def test_modules_of_latent_attention_are_policies_of_their_models_alone() -> None:
+    dense, routed = (load_model(name) for name in ("minicpm3-4b", "deepseek-v3"))
+    plain, more, both = (
+        {one.name for one in first_candidates(all_methods(), load_compare(), model)}
+        for model in (load_model("llama-7b"), dense, routed)
+    )
+    assert more - plain == {"selective_recompute:mla_up_proj"}
+    assert more < both
+    assert "selective_recompute:mla_up_proj,moe_act,layernorm" in both

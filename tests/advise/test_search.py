@@ -162,6 +162,25 @@ def test_uneven_ends_hold_every_layer() -> None:
     assert len(found) == len({choice.sizes for choice in found})
 
 
+@pytest.mark.parametrize(
+    ("layers", "pp", "vpp", "ends"),
+    [
+        (94, 8, 2, {(5, 5)}),
+        (92, 8, 2, {(5, 5), (4, 4), (3, 5), (5, 3), (2, 6), (6, 2)}),
+        (31, 4, 2, {(4, 3), (3, 4)}),
+        (61, 8, 2, {(3, 3), (1, 4), (2, 3), (3, 2), (4, 1)}),
+        (24, 4, 2, {(3, 3)}),
+    ],
+)
+def test_uneven_chunks_lie_at_the_ends(layers: int, pp: int, vpp: int, ends: object) -> None:
+    """The even partition has what is left over in the middle; 94 layers have one less there."""
+    layout = Layout(pp=pp, vpp=vpp, dp=1, global_batch=pp)
+    found = [choice.sizes for choice in partitions(layout, layers)]
+    assert all(sum(sizes) == layers for sizes in found)
+    assert {(sizes[0], sizes[-1]) for sizes in found} == ends
+    assert len(found) == len({*found})
+
+
 def test_what_is_asked_wrongly_is_one_line() -> None:
     """A space without layouts and a method that is none."""
     with pytest.raises(

@@ -153,11 +153,10 @@ def test_a_long_schedule_takes_as_long_as_without_a_leap(turns: Turns, data: st.
     beside = CopyTimes(
         some(turns.stages), some(turns.stages), some(turns.stages), data.draw(st.booleans())
     )
-    begun = some(turns.pp)
 
     def both() -> list[float]:
-        alone = walk_passes(turns, pieces, rules, begun)
-        return alone + walk_with_copies(turns, copies, pieces, beside, rules, begun)
+        alone = walk_passes(turns, pieces, rules)
+        return alone + walk_with_copies(turns, copies, pieces, beside, rules)
 
     found = both()
     with pytest.MonkeyPatch.context() as patch:
@@ -178,7 +177,7 @@ def test_equal_stages_leap_over_all_but_five_groups(monkeypatch: pytest.MonkeyPa
         return leaps[-1]
 
     monkeypatch.setattr(schedule_walk.Clocks, "leap", noted)
-    ends = walk_passes(turns, pieces, Rules(False, False), [0.0] * turns.pp)
+    ends = walk_passes(turns, pieces, Rules(False, False))
     assert leaps == [True]
     assert max(ends) == pytest.approx(400 * 2 * 2 + 3 * 2)
 

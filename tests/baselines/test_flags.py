@@ -402,7 +402,7 @@ def test_a_job_that_is_not_run_here_has_options_all_the_same() -> None:
 def test_sinks_have_an_option() -> None:
     """As has a job with rotary positions on a part of the heads: neither is run here."""
     model = replace(TINY, attention_sinks=True, rotary_share=0.5)
-    answer = printed(model=model, whole=True)
+    answer = printed(model=model, whole=True, attention="unfused")
     assert not answer.missing
     assert {"--softmax-type learnable", "--rotary-percent 0.5"} <= {
         f"--{words}".strip() for words in answer.flags.split("--")

@@ -98,7 +98,7 @@ def test_a_parameter_named_as_a_class_variable_of_the_contract_declares_nothing(
     text = path.read_text()
     path.write_text(text.replace("    name: Class", f"{fields}    name: Class"))
     words = ["--methods", str(tmp_path), "--method", "mine", "--top", "1", "--limit", "0"]
-    ran = typed("search", *WORDS, "--micro-batch", "1", "--pp", "1", *words)
+    ran = typed("search", *WORDS, "--micro-batch", "1", "--pp", "1", "--notes", *words)
     assert ran.code in (0, None), ran.err
     assert "mine:" not in ran.out.partition("not searched")[0]
 
@@ -461,3 +461,21 @@ def test_a_timeline_takes_a_name_with_a_point(tmp_path: Path) -> None:
     ran = typed("timeline", "memo:alpha=0.3", *WORDS, "-o", str(out))
     assert ran.code in (0, None), ran.err
     assert out.stat().st_size > 0
+
+
+@pytest.mark.parametrize("command", ["stages", "timeline"])
+def test_a_run_with_a_stack_of_ones_own_is_shown_with_its_file(
+    tmp_path: Path, command: str
+) -> None:
+    stack = tmp_path / "mine.yaml"
+    stack.write_text(
+        "name: mine\nversion: mine\nbase: megatron-core\n"
+        "fused_loss: {value: true, source: a test}\n"
+    )
+    words = [*WORDS[:-1], str(stack)]
+    run, out = str(tmp_path / "run.json"), ("-o", str(tmp_path / "out"))
+    assert typed("simulate", "keep_all", *words, "-o", run)[0] == 0
+    code, _, err = typed(command, run, *out)
+    assert code == 2
+    assert "--system" in err
+    assert typed(command, run, *out, "--system", str(stack))[0] == 0

@@ -12,8 +12,10 @@ from rematbench.engine.program.action import Kind
 from rematbench.engine.simulate.op_level import simulate
 from rematbench.engine.simulate.seconds import action_seconds
 from rematbench.evaluate.evaluation import evaluate
+from rematbench.evaluate.problems import trained_model
 from rematbench.evaluate.proof import check
 from rematbench.inputs.layout import LayoutError
+from rematbench.inputs.load import load_system
 from rematbench.plan import PlanError
 from rematbench.problem import Problem, rank_parameters
 from rematbench.workload import Experts
@@ -113,3 +115,11 @@ def test_what_is_not_modelled_is_refused() -> None:
     given = made(**ALONE)
     with pytest.raises(PlanError, match="the layout says which chunk"):
         lower(replace(given.base_plan, partition=(((0, 1),), ((2, 3),), ((),), ((4,),))), given)
+
+
+def test_a_stack_without_such_layers_trains_the_others_and_says_so() -> None:
+    model = replace(LLAMA, mtp_layers=1)
+    found = trained_model(model, load_system("torchtitan"))
+    assert found == replace(model, mtp_layers=0, left_out=found.left_out)
+    assert "torchtitan does not train them" in found.left_out
+    assert trained_model(model, load_system("megatron-core")) is model

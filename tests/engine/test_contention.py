@@ -3,10 +3,12 @@
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from rematbench.advise.bounds.probes import Prober
 from rematbench.costs.collectives import GroupShape, network_bytes
 from rematbench.costs.copies import NO_TRAFFIC, CopyTraffic, shared_link_bytes_per_s
+from rematbench.costs.operators.ops import Comm
 from rematbench.engine.lowering.lower import lower
 from rematbench.engine.program.action import Kind
 from rematbench.engine.simulate.copy_contention import copy_traffic as crowd
@@ -16,6 +18,7 @@ from rematbench.evaluate.evaluation import evaluate, evaluate_program
 from rematbench.inputs.layout import Layout
 from rematbench.plan import Offload, Plan
 from rematbench.problem import Problem
+from tests.cost_constants import ROUND
 from tests.problems import (
     all_methods,
     by_layer,
@@ -24,6 +27,7 @@ from tests.problems import (
     make_problem,
     on,
     problem,
+    remade,
     rule,
     transfers,
 )
@@ -241,3 +245,30 @@ def test_probes_of_a_search_copy_as_fast_as_their_problem(gpus: int) -> None:
     prober(all_methods().resolve("full_recompute", None, given))
     for small in prober.smalls.values():
         assert small.problem.cost.copy_s(10**9, "d2h") == given.cost.copy_s(10**9, "d2h")
+
+
+def lost_s(**changes: bool) -> tuple[float, float]:
+    """What a pipeline of four stages of two chunks loses to collectives of states beside compute,
+    and what a chunk's reduction slows."""
+    found = []
+    for stall in (0.0, 0.5):
+        stack = replace(ROUND.systems["default"], dp_stall=stall)
+        given = problem(
+            model=layers(8), pp=4, vpp=2, dp=2, zero_stage=1, global_batch=16,
+            system_changes={"p2p_overlap": "interleaved", "bucket_bytes": 1 << 40, **changes},
+        )  # fmt: skip
+        given = remade(given, calibration=replace(ROUND, systems={"default": stack}))
+        found.append(evaluate(given, given.base_plan).step_s)
+    width = given.system.states.reduce_bytes
+    return found[1] - found[0], given.cost.stall_s(
+        Comm("reduce_scatter", "dp", width * given.layer(0).trained), 1
+    )
+
+
+def test_a_stage_that_waits_for_a_message_loses_nothing_to_collectives() -> None:
+    """A chunk's last reduction begins when the message to the stage before may leave, so a pipeline
+    adds no stall of a stage to another's.  A rank's other chunk is slowed at most.  Gathers of a
+    step end before the first message arrives."""
+    lost, chunk = lost_s(reduce_overlap=True, gather_overlap=False)
+    assert 0.0 < lost < chunk
+    assert lost_s(reduce_overlap=False, gather_overlap=True)[0] == 0.0

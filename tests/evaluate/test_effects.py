@@ -13,7 +13,7 @@ from rematbench.inputs.layout import Layout
 from rematbench.inputs.load import load_cluster, load_system
 from rematbench.inputs.stackfacts import NO_FACTS
 from rematbench.inputs.system import FACTS, Accepts, with_facts
-from rematbench.plan import Offload, Plan, Recompute
+from rematbench.plan import MiniSequence, Offload, Plan, Recompute
 from rematbench.problem import Problem
 from rematbench.workload import Experts, Model, Workload
 from tests.problems import LLAMA, calibration, rule
@@ -41,9 +41,20 @@ JOBS: list[dict[str, Any]] = [
         "global_batch": 64,
     },
     {"stack": "huggingface", "dp": 2, "global_batch": 4, "precision": "fp32"},
+    {
+        "stack": "huggingface-deepspeed",
+        "kept": True,
+        "facts": {"norm": "fused", "norm_keeps_steps": False, "fused_loss": True},
+        "pieces": 64,
+        "seq_len": 1 << 17,
+        "global_batch": 1,
+    },
 ]
-WHERE_MADE = "fp32_copy"
-"""The fact that a problem's precision has used before the problem exists (inputs/precision.py)."""
+MLP = ("fc1", "act", "mul", "fc2")
+HEAD = ("lm_head", "loss")
+WHERE_MADE = ("fp32_copy", "prediction_layers")
+"""The facts that are used before a problem exists: by its precision (inputs/precision.py), and by
+the choice of the layers that train (evaluate/problems.py)."""
 
 
 def job(
@@ -52,18 +63,20 @@ def job(
     """A job, and its plan, which moves and rebuilds some activations unless all are `kept`."""
     rules = [rule(Offload(), "fc2_in"), rule(Recompute(), "up_out")]
     rules = [] if others.pop("kept", False) else rules
+    count = others.pop("pieces", 0)
+    pieces = tuple(MiniSequence(ops, count) for ops in (MLP, HEAD) if count)
     seq_len, precision = others.pop("seq_len", 4096), others.pop("precision", "bf16")
     work = Workload(model=model, seq_len=seq_len, precision=precision)
     system = with_facts(load_system(stack), **(facts or {}))
     given = Problem(work, CLUSTER, system, Layout(**others), calibration())
-    return given, given.base_plan.with_rules(*rules)
+    return given, replace(given.base_plan.with_rules(*rules), mini_sequences=pieces)
 
 
 def test_every_fact_acts_somewhere_but_what_a_stack_accepts() -> None:
     jobs = [job(**one) for one in JOBS]
     facts = {*FACTS} - {*NO_FACTS}
     idle = facts.difference(*(acting(*one, facts) for one in jobs))
-    assert idle == {*Accepts.__struct_fields__, WHERE_MADE}
+    assert idle == {*Accepts.__struct_fields__, *WHERE_MADE}
 
 
 @pytest.mark.parametrize(

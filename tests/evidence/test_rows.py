@@ -139,7 +139,7 @@ def test_numbers_are_whole_at_any_width(width: int) -> None:
     results = comparison.everything()
     for wide in (False, True):
         out = Console(width=width, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
-        printed = Ranking(out, comparison, Order(tokens=1e12), wide=wide)
+        printed = Ranking(out, comparison, Order(tokens=1e12), wide=wide, every=True)
         printed.table(results)
         printed.notes(results)
         text = out.export_text()

@@ -53,6 +53,13 @@ def test_weights_have_the_type_that_the_job_gives(tmp_path: Path, text: str, wid
     assert bytes_of == ([4, 4, 8] if wide else [None] * 3)
 
 
+@pytest.mark.parametrize("optimizer", ["paged_adamw_32bit", "paged_adamw_8bit", "paged_lion_8bit"])
+def test_paged_states_of_a_whole_model_are_refused(tmp_path: Path, optimizer: str) -> None:
+    for more in ("", "lora_rank: 8\nuse_peft: true\n"):
+        refused = job(tmp_path, TRL + f"{more}optim: {optimizer}\n", "job.yaml")[1].refused
+        assert [optimizer in line for line in refused] == ([] if more else [True])
+
+
 def test_gradients_of_fp16_are_fp16_unless_a_switch_widens_them(tmp_path: Path) -> None:
     for switch, grad_bytes in (("", 2), ("--accumulate-allreduce-grads-in-fp32", None)):
         assert (
@@ -159,6 +166,9 @@ def test_a_layout_of_stages_is_read(tmp_path: Path) -> None:
     assert made.options["stages"] == text
     assert made.options["vpp"] == "2"
     assert made.words[made.words.index("--layout") + 1] == text
+    made = job(tmp_path, f"{line} --pipeline-model-parallel-layout 'Et*2|t*3L'")[0]
+    assert made.words[made.words.index("--partition") + 1] == "2,3"
+    assert "--layout" not in made.words
 
 
 @pytest.mark.parametrize(

@@ -120,3 +120,16 @@ def test_quoted_lines_are_in_the_golden_plan_in_their_order() -> None:
     for block in quoted:
         golden = iter(GOLDEN.read_text().splitlines())
         assert not [line for line in block.splitlines() if line not in golden]
+
+
+def test_decisions_are_linked_from_the_lines_that_they_explain() -> None:
+    """A comment names a page and a heading, or its beginning, that are there."""
+    linked = re.compile(r"# Why: docs/decisions/(\w+\.md), (.+)")
+    found = [
+        link
+        for path in (ROOT / "src").rglob("*.py")
+        for link in linked.findall(path.read_text(encoding="utf-8"))
+    ]
+    assert len(found) >= 30
+    pages = {path.name: path.read_text(encoding="utf-8") for path in DECISIONS}
+    assert not [(page, head) for page, head in found if f"\n## {head}" not in pages[page]]

@@ -57,7 +57,7 @@ def written(folder: Path, base: str, text: str) -> Path:
     [
         *((load_system, "megatron-core", text, said) for text, said in STACKS.items()),
         *((load_cluster, "h100-80gb", text, said) for text, said in CLUSTERS.items()),
-        (load_system, "huggingface", "compiled: true", COMPILED),
+        (load_system, "huggingface", "compiled: true\nnorm_keeps_steps: true", COMPILED),
     ],
 )
 def test_a_file_that_cannot_be_is_one_line(
@@ -84,6 +84,19 @@ def test_a_file_that_cannot_be_is_one_line(
 )
 def test_what_may_be_is_not_refused(tmp_path: Path, text: str) -> None:
     assert load_system(written(tmp_path, "megatron-core", text)).name == "mine"
+
+
+def test_what_follows_from_a_fact_need_not_be_said(tmp_path: Path) -> None:
+    """A person knows that norms or attention are eager; what eager operators save is ours."""
+    eager = "norm: eager\nattention: eager"
+    norms = load_system(written(tmp_path, "megatron-core", eager)).kernels
+    assert (norms.norm_keeps_steps, norms.attention, norms.eager_operators) == (
+        True, "unfused", True,
+    )  # fmt: skip
+    said = load_system(written(tmp_path, "megatron-core", "norm: eager\nnorm_keeps_steps: false"))
+    assert not said.kernels.norm_keeps_steps
+    compiled = load_system(written(tmp_path, "huggingface", "compiled: true"))
+    assert not compiled.kernels.norm_keeps_steps
 
 
 @pytest.mark.parametrize("gpu", ["H20-SXM5-96GB", "RTX-4090", "A10"])

@@ -187,6 +187,11 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         f"modelled {MODELLED}",
     ),
     (
+        {"model_type": "nemotron-nas", "block_configs": [{"ffn": {"ffn_mult": 2.6}}]},
+        "model_type: 'nemotron-nas': it has layers of different widths, which is not modelled "
+        f"{MODELLED.removesuffix(OWN_FILE)}",
+    ),
+    (
         {"model_type": "dbrx", "ffn_config": {"moe_num_experts": 16}},
         f"model_type: 'dbrx': is not modelled {MODELLED}",
     ),
@@ -205,6 +210,14 @@ def test_what_is_not_modelled_is_refused_by_its_key(
     with pytest.raises(ConfigError) as error:
         load_model(path)
     assert str(error.value) == f"{path}: {line}"
+
+
+def test_a_release_in_fp8_alone_is_read_as_fine_tuning_takes_it(tmp_path: Path) -> None:
+    given = {"model_type": "minimax_m2", "num_local_experts": 8}
+    fp8 = {**LLAMA, **given, "quantization_config": {"quant_method": "fp8"}}
+    model, plain = load_model(written(tmp_path, fp8)), load_model(written(tmp_path, LLAMA | given))
+    assert model.parameters == plain.parameters
+    assert "read as the run's precision" in model.left_out
 
 
 @pytest.mark.parametrize("name", sorted(PUBLIC))

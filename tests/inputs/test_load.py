@@ -188,7 +188,7 @@ def test_an_unknown_name_is_one_line_with_the_nearest() -> None:
         f"unknown system 'megatron-kwia'; did you mean 'megatron-kwai'? (known: {known})"
     )
     assert error_of("cluster", "h80").startswith("unknown cluster 'h80'; did you mean 'h800-80gb'?")
-    assert error_of("model", "zzz").startswith("unknown model 'zzz' (known: gemma-2-9b, ")
+    assert error_of("model", "zzz").startswith("unknown model 'zzz' (known: deepseek-v2, ")
 
 
 def test_a_missing_or_broken_file_is_one_line(tmp_path: Path) -> None:

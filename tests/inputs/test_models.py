@@ -23,6 +23,12 @@ EXACT = {
     "gemma-2-9b": 9_241_705_984,
     "mixtral-8x7b": 46_702_792_704,
     "qwen3-235b": 235_093_634_560,
+    "deepseek-v2-lite": 15_706_484_224,
+    "deepseek-v2": 235_741_434_880,
+    "deepseek-v3": 671_026_404_352,
+    "kimi-k2": 1_026_408_209_408,
+    "moonlight-16b-a3b": 15_960_108_544,
+    "minicpm3-4b": 4_073_875_968,
     # The checkpoint's 68,976,648,192 at vocabulary 32000, and 4 more rows in two tables.
     "llama2-70b": 68_976_648_192 + 2 * 4 * 8192,
     "tiny-llama": 4_000_000,

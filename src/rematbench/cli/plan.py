@@ -12,8 +12,8 @@ from rich.table import Table
 from typer import Option
 
 from rematbench.cli.options import Request, RunOptions, request, takes_run
-from rematbench.cli.show import as_json, heading, method_line, show
-from rematbench.cli.targets import Json, Out, need_file
+from rematbench.cli.show import as_json, beside, heading, method_line, show, without_recipe
+from rematbench.cli.targets import Json, Notes, Out, need_file
 from rematbench.engine.lowering.blocks.chunk_ops import ChunkOps
 from rematbench.engine.lowering.blocks.fates import Resolved, resolve
 from rematbench.engine.lowering.lower import lower
@@ -34,7 +34,9 @@ from rematbench.host.console import (
     plain,
     print_uncut,
     seconds,
+    worded,
 )
+from rematbench.inputs.job import DEFAULT_SYSTEM
 from rematbench.inputs.stages import Stage, stages_of, stages_text
 from rematbench.plan import Phase, Plan, Unsupported
 from rematbench.worlds.records.plan_replay import Replay, replay, replay_plan
@@ -47,6 +49,7 @@ PHASES: tuple[Phase, ...] = ("warmup", "steady", "cooldown")
 def simulate(
     run: RunOptions,
     json: Json = False,
+    notes: Notes = False,
     check: Annotated[
         bool, Option("--check", help="Also prove that the lowered plan is safe.")
     ] = False,
@@ -73,11 +76,15 @@ def simulate(
         record = make_record(result, asked.method)
         write_record(record, out)
     result = _with_errors(result)
+    twin = without_recipe(run)
     if json:
         values = as_json(asked, result) | ({"estimate": estimate_result(form)} if form else {})
+        values |= {"without_recipe": twin.row()} if twin else {}
         typer.echo(msgspec.json.format(msgspec.json.encode(values)).decode())
     else:
-        show(console(), asked, result, _keep_all(result))
+        show(console(), asked, result, _keep_all(result), every=notes)
+        if twin is not None:
+            console().print(plain(beside(twin, result)))
         if form is not None:
             show_estimate(console(), result, form)
     if result.status == "failed":
@@ -213,7 +220,7 @@ def _facts(asked: Request, planned: Plan, rank: int) -> Iterable[str]:
         words = f"{state.kind}: {state.shards} shards, home {state.home}, gather {state.gather}"
         yield f"{words}, update {state.update}" if state.kind == "optimizer" else words
     for key, value in planned.fit.items():
-        yield f"{key}: {value}"
+        yield f"{key}: {worded(value)}"
 
 
 def _held(stage: Stage) -> str:
@@ -290,7 +297,9 @@ def _replayed(run: RunOptions) -> Replay:
     """The replay of a record file, or of a method with its options."""
     path = Path(run.method)
     if path.suffix == ".json" or path.is_file():
-        return replay(read_record(path), cluster=run.problem["cluster"] or "", timeline=True)
+        named = {what: str(run.problem[what] or "") for what in ("cluster", "system")}
+        named["system"] *= named["system"] != DEFAULT_SYSTEM
+        return replay(read_record(path), timeline=True, **named)
     asked = request(run)
     planned = asked.method.plan(asked.problem, asked.base)
     if isinstance(planned, Unsupported):

@@ -23,6 +23,9 @@ def stages(
     cluster: Annotated[
         str, Option(metavar="FILE.yaml", help="Cluster file, if the run used a file.")
     ] = "",
+    system: Annotated[
+        str, Option(metavar="FILE.yaml", help="Stack file, if the run used a file.")
+    ] = "",
 ) -> None:
     """What fills each pipeline stage's memory at its peak.
 
@@ -33,7 +36,7 @@ def stages(
       rematbench stages run.json
     """
     need_file("-o", output)
-    again = replay(read_record(record), cluster=cluster)
+    again = replay(read_record(record), cluster=cluster, system=system)
     program = lower(again.plan, again.problem)
     bars = stage_bytes(again.problem, again.plan, program, again.evaluation)
     rows = tuple(asdict(bar) for bar in bars)

@@ -140,6 +140,16 @@ def pieces_host_bytes(updated: Sequence[int], visiting: Sequence[int], system: S
     return held
 
 
+def tensors_host_bytes(parts: Sequence[int], system: System) -> int:
+    """Host bytes of a rank that updates `parts` parameters of each of its tensors on the host: a
+    pinned copy of the weights, pinned gradients, and pageable moments.  Source: megatron-core
+    0.16.1, optimizer/cpu_offloading/hybrid_optimizer.py (_get_sub_optimizer_param_groups,
+    _set_sub_optimizer_grads)."""
+    width = system.host.host_grad_bytes
+    rest = system.states.optimizer_bytes - width
+    return sum(2 * _block(system, width * part) + rest * part for part in parts)
+
+
 def zero1_host_states(
     tensors: Sequence[int], shards: int, system: System, *, accumulates: bool
 ) -> HostStates:

@@ -13,7 +13,7 @@ from rematbench.costs.states import reduce_buckets
 from rematbench.engine.lowering.lower import lower
 from rematbench.engine.lowering.states.held_states import lends_gradients
 from rematbench.engine.lowering.states.host_states import host_states, on_device
-from rematbench.engine.lowering.states.state_shards import rank_sharded
+from rematbench.engine.lowering.states.state_shards import quantised_bytes, rank_sharded
 from rematbench.engine.program.action import STATE_COPIES, Kind
 from rematbench.engine.program.ledger import RankLedger, issue_order, pool_bytes
 from rematbench.engine.program.program import Late, Program
@@ -152,7 +152,7 @@ def evaluate_program(
     rate = found.tokens_per_s_per_gpu
     ranks = ranks or program_bytes(problem, plan, program)
     again, moved = _work(problem, program)
-    replicas = lay.tp * lay.cp * lay.dp  # ranks per stage, all alike
+    replicas = lay.stage_ranks  # all alike
     return PlanEvaluation(
         step_s=simulation.step_s,
         tokens_per_s_per_gpu=rate,
@@ -242,8 +242,9 @@ def _rank_bytes(
         if kind == "gradient" and lends_gradients(plan):
             nbytes = 0
         device[kind] = nbytes if fate.home == "device" else 0
-    for kind, left in on_device(plan, count).items():
-        device[kind] += sizes[kind] * left
+    for kind, left in on_device(problem, plan, rank).items():
+        device[kind] += left
+    device["parameter"] += quantised_bytes(problem, plan, rank)
     return RankBytes(
         parameter=device["parameter"],
         gradient=device["gradient"],
@@ -281,7 +282,7 @@ def host_node_bytes(problem: Problem, ranks: tuple[RankBytes, ...]) -> int:
     """Return the largest sum of peak pinned bytes over the ranks of a node (ranks ordered tp, cp,
     dp, pp)."""
     lay, per_node = problem.layout, problem.cluster.gpus_per_node
-    per_stage = lay.tp * lay.cp * lay.dp
+    per_stage = lay.stage_ranks
     totals: Counter[int] = Counter()
     for stage, rank in enumerate(ranks):
         first, last = stage * per_stage, (stage + 1) * per_stage

@@ -12,6 +12,7 @@ from rematbench.inputs.facts import CPU
 from rematbench.inputs.job import Job
 from rematbench.inputs.load import calibration, load_cluster, load_model, load_system
 from rematbench.inputs.precision import in_precision, of_trained, with_optimizer
+from rematbench.inputs.recipes import with_recipe
 from rematbench.inputs.system import EpOverlap, EpOverlapChoice, Home, System, with_facts
 from rematbench.plan import Unsupported
 from rematbench.problem import Problem
@@ -37,9 +38,9 @@ def make_problem(spec: Job, constants: Calibration | None = None) -> Problem:
     if cluster.generation != CPU:  # the executor's CPU problems keep the bytes of bf16 training
         system = in_precision(system, spec.work.precision, layout.zero_stage)
     system = of_trained(system, spec.work, layout.zero_stage)
-    system = with_optimizer(system, chosen.optimizer_kind)
+    system = with_recipe(with_optimizer(system, chosen.optimizer_kind), spec.work)
     return Problem(
-        workload=spec.workload(model),
+        workload=spec.workload(trained_model(model, system)),
         cluster=cluster,
         system=system,
         layout=layout,
@@ -50,6 +51,15 @@ def make_problem(spec: Job, constants: Calibration | None = None) -> Problem:
         evaluator=evaluate,
         weigher=weigh,
     )
+
+
+def trained_model(model: Model, system: System) -> Model:
+    """The model as a stack trains it; `left_out` says what the stack's classes lack."""
+    if system.loss.prediction_layers or not model.mtp_layers:
+        return model
+    lacking = f"layers that predict more tokens are left out ({system.name} does not train them)"
+    left_out = "; ".join(filter(None, (model.left_out, lacking)))
+    return replace(model, mtp_layers=0, left_out=left_out)
 
 
 def stack_of(spec: Job) -> System:

@@ -5,6 +5,7 @@ import dataclasses
 from msgspec.json import encode
 
 from rematbench.evaluate.effects import acting
+from rematbench.host.console import worded
 from rematbench.host.declared import flat
 from rematbench.inputs.configfile import ASSUMED
 from rematbench.inputs.layout import Layout
@@ -51,4 +52,4 @@ def unread(problem: Problem) -> str:
 
 def fact_words(fact: str, value: object) -> str:
     """A fact with its value, as a stack's file has them."""
-    return f"{fact} {str(value).lower() if isinstance(value, bool) else value}"
+    return f"{fact} {str(value).lower() if isinstance(value, bool) else worded(value)}"

@@ -38,7 +38,7 @@ from rematbench.host.declared import flat
 from rematbench.inputs.cluster import Cluster
 from rematbench.inputs.configfile import ConfigError
 from rematbench.inputs.constants import Calibration
-from rematbench.inputs.load import calibration, load_cluster, load_system, names
+from rematbench.inputs.load import calibration, load_cluster, load_system, names, rated
 from rematbench.inputs.paths import data_dir
 from rematbench.inputs.precision import WIDE, in_precision
 from rematbench.inputs.system import System, with_facts
@@ -319,12 +319,13 @@ def published_stack(problem: Problem) -> str:
     constants of the problem's stack; "" if there is none.  Among several, a stack with published
     rows is preferred, then the stack of the same name."""
     mine, entry = problem.system, problem.calibration.system_entry
+    generation = problem.cluster.generation
     if problem.attention == "flash":
-        mine = with_facts(mine, attention=problem.kernel)
+        mine = with_facts(mine, attention=problem.kernel, cudnn_first=False)
     precision, stage = problem.workload.precision, problem.layout.zero_stage
     alike = [
         other.name
-        for other in _stacks()
+        for other in _stacks(generation)
         if entry(other.constants) == entry(mine.constants)
         and _speed(in_precision(other, precision, stage)) == _speed(mine)
     ]
@@ -333,13 +334,18 @@ def published_stack(problem: Problem) -> str:
 
 
 @cache
-def _stacks() -> tuple[System, ...]:
-    """The shipped stacks, each with every combination of its options."""
+def _stacks(generation: str) -> tuple[System, ...]:
+    """The shipped stacks, each with every combination of its options, and with the attention
+    kernel that it has on a GPU generation."""
     plain = [load_system(name) for name in names("system")]
     options: tuple[Variant, ...] = get_args(Variant)
     chosen = [c for size in range(len(options) + 1) for c in combinations(options, size)]
     made = (system_variant(system, c) for system in plain for c in chosen)
-    return tuple(system for system in made if isinstance(system, System))
+    return tuple(
+        with_facts(one, attention=one.attention_on(generation), cudnn_first=False)
+        for one in made
+        if isinstance(one, System)
+    )
 
 
 def _speed(thing: System) -> dict[str, Any]:
@@ -347,7 +353,10 @@ def _speed(thing: System) -> dict[str, Any]:
 
 
 NO_CLUSTER_SPEED = frozenset(
-    ("name", "gpu", "sources", "constants", "hbm_bytes", "non_torch_bytes", "host_bytes")
+    (
+        *("name", "gpu", "sources", "constants", "roofline"),
+        *("hbm_bytes", "non_torch_bytes", "host_bytes"),
+    )
 )
 """Fields of a cluster that are not compared: they do not change the seconds of a step, except
 `constants`, which are compared by value."""
@@ -358,7 +367,7 @@ def unlike_shipped(problem: Problem) -> str:
     cluster, in words; "" if a shipped cluster has all of them."""
     mine, calibration = problem.cluster, problem.calibration
     own, unlike = _cluster_facts(mine, calibration), {}
-    for cluster in _clusters():
+    for cluster in rated():
         other = _cluster_facts(cluster, calibration)
         unlike[cluster.name] = [key for key, value in own.items() if value != other[key]]
     nearest = min(unlike, key=lambda name: (len(unlike[name]), name != mine.name))
@@ -375,7 +384,7 @@ SAME_DEVICE = 0.05
 def unlike_devices(cluster: Cluster) -> str:
     """A cluster's GPU in words, if its FLOP/s or HBM bytes/s differ from every shipped GPU of its
     generation; otherwise ""."""
-    for other in _clusters():
+    for other in rated():
         pairs = (
             (cluster.peak_flop_per_s, other.peak_flop_per_s),
             (cluster.hbm_bytes_per_s, other.hbm_bytes_per_s),
@@ -386,11 +395,6 @@ def unlike_devices(cluster: Cluster) -> str:
             return ""
     rates = f"{cluster.peak_flop_per_s / 1e12:.4g} TFLOP/s and {cluster.hbm_bytes_per_s / 1e12:.3g}"
     return f"a GPU of {rates} TB/s, of which no rate is published"
-
-
-@cache
-def _clusters() -> tuple[Cluster, ...]:
-    return tuple(load_cluster(name) for name in names("cluster"))
 
 
 def _cluster_facts(cluster: Cluster, calibration: Calibration) -> dict[str, Any]:

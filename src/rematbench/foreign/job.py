@@ -14,7 +14,7 @@ from rematbench.inputs.configfile import ConfigError
 from rematbench.inputs.job import flag
 from rematbench.inputs.load import load_cluster, load_model, load_system, names
 from rematbench.inputs.stages import read_stages
-from rematbench.inputs.system import StackChoice
+from rematbench.inputs.system import CUDNN, StackChoice, System
 from rematbench.workload import Experts, Work
 
 LEADING = ("model", "cluster", "system", "gpus", "seq_len", "global_batch")
@@ -23,8 +23,6 @@ DEGREES = ("tp", "cp", "pp", "vpp", "ulysses", "ep", "shard_degree", "micro_batc
 WIDE = {"param_bytes": 4, "grad_bytes": 4, "reduce_bytes": 4}
 WIDE |= {"optimizer_bytes": 8, "late_state_bytes": 8}
 """The states of weights in fp32 under autocast; DeepSpeed narrows them, FSDP has them anyway."""
-CUDNN = ("hopper", "blackwell")
-"""GPU generations on which TransformerEngine prefers cuDNN's attention."""
 SIZES = ("num_layers", "hidden", "num_heads", "num_kv_heads", "head_dim", "ffn")
 UNSHARDED = "huggingface-flash"
 """The stack of a trainer without DeepSpeed and FSDP, where every rank holds all states."""
@@ -105,9 +103,13 @@ def _method(values: dict[str, Any], reading: Reading, method: str) -> tuple[str,
 
 def _of_model(values: dict[str, Any], reading: Reading) -> None:
     """Derive what depends on the model, also on one that has a name: chunks, the layers of each
-    stage, and whether there is a shared expert."""
+    stage (as numbers where every stage has some), and whether there is a shared expert."""
     if "stages" in values:
-        values["vpp"] = max(1, len(read_stages(values["stages"])) // values.get("pp", 1))
+        stages = read_stages(values["stages"])
+        values["vpp"] = max(1, len(stages) // values.get("pp", 1))
+        if all(stage.layers and not stage.prediction for stage in stages):
+            values["partition"] = ",".join(str(len(stage.layers)) for stage in stages)
+            del values["stages"]
     needed = {"layers_per_chunk", "first_layers", "last_layers", "first_less", "last_less"}
     present = (needed | {"shared_overlap"}) & values.keys()
     if not present:
@@ -304,7 +306,7 @@ def _system(
         facts |= WIDE
         reading.notes.append("weights in fp32, which autocast narrows operator by operator")
     system = load_system(base)
-    facts |= _kernel(values)
+    facts |= _kernel(values, system)
     overlaps = facts.get("reduce_overlap", system.zero.reduce_overlap)
     if values.get("bucket_elements") and (overlaps or system.zero.whole_buckets):
         facts["bucket_bytes"] = values["bucket_elements"] * system.states.reduce_bytes
@@ -323,11 +325,13 @@ def _system(
     return file
 
 
-def _kernel(values: dict[str, Any]) -> dict[str, str]:
+def _kernel(values: dict[str, Any], system: System) -> dict[str, Any]:
     """The kernel that TransformerEngine's attention takes: cuDNN's where it is asked for, and from
-    Hopper on by itself (TransformerEngine 2.x, attention/dot_product_attention/utils.py)."""
+    Hopper on by itself, unless FlashAttention is asked for."""
     kernel, cluster = values.get("kernel"), values.get("cluster")
     generation = load_cluster(str(cluster)).generation if kernel and cluster else ""
+    if kernel == "flash" and system.kernels.cudnn_first:
+        return {"cudnn_first": False}
     unknown = kernel == "fused" and not generation
     taken = kernel in ("fused", "auto") and generation in CUDNN
     return {"attention": "cudnn"} if unknown or taken else {}

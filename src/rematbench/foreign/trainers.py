@@ -51,6 +51,10 @@ def read_trainer(data: Mapping[str, Any], file: str, package: str) -> Reading:
         _fsdp(reading, data, options)
     _precision(reading, data)
     read_adapters(reading, data)
+    optimizer = str(data.get("optim") or data.get("optimizer") or "")
+    if optimizer.startswith("paged") and "lora_rank" not in reading.values:
+        text = "its states leave a full device (unified memory), which is not modelled"
+        reading.refused.append(f"optim: {optimizer}: {text}")
     _packing(reading, data)
     if reading.package == "Transformers" and "precision" not in reading.values:
         reading.notes.append("neither --bf16 nor --fp16: bf16 is assumed")

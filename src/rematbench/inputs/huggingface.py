@@ -93,6 +93,7 @@ _FEATURES = {
     "is_encoder_decoder": "an encoder",
     "cross_attention_layers": "attention to an image encoder",
     "hidden_size_per_layer_input": "embeddings for each layer",
+    "block_configs": "layers of different widths",
 }
 """Keys of transformers configs, each with the feature that the key adds to an architecture."""
 _GELU = ("gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "gelu_python")
@@ -229,7 +230,8 @@ def _unmodelled(kind: str, data: Config) -> str:
     why = f"it has {' and '.join(has)}, which is not modelled" if has else "is not modelled"
     close = [name for name in known if name.lower() == kind.replace("-", "_").lower()]
     typed = closest(kind, close) or (f"; did you mean {close[0]!r}?" if close else "")
-    return f"{kind!r}: {why}{typed} (config/architectures.yaml has {len(known)} that are){OWN_FILE}"
+    own = "" if "block_configs" in data else OWN_FILE  # all layers of a model file have one width
+    return f"{kind!r}: {why}{typed} (config/architectures.yaml has {len(known)} that are){own}"
 
 
 def _at(data: Config, key: str) -> Any:

@@ -22,6 +22,8 @@ class Degrees(Part, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     tp: Annotated[PositiveInt, Fact(column="always")] = 1
     """So many ranks share each matrix (tensor parallelism)."""
+    tp_columns: PositiveInt = 1
+    """So many times tp ranks share each matrix, which is then cut both ways (AxoNN)."""
     cp: Annotated[PositiveInt, Fact(column="always")] = 1
     """So many ranks share each sequence (context parallelism)."""
     pp: Annotated[PositiveInt, Fact(column="always")] = 1
@@ -67,8 +69,13 @@ class Layout(Degrees, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def gpus(self) -> int:
-        """The number of GPUs (ranks): tp x cp x pp x dp."""
-        return self.tp * self.cp * self.pp * self.dp
+        """The number of GPUs (ranks): tp x tp_columns x cp x pp x dp."""
+        return self.stage_ranks * self.pp
+
+    @property
+    def stage_ranks(self) -> int:
+        """The ranks of a pipeline stage."""
+        return self.tp * self.tp_columns * self.cp * self.dp
 
     @property
     def sequence_parallel(self) -> bool:

@@ -32,6 +32,8 @@ Kind = Literal["model", "cluster", "system"]
 _FOLDERS: dict[Kind, str] = {"model": "models", "cluster": "clusters", "system": "systems"}
 
 
+PARTS = ("experts", "latent")
+"""Facts of a model that are mappings."""
 LAUNCH = (".toml", ".sh")
 """Ends of the names of files that describe jobs, never models, clusters or stacks."""
 
@@ -54,11 +56,18 @@ def load_cluster(name_or_path: str | Path) -> Cluster:
 
 
 @cache
+def rated() -> tuple[Cluster, ...]:
+    """The shipped clusters of GPUs whose kernels have rates."""
+    shipped = (load_cluster(name) for name in names("cluster"))
+    return tuple(cluster for cluster in shipped if not cluster.roofline)
+
+
+# Why: docs/decisions/costs.md, How fast is a kernel on a GPU with another balance
+@cache
 def shipped_balances(generation: str) -> tuple[float, float] | None:
-    """The smallest and the largest FLOP per HBM byte of the shipped GPUs of a generation; None for
-    CPUs and for a generation that no shipped cluster has."""
-    shipped = [load_cluster(name) for name in names("cluster")]
-    found = [one.flop_per_byte for one in shipped if one.generation == generation != "cpu"]
+    """The smallest and the largest FLOP per HBM byte of the shipped GPUs of a generation that have
+    rates; None for CPUs and for a generation that no shipped cluster has."""
+    found = [one.flop_per_byte for one in rated() if one.generation == generation != "cpu"]
     return (min(found), max(found)) if found else None
 
 
@@ -81,12 +90,10 @@ def _model(path: Path) -> Model:
     if is_huggingface(data):
         model = model_from_huggingface(data, path)
     else:
-        experts = data.get("experts")
-        nested = isinstance(experts, dict) and "value" not in experts
-        plain = {key: value for key, value in data.items() if not nested or key != "experts"}
-        values, sources = flatten(plain, label)
-        if nested:
-            values["experts"] = experts
+        parts = {key: data[key] for key in PARTS if isinstance(data.get(key), dict)}
+        parts = {key: part for key, part in parts.items() if "value" not in part}
+        values, sources = flatten({k: v for k, v in data.items() if k not in parts}, label)
+        values |= parts
         values["source"] = _joined_source(data.get("source", ""), sources)
         values["attention_window"] = _windows(values, label)
         model = convert(values, Model, label)
@@ -133,6 +140,15 @@ OPEN_FACTS = (
 )
 """Facts of which no value is right for most stacks: a stack of a user's own without a base that
 does not state one has an assumed value."""
+FOLLOWS: dict[tuple[str, Any], dict[str, Any]] = {
+    ("norm", "eager"): {"norm_keeps_steps": True},
+    **{("norm", one): {"norm_keeps_steps": False} for one in ("torch", "compiled", "fused")},
+    ("compiled", True): {"norm_keeps_steps": False},
+    ("attention", "eager"): {"attention": "unfused", "eager_operators": True},
+}
+"""What follows from a fact that a file of a stack states, where the file does not say otherwise:
+eager operators save what each of them reads (`attention: eager` is torch's, unlike `unfused`, whose
+softmax is one kernel)."""
 NOT_FACTS: dict[Kind, tuple[str, ...]] = {
     "model": (),
     "cluster": ("slurm",),  # how to request nodes: read by rematbench.worlds.slurm.settings
@@ -158,6 +174,8 @@ def _inherited(
         data.pop(key, None)
     base = data.pop("base", "")
     values, sources = flatten(data, label)
+    if kind == "system":
+        values = _with_what_follows(values)
     if not base:
         own = kind == "system" and not _is_shipped(path)
         unsaid = [key for key in OPEN_FACTS if own and key not in values]
@@ -171,6 +189,14 @@ def _inherited(
     given, known, bases = _inherited(kind, above, (*below, path))
     sources = {**sources, **_reasons(data, label)}
     return {**given, **values}, {**known, **sources}, (str(given["name"]), *bases)
+
+
+def _with_what_follows(values: dict[str, Any]) -> dict[str, Any]:
+    """A stack's stated facts with those of FOLLOWS."""
+    said = [(pair, more) for pair, more in FOLLOWS.items() if values.get(pair[0]) == pair[1]]
+    follows = {key: value for _, more in said for key, value in more.items()}
+    replaced = {pair[0] for pair, more in said if pair[0] in more}
+    return {**follows, **{key: value for key, value in values.items() if key not in replaced}}
 
 
 def _reasons(data: dict[str, Any], label: str) -> dict[str, str]:

@@ -149,3 +149,15 @@ def attention_problem(system: System, model: Model, precision: Precision, backen
         return f"{named}: torch's memory-efficient kernel does not take {heads}"
     has = "fp32" if takes != "none" else "16 bits"
     return f"{named}: the fused kernels of stack {system.name} take {has} at most"
+
+
+NO_SINKS = ("fa1", "fa2", "triton")
+"""Kernels of FlashAttention without a logit beside the scores; cuDNN's has one, and so has the
+build of FlashAttention-3 that gpt-oss's authors name (kernels-community/vllm-flash-attn3)."""
+
+
+def sinks_problem(model: Model, kernel: str) -> str:
+    """Why a kernel cannot run a model with attention sinks; empty if it can."""
+    if not model.attention_sinks or kernel not in NO_SINKS:
+        return ""
+    return f"attention {kernel!r} has no attention sinks, which {model.name} has"

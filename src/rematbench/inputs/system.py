@@ -28,6 +28,8 @@ DataParallelKind = Literal["zero", "fsdp"]
 Home = Literal["device", "host"]
 PinnedBlocks = Literal["powers_of_two", "exact"]
 AttentionBackend = Literal["unfused", "fa1", "fa2", "fa3", "cudnn", "triton"]
+CUDNN = ("hopper", "blackwell")
+"""The GPU generations on which TransformerEngine prefers cuDNN's attention."""
 NormKernel = Literal["eager", "torch", "compiled", "fused"]
 RopeKernel = Literal["eager", "complex", "fused", "fused_complex"]
 """Implementations by name in config/kernels/operators.yaml."""
@@ -155,6 +157,9 @@ class Loss(Part, frozen=True, kw_only=True, forbid_unknown_fields=True):
     shifts_logits: bool = False
     """If true, the loss copies the logits of all tokens but the last after it has widened them,
     while the model's forward still has its logits and the input of the head."""
+    prediction_layers: bool = True
+    """If true, layers of a model that predict more tokens train; otherwise the stack's classes
+    leave them out."""
     held_logit_bytes: StateBytes = 0
     """So many bytes per logit stay alive during the loss's backward because the training loop holds
     the model's output (0: it holds none).  With logits computed in pieces no output exists."""
@@ -166,9 +171,16 @@ class Kernels(Part, frozen=True, kw_only=True, forbid_unknown_fields=True):
     attention: AttentionBackend
     """This kernel runs when a run requests `flash`, by its name in config/kernels (`unfused`: the
     stack has no fused kernel)."""
+    cudnn_first: bool = False
+    """If true, fused attention is cuDNN's on GPUs from Hopper on, whatever `attention` names
+    (TransformerEngine 2.x, attention/dot_product_attention/utils.py, get_attention_backend)."""
     repeats_kv: bool = False
     """If true, fused attention receives keys and values once per query head, and saves the repeated
     tensors."""
+    wide_query_gradient: bool = False
+    """If true, the backward of fused attention also holds the gradient of queries in fp32, and,
+    where heads of queries share one of keys, gradients of keys and values for each head of queries
+    (FlashAttention-2); a stack that does not say so is not charged for it."""
     eager_operators: bool = False
     """If true, unfused attention and soft caps are eager torch operators, which save keys and
     values once per query head, the softmax both in fp32 and as a copy, and the tanh of a cap."""
@@ -185,6 +197,10 @@ class Kernels(Part, frozen=True, kw_only=True, forbid_unknown_fields=True):
     fused_linears: bool = True
     """If true, one GEMM computes q, k and v, and one GEMM computes gate and up; otherwise each
     projection is a GEMM, and a partial recomputation runs only the GEMMs that it needs."""
+    tiles_again: bool = False
+    """If true, an MLP in mini-sequences saves its input alone, and each piece is computed again in
+    its own backward (DeepSpeed's TiledMLP); otherwise the pieces of a recomputed layer are computed
+    with the layer, and all wait for their backward."""
     compiled: bool = False
     """If true, a compiler fuses the elementwise operators of a layer (torch.compile)."""
     cuda_graphs: bool = False
@@ -277,6 +293,12 @@ class Host(Part, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A gradient on its way to an optimizer in host memory has so many bytes (DeepSpeed widens the
     gradient to fp32 on the device first: stage3.py, _offload_grad_partition_at_boundary, and in
     stage_1_and_2.py async_inplace_copy_grad_to_fp32_buffer_from_gpu)."""
+    host_tensors: bool = False
+    """If true, torch updates tensor by tensor on the host, where each has buffers of its own for
+    its weights and for their gradients, both of `host_grad_bytes` (Megatron's hybrid optimizer)."""
+    resident_bytes: StateBytes = 0
+    """So many bytes per parameter of the optimizer's states stay on the device when the optimizer
+    is in host memory (Megatron's fp32 shard, of which the host has a copy)."""
     host_pinned: bool = True
     """If true, the buffers of `host_gradients` and of parameters in host memory are pinned."""
     pinned_blocks: PinnedBlocks = "powers_of_two"
@@ -364,6 +386,11 @@ class System(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     sources: dict[str, str] = {}
     """Each fact that a file gives with a source has it here, by the fact's name."""
 
+    def attention_on(self, generation: str) -> AttentionBackend:
+        """The fused attention kernel that runs on a GPU generation."""
+        first = self.kernels.cudnn_first and generation in CUDNN
+        return "cudnn" if first else self.kernels.attention
+
     @property
     def norm_kernel(self) -> NormKernel:
         """The RMSNorm kernel that runs."""
@@ -379,6 +406,11 @@ class System(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         """Whether a pipeline send overlaps with the next pass, with `vpp` chunks on each rank."""
         overlap = self.parallel.p2p_overlap
         return overlap == "always" or (overlap == "interleaved" and vpp > 1)
+
+    def holds_host(self, vpp: int) -> bool:
+        """Whether the host waits until a pipeline message has arrived, with `vpp` chunks on each
+        rank."""
+        return self.parallel.p2p_synchronous and not self.sends_beside(vpp)
 
     def padded_vocab(self, vocab: int, tp: int) -> int:
         """The vocabulary in use: padded up to a multiple of vocab_multiple x tp."""

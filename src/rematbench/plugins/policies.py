@@ -19,14 +19,14 @@ class Policy(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A method with settings.  `smallest` names a parameter to tune: `compare` raises it from 1
     until the plan fits, and a user gives its value after the policy's name (`full_recompute:block
     3`).  Empty: the policy has no parameter to tune.  `needs`: it is tried for models with
-    experts, or with shared experts, alone (empty: for all)."""
+    experts, shared experts, latent attention, or this and experts, alone (empty: for all)."""
 
     name: str
     method: str
     why: str
     settings: dict[str, Setting] = {}
     smallest: str = ""
-    needs: Literal["", "experts", "shared_experts"] = ""
+    needs: Literal["", "experts", "shared_experts", "latent", "latent_experts"] = ""
 
     def applies(self, model: Model) -> bool:
         """Whether the policy is tried for a model."""
@@ -35,6 +35,8 @@ class Policy(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             "": True,
             "experts": experts is not None,
             "shared_experts": bool(experts and experts.shared_ffn),
+            "latent": model.latent is not None,
+            "latent_experts": bool(experts and model.latent),
         }[self.needs]
 
 

@@ -3,7 +3,7 @@
 import re
 import sys
 import traceback
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, cast, get_origin, get_type_hints
@@ -233,7 +233,8 @@ class Registry(Struct, frozen=True):
         parameter) or `a.key`; settings may also be inside the text, as `a:key=value,key=value+b`.
         A part may be a policy's name (`full_recompute:block 3`); operators of a policy that
         `problem` lacks are left out.  MethodError for an unknown name or setting."""
-        parts = [self._part(part.strip(), spec) for part in self._parts(spec)]
+        told = {key.rpartition(".")[2] for key in settings or {}}
+        parts = [self._part(part.strip(), spec, told) for part in self._parts(spec)]
         entries = [entry for entry, _ in parts]
         if len({e.name for e in entries}) < len(entries):
             raise MethodError(f"method {spec!r} contains the same method twice")
@@ -251,8 +252,11 @@ class Registry(Struct, frozen=True):
             values[parameter] = value
         return Composition(tuple(build(entry, given[entry.name]) for entry in entries))
 
-    def _part(self, text: str, spec: str) -> tuple[MethodEntry, dict[str, Value]]:
-        """The method of one part of a composition, and the settings in the part's text."""
+    def _part(
+        self, text: str, spec: str, told: Collection[str]
+    ) -> tuple[MethodEntry, dict[str, Value]]:
+        """The method of one part of a composition, and the settings in the part's text; `told`:
+        those that stand beside the text."""
         start, _, tuned = text.rpartition(" ")
         policy = self.policies.get(text) or self.policies.get(start)
         if policy is None:
@@ -263,6 +267,8 @@ class Registry(Struct, frozen=True):
             return entry, _inline(words, spec, lambda: closest(near, own))
         if text != policy.name and not (policy.smallest and tuned.isdigit()):
             raise MethodError(f"method {text!r}: put {tuned!r} before the policy {policy.name!r}")
+        if text == policy.name and policy.smallest in told:
+            return self.entry(policy.method), dict(policy.settings)
         if text == policy.name and policy.smallest:
             example = f"'{policy.name} 2'"
             raise MethodError(

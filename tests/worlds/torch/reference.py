@@ -132,7 +132,7 @@ class Reference:
         if self.model.position == "learned":
             x = x + self.weights["position.weight"][: x.shape[1]]
         for layer in range(self.model.num_layers):
-            x = self.layer(x, f"layers.{layer}")
+            x = self.layer(x, f"layers.{self.model.owner(layer)}")
         x = self.norm(x, "final_norm")
         tied = self.model.tied_embeddings
         logits = x @ self.weights["embedding.weight" if tied else "lm_head.weight"].T

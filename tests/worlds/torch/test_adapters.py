@@ -109,3 +109,17 @@ def test_what_is_not_executed_is_refused_by_name() -> None:
     work = replace(made.workload, lora_dropout=0.1, base_dtype="nf4")
     found = refusals(dataclasses.replace(made, workload=work), made.base_plan)
     assert found == ["dropout of adapters", "frozen weights in nf4"]
+
+
+@pytest.mark.parametrize("how", ["keep", "mst+full_recompute"])
+@pytest.mark.parametrize("rank", [0, 4])
+def test_layers_that_share_weights_add_their_gradients(how: str, rank: int) -> None:
+    """Also those of an adapter, which stands in the shared layer."""
+    model = replace(cases.TINY, num_layers=4, layer_groups=2)
+    made = problem(model=model, seq_len=cases.SEQ, global_batch=4, micro_batch=2)
+    work = replace(made.workload, precision="fp64", lora_rank=rank)
+    case = case_of(dataclasses.replace(made, workload=work, evaluator=evaluate), how)
+    result = laws.run_here(case)
+    assert result.status == "ok", result.reason
+    assert laws.gradient_error(case, result) < TOLERANCE
+    assert not laws.bytes_differ(case, result)

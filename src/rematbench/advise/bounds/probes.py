@@ -52,6 +52,7 @@ from rematbench.plugins.registry import Composition
 from rematbench.problem import Problem
 
 
+# Why: docs/decisions/advise.md, Have methods formulas of bounds beside their plans?
 class Lowered:
     """A plan's program for a probe, and the chunk of each of its ranks."""
 

@@ -32,10 +32,8 @@ from rematbench.advise.bounds.schedule_walk import (
 )
 from rematbench.costs.bind import CopyDirection, CostModel
 from rematbench.costs.copies import CopyTraffic
-from rematbench.costs.operators.ops import Comm
 from rematbench.engine.lowering.blocks.chunk_ops import ChunkOps
 from rematbench.engine.lowering.schedule import passes
-from rematbench.engine.lowering.states.emit_states import gradient_reductions, parameter_gathers
 from rematbench.engine.lowering.step_end import emit_step_end
 from rematbench.engine.program.program import Block
 from rematbench.engine.simulate.block_rows import rows_with
@@ -256,13 +254,11 @@ class Links(NamedTuple):
 
 class Frame(NamedTuple):
     """The part of a layout's step that does not depend on the fates of activations: the order of
-    passes, messages, seconds of each rank's step end, and seconds that compute loses to
-    collectives that run with it."""
+    passes, messages, and seconds of each rank's step end."""
 
     turns: Turns
     links: Links
     end_s: tuple[float, ...]
-    stall_s: tuple[float, ...]
 
 
 class _End:
@@ -314,21 +310,16 @@ def frame(problem: Problem, plan: Plan) -> Frame:
     if not system.kernels.launch_blocking:
         costs.pieces = piece_traffic((known[key] for key in keys), system.states.param_bytes)
     first = {key: rank for rank, key in reversed([*enumerate(keys)])}  # of equal ranks
-    seconds = {
-        key: (_through(known[key], rank, costs), _stall_s(problem, plan, rank))
-        for key, rank in first.items()
-    }
-    end_s, stall_s = zip(*(seconds[key] for key in keys), strict=True)
+    seconds = {key: _through(known[key], rank, costs) for key, rank in first.items()}
     return Frame(
         turns=Turns(plan.schedule, lay.pp, lay.vpp, micro_batches),
         links=Links(
             tuple(send_s(rank, 1) for rank in ranks),
             tuple(send_s(rank, -1) for rank in ranks),
             waits=not beside,
-            held=system.parallel.p2p_synchronous and not beside,
+            held=system.holds_host(lay.vpp),
         ),
-        end_s=end_s,
-        stall_s=stall_s,
+        end_s=tuple(seconds[key] for key in keys),
     )
 
 
@@ -339,26 +330,6 @@ def _through(blocks: list[Block], rank: int, costs: ActionCosts) -> float:
     macro = macro_of(*(rows[id(block)] for block in blocks))
     ends = dict(macro.streams)
     return max((at for key, at in ends.get(COMPUTE, ()) if key == COMPUTE), default=0.0)
-
-
-def _stall_s(problem: Problem, plan: Plan, rank: int) -> float:
-    """Seconds that compute loses to gradient reductions and parameter gathers that run with it,
-    counted as one collective of each kind per chunk."""
-    lay, system = problem.layout, problem.system
-    if not lay.has_peers or lay.zero_stage > 1:  # with ZeRO 2 and 3 each pass has its own
-        return 0.0
-    shards = plan.state("optimizer").shards
-    total = 0.0
-    for layers in plan.partition[rank]:
-        count = sum(problem.layer(layer).trained for layer in layers)
-        experts = sum(problem.layer(layer).trained_experts for layer in layers)
-        width, comms = system.states.reduce_bytes, list[Comm]()
-        if system.zero.reduce_overlap:
-            comms += gradient_reductions(lay, shards, 1, width * count, width * experts)
-        if system.zero.gather_overlap and plan.state("parameter").gather == "step":
-            comms += parameter_gathers(lay, system, count, experts)
-        total = fsum((total, *(problem.cost.stall_s(comm, rank) for comm in comms)))
-    return total
 
 
 class Stage(NamedTuple):
@@ -419,12 +390,9 @@ def stages_of(chunks: Stages, traffic: CopyTraffic, cost: CostModel) -> list[Sta
 def schedule_bound_s(
     frame: Frame, chunks: Stages, moves: Transfers, traffic: CopyTraffic, cost: CostModel
 ) -> float:
-    """Lower bound of the step in seconds.  Passes with copies by layer wait for the copies.  These
-    waits may hide the seconds that compute loses to collectives, so the bound then leaves out those
-    seconds."""
+    """Lower bound of the step in seconds, without what compute loses to collectives of states that
+    run beside it: a rank that waits for a message loses nothing."""
     whole = moves.granularity == "chunk"
-    if not whole and chunks.moves:
-        frame = frame._replace(stall_s=(0.0,) * len(frame.stall_s))
     stages = stages_of(chunks, traffic, cost)
     pieces, links = _pieces(frame, stages), frame.links
     rules = Rules(links.waits, links.held)
@@ -436,9 +404,9 @@ def schedule_bound_s(
             held="warmup" in moves.before_send_phases,
         )
         copies = Copies(whole, moves.release_lag)
-        ends = walk_with_copies(frame.turns, copies, pieces, copy_times, rules, frame.stall_s)
+        ends = walk_with_copies(frame.turns, copies, pieces, copy_times, rules)
     else:
-        ends = walk_passes(frame.turns, pieces, rules, frame.stall_s)
+        ends = walk_passes(frame.turns, pieces, rules)
     return max(at + end for at, end in zip(ends, frame.end_s, strict=True))
 
 

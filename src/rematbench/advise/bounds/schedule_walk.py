@@ -257,8 +257,8 @@ class Clocks:
     pass: when its message is sent.  By forward: when its copies to the host (`gone`) and back
     (`here`) end."""
 
-    def __init__(self, turns: Turns, begun_s: Sequence[float]) -> None:
-        self.turns, self.compute = turns, list(begun_s)
+    def __init__(self, turns: Turns) -> None:
+        self.turns, self.compute = turns, [0.0] * turns.pp
         self.host, self.out, self.back = ([0.0] * turns.pp for _ in range(3))
         self.sent = [0.0] * (2 * turns.half)
         self.gone, self.here = list(self.sent), list(self.sent)
@@ -308,20 +308,18 @@ class Clocks:
 Walk = Callable[[Events, Clocks], None]
 
 
-def _walked(
-    turns: Turns, copies: Copies | None, begun_s: Sequence[float], walk: Walk
-) -> list[float]:
+def _walked(turns: Turns, copies: Copies | None, walk: Walk) -> list[float]:
     short, left_out = shortened(turns)
     if left_out:
         first, period, rest = events(short, copies, cut=True)
-        clocks = Clocks(short, begun_s)
+        clocks = Clocks(short)
         walk(first, clocks)
         before = clocks.ranks
         walk(period, clocks)
         if clocks.leap(before, period, left_out):
             walk(rest, clocks)
             return clocks.compute
-    clocks = Clocks(turns, begun_s)
+    clocks = Clocks(turns)
     (order,) = events(turns, copies)
     walk(order, clocks)
     return clocks.compute
@@ -331,12 +329,10 @@ ByPiece = list[tuple[float, float, float, float]]
 """The seconds of `Pieces` by piece."""
 
 
-def walk_passes(
-    turns: Turns, pieces: Pieces, rules: Rules, begun_s: Sequence[float]
-) -> list[float]:
-    """Seconds when each rank's compute ends, after passes that begin at `begun_s`."""
+def walk_passes(turns: Turns, pieces: Pieces, rules: Rules) -> list[float]:
+    """Seconds when each rank's compute ends."""
     seconds = list(zip(*pieces, strict=True))
-    return _walked(turns, None, begun_s, partial(_walk, seconds, rules))
+    return _walked(turns, None, partial(_walk, seconds, rules))
 
 
 def _walk(seconds: ByPiece, rules: Rules, order: Events, clocks: Clocks) -> None:
@@ -366,13 +362,12 @@ def walk_with_copies(
     pieces: Pieces,
     copy_times: CopyTimes,
     rules: Rules,
-    begun_s: Sequence[float],
 ) -> list[float]:
     """Walk passes as `walk_passes` does, with copies during passes.  Copies have separate clocks on
     each rank: a copy to the host begins when its forward has ended, a copy back begins at its entry
     in `events`, and compute waits for both."""
     seconds = list(zip(*pieces, strict=True))
-    return _walked(turns, copies, begun_s, partial(_walk_copies, seconds, copy_times, rules))
+    return _walked(turns, copies, partial(_walk_copies, seconds, copy_times, rules))
 
 
 def _walk_copies(

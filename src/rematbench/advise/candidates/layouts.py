@@ -30,6 +30,11 @@ FLEX: dict[str, Dispatcher] = {"hopper": "deepep", "blackwell": "hybridep"}
 0.16.1, core/transformer/moe/fused_a2a.py)."""
 
 
+ENDS, MOST_LESS = 2, 4
+"""Layers that the first and the last of several chunks on a rank lack together of what the others
+have, for the embedding and the loss, and at most."""
+_RULE = re.compile(r"(\d+ x|stages? [\d, ]+|--\w+: [\d, ]+)|\b[1-9]\d*\b")
+"""The numbers of a rule: of a factor and of ZeRO's stages (which stay), or of the layout."""
 MOST_MICRO_BATCH = 64
 """Most sequences in a micro-batch: no kernel becomes faster with more."""
 
@@ -52,6 +57,7 @@ class Fixed(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     zero_stage: ZeroStage | None = None
 
 
+# Why: docs/decisions/advise.md, Are optimizer states on the host part of a method's bounds
 class LayoutChoice(Struct, frozen=True):
     """A layout and the layers of each of its chunks, in pipeline order.  `even`: the partition is
     the even one; `hosted`: the optimizer's states are in host memory, although the stack keeps them
@@ -112,10 +118,12 @@ def ended(
 
 
 class Space(Struct, frozen=True):
-    """The layouts of a job, and the number of layouts that each rule refused."""
+    """The layouts of a job, and the number of layouts that each rule refused.  `apart`: layouts
+    that the job states, which no bound covers."""
 
     choices: tuple[LayoutChoice, ...]
     refused: dict[str, int]
+    apart: tuple[LayoutChoice, ...] = ()
 
 
 def space(spec: Job, fixed: Fixed, work: Workload, cluster: Cluster, system: System) -> Space:
@@ -130,21 +138,25 @@ def space(spec: Job, fixed: Fixed, work: Workload, cluster: Cluster, system: Sys
     if dense := _dense_between_experts(work):
         raise LayoutError(dense)
     choices: list[LayoutChoice] = []
+    apart: list[LayoutChoice] = []
     for layout in layouts(spec, fixed, work, system, refused):
         try:
             check_layout(layout, work, system)
         except LayoutError as error:
             rule, _, _ = str(error).partition(", but ")
-            refused[re.sub(r"\b[1-9]\d*\b(?! x )", "N", rule)] += 1  # 2 x cp is the rule's own
+            refused[_RULE.sub(lambda number: number[1] or "N", rule)] += 1
             continue
+        stated = _stated(layout, work)
         results = [
             choice
-            for choice in _stated(layout, work) or partitions(layout, work.model.num_layers)
+            for choice in stated or partitions(layout, work.model.num_layers)
             if choice.sizes[0] > work.model.first_dense and choice.sizes[-1]
         ]
         if not results:
+            apart += stated
+            empty = bool(stated) and not (stated[0].sizes[0] and stated[0].sizes[-1])
             words = "the first chunk has none of the layers with experts (not searched)"
-            refused["a chunk has no layers (not searched)" if layout.stages else words] += 1
+            refused["a chunk has no layers (not searched)" if empty else words] += 1
         choices += results
         for dispatcher, overlaps in _exchanges_of(spec, layout, work, cluster, system):
             choices += [
@@ -153,7 +165,7 @@ def space(spec: Job, fixed: Fixed, work: Workload, cluster: Cluster, system: Sys
         hosts = spec.stack.optimizer is None and may_host(cluster, system)
         if hosts and work.model.experts is None:
             choices += [replace(choice, hosted=True) for choice in results]
-    return Space(tuple(choices), dict(refused))
+    return Space(tuple(choices), dict(refused), tuple(apart))
 
 
 def _stated(layout: Layout, work: Workload) -> list[LayoutChoice]:
@@ -225,6 +237,10 @@ def layouts(
     """Yield every product of degrees that uses all GPUs, before the rules of layouts are checked.
     Adds to `refused` the degrees whose replicas do not divide the batch."""
     asked, batch = spec.gpus, spec.degrees.global_batch
+    if spec.degrees.tp_columns > 1:
+        raise LayoutError(
+            "search tries no tp_columns above 1: give the layout to simulate or compare"
+        )
     kept = {key: value for key, value in flat(spec.degrees).items() if key not in facts(Fixed)}
     spreads = product(
         _degrees(fixed.tp, asked, work.model.num_heads),
@@ -291,15 +307,18 @@ def _chunks(fixed: int | None, pp: int, layers: int, stages: str) -> list[int]:
     """Chunks per rank: those of stated stages; else 1, and each number for which all chunks have
     equally many layers if the embedding, the head or both count as a layer (the chunks at the ends
     then have one layer less; Megatron: account_for_embedding_in_pipeline_split,
-    account_for_loss_in_pipeline_split)."""
+    account_for_loss_in_pipeline_split).  If no number is so, those for which the ends lack
+    MOST_LESS layers together and have some, as texts of stages can say."""
     if fixed is not None:
         return [fixed]
     if stages:
         return [max(1, len(read_stages(stages)) // pp)]
     if pp == 1:
         return [1]
-    ends = (0, 1, 2)
-    return [1, *(v for v in range(2, layers // pp + 1) if -layers % (pp * v) in ends)]
+    less = {v: -layers % (pp * v) for v in range(2, layers // pp + 1)}
+    usual = [v for v, n in less.items() if n <= ENDS]
+    far = [v for v, n in less.items() if n <= MOST_LESS and 2 * -(-layers // (pp * v)) >= n + 2]
+    return [1, *(usual or far)]
 
 
 def _expert_degrees(
@@ -350,13 +369,20 @@ def _stages(fixed: ZeroStage | None, pp: int, peers: bool, system: System) -> li
 
 def partitions(layout: Layout, layers: int) -> Iterator[LayoutChoice]:
     """The even partition, and the partitions with one layer less or more on the first or the last
-    rank (without interleaving, from pp 3 on)."""
+    rank (without interleaving, from pp 3 on).  Of several chunks on a rank the ends share what they
+    lack in every way; of ENDS layers each lacks one, as the even partition has it."""
     sizes = even_sizes(layers, layout)
     even = LayoutChoice(layout, sizes)
     yield even
-    if layout.pp < 3 or layout.vpp > 1:
-        return
-    for first, last in product((-1, 0, 1), repeat=2):
-        moved = ended(even, layout, layers, sizes[0] + first, sizes[-1] + last)
+    if layout.vpp == 1:
+        steps = product((-1, 0, 1), repeat=2) if layout.pp > 2 else ()
+        ends = [(sizes[0] + first, sizes[-1] + last) for first, last in steps]
+    else:
+        each = max(sizes)
+        less = each * layout.num_chunks - layers
+        apart = less not in (0, ENDS) and less <= MOST_LESS
+        ends = [(each - n, each - less + n) for n in range(less + 1) if apart]
+    for first, last in ends:
+        moved = ended(even, layout, layers, first, last)
         if moved is not None and min(moved.sizes) > 0 and not moved.even:
             yield moved

@@ -50,7 +50,7 @@ NEAREST = 8
 """Results, fastest first, that are tried again without the device's reserve."""
 
 
-STATUSES = ("ok", "fragmented", "oom", "unsupported", "timed out", "failed")
+STATUSES = ("ok", "fragmented", "dropping", "oom", "unsupported", "timed out", "failed")
 """The statuses in the order of a ranking."""
 
 

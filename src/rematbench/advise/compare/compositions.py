@@ -90,6 +90,7 @@ def named_candidates(
     return [replace(candidates[name], origin="asked") for name in dict.fromkeys(names)]
 
 
+# Why: docs/decisions/advise.md, Is there a list of compositions?
 def compositions(
     base: Plan, alone: Sequence[tuple[Contender, Plan]], most: int
 ) -> list[tuple[Contender, ...]]:

@@ -23,7 +23,7 @@ from rematbench.advise.search.request import SearchRequest
 from rematbench.engine.lowering.lower import lower
 from rematbench.evaluate.breakdown import TRAFFIC, parts_of
 from rematbench.evaluate.evaluator import Evaluator
-from rematbench.evaluate.problems import make_problem, stack_of
+from rematbench.evaluate.problems import make_problem, stack_of, trained_model
 from rematbench.evaluate.result import PlannedJob, Result
 from rematbench.evidence.bands import band_of, ratio_band
 from rematbench.evidence.peaks import fits_word, leaving_reserve
@@ -55,10 +55,11 @@ class SearchSpace:
     def __init__(self, request: SearchRequest, evaluator: Evaluator | None = None) -> None:
         self.request, self.evaluator = request, evaluator
         spec = request.spec
-        self.model = spec.model if isinstance(spec.model, Model) else load_model(spec.model)
+        model = spec.model if isinstance(spec.model, Model) else load_model(spec.model)
         cluster = spec.cluster if isinstance(spec.cluster, Cluster) else load_cluster(spec.cluster)
         self.cluster = cluster
         self.system = stack_of(spec)
+        self.model = trained_model(model, self.system)
         if self.system.host.optimizer_on_host and cluster.host_update_parameters_per_s is None:
             why = f"{cluster.name} has no host_update_parameters_per_s, so step times are unknown"
             raise ConfigError("", "optimizer", f"'host': cluster {why} (allowed here: device)")
@@ -77,6 +78,8 @@ class SearchSpace:
             spec = spec.changed(optimizer="device")
         work = spec.workload(self.model)
         result = space(spec, self.request.fixed, work, self.cluster, self.system)
+        if not result.choices and self.request.by_layer:
+            result = replace(result, choices=result.apart)
         if not result.choices:
             reasons = [
                 f"{count} layouts break the rule: {rule}" for rule, count in result.refused.items()
@@ -91,6 +94,11 @@ class SearchSpace:
             if not choice.hosted
         )
         return replace(result, choices=(*result.choices, *placed))
+
+    @property
+    def bounded(self) -> bool:
+        """Whether bounds cover the layouts."""
+        return self.space.choices[0] not in self.space.apart
 
     def ready(self) -> Self:
         """Return the space after checks, so that its errors are raised here and not in a worker

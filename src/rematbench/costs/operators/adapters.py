@@ -5,6 +5,8 @@ An adapter (Hu et al. 2021, arXiv 2106.09685) adds y = x W + s (x A) B beside a 
 its own make x A, from a copy of x where the adapter drops a part of it or has another type, and the
 linear's operator multiplies by B.  Saved are the input of A if A trains (LoRA-FA trains B alone,
 arXiv 2308.03303), and x A.  Source of the copies and of the sums: PEFT, tuners/lora/layer.py.
+A bottleneck adapter (Houlsby et al. 2019, arXiv 1902.00751) stands behind attention and behind the
+MLP: a linear to few columns, GELU, a linear back, and a sum with its input.
 A linear in 4 or 8 bits is widened whole for each product (bitsandbytes, autograd/_functions.py).
 Deviations: the first layer's input has no gradient, also under reentrant checkpointing, for which
 packages give it one (enable_input_require_grads); where a layer saves its input, the first layer
@@ -32,6 +34,8 @@ FP32 = 4
 LINEARS = {"q": "qkv", "k": "qkv", "v": "qkv", "o": "proj"}
 LINEARS |= {"gate": "fc1", "up": "fc1", "down": "fc2"}
 """The operator of each linear that an adapter may adapt."""
+BOTTLENECKS = {"proj_out": "attn", "fc2_out": "mlp"}
+"""The tensors behind which bottleneck adapters stand, and the word in the names of theirs."""
 _OUTPUTS = {"o": "proj_out", "down": "fc2_out", "gate": "gate_out", "up": "up_out"}
 
 
@@ -48,7 +52,7 @@ def place_of(layer: int, work: Workload, *, embedded: bool) -> Place:
     trains."""
     if work.trains_all:
         return Place()
-    inside = bool(work.lora_rank) or work.trains("norms") or not work.trained_parts
+    inside = work.adapted or work.trains("norms") or not work.trained_parts
     below = embedded or (inside and layer > work.frozen_layers)
     return Place(trains=layer >= work.frozen_layers, differentiated=below)
 
@@ -72,10 +76,11 @@ class _Trainer:
             self._still(self.first)
         self.adapted = work.targets if table.part == "layer" and place.trains else ()
         self.unmade: list[str] = []
+        self.behind: dict[str, str] = {}  # outputs of bottleneck adapters, by their input
 
     def table(self) -> OpTable:
         """The part with what trains."""
-        ops = [new for op in self.old.ops for new in self._rewritten(op)]
+        ops = [new for op in self.old.ops for new in self._with_bottleneck(op)]
         found = OpTable(part=self.part, ops=tuple(ops), activations=self.activations)
         for name in self.unmade:
             found = without_activation(found, name)
@@ -113,7 +118,7 @@ class _Trainer:
         work, place = self.work, self.place
         if not work.partly:
             return True
-        if not (work.lora_rank or work.trained_parts):  # layers are frozen from below
+        if not (work.adapted or work.trained_parts):  # layers are frozen from below
             return place.trains
         if op.name in ("embedding", "lm_head"):
             ends = {"head" if op.name == "lm_head" else "embedding"}
@@ -173,6 +178,64 @@ class _Trainer:
             return ()
         count = sum(one.n * one.k * one.batch for one in op.forward if isinstance(one, Gemm))
         return memory_kernel(ceil(count * (packed + self.e)))
+
+    def _with_bottleneck(self, op: Op) -> Iterator[Op]:
+        """The operators of an operator, with the inputs that bottleneck adapters give it, and those
+        of the adapter that stands behind it."""
+        changed = {
+            field: tuple(self.behind.get(name, name) for name in getattr(op, field))
+            for field in ("inputs", "saves", "alias_inputs", "holds")
+        }
+        yield from self._rewritten(replace(op, **changed) if self.behind else op)
+        if self.work.bottleneck and self.part == "layer" and self.place.trains:
+            for name in op.outputs:
+                if name in BOTTLENECKS:
+                    yield from self._bottleneck(name, f"bottleneck_{BOTTLENECKS[name]}")
+
+    def _bottleneck(self, x: str, stem: str) -> Iterator[Op]:
+        """The operators of a bottleneck adapter behind the tensor `x`."""
+        width, live, (rows, row_bytes) = self.work.bottleneck, x in self.live, self._size(x)
+        hidden = row_bytes // self.e
+        low, act, up, out = (
+            self._add(f"{stem}_{kind}", x, columns, self.e, live=True)
+            for kind, columns in zip(
+                ("low", "act", "up", "out"), (width, width, hidden, hidden), strict=True
+            )
+        )
+        inner, outer = (
+            memory_kernel(n * self.activations[t].nbytes) for n, t in ((2, low), (3, up))
+        )
+        sizes = {"down": (x, low, hidden, width), "up": (act, up, width, hidden)}
+        made = {
+            name: Op(
+                name=f"{stem}_{name}",
+                inputs=(source,),
+                outputs=(target,),
+                saves=(source,),
+                forward=(Gemm(rows, n, k),),
+                backward_input=(Gemm(rows, k, n),) if name == "up" or live else (),
+                backward_weight=(Gemm(k, n, rows),),
+                parameters=self._wide(n * (k + 1)),
+                trained=n * (k + 1),
+            )
+            for name, (source, target, k, n) in sizes.items()
+        }
+        yield made["down"]
+        yield Op(
+            name=f"{stem}_gelu", inputs=(low,), outputs=(act,), saves=(low,), forward=inner,
+            backward_input=inner,
+        )  # fmt: skip
+        yield made["up"]
+        skip = (up, x) if live else (up,)
+        yield Op(
+            name=f"{stem}_add", inputs=(up, x), outputs=(out,), forward=outer, alias_inputs=skip
+        )
+        self.live.update((low, act, up, out))
+        self.behind[x] = out
+
+    def _size(self, name: str) -> tuple[int, int]:
+        """Rows and bytes of a row of a tensor."""
+        return self.activations[name].rows, self.activations[name].row_bytes
 
     # -- adapters --------------------------------------------------------------------------------
 

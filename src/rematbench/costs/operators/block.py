@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
+from rematbench.costs.operators.adapters import Place
 from rematbench.costs.operators.builder import Builder
 from rematbench.costs.operators.experts import add_experts
 from rematbench.costs.operators.kernels import Elementwise, Kernel, Named
@@ -11,22 +12,94 @@ from rematbench.costs.operators.latent import add_latent
 from rematbench.costs.operators.ops import Comm, Op, OpTable, memory_kernel, with_saved
 from rematbench.inputs.layout import Layout
 from rematbench.inputs.system import System
-from rematbench.workload import Experts, Workload
+from rematbench.workload import Experts, Model, Workload
+
+
+class LayerKind(NamedTuple):
+    """A kind of layer: its attention window, whether it has one MLP, its place among what trains,
+    whether it predicts one more token, whether its linears are quantised, and whether its weights
+    are those of an earlier layer."""
+
+    window: int
+    dense: bool
+    place: Place
+    predicts: bool
+    quantised: bool = False
+    borrows: bool = False
+
+
+def experts_refusal(model: Model, system: System) -> str:
+    """What keeps steps of models with experts from being simulated; empty if nothing does."""
+    refused = {
+        f"the experts of system {system.name}": "ep" not in system.accepts.model_parallel,
+        "reduce buckets that are allocated whole": system.zero.whole_buckets,
+        "parameters that are updated as one tensor": system.states.flat_step,
+        "attention and MLP in parallel": model.block != "sequential",
+    }
+    return next((name for name, is_so in refused.items() if is_so), "")
 
 
 def embedding_table(work: Workload, layout: Layout, system: System) -> OpTable:
     """The embedding: token (and learned position) lookup; its output is the first layer's input."""
     b = Builder(work, layout, system, True)
+    if work.model.embedding_width:
+        return _narrow_embedding(b)
     normed = work.model.embedding_norm
     out = b.shard("embedding_out" if normed else "layer_input")
     mask: tuple[str, ...] = ()
     if work.model.drops_embedding:
-        mask = (b.add("embedding_mask", b.s.shard_tokens, work.model.hidden, False),)
+        mask = (b.add("embedding_mask", b.s.shard_tokens, b.s.hidden, False),)
     positions = work.model.max_positions if work.model.position == "learned" else 0
-    _lookup(b, "embedding", (out, *mask), (b.s.vocab + positions) * work.model.hidden)
+    _lookup(b, "embedding", (out, *mask), (b.s.vocab + positions) * b.s.hidden)
     if normed:
         b.norm("embedding_norm", out, "layer_input")
     return b.table("embedding")
+
+
+def _narrow_embedding(b: Builder) -> OpTable:
+    """An embedding of few columns, its norm, and the linear that widens it.  Source: Transformers
+    5.23.0, models/albert/modeling_albert.py (AlbertEmbeddings, embedding_hidden_mapping_in)."""
+    narrow, model = b.model.narrow, b.model
+    x = b.add("embedding_narrow", b.s.shard_tokens, narrow * b.e)
+    moved = b.nbytes(x)
+    b.ops.append(
+        Op(
+            name="embedding",
+            inputs=(),
+            outputs=(x,),
+            forward=(Elementwise(2 * moved, 2),),
+            backward_weight=(Elementwise(3 * moved, 2),),
+            parameters=(b.s.vocab + model.max_positions) * narrow,
+        )
+    )
+    b.latent_norm("embedding_norm", x, narrow)
+    b.column(
+        "embedding_widen", "embedding_norm_out", {"layer_input": model.hidden}, bias=True,
+        width=narrow,
+    )  # fmt: skip
+    return b.table("embedding")
+
+
+def _narrow_head(b: Builder) -> str:
+    """Add what narrows the decoder's output for the output projection: a linear, an activation and
+    a norm (AlbertMLMHead).  Its output's name."""
+    narrow = b.model.narrow
+    b.shard("layer_output")
+    b.column("head_narrow", "layer_output", {"head_narrow": narrow}, bias=True)
+    moved = memory_kernel(2 * b.nbytes("head_narrow"))
+    out = b.add("head_act_out", b.s.shard_tokens, narrow * b.e)
+    b.ops.append(
+        Op(
+            name="head_act",
+            inputs=("head_narrow",),
+            outputs=(out,),
+            saves=("head_narrow",),
+            forward=moved,
+            backward_input=moved,
+        )
+    )
+    b.latent_norm("head_norm", out, narrow)
+    return "head_norm_out"
 
 
 def _lookup(b: Builder, name: str, outputs: tuple[str, ...], parameters: int) -> None:
@@ -230,9 +303,11 @@ def head_table(work: Workload, layout: Layout, system: System) -> OpTable:
         b.column("predict_head", x, {"predict_logits": b.s.vocab}, bias=bias)
         b.ops[-1] = replace(b.ops[-1], parameters=0)  # the weight is that of lm_head
         _loss(b, "predict_loss", "predict_logits", ())
+    elif work.model.embedding_width:
+        x = _narrow_head(b)
     else:
         b.norm("final_norm", b.shard("layer_output"), x)
-    b.column("lm_head", x, {"logits": b.s.vocab}, bias=bias)
+    b.column("lm_head", x, {"logits": b.s.vocab}, bias=bias, width=work.model.embedding_width)
     _loss(b, "loss", "logits", _beside_loss(b))
     return b.table("head")
 
@@ -307,7 +382,9 @@ def _loss(b: Builder, name: str, logits: str, beside: tuple[str, ...]) -> None:
             reduce=statistics,
             scratch_forward_bytes=scratch[0],
             scratch_backward_bytes=scratch[1],
-            holds=("final_norm_out",) if system.loss.shifts_logits else (),
+            holds=("final_norm_out",)
+            if system.loss.shifts_logits and "final_norm_out" in b.activations
+            else (),
         )
     )
 

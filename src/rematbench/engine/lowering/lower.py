@@ -85,6 +85,7 @@ class BlockCache:
         return self._numbers.setdefault(content, len(self._numbers))
 
 
+# Why: docs/decisions/engine.md, Do the readers of a plan interpret it themselves?
 def lower(
     plan: Plan, problem: Problem, only: Collection[int] | None = None, *, partly: bool = False
 ) -> Program:

@@ -5,8 +5,8 @@ from collections.abc import Collection, Mapping, Sequence
 from msgspec.structs import asdict
 
 from rematbench.costs.operators.ops import ACTIVATIONS
-from rematbench.costs.states import shard
 from rematbench.engine.lowering.states.state_pieces import master_bytes
+from rematbench.engine.lowering.states.state_shards import rank_sharded
 from rematbench.inputs.configfile import closest
 from rematbench.inputs.stages import stages_of
 from rematbench.plan import (
@@ -25,7 +25,7 @@ from rematbench.plan import (
     passes_refusal,
     vocabulary_refusal,
 )
-from rematbench.problem import Problem, completed_after_backward, rank_parameters
+from rematbench.problem import Problem, completed_after_backward
 
 
 def check_plan(plan: Plan, problem: Problem) -> None:
@@ -116,10 +116,7 @@ def _check_pieces(plan: Plan, problem: Problem) -> None:
             f"wire master: system {problem.system.name} has no master weights wider than its "
             f"{problem.system.states.param_bytes}-byte weights; wire must be param"
         )
-    shares = [
-        shard(rank_parameters(problem, plan, rank, trained=True), optimizer.shards)
-        for rank in range(problem.layout.pp)
-    ]
+    shares = [rank_sharded(problem, plan, rank, optimizer) for rank in range(problem.layout.pp)]
     if away and pieces.size > min(shares):
         raise PlanError(
             f"pieces of {pieces.size:,} parameters are larger than a rank's share of optimizer "

@@ -119,6 +119,7 @@ class Named(Struct, frozen=True, eq=False, gc=False):
     __repr__ = __str__
 
 
+# Why: docs/decisions/engine.md, Are storages and events texts?
 class Storage(Named, frozen=True, eq=False, gc=False):
     """A tensor in memory, or a part of one.
 

@@ -218,6 +218,7 @@ def compile_program(
     return code
 
 
+# Why: docs/decisions/engine.md, Does a send wait for its receiver?
 def simulate(program: Program, seconds: Seconds, *, record: bool = False) -> Simulation:
     """Simulate a program at the op level.  Raise DeadlockError if ranks wait for each other
     forever.  `record` keeps the intervals."""

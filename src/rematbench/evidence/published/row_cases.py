@@ -7,7 +7,7 @@ from functools import cache
 from typing import Any, get_args
 
 import msgspec
-from msgspec import Struct
+from msgspec import Struct, ValidationError, convert, to_builtins
 from msgspec.structs import replace
 
 from rematbench.evaluate.problems import Variant, make_problem, system_variant
@@ -45,7 +45,7 @@ from rematbench.plan import Unsupported
 from rematbench.plugins.registry import IDENTITY, MethodError, Registry, Value
 from rematbench.problem import Problem
 from rematbench.solve.recompute_modules import MODULES
-from rematbench.workload import GATED, Experts, Model, Work
+from rematbench.workload import GATED, Experts, Latent, Model, Work
 
 ASSUMED = "unknown model: norms, biases and positions taken from"
 """Start of the remark that a row's model is not in config/models."""
@@ -188,8 +188,11 @@ def _model(row: Row, words: dict[str, Any]) -> tuple[Model, str]:
         name = name.lower().replace("_", "-")
     mlp = words.pop("mlp", "")
     known = [column for column in SHAPE_COLUMNS if text(row, column)]
+    latent = {k.removeprefix("latent."): words.pop(k) for k in [*words] if "latent." in k}
     shape: dict[str, int] = {key: words.pop(key) for key in OPTIONAL if key in words}
     shape |= {SHAPE_COLUMNS[c]: whole(row, c) for c in known}
+    if latent:
+        shape["head_dim"] = latent.get("nope", 0) + latent.get("rope", 0)
     if name and is_path(name):
         return _of_file(name, shape, mlp), ""
     assumed = ""
@@ -214,6 +217,8 @@ def _model(row: Row, words: dict[str, Any]) -> tuple[Model, str]:
         taken = f"{ASSUMED} {relative} ({_taken(model)})"
         assumed = f"{taken}; head_dim {head_dim}, {ends}, no windows"
     stated = {"tied_embeddings": tied, **words}
+    if latent:
+        stated["latent"] = _latent(model, latent)
     if text(row, "experts") not in NONE:
         stated["experts"] = _experts(row, model)
     model = _reshaped(model, name, shape, mlp or model.mlp)
@@ -225,6 +230,8 @@ def _experts(row: Row, model: Model) -> Experts:
     layers are the dense ones."""
     counts = {name: text(row, name) for name in ("dense_layers", "shared_experts_ffn")}
     dense, shared = (0 if cell in NONE else whole(row, name) for name, cell in counts.items())
+    if not counts["dense_layers"] and model.experts:
+        dense = model.first_dense
     widths: dict[str, Any] = {
         "count": whole(row, "experts"),
         "active": whole(row, "topk"),
@@ -233,6 +240,16 @@ def _experts(row: Row, model: Model) -> Experts:
         "dense_layers": tuple(range(dense)),
     }
     return replace(model.experts, **widths) if model.experts else Experts(**widths)
+
+
+def _latent(model: Model, columns: dict[str, int]) -> Latent:
+    """The latent attention of a row, with what its words do not say as the named model has it;
+    RowError where that has none."""
+    given = {**to_builtins(model.latent or {}), **columns}
+    try:
+        return convert(given, Latent)
+    except ValidationError as error:
+        raise RowError("unsupported", f"column attention_kind: mla: {error}") from error
 
 
 def _of_file(name: str, shape: dict[str, int], mlp: str) -> Model:
@@ -303,7 +320,8 @@ def _relative(name: str, mlp: str) -> str:
     gated = not mlp or mlp in GATED
     for candidate in [*known, "llama-7b" if gated else "gpt-22b"]:
         relative = load_model(candidate)
-        if candidate == _kin(name) or (relative.gated == gated and relative.experts is None):
+        plain = relative.experts is None and relative.latent is None
+        if candidate == _kin(name) or (relative.gated == gated and plain):
             return candidate
     raise AssertionError("the fallback is of the right kind")
 

@@ -158,7 +158,7 @@ def said(row: Row) -> Said:
     found = Said(row=dict(row), model=dict(whole.model), stack=dict(whole.stack))
     for name, column in _file().columns.items():
         cell = _cell(row, name, column)
-        if cell in NONE:
+        if cell in NONE and column.meaning(cell) is None:
             found.read.add(name)
         elif not text(row, column.missing) and not _is_choice(name, column, cell):
             shipped = column.of_model and text(row, "model") in names("model")

@@ -12,7 +12,8 @@ from rematbench.host.table import GIB
 from rematbench.inputs.cluster import Cluster
 from rematbench.inputs.configfile import ConfigError
 from rematbench.inputs.job import Job
-from rematbench.inputs.load import load_cluster
+from rematbench.inputs.load import load_cluster, load_system
+from rematbench.inputs.system import System
 from rematbench.plan import Plan
 from rematbench.problem import Problem
 from rematbench.workload import Workload
@@ -29,12 +30,14 @@ class Replay(Struct, frozen=True, kw_only=True):
     evaluation: PlanEvaluation
 
 
-def replay(record: Record, *, cluster: str = "", timeline: bool = False) -> Replay:
+def replay(
+    record: Record, *, cluster: str = "", system: str = "", timeline: bool = False
+) -> Replay:
     """Evaluate a record's plan; RecordError if the record has no plan or its inputs have changed.
-    `cluster` is the file of a cluster that config/ does not have."""
+    `cluster` and `system` are the files of a cluster and a stack that config/ does not have."""
     if record.plan is None:
         raise RecordError(f"run {record.run_id} has no plan ({record.status}: {record.reason})")
-    problem = recorded_problem(record, cluster)
+    problem = recorded_problem(record, cluster, system)
     return replay_plan(problem, record.plan, record.spec.method, timeline=timeline)
 
 
@@ -60,24 +63,24 @@ def replay_plan(problem: Problem, plan: Plan, method: str, *, timeline: bool = F
     )
 
 
-def recorded_problem(record: Record, cluster: str = "") -> Problem:
+def recorded_problem(record: Record, cluster: str = "", system: str = "") -> Problem:
     """The problem of a record; RecordError if cluster, system or constants have changed."""
+    spec = record.spec
     try:
-        there = load_cluster(cluster or record.spec.cluster)
+        here, stack = load_cluster(cluster or spec.cluster), load_system(system or spec.system)
     except ConfigError as error:
-        raise RecordError(
-            f"run {record.run_id}: {error}; pass its cluster file with --cluster"
-        ) from error
-    problem = spec_problem(record.spec, there)
+        files = "pass its file with --cluster or --system"
+        raise RecordError(f"run {record.run_id}: {error}; {files}") from error
+    problem = spec_problem(spec, here, stack)
     for what in ("cluster", "system", "calibration"):
-        if not same_content(getattr(problem, what), getattr(record.spec, f"{what}_hash")):
+        if not same_content(getattr(problem, what), getattr(spec, f"{what}_hash")):
             text = f"its {what} has changed since the run; simulate it again"
             raise RecordError(f"run {record.run_id} cannot be replayed: {text}")
     return problem
 
 
-def spec_problem(spec: RunSpec, cluster: str | Cluster = "") -> Problem:
-    """The problem of a spec with the present config/ (`cluster`: another cluster, or its file)."""
+def spec_problem(spec: RunSpec, cluster: str | Cluster = "", system: str | System = "") -> Problem:
+    """The problem of a spec with the present config/ (`cluster`, `system`: others, or files)."""
     work = {name: getattr(spec, name) for name in facts(Workload)}
-    there = {"cluster": cluster or spec.cluster, "system": spec.system}
+    there = {"cluster": cluster or spec.cluster, "system": system or spec.system}
     return make_problem(Job.at(spec.layout, **work, **there, **flat(spec.stack)))

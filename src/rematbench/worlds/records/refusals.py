@@ -8,7 +8,7 @@ from rematbench.inputs.shapes import shapes
 from rematbench.plan import VOCABULARY, Plan
 from rematbench.problem import Problem, gathered_bytes, trained_operators
 
-EXECUTED = ("experts", "latent attention")
+EXECUTED = ("experts", "latent attention", "layers that share weights")
 """The features of blocks, of those that Llama's and GPT's lack, that the runtime has."""
 SUM_BYTES = {"fp64": 8, "fp32": 4, "bf16": 4}
 """Bytes of the runtime's gradient sums, by compute precision."""
@@ -53,6 +53,8 @@ def refusals(problem: Problem, plan: Plan) -> list[str]:
         and lay.zero_stage > 0,
         "outputs that a pipeline stage holds": system.parallel.holds_outputs and lay.pp > 1,
         "replicas of sharded states": lay.state_shards < lay.dp * lay.cp,
+        "attention over slices of heads": any(run.of == "heads" for run in plan.mini_sequences),
+        "a second tensor dimension over data-parallel ranks": lay.tp_columns > 1 and lay.has_peers,
         "KV heads replicated over tp": model.num_kv_heads % lay.tp != 0,
         **_refused_of_adapters(problem),
         **_refused_of_experts(problem, plan),
@@ -80,7 +82,7 @@ def uneven_experts(problem: Problem) -> bool:
 def _refused_of_adapters(problem: Problem) -> dict[str, bool]:
     """Refusals of a model of which only a part trains."""
     work, lay = problem.workload, problem.layout
-    others = bool(work.trained_parts or work.frozen_layers or work.dora)
+    others = bool(work.trained_parts or work.frozen_layers or work.dora or work.bottleneck)
     return {
         "weights that do not train, other than with low-rank adapters": others,
         "dropout of adapters": work.lora_dropout > 0,

@@ -230,8 +230,12 @@ class Exchanges:
         if action.op == "norm_gradients":
             self._reduce_norms(action, span.chunk, group)
             return
-        rows = self.memory[span.key(action.reads[0])].view(span.first, span.size)
-        self.streams.run(action.stream, lambda: group.all_reduce(rows))
+        if action.op.endswith("_norm"):  # its kernel has summed the statistics of rows
+            return
+        both = action.exchange.comm is not None and action.exchange.comm.group == "columns"
+        for storage in action.reads if both else action.reads[:1]:
+            rows = self.memory[span.key(storage)].view(span.first, span.size)
+            self.streams.run(action.stream, partial(group.all_reduce, rows))
 
     # -- states -----------------------------------------------------------------------------------
 

@@ -148,7 +148,7 @@ def embedding(call: Call) -> Tensors:
     ids = model.batches[call.span.micro_batch].ids
     table = call.parameter("embedding").value
     out = arithmetic.embed(ids, table, model.vocab_start, whole=model.problem.layout.tp == 1)
-    if model.kind.position == "learned" and model.place.tp == 0:  # by one rank of the group
+    if model.kind.position == "learned" and model.tp_rank == 0:  # by one rank of the group
         out = out + call.parameter("position").value[model.where]
     return {"layer_input": out}
 
@@ -206,7 +206,9 @@ def _norm(call: Call) -> Tensors:
     weight, bias = call.parameter(call.op.name).value, call.bias(call.op.name)
     x = call.input()
     groups = x.view(-1, weight.shape[0])
-    if bias is None:
+    if call.model.columns and call.op.name not in HEAD_NORMS:
+        out = arithmetic.split_norm(groups, weight, bias, *_split(call.model.columns, groups))
+    elif bias is None:
         out = arithmetic.rms_norm(groups, weight)
     else:
         out = arithmetic.layer_norm(groups, weight, bias)
@@ -216,12 +218,24 @@ def _norm(call: Call) -> Tensors:
     return {call.op.outputs[0]: out}
 
 
+def _split(group: Group, x: Tensor) -> tuple[int, Callable[[Tensor], None]]:
+    """The columns of whole rows, of which each rank of a group has as many as `x`, and the sum over
+    the group."""
+    return group.size * x.shape[-1], group.all_reduce
+
+
 def _norm_backward(call: Call) -> Tensors:
     weight, x, grad = call.parameter(call.op.name), call.input(), call.grads[0]
     if call.op.name in HEAD_NORMS:
         grad = _rotated(call, grad, inverse=True)
     grad, groups = (each.view(-1, weight.shape.numel()) for each in (grad, x))
-    if call.bias(call.op.name) is None:
+    if call.model.columns and call.op.name not in HEAD_NORMS:
+        split, bias = _split(call.model.columns, groups), call.bias(call.op.name)
+        centred = bias is not None
+        dx, dw, db = arithmetic.split_norm_backward(grad, groups, weight.value, centred, *split)
+        if centred:
+            call.parameter(f"{call.op.name}.bias").grad.add_(db)
+    elif call.bias(call.op.name) is None:
         dx, dw = arithmetic.rms_norm_backward(grad, groups, weight.value)
     else:
         dx, dw, db = arithmetic.layer_norm_backward(grad, groups, weight.value)
@@ -243,12 +257,13 @@ def _weights(call: Call) -> list[tuple[str, str]]:
 
 
 def _column(call: Call) -> Tensors:
-    x = call.input()
-    return {
-        out: _turned(call, name, _adapted(call, name, call.linear(x, name, call.bias(name))))
-        for out, name in _weights(call)
-        if out in call.wanted
-    }
+    x, found = call.input(), Tensors()
+    adds = call.model.column == 0  # one of the ranks that sum adds the bias
+    for out, name in _weights(call):
+        if out in call.wanted:
+            made = call.linear(x, name, call.bias(name) if adds else None)
+            found[out] = _turned(call, name, _adapted(call, name, made))
+    return found
 
 
 def _adapter(call: Call, name: str) -> str:
@@ -366,7 +381,7 @@ def _column_weight(call: Call) -> None:
 
 def _row(call: Call) -> Tensors:
     """This rank's partial sum; one rank of the group adds the bias."""
-    bias = call.bias(call.op.name) if call.model.place.tp == 0 else None
+    bias = call.bias(call.op.name) if call.model.tp_rank == 0 else None
     out = call.linear(call.input(), call.op.name, bias)
     return {call.op.outputs[0]: _adapted(call, call.op.name, out)}
 

@@ -36,7 +36,8 @@ class ParameterSpec(NamedTuple):
     replicated), `rows` the number of rows after padding (of a vocabulary; 0: no padding),
     `own_rows` whether a tensor-parallel rank has only the gradient of its own rows (norms and
     routers), `mean` the mean of its initial values. `expert`: it belongs to an expert, which only
-    some ranks hold. `trained`: it has a gradient and states."""
+    some ranks hold. `trained`: it has a gradient and states. `columns`: the dimension that the
+    ranks of a matrix's other side split."""
 
     name: str
     shape: tuple[int, ...]
@@ -46,6 +47,7 @@ class ParameterSpec(NamedTuple):
     mean: float = 0.0
     expert: bool = False
     trained: bool = True
+    columns: int | None = None
 
     def parts(self, layout: Layout) -> int:
         """The number of ranks over which the parameter is split."""
@@ -89,7 +91,8 @@ def unit_specs(
     if not work.lora_rank:
         return specs
     frozen = {local: spec._replace(trained=False) for local, spec in specs.items()}
-    return frozen | (_adapter_specs(work, f"layers.{layer}", specs) if part == "layer" else {})
+    name = f"layers.{model.owner(layer)}"
+    return frozen | (_adapter_specs(work, name, specs) if part == "layer" else {})
 
 
 def _adapter_specs(
@@ -125,7 +128,7 @@ def _model_specs(
             head = "embedding.weight" if model.tied_embeddings else "lm_head.weight"
             norm = _norm_specs(model, "final_norm", "final_norm")
             return norm | {"lm_head": ParameterSpec(head, (model.vocab, model.hidden), 0, vocab)}
-    prefix = f"layers.{layer}"
+    prefix = f"layers.{model.owner(layer)}"
     specs = _attention_specs(model, prefix)
     if model.experts is None or model.is_dense(layer):
         return specs | _mlp_specs(model, prefix, model.ffn)
@@ -280,6 +283,20 @@ def local_size(spec: ParameterSpec, layout: Layout) -> int:
     return prod([max(rows, spec.rows), *columns]) // spec.parts(layout)
 
 
+def cut_both_ways(specs: dict[str, ParameterSpec], hidden: int) -> dict[str, ParameterSpec]:
+    """The parameters where ranks also split the dimension that tensor parallelism leaves whole: of
+    matrices, and of what has an element for each hidden column."""
+    found: dict[str, ParameterSpec] = {}
+    inner: int | None
+    for local, spec in specs.items():
+        inner = 1 if spec.split is None else 1 - spec.split
+        if len(spec.shape) == 1:
+            of_hidden = spec.shape[0] == hidden and spec.split is None
+            inner = 0 if of_hidden and local.removesuffix(".bias") not in HEAD_NORMS else None
+        found[local] = spec._replace(columns=inner)
+    return found
+
+
 def shard(full: Tensor, spec: ParameterSpec, rank: int, degree: int) -> Tensor:
     """The shard of a tensor-parallel rank."""
     if spec.split is None or degree == 1:
@@ -297,6 +314,9 @@ class Owner(NamedTuple):
     """The number of ranks that share optimizer states: 1 without ZeRO."""
     span: tuple[int, int] | None = None
     """The ZeRO shard of the parameter, if it is not an equal part of the parameter."""
+    column: int = 0
+    columns: int = 1
+    """The rank's place among those that split the other dimension, and their number."""
 
 
 class HostShard(NamedTuple):
@@ -418,6 +438,8 @@ def build(
     if full is None:
         full = full_weight(spec, seed) if device.type != "meta" else _unknown(spec)
     own = shard(padded(full, spec), spec, owner.tp_rank, owner.tp)
+    if spec.columns is not None:
+        own = own.chunk(owner.columns, spec.columns)[owner.column]
     size, (start, stop) = own.numel(), owner.span or (0, 0)
     if owner.span is None and spec.trained:
         part = -(-size // owner.state_shards)

@@ -18,12 +18,13 @@ from rematbench.worlds.torch.arithmetic import rope_tables, wide
 from rematbench.worlds.torch.attention_backends import Shape
 from rematbench.worlds.torch.batch import MicroBatch, positions, slices
 from rematbench.worlds.torch.draws import Draws
-from rematbench.worlds.torch.groups import Coordinates, ExpertPlace, expert_place, state_rank
+from rematbench.worlds.torch.groups import Coordinates, ExpertPlace, Group, expert_place, state_rank
 from rematbench.worlds.torch.parameters import (
     Owner,
     Parameter,
     ParameterSpec,
     build,
+    cut_both_ways,
     full_weight,
     specs_by_name,
     unit_specs,
@@ -85,6 +86,8 @@ class RankModel:
         self.sharing = Sharing.of(plan, lay, state_rank(lay, order, place))
         self.unit_states: list[dict[str, UnitStates]] = [{} for _ in self.chunks]
         """The states that are kept by unit, of each chunk by the unit's prefix."""
+        self.columns: Group | None = None
+        """The ranks that split the hidden columns, if several do (the executor sets it)."""
         self.parameters = dict(parameters or {})
         draw: Draw = lambda spec: None  # noqa: E731  # `build` draws
         if device_weights:
@@ -121,7 +124,10 @@ class RankModel:
 
     def _locals(self, unit: Unit) -> dict[str, ParameterSpec]:
         of_unit = unit.table.part, unit.layer, self._vocab, self.held_experts
-        return unit_specs(self.kind, *of_unit, self.problem.workload)
+        specs = unit_specs(self.kind, *of_unit, self.problem.workload)
+        return (
+            cut_both_ways(specs, self.kind.hidden) if self.problem.layout.tp_columns > 1 else specs
+        )
 
     @property
     def _vocab(self) -> int:
@@ -161,14 +167,29 @@ class RankModel:
         """This rank's part of a parameter. ZeRO shards the states of experts over the ranks that
         hold the same part of the same experts."""
         lay, order = self.problem.layout, self.problem.system.parallel.rank_order
-        rank, parts, peer, peers = self.place.tp, lay.tp, state_rank(lay, order, self.place), 1
+        rank, parts, peer, peers = self.tp_rank, lay.tp, state_rank(lay, order, self.place), 1
         if spec.expert:
             rank, parts, peer = self.folded.etp, lay.expert_tp, self.folded.edp
         if lay.zero_stage >= 1:
             peers = lay.expert_dp if spec.expert else lay.state_shards
         return Owner(
-            tp_rank=rank, tp=parts, state_rank=peer if peers > 1 else 0, state_shards=peers
+            tp_rank=rank,
+            tp=parts,
+            state_rank=peer if peers > 1 else 0,
+            state_shards=peers,
+            column=self.column,
+            columns=lay.tp_columns,
         )
+
+    @property
+    def tp_rank(self) -> int:
+        """This rank's place among those that split heads, and columns of an MLP."""
+        return self.place.tp // self.problem.layout.tp_columns
+
+    @property
+    def column(self) -> int:
+        """This rank's place among those that split the hidden columns."""
+        return self.place.tp % self.problem.layout.tp_columns
 
     @cached_property
     def folded(self) -> ExpertPlace:
@@ -204,7 +225,7 @@ class RankModel:
     @property
     def vocab_start(self) -> int:
         """The first token of this rank's vocabulary shard."""
-        return self.place.tp * self.shapes.vocab
+        return self.tp_rank * self.shapes.vocab
 
     @cached_property
     def attention(self) -> Shape:
@@ -244,9 +265,12 @@ class RankModel:
 
     def unit_parameters(self, chunk: int, prefix: ModelPart) -> list[Parameter]:
         """The parameters whose gradients are complete after a unit's backward. If a projection
-        shares its weight with an embedding on this rank, it is listed with the embedding."""
+        shares its weight with an embedding on this rank, it is listed with the embedding; weights
+        that layers share are listed with the first of them."""
         units, local = self.units[chunk], self.local[chunk]
         shared: set[str] = set()
+        if self.kind.owner(layer := units[prefix].layer) != layer:
+            return []
         if units[prefix].table.part == "head":
             ends = (unit.prefix for unit in units.values() if unit.table.part == "embedding")
             shared = {p.spec.name for end in ends for p in local[end].values()}

@@ -5,6 +5,7 @@ from functools import cached_property
 from typing import NamedTuple, cast
 from weakref import ProxyType, proxy
 
+from rematbench.costs.operators.launches import COUNTS
 from rematbench.costs.operators.ops import Activation, OpTable, Part, with_saved, without_activation
 from rematbench.engine.lowering.blocks.fates import (
     ChunkPlace,
@@ -15,7 +16,7 @@ from rematbench.engine.lowering.blocks.fates import (
     phased,
     resolve,
 )
-from rematbench.engine.lowering.blocks.mini_sequences import MiniRun, mini_runs
+from rematbench.engine.lowering.blocks.mini_sequences import MiniRun, mini_runs, piece_bytes
 from rematbench.engine.program.storage import (
     EMBEDDING,
     HEAD,
@@ -265,21 +266,32 @@ class ChunkOps:
         rules, known = plan.rules, RecentFates.of(self.problem)
         windows = any(rule.select.micro_batches is not None for rule in rules)
         when = (phase if phased(rules) else "", micro_batch if windows else 0)
-        key = (
-            self.stage,
-            self.chunk,
-            self.layers,
-            self.held,
-            self._logits,
-            self.shares,
-            rules,
-            when,
-        )
+        again = self.mini_sequences if self._computes_again else ()
+        head = self._logits, self.shares
+        key = (self.stage, self.chunk, self.layers, self.held, head, rules, when, again)
         found = known.get(key)
         if found is None:
             if len(known) >= MAX_RECENT_FATES:
                 known.clear()
-            found = known[key] = resolve(plan, self.sites, phase, micro_batch)
+            fates, matched = resolve(plan, self.sites, phase, micro_batch)
+            found = known[key] = (self._with_again(fates) if again else fates), matched
+        return found
+
+    @cached_property
+    def _computes_again(self) -> bool:
+        """Whether some pieces compute tensors again in their own backward."""
+        runs = [run for unit in self.units for run in self.runs(unit).values()]
+        return any(run.again for run in runs)
+
+    def _with_again(self, fates: Fates) -> Fates:
+        """The fates where pieces compute some tensors again in their own backward."""
+        found = dict(fates)
+        for unit in self.units:
+            for run in self.runs(unit).values():
+                for name in run.again:
+                    fate = found.get(site := self.site(unit, name))
+                    if fate is not None and not fate.offload_bytes:
+                        found[site] = Resolved(0, 0, fate.nbytes)
         return found
 
     def saved(self, unit: Unit) -> list[tuple[str, Storage, Site]]:
@@ -301,7 +313,11 @@ class ChunkOps:
     def _runs(self) -> dict[tuple[Part, int], dict[str, MiniRun]]:
         """The mini-sequence runs of each operator table; layers share few tables."""
         tables = {(unit.table.part, unit.variant): unit.table for unit in self.units}
-        return {key: mini_runs(table, self.mini_sequences) for key, table in tables.items()}
+        again = self.problem.system.kernels.tiles_again
+        return {
+            key: mini_runs(table, self.mini_sequences, again=again and table.part == "layer")
+            for key, table in tables.items()
+        }
 
     def run_of(self, unit: Unit, activation: str) -> MiniRun | None:
         """Return the mini-sequence run inside which an activation exists only in pieces, or
@@ -337,7 +353,7 @@ class ChunkOps:
         tensor = unit.table.activations[activation]
         return [
             StoredPart(
-                storage.of_piece(piece.number), piece_bytes(tensor, piece.fraction), offload=False
+                storage.of_piece(piece.number), run.nbytes(tensor, piece.fraction), offload=False
             )
             for piece in run.pieces
         ]
@@ -362,6 +378,16 @@ class ChunkOps:
 def is_captured(problem: Problem, unit: Unit) -> bool:
     """Whether a unit's passes are CUDA graphs.  True for layers if the stack captures graphs."""
     return problem.system.kernels.cuda_graphs and unit.table.part == "layer"
+
+
+def uncaptured(problem: Problem, table: OpTable) -> frozenset[str]:
+    """The operators of a layer that its CUDA graphs leave out: those behind the counts of experts'
+    tokens, from which the host learns sizes unless experts are padded (Megatron-core 0.16.1,
+    transformer_config.py, cuda_graph_scope: attn, moe_router and moe_preprocess)."""
+    names = [op.name for op in table.ops]
+    if COUNTS not in names or problem.workload.expert_padding != "none":
+        return frozenset()
+    return frozenset(names[names.index(COUNTS) + 1 :])
 
 
 def graph_of(unit: Unit) -> Storage:
@@ -420,9 +446,11 @@ def stored_parts(storage: Storage, fate: Resolved) -> list[StoredPart]:
     return parts
 
 
-def piece_bytes(tensor: Activation, fraction: float) -> int:
-    """Return the bytes of a share of a tensor's rows, rounded down to whole rows."""
-    return int(tensor.rows * fraction + 1e-6) * tensor.row_bytes
+def bytes_of(chunk: ChunkOps, unit: Unit, name: str, fraction: float) -> int:
+    """Return the bytes of an activation in a share of its rows, or of its heads inside a run of
+    pieces of heads."""
+    tensor, run = unit.table.activations[name], chunk.run_of(unit, name)
+    return piece_bytes(tensor, fraction) if run is None else run.nbytes(tensor, fraction)
 
 
 def rows_of(fates: list[Resolved]) -> float:

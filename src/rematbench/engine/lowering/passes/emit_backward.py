@@ -8,9 +8,9 @@ from rematbench.costs.operators.ops import Op
 from rematbench.engine.lowering.blocks.chunk_ops import (
     ChunkOps,
     Unit,
+    bytes_of,
     graph_of,
     is_captured,
-    piece_bytes,
 )
 from rematbench.engine.lowering.blocks.fates import Fates
 from rematbench.engine.lowering.blocks.mini_sequences import MiniRun, Piece
@@ -21,7 +21,7 @@ from rematbench.engine.lowering.passes.emit_recompute import Rebuilder, Recomput
 from rematbench.engine.lowering.passes.emit_reload import Reloader
 from rematbench.engine.lowering.states.emit_states import GradReducer, ParameterGatherer, Reduced
 from rematbench.engine.lowering.states.ready_pieces import ReadyWriter
-from rematbench.engine.program.action import COMPUTE, WHOLE, Action, Alloc, Kind, Rows
+from rematbench.engine.program.action import COMPUTE, WHOLE, Action, Alloc, Kind
 from rematbench.engine.program.program import Block
 from rematbench.engine.program.storage import (
     ENDED,
@@ -116,7 +116,6 @@ class BackwardEmitter:
         survivors.update(*(each.reads for each in self.deferred))
         if self.reducer:
             survivors |= self.reducer.survivors
-        w.add(Action(kind=Kind.EVENT, stream=COMPUTE, event=ENDED["b"]))
         if self.updater:  # the message to the stage before does not wait for the last pieces
             self._start_pieces(self.updater, order[-1])
             survivors |= self.updater.finish(last=chunk.chunk == 0)
@@ -141,8 +140,11 @@ class BackwardEmitter:
         self.reload.after(unit)
         if self.gatherer:
             self.gatherer.after(w, unit)
+        last = position == len(order) - 1
+        if last:  # the message to the stage before does not wait for the last reduction
+            w.add(Action(kind=Kind.EVENT, stream=COMPUTE, event=ENDED["b"]))
         if self.reducer:
-            self.reducer.after(w, unit, last=position == len(order) - 1)
+            self.reducer.after(w, unit, last=last)
         if self.updater and unit is not order[-1]:
             self._start_pieces(self.updater, unit)
 
@@ -199,7 +201,7 @@ class BackwardEmitter:
     def _run(self, unit: Unit, run: MiniRun) -> None:
         """The backward of a mini-sequence run: each piece is rebuilt (if dropped), then
         differentiated."""
-        for name in run.inputs:
+        for name in map(unit.table.of_gradient, run.inputs):
             storage, tensor = self.chunk.storage(unit, name), unit.table.activations[name]
             if storage not in self.grads and tensor.differentiable:
                 self.grads[storage] = storage.gradient
@@ -207,7 +209,7 @@ class BackwardEmitter:
 
         def write(piece: Piece) -> None:
             self.recomputer.run, self.recomputer.piece = run, piece
-            self.rows = Rows(piece.fraction, piece.offset)
+            self.rows = piece.rows
             for op in reversed(run.ops):
                 self._backward_op(unit, op)
 
@@ -346,7 +348,8 @@ class BackwardEmitter:
     def _accumulated(self, unit: Unit, op: Op) -> list[Storage]:
         """Existing gradients that this operator adds to in place (residual branches, slices)."""
         storages, grads = self.recomputer.storages(unit), self.grads
-        return [grads[storages[n]] for n in op.inputs if storages[n] in grads]
+        names = (unit.table.of_gradient(name) for name in op.inputs)
+        return [grads[storages[n]] for n in names if storages[n] in grads]
 
     def _gradients(self, unit: Unit, op: Op) -> InputGradients:
         """The gradients that this operator is the first to write.  With a reduce-scatter the
@@ -355,7 +358,7 @@ class BackwardEmitter:
         operator's output stays as it is, and the sum with another gradient is new."""
         tensors, storages = unit.table.activations, self.recomputer.storages(unit)
         fresh: dict[str, Alloc] = {}
-        for name in op.inputs:
+        for name in map(unit.table.of_gradient, op.inputs):
             storage = storages[name]
             known = storage in self.grads or name in op.alias_inputs
             if known and self.apart and name not in op.alias_inputs:
@@ -363,7 +366,7 @@ class BackwardEmitter:
             if known or not tensors[name].differentiable:
                 continue
             gradient = self.grads[storage] = storage.gradient
-            nbytes = piece_bytes(tensors[name], self.rows.fraction)
+            nbytes = bytes_of(self.chunk, unit, name, self.rows.fraction)
             fresh[name] = Alloc(gradient, nbytes)
         reduced = op.grad_reduce
         if reduced is None or reduced.kind != "reduce_scatter":

@@ -443,7 +443,7 @@ class GradReducer:
         """The parameters of this rank's part of a unit whose gradients go to the host."""
         if self.leaving is not None:
             return self.leaving[unit.prefix]
-        return -(-unit.trained // self.optimizer.shards)
+        return updated(unit, self.optimizer, self.layout)
 
     def _exchange(
         self, w: BlockWriter, size: int, storages: tuple[Storage, ...], allocs: tuple[Alloc, ...]
