@@ -389,7 +389,7 @@ def test_torchtitan_of_each_year(
         ("fsdp: [full_shard, auto_wrap]\ndeepspeed:\nattention: flash\nxformers_attention:", ""),
         ("plugins: [axolotl.integrations.cut_cross_entropy.X]", "cut_cross_entropy"),
         ("unfrozen_parameters: [a]", "frozen"),
-        ("tiled_mlp: true", "tiled_mlp"),
+        ("alst_sequence_tiling: true", "alst_sequence_tiling"),
     ],
 )
 def test_keys_of_axolotl_are_read_or_named(tmp_path: Path, text: str, words: str) -> None:

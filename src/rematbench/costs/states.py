@@ -233,6 +233,9 @@ def reduce_buckets(parameters: int, layout: Layout, system: System) -> Buckets:
     ipg_buckets.
     """
     size, stage = system.zero.bucket_bytes, layout.zero_stage
+    ddp = system.zero.ddp_buckets and system.zero.data_parallel == "zero"
+    if ddp and stage == 0 and layout.has_peers:
+        return Buckets(standing=system.states.grad_bytes * parameters)
     if not system.zero.whole_buckets or not size or layout.state_shards == 1 or stage == 0:
         return Buckets()
     if stage == PARAMETER_STAGE:

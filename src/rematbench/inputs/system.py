@@ -268,6 +268,9 @@ class Zero(Part, frozen=True, kw_only=True, forbid_unknown_fields=True):
     (`bucket_bytes` each, two with reduce_overlap) from the first gradient of a backward whose
     gradients are reduced to its end; with sharded parameters one bucket stays.  A reduction copies
     a bucket's content (DeepSpeed's contiguous_gradients)."""
+    ddp_buckets: bool = False
+    """If true, data parallelism without ZeRO is torch's DistributedDataParallel, whose buckets hold
+    all gradients a second time (gradient_as_bucket_view is false unless a program says so)."""
     prefetch_elements: Parameters = 0
     """With parameters gathered per layer, the matrices of each operator are gathered by themselves,
     and before it runs at least so many elements of the next matrices are requested ahead
