@@ -102,8 +102,9 @@ class _Trainer:
         self.widens = work.trained_dtype != "stack"
         self.old, self.activations = table, dict(table.activations)
         self.widened = work.fp32_norms and work.base_dtype in PACKED_BYTES and self.e < FP32
-        if self.widened:
-            self._widen()
+        for name in filter(_is_wide, self.activations if self.widened else ()):
+            one = self.activations[name]
+            self.activations[name] = replace(one, row_bytes=2 * one.row_bytes)
         self.first = {"layer": "layer_input", "head": "layer_output"}.get(table.part, "")
         self.live = {self.first} if place.differentiated else set[str]()
         if self.first and not place.differentiated:
@@ -111,11 +112,6 @@ class _Trainer:
         self.adapted = work.targets if table.part == "layer" and place.trains else ()
         self.unmade: list[str] = []
         self.behind: dict[str, str] = {}  # outputs of bottleneck adapters, by their input
-
-    def _widen(self) -> None:
-        """Make what norms, linears behind them and layers write fp32."""
-        for name, one in self.activations.items():
-            self.activations[name] = replace(one, row_bytes=one.row_bytes * (1 + _is_wide(name)))
 
     def table(self) -> OpTable:
         """The part with what trains."""
