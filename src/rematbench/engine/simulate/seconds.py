@@ -71,7 +71,7 @@ class ActionCosts:
         else:
             self._begins = [_region_begins(table) for table in kinds]
         self._waits_for_messages = system.holds_host(vpp)
-        self._blocks = system.kernels.launch_blocking
+        self._blocks = system.host.launch_blocking
         layout, experts = problem.layout, problem.workload.model.experts
         alone = layout.ep * layout.expert_tp == 1
         padded = problem.workload.expert_padding == "capacity"
