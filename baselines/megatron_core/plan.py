@@ -227,7 +227,7 @@ class MegatronCore(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         words += [f"--{work.precision}"] * (work.precision in ("bf16", "fp16"))
         words += ["--attention-backend unfused"] * (problem.attention == "unfused")
         words += ["--qk-layernorm"] * work.model.qk_norm
-        words += options.expert_words(lay, work)
+        words += [*options.expert_words(lay, work), *options.recipe_words(work)]
         words += options.stack_words(problem)
         words += options.model_words(work.model) if whole else []
         fusion = fusion_argument(work.model)

@@ -180,6 +180,13 @@ class Work(Quantised, Part, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         return f" in documents of {self.document_len:,}" if self.packed else ""
 
     @property
+    def numbers(self) -> str:
+        """Words on the precision and the recipe."""
+        given = (self.recipe, "fp8_params" * self.fp8_params)
+        more = " ".join(word for word in given if word not in ("none", ""))
+        return f"{self.precision} with {more}" if more else self.precision
+
+    @property
     def documents(self) -> int:
         """Documents of a sequence, including a shorter last document."""
         return -(-self.seq_len // self.document_len) if self.packed else 1

@@ -101,7 +101,7 @@ def test_a_command_loads_no_library_that_draws_or_fits_and_no_other_command() ->
         (["simulate", "keep_all", *DEMO, "--lora", "8"], "adapters (LoRA) are not modelled"),
         (
             ["simulate", "keep_all", *DEMO, "--precision", "fp8-mx"],
-            "FP8 is not modelled: give bf16",
+            "FP8 is a recipe of linears: --recipe fp8",
         ),
         (["simulate", "keep_all", *DEMO, "--tp", "0"], "'--tp'"),
         (["simulate", "keep_all", *DEMO, "--zero", "4"], "less than or equal to 3"),

@@ -360,8 +360,11 @@ def test_homes_of_parameters_and_old_names_of_deepspeed(
 @pytest.mark.parametrize(
     ("text", "gpus", "refused"),
     [
-        ('[training]\ndata_parallel_degree = 4\n[model]\nconverters = ["float8"]', "4", True),
+        ('[training]\ndata_parallel_degree = 4\n[model]\nconverters = ["float8"]', "4", False),
+        ('[training]\ndata_parallel_degree = 4\n[model]\nconverters = ["qat"]', "4", True),
+        ("[float8]\nenable_float8_linear = true\nrecipe_name = 'rowwise'", None, True),
         ("[training]\nseq_len = 1\n[float8]\nfilter_fqns = 'x'", None, False),
+        ("[float8]\nenable_float8_linear = true\nfilter_fqns = ['attention.wk']", None, True),
         ("[training]\ndtype = 'bfloat16'", None, False),
         ("[optimizer]\nname = 'Muon'", None, True),
         ("[training]\nglobal_batch_size = -1", None, False),

@@ -205,8 +205,8 @@ def _mistyped(error: TyperException) -> None:
 
 NOT_MODELLED = {
     r"--(q?lora|adapter|peft)\b": "adapters (LoRA) are not modelled",
-    r"--precision.*'(mx)?fp8": "FP8 is not modelled: give bf16",
-    r"--precision.*'(nv|mx)?fp4": "FP4 is not modelled: give bf16",
+    r"--precision.*'(mx)?fp8": "FP8 is a recipe of linears: --recipe fp8, fp8-block or mxfp8",
+    r"--precision.*'(nv|mx)?fp4": "FP4 is a recipe of linears: --recipe nvfp4",
 }
 """What is not modelled yet, by the words of a message about an option that does not exist."""
 

@@ -27,12 +27,14 @@ from rematbench.cli.plan_table import (
 from rematbench.cli.show import (
     FRAGMENTS,
     UNTIMED,
+    beside,
     covers,
     heading,
     job_notes,
     nominal,
     say_notes,
     tight_line,
+    without_recipe,
     world_line,
 )
 from rematbench.cli.targets import Json, Notes, need_file
@@ -158,6 +160,11 @@ def compare(  # noqa: PLR0913, PLR0917  # an option of the command line each
         typer.echo(msgspec.json.format(msgspec.json.encode(answer)).decode())
     else:
         printed.notes(results, changes, tight)
+        best = results[0] if results else None
+        twin = without_recipe(run, best.method) if best and best.evaluation else None
+        if best is not None and twin is not None:
+            text = f"{best.method} {beside(twin, best)}"
+            printed.out.print(plain(text), soft_wrap=True)
     if output is not None:
         write_sheet(output, [as_cells(row) for row in rows])
     if plot is not None:

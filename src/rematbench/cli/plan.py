@@ -12,7 +12,7 @@ from rich.table import Table
 from typer import Option
 
 from rematbench.cli.options import Request, RunOptions, request, takes_run
-from rematbench.cli.show import as_json, heading, method_line, show
+from rematbench.cli.show import as_json, beside, heading, method_line, show, without_recipe
 from rematbench.cli.targets import Json, Notes, Out, need_file
 from rematbench.engine.lowering.blocks.chunk_ops import ChunkOps
 from rematbench.engine.lowering.blocks.fates import Resolved, resolve
@@ -76,11 +76,15 @@ def simulate(
         record = make_record(result, asked.method)
         write_record(record, out)
     result = _with_errors(result)
+    twin = without_recipe(run)
     if json:
         values = as_json(asked, result) | ({"estimate": estimate_result(form)} if form else {})
+        values |= {"without_recipe": twin.row()} if twin else {}
         typer.echo(msgspec.json.format(msgspec.json.encode(values)).decode())
     else:
         show(console(), asked, result, _keep_all(result), every=notes)
+        if twin is not None:
+            console().print(plain(beside(twin, result)))
         if form is not None:
             show_estimate(console(), result, form)
     if result.status == "failed":

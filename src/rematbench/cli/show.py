@@ -1,14 +1,15 @@
 """Output of a run: on a terminal the verdict, speed, bytes per rank, freed bytes; and as JSON."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
-from msgspec.structs import asdict
+from msgspec.structs import asdict, fields
 from rich.console import Console, RenderableType
 from rich.table import Table
 
 from rematbench import __version__
-from rematbench.cli.options import Request
+from rematbench.cli.options import Request, RunOptions, request
 from rematbench.costs.flops import megatron_flop_per_token, model_flop_per_token, over_peak
 from rematbench.costs.operators.memory import table_traffic
 from rematbench.costs.tiles import untiled
@@ -22,6 +23,7 @@ from rematbench.evaluate.result import (
     Band,
     Result,
     assumed,
+    evaluate_method,
     faster_attention,
     leaner_exchanges,
 )
@@ -34,6 +36,7 @@ from rematbench.inputs.system import System
 from rematbench.plan import has_exact_pins
 from rematbench.problem import Problem
 from rematbench.solve.memory_plan import BEST_FIT_TENSORS, is_placeable
+from rematbench.workload import Quantised, Trained
 
 HOST_SHARE = 0.01
 """The smallest share of a step spent waiting for the host that is printed."""
@@ -136,6 +139,32 @@ def _band_values(result: Result) -> dict[str, Any] | None:
     return {"low": low, "high": high, "outside": list(result.error_band.outside)}
 
 
+def without_recipe(run: RunOptions, method: str = "") -> Result | None:
+    """The run, or that of another method by its name, without its recipe; None if it has none."""
+    if run.problem["recipe"] == Quantised().recipe:
+        return None
+    own = [field for field in fields(Quantised) if field.name not in Trained.__struct_fields__]
+    problem = run.problem | {field.name: field.default for field in own}
+    asked = request(replace(run, problem=problem, method=method or run.method), name_broken=False)
+    return evaluate_method(asked.problem, asked.method, asked.base)
+
+
+def beside(plain: Result, result: Result) -> str:
+    """A line on the same plan without its recipe, and on what the recipe changes."""
+    work = result.problem.workload
+    words = f"in {work.precision} without recipe {work.recipe}"
+    before, after = plain.device_total_bytes, result.device_total_bytes
+    if before is None or after is None:
+        return f"{words}: {plain.reason or result.reason}"
+    change = f"{gib(abs(after - before))} {'more' if after > before else 'fewer'} with it"
+    room = f"{BANNERS[plain.status]}, {gib(before)} GiB in all ({change})"
+    if not plain.timed or not result.timed:
+        return f"{words}: {room}"
+    step_s, rate = plain.timed.step_s, rounded(plain.timed.tokens_per_s_per_gpu)
+    gain = f"{step_s / result.timed.step_s:.2f} times with it"
+    return f"{words}: step {seconds(step_s)}, {rate} tokens/s/GPU ({gain}); {room}"
+
+
 def proved(proof: Proof) -> str:
     """The facts that `--check` has proved, in one sentence."""
     return (
@@ -157,7 +186,7 @@ def heading(problem: Problem) -> list[str]:
     experts = f"  ep {lay.ep}  etp {lay.expert_tp}" if work.model.experts else ""
     stages = f" | stages {lay.stages}" if lay.stages else ""
     return [
-        f"{work.model.name}, {work.seq_len:,} tokens{_packed(problem)}, {work.precision}, on "
+        f"{work.model.name}, {work.seq_len:,} tokens{_packed(problem)}, {work.numbers}, on "
         f"{lay.gpus} x {cluster.gpu} ({cluster.name}), stack {problem.system.name}; simulated",
         f"tp {lay.tp}{both}{sp}  cp {lay.cp}  pp {lay.pp}  vpp {lay.vpp}  dp {lay.dp}{ulysses}"
         f"{experts}  zero {lay.zero_stage}{shards} | micro-batch {lay.micro_batch}, global batch "

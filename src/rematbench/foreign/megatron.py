@@ -11,6 +11,7 @@ from rematbench.foreign.deepspeed import read_deepspeed
 from rematbench.foreign.keys import dialect, read_keys
 from rematbench.foreign.megatron_experts import read_experts
 from rematbench.foreign.reading import LAUNCHER, Options, Reading, first_value, number, whole
+from rematbench.foreign.recipes import read_megatron_recipe
 from rematbench.foreign.shell import Script, options_of
 from rematbench.foreign.trainers import merge, note_cap, read_trainer
 from rematbench.inputs.configfile import ConfigError
@@ -21,6 +22,7 @@ ABSENT = {"reduce_overlap": False, "gather_overlap": False}
 ADAM_BYTES = 12
 """Bytes of a parameter's fp32 copy and fp32 moments."""
 MOMENTS = ("exp-avg-dtype", "exp-avg-sq-dtype")
+MOMENT_BYTES = {"bf16": 2, "fp16": 2, "fp8": 1}
 LATENT = {"kv_rank": 32, "nope": 128, "rope": 64, "v": 128}
 """Columns of latent attention without options (megatron/training/arguments.py, _add_mla_args)."""
 VOCABULARIES = {"GPT2BPETokenizer": 50257, "Llama2Tokenizer": 32000}
@@ -119,6 +121,7 @@ def _read(options: Options, script: Script) -> Reading:
     _layout(reading, options, script)
     _model(reading, options)
     read_experts(reading, options)
+    read_megatron_recipe(reading, options)
     _states(reading, options)
     reading.method = _method(reading, options)
     _named_model(reading, options)
@@ -140,8 +143,7 @@ def _states(reading: Reading, options: Options) -> None:
         reading.facts |= {"grad_bytes": 2, "reduce_bytes": 2}
     hosted = bool({"optimizer-cpu-offload", "cpu-optimizer"} & options.keys())
     if "use-precision-aware-optimizer" in options:
-        narrow = ("bf16", "fp16")
-        moments = sum(2 if first_value(options, name) in narrow else 4 for name in MOMENTS)
+        moments = sum(MOMENT_BYTES.get(first_value(options, name), 4) for name in MOMENTS)
         copy = 2 if reading.get("precision") == "bf16" else 4
         if hosted:  # the hybrid optimizer has fp32 copies and moments of its own
             reading.facts["resident_bytes"] = 0
