@@ -9,8 +9,9 @@ from torch import Tensor
 from rematbench.engine.lowering.blocks.chunk_ops import ChunkOps
 from rematbench.problem import Problem
 from rematbench.workload import Model
-from rematbench.worlds.torch.arithmetic import IGNORED, NORM_EPS, ROPE_BASE
+from rematbench.worlds.torch.arithmetic import IGNORED, NORM_EPS, ROPE_BASE, kept
 from rematbench.worlds.torch.batch import Batch
+from rematbench.worlds.torch.ends import PREDICTED
 from rematbench.worlds.torch.parameters import ADAPTED, AdamW, full_weight, specs_by_name
 
 
@@ -24,8 +25,8 @@ class Run(NamedTuple):
 class Reference:
     """A Llama- or GPT-like decoder over named parameters."""
 
-    def __init__(self, model: Model, weights: dict[str, Tensor]) -> None:
-        self.model, self.weights = model, weights
+    def __init__(self, model: Model, weights: dict[str, Tensor], dropout: float = 0.0) -> None:
+        self.model, self.weights, self.dropout = model, weights, dropout
 
     def norm(self, x: Tensor, name: str) -> Tensor:
         weight = self.weights[f"{name}.weight"]
@@ -38,7 +39,10 @@ class Reference:
         prefix, _, local = name.rpartition(".")
         target = next((t for t, weight in ADAPTED.items() if weight == local), local)
         a, b = (self.weights.get(f"{prefix}.lora_{target}.{part}") for part in "ab")
-        return out if a is None or b is None else out + x @ a.T @ b.T
+        if a is None or b is None:
+            return out
+        keep = kept(torch.arange(x.shape[-2]), torch.arange(x.shape[-1]), self.dropout)
+        return out + (x * keep / (1.0 - self.dropout)) @ a.T @ b.T
 
     def heads(self, x: Tensor, name: str, heads: int) -> Tensor:
         y = self.linear(x, name).unflatten(-1, (heads, -1)).transpose(1, 2)
@@ -155,14 +159,30 @@ class Reference:
             x = self.layer(x, f"layers.{self.model.owner(layer)}")
         x = self.norm(x, "final_norm")
         tied = self.model.tied_embeddings
-        logits = x @ self.weights["embedding.weight" if tied else "lm_head.weight"].T
-        return F.cross_entropy(logits.flatten(0, 1), batch.labels.flatten(), ignore_index=IGNORED)
+        head = self.weights["embedding.weight" if tied else "lm_head.weight"].T
+        logits = x @ head
+        loss = F.cross_entropy(logits.flatten(0, 1), batch.labels.flatten(), ignore_index=IGNORED)
+        return loss + self.predicted(x, head, batch) if self.model.mtp_layers else loss
+
+    def predicted(self, x: Tensor, head: Tensor, batch: Batch) -> Tensor:
+        """The loss of the token behind the next, weighed, over the labels that count."""
+        name = f"layers.{self.model.num_layers}"
+        ids, labels = batch.ids.roll(-1, 1), batch.labels.roll(-1, 1)
+        ids[:, -1], labels[:, -1] = 0, IGNORED
+        y = self.norm(self.weights["embedding.weight"][ids], f"{name}.next_norm")
+        y = torch.cat([y, self.norm(x, f"{name}.hidden_norm")], -1)
+        y = self.layer(self.linear(y, f"{name}.join"), name)
+        logits = self.norm(y, f"{name}.predict_norm") @ head
+        total = F.cross_entropy(
+            logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum"
+        )
+        return PREDICTED * total / batch.counted
 
 
 def weights_of(problem: Problem, seed: int) -> dict[str, Tensor]:
     """Every full parameter, float64, as leaves."""
-    layers = tuple(range(problem.workload.model.num_layers))
     lay, model = problem.layout, problem.workload.model
+    layers = tuple(range(model.num_layers + model.mtp_layers))
     first = ChunkOps(problem, 0, 0, layers)
     last = ChunkOps(problem, lay.pp - 1, lay.vpp - 1, layers)
     places = [(unit.table.part, unit.layer) for unit in (*first.units, *last.units)]
@@ -182,7 +202,7 @@ def train(
     """AdamW steps on whole batches, with torch's own optimizer.  `along`: the gradients to step by,
     in place of the model's own; so each step's are those at the weights that another run has."""
     weights = weights_of(problem, seed)
-    model = Reference(problem.workload.model, weights)
+    model = Reference(problem.workload.model, weights, problem.workload.lora_dropout)
     trained = {name: weight for name, weight in weights.items() if weight.requires_grad}
     optimizer = torch.optim.AdamW(
         trained.values(),

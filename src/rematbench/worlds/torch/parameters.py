@@ -129,9 +129,12 @@ def _model_specs(
             tied = model.tied_embeddings and not local
             head = "embedding.weight" if tied else f"{local}lm_head.weight"
             norm = _norm_specs(model, "final_norm", f"{local}final_norm")
+            norm = {} if model.mtp_layers else norm
             return norm | {"lm_head": ParameterSpec(head, (model.vocab, model.hidden), 0, vocab)}
     prefix = f"layers.{model.owner(layer)}"
     specs = _attention_specs(model, prefix)
+    if layer >= model.num_layers:
+        specs |= _prediction_specs(model, prefix, vocab)
     if model.memory is not None and model.memory_of(layer):
         return specs | _memory_specs(model, model.memory, prefix)
     if model.experts is None or model.is_dense(layer):
@@ -162,6 +165,16 @@ def _embedding_specs(model: Model, vocab: int) -> dict[str, ParameterSpec]:
         shape = (model.max_positions, model.hidden)
         specs["position"] = ParameterSpec("position.weight", shape)
     return specs
+
+
+def _prediction_specs(model: Model, prefix: str, vocab: int) -> dict[str, ParameterSpec]:
+    """What a layer that predicts one more token has beside a decoder's: the final norm, norms of
+    what it joins and of what it makes, the linear that joins, and the model's embedding."""
+    specs = _norm_specs(model, "final_norm", "final_norm")
+    for norm in ("next_norm", "hidden_norm", "predict_norm"):
+        specs |= _norm_specs(model, norm, f"{prefix}.{norm}")
+    specs |= _linear_specs(prefix, "join", (model.hidden, 2 * model.hidden), 0, bias=False)
+    return specs | {"embedding": _embedding_specs(model, vocab)["embedding"]}
 
 
 def _norm_specs(model: Model, local: str, name: str, width: int = 0) -> dict[str, ParameterSpec]:
