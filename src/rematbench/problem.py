@@ -12,10 +12,13 @@ from rematbench.costs.bind import CostModel
 from rematbench.costs.offload_estimate import PipelineOffloadEstimator, pipeline_offload_estimator
 from rematbench.costs.operators.adapters import Place, place_of, trained_table
 from rematbench.costs.operators.block import (
+    LayerKind,
+    SharedVocabulary,
     embedding_table,
     head_table,
     layer_table,
     prediction_table,
+    shared_vocabulary,
 )
 from rematbench.costs.operators.ops import Op, OpTable, rebuild_ops, without_weights
 from rematbench.costs.operators.quantised import quantised_table
@@ -33,10 +36,10 @@ from rematbench.inputs.kernel_rates import RateError
 from rematbench.inputs.layout import Layout, LayoutError
 from rematbench.inputs.layout_rules import check_layout, unmodelled_of_experts
 from rematbench.inputs.precision import attention_problem, peak_flop_per_s, sinks_problem
-from rematbench.inputs.recipes import check_recipe, recipe_of
+from rematbench.inputs.recipes import check_recipe, untimed
 from rematbench.inputs.stages import base_partition, prediction_rank
 from rematbench.inputs.system import AttentionBackend, StackChoice, System, TpOverlap
-from rematbench.plan import Plan, state_fates
+from rematbench.plan import VOCABULARY, Plan, state_fates
 from rematbench.workload import Workload
 
 AttentionKind = Literal["flash", "unfused"]
@@ -66,20 +69,6 @@ class Weight(NamedTuple):
 
 Evaluator = Callable[["Problem", Plan], Evaluation]
 Weigher = Callable[["Problem", Plan], Weight]
-
-
-class LayerKind(NamedTuple):
-    """A kind of layer: its attention window, whether it has one MLP, its place among what trains,
-    whether it predicts one more token, whether its linears are quantised, whether its weights are
-    those of an earlier layer, and whether it owns or borrows a table in place of an MLP."""
-
-    window: int
-    dense: bool
-    place: Place
-    predicts: bool
-    quantised: bool = False
-    borrows: bool = False
-    memory: str = ""
 
 
 @dataclass(frozen=True, eq=False)
@@ -133,9 +122,7 @@ class Problem:
         """Why no kernel of this problem has seconds, in one line; empty if all have."""
         generation, precision = self.cluster.generation, self.workload.precision
         rates, tf32, missing = self.calibration.kernels, self.system.kernels.tf32, ""
-        missing, recipe = self.workload.model.untimed, recipe_of(self.workload)
-        if recipe is not None and generation != CPU and generation not in recipe.gemm:
-            missing = f"no published rate of products of recipe {self.workload.recipe}"
+        missing = self.workload.model.untimed or untimed(self.workload, generation)
         if not self.calibration.has_rates(generation):
             known = ", ".join(sorted(set(self.calibration.gpus) & set(rates.generations) - {CPU}))
             missing = (
@@ -200,7 +187,7 @@ class Problem:
         """Whether experts' exchanges run beside the compute of another micro-batch, where a forward
         follows a backward."""
         exchanges = self.layout.ep > 1 and self.system.experts.ep_overlap != "none"
-        return exchanges and not self.system.kernels.launch_blocking
+        return exchanges and not self.system.host.launch_blocking
 
     @cached_property
     def non_torch_bytes(self) -> int:
@@ -267,6 +254,12 @@ class Problem:
         table = head_table(self.workload, self.layout, self.system)
         place = self._place(self.workload.model.num_layers)
         return trained_table(table, self.workload, self.system, place, self.layout.tp)
+
+    @cached_property
+    def shared(self) -> SharedVocabulary:
+        """The parts of a vocabulary that all stages share."""
+        of = (self.workload, self.layout, self.system)
+        return shared_vocabulary(*of, self.embedding, self.head)
 
     @cached_property
     def _kinds(self) -> tuple[LayerKind, ...]:
@@ -428,6 +421,10 @@ def trained_operators(problem: Problem, table: OpTable) -> list[Op]:
 def rank_parameters(problem: Problem, plan: Plan, rank: int, *, trained: bool = False) -> int:
     """Parameters of one rank after tensor and pipeline parallelism; `trained`: with a gradient."""
     tables = [problem.layer(index) for chunk in plan.partition[rank] for index in chunk]
+    if plan.schedule in VOCABULARY:
+        share, norm, positions = problem.shared
+        tables += [share, *([norm] * (rank == problem.layout.pp - 1))]
+        return sum(t.parameters for t in tables) + positions * (rank == 0)
     tables += [problem.embedding] if rank == 0 else []
     pp, (every, learnt) = problem.layout.pp, head_parameters(problem)
     heads = (rank == pp - 1) + sum((stage - 1) % pp == rank for stage in plan.cuts)

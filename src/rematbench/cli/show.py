@@ -1,15 +1,14 @@
 """Output of a run: on a terminal the verdict, speed, bytes per rank, freed bytes; and as JSON."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
-from msgspec.structs import asdict, fields
+from msgspec.structs import asdict
 from rich.console import Console, RenderableType
 from rich.table import Table
 
 from rematbench import __version__
-from rematbench.cli.options import Request, RunOptions, request
+from rematbench.cli.options import Request
 from rematbench.cli.rank_table import freed_bytes, stages
 from rematbench.costs.flops import megatron_flop_per_token, model_flop_per_token, over_peak
 from rematbench.costs.operators.memory import table_traffic
@@ -24,7 +23,6 @@ from rematbench.evaluate.result import (
     Band,
     Result,
     assumed,
-    evaluate_method,
     faster_attention,
     leaner_exchanges,
 )
@@ -37,7 +35,6 @@ from rematbench.inputs.system import System
 from rematbench.plan import has_exact_pins
 from rematbench.problem import Problem
 from rematbench.solve.memory_plan import BEST_FIT_TENSORS, is_placeable
-from rematbench.workload import Quantised, Trained
 
 HOST_SHARE = 0.01
 """The smallest share of a step spent waiting for the host that is printed."""
@@ -138,32 +135,6 @@ def _band_values(result: Result) -> dict[str, Any] | None:
         return None
     low, high = result.band
     return {"low": low, "high": high, "outside": list(result.error_band.outside)}
-
-
-def without_recipe(run: RunOptions, method: str = "") -> Result | None:
-    """The run, or that of another method by its name, without its recipe; None if it has none."""
-    if run.problem["recipe"] == Quantised().recipe:
-        return None
-    own = [field for field in fields(Quantised) if field.name not in Trained.__struct_fields__]
-    problem = run.problem | {field.name: field.default for field in own}
-    asked = request(replace(run, problem=problem, method=method or run.method), name_broken=False)
-    return evaluate_method(asked.problem, asked.method, asked.base)
-
-
-def beside(plain: Result, result: Result) -> str:
-    """A line on the same plan without its recipe, and on what the recipe changes."""
-    work = result.problem.workload
-    words = f"in {work.precision} without recipe {work.recipe}"
-    before, after = plain.device_total_bytes, result.device_total_bytes
-    if before is None or after is None:
-        return f"{words}: {plain.reason or result.reason}"
-    change = f"{gib(abs(after - before))} {'more' if after > before else 'fewer'} with it"
-    room = f"{BANNERS[plain.status]}, {gib(before)} GiB in all ({change})"
-    if not plain.timed or not result.timed:
-        return f"{words}: {room}"
-    step_s, rate = plain.timed.step_s, rounded(plain.timed.tokens_per_s_per_gpu)
-    gain = f"{step_s / result.timed.step_s:.2f} times with it"
-    return f"{words}: step {seconds(step_s)}, {rate} tokens/s/GPU ({gain}); {room}"
 
 
 def proved(proof: Proof) -> str:

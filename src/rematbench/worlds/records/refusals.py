@@ -5,7 +5,7 @@ from math import gcd
 from rematbench.costs.operators.ops import OpTable
 from rematbench.engine.lowering.states.state_shards import has_whole_gradients
 from rematbench.inputs.shapes import shapes
-from rematbench.plan import Plan
+from rematbench.plan import VOCABULARY, Plan
 from rematbench.problem import Problem, gathered_bytes, trained_operators
 
 EXECUTED = (
@@ -28,6 +28,7 @@ def refusals(problem: Problem, plan: Plan) -> list[str]:
         "packed documents": problem.workload.packed,
         "rotary positions with an odd head_dim": model.position == "rope"
         and (model.latent.rope if model.latent else model.head_dim) % 2 != 0,
+        "a vocabulary over all stages": plan.schedule in VOCABULARY,
         "soft caps": model.attention_soft_cap != 0 or model.logit_soft_cap != 0,
         "norms over each head with tensor parallelism and without sequence parallelism": (
             model.qk_norm and lay.tp > 1 and not lay.sequence_parallel
@@ -59,6 +60,7 @@ def refusals(problem: Problem, plan: Plan) -> list[str]:
         "a second tensor dimension over data-parallel ranks": lay.tp_columns > 1 and lay.has_peers,
         "memory layers over data-parallel ranks": model.memory is not None and lay.has_peers,
         "KV heads replicated over tp": model.num_kv_heads % lay.tp != 0,
+        **_refused_of_recipes(problem),
         **_refused_of_adapters(problem),
         **_refused_of_experts(problem, plan),
         **_refused_of_predictions(problem, plan),
@@ -91,11 +93,26 @@ def _refused_of_adapters(problem: Problem) -> dict[str, bool]:
         "weights that do not train, other than with low-rank adapters": others,
         f"frozen weights in {work.base_dtype}": work.base_dtype != "stack",
         f"what trains in {work.trained_dtype}": work.trained_dtype != "stack",
-        "adapters over data-parallel ranks": work.partly and lay.has_peers,
+        f"adapters with ZeRO {lay.zero_stage}": work.partly
+        and lay.has_peers
+        and lay.zero_stage > 1,
         "adapters over tensor-parallel ranks": work.partly and lay.tp > 1,
         "adapters of models with experts": work.partly and work.model.experts is not None,
         f"the optimizer {problem.stack_choice.optimizer_kind}": problem.stack_choice.optimizer_kind
         is not None,
+    }
+
+
+def _refused_of_recipes(problem: Problem) -> dict[str, bool]:
+    """Refusals of quantised linears."""
+    work, lay = problem.workload, problem.layout
+    given = work.recipe != "none"
+    return {
+        "a recipe in FP4": work.recipe == "nvfp4",
+        "quantised parameters": work.fp8_params,
+        "quantised linears with tensor or context parallelism": given and lay.tp * lay.cp > 1,
+        "quantised experts": given and work.model.experts is not None,
+        "quantised projections of latent attention": given and work.model.latent is not None,
     }
 
 

@@ -6,8 +6,9 @@ from typing import get_args
 import torch
 from torch import Tensor
 
+from rematbench.costs.operators.ops import LINEAR_INPUTS, QUANTISED
 from rematbench.workload import AdapterTarget
-from rematbench.worlds.torch import arithmetic, ends, experts, memory
+from rematbench.worlds.torch import arithmetic, ends, experts, memory, quantised
 from rematbench.worlds.torch import attention_backends as attn
 from rematbench.worlds.torch.groups import Group
 from rematbench.worlds.torch.operands import Call, Tensors
@@ -281,7 +282,8 @@ def _add_weight_gradient(call: Call, name: str, grad: Tensor) -> None:
         arithmetic.add_weight_gradient(call.parameter(f"{low}.b").grad, grad, call.tensors[low])
     if not call.parameter(name).spec.trained:
         return
-    arithmetic.add_weight_gradient(call.parameter(name).grad, grad, _side(call))
+    total = call.parameter(name).grad
+    arithmetic.add_weight_gradient(total, call.narrowed(grad), _side(call))
     if call.bias(name) is not None:
         call.parameter(f"{name}.bias").grad.add_(grad.sum(0))
 
@@ -348,8 +350,8 @@ def _column_backward(call: Call) -> Tensors:
             turned.copy_(grad)
         gradients.append((name, grad))
         if _differentiable(call, x):
-            weight = call.parameter(name).value
-            dx = grad @ weight if dx is None else torch.addmm(dx, grad, weight)
+            weight, narrow = call.weight(name), call.narrowed(grad)
+            dx = narrow @ weight if dx is None else torch.addmm(dx, narrow, weight)
     return ({} if dx is None else {x: _whole_side(call, dx)}) | _low_gradients(call, gradients)
 
 
@@ -370,12 +372,19 @@ def _row(call: Call) -> Tensors:
 def _row_backward(call: Call) -> Tensors:
     x, dx = call.op.inputs[0], Tensors()
     if _differentiable(call, x):
-        dx[x] = call.grads[0] @ call.parameter(call.op.name).value
+        dx[x] = call.narrowed(call.grads[0]) @ call.weight(call.op.name)
     return dx | _low_gradients(call, [(call.op.name, call.grads[0])])
 
 
 def _row_weight(call: Call) -> None:
     _add_weight_gradient(call, call.op.name, call.grads[0])
+
+
+def _quantise(call: Call) -> Tensors:
+    """The quantised copy of a linear's input; its scale, if it has one, stays with the model."""
+    (out,) = call.op.outputs
+    data, call.model.scales[call.scale_key(out)] = quantised.packed(call.input(), call.recipe)
+    return {out: data}
 
 
 # -- pointwise ------------------------------------------------------------------------------------
@@ -431,6 +440,7 @@ FORWARD: dict[str, Forward] = {
     **dict.fromkeys((*ROWS, *ADAPTERS), _row),
     **dict.fromkeys(DROPS, _drop),
     **dict.fromkeys(SUMS, _residual),
+    **dict.fromkeys((f"{name}{QUANTISED}" for name in LINEAR_INPUTS), _quantise),
     "k_turn": _turn,
     "k_join": _join,
     "attention": attention,

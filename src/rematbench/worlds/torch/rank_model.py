@@ -108,6 +108,8 @@ class RankModel:
         self.cos, self.sin = rope_tables(self.where, turned, self.dtype)
         self.chosen = self._chosen()
         self.slices = slices(lay, place)
+        self.scales: dict[tuple[int, int, str, str], float] = {}
+        """The scales of quantised copies with one, by micro-batch, chunk, unit and name."""
         self.batches: list[MicroBatch] = []
         self.flop = 0.0
         """FLOPs of every kernel that has run, from the shapes that it ran with."""
@@ -242,7 +244,7 @@ class RankModel:
         """The element type of an activation."""
         if tensor.name in SAVED.values() and self.problem.system.loss.logits_fp32:
             return wide(self.dtype)
-        if tensor.name in OF_BYTES or tensor.name.endswith("_mask"):
+        if tensor.name in OF_BYTES or tensor.copy_of or tensor.name.endswith("_mask"):
             return torch.uint8
         if tensor.name in (COUNTS, "memory_rows"):
             return torch.int64
