@@ -288,3 +288,12 @@ def test_a_sheet_keeps_its_bad_rows(tmp_path: Path) -> None:
 
 def test_version() -> None:
     assert typed("--version").out.startswith("rematbench ")
+
+
+def test_a_run_that_shards_parameters_has_a_stack_that_does() -> None:
+    """Unless a stack is named."""
+    words = ("simulate", "full_recompute", *DEMO, "--zero", "3")
+    assert "stack torchtitan-2026" in typed(*words).out
+    code, _, err = typed(*words, "--system", "megatron-core-0.16")
+    assert code == 2
+    assert "no ZeRO stage 3" in err

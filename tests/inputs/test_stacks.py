@@ -316,7 +316,7 @@ def test_versions_of_a_stack_name_a_shipped_stack_and_differ_from_it() -> None:
 
 def test_the_commands_default_is_todays_megatron_core() -> None:
     assert DEFAULT_SYSTEM == "megatron-core-0.16"
-    own = {"loss_keeps_logits", "cudnn_first", "features", "host_tensors", "resident_bytes"}
+    own = {"loss_keeps_logits", "cudnn_first", "features", "host_tensors"}
     assert differences(DEFAULT_SYSTEM).keys() == own
     kernels = {one: load_system(DEFAULT_SYSTEM).attention_on(one) for one in GENERATIONS}
     assert kernels == {"ampere": "fa2", "hopper": "cudnn", "blackwell": "cudnn"}

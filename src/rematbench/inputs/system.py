@@ -233,6 +233,9 @@ class Parallel(Part, frozen=True, kw_only=True, forbid_unknown_fields=True):
     group that leaves the domain overlaps as `backward`."""
     cp_kind: CpKind = "none"
     """Ranks that share a sequence exchange keys and values in this way (none: no such ranks)."""
+    cp_merges: bool = False
+    """If true, context parallelism runs attention for one rank's keys and values after the other
+    and merges the parts in fp32, whatever it gathers (torch's context_parallel)."""
     p2p_overlap: P2pOverlap
     """With these schedules a pipeline send overlaps with the next pass; with others a rank waits
     for each send at once."""
