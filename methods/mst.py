@@ -5,6 +5,8 @@ shrink by the number of pieces, at no extra bytes saved and a few per cent of ti
 Source: Luo et al., mini-sequence transformer (MsT), arXiv 2407.15892: MLP pieces of d rows (C = d,
 so sequences up to d are not split), V / d pieces for the head (32 for Llama-3), logits of a piece
 recomputed in its backward; used with full recomputation and optimizer-in-backward.
+`attention_chunks`: attention over slices of heads (Untied Ulysses, arXiv 2602.21196): queries, keys
+and values exist for a slice at a time, and are projected (and sent) again in its backward.
 Deviations: the rule stops at 32 pieces of the MLP, because with more pieces its transients no
 longer set the peak and kernels only shrink.  The loss's saved statistics are recomputed by piece
 instead of kept.  Weight gradients of the pieces are accumulated in place, as in autograd.  Experts
@@ -40,6 +42,7 @@ HEAD = ("lm_head", "loss")
 class Mst(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`mlp_chunks`, `head_chunks`: pieces (None: the paper's rules, for the MLP up to
     `max_mlp_chunks`; 1: not split).
+    `attention_chunks`: pieces of attention's heads (a rank's heads at most; 1: not split).
     `optimizer_in_backward`: update each layer as soon as its gradients are complete."""
 
     name: ClassVar[str] = "mst"
@@ -50,6 +53,7 @@ class Mst(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     mlp_chunks: PositiveInt | None = None
     max_mlp_chunks: PositiveInt = 32
     head_chunks: PositiveInt | None = None
+    attention_chunks: PositiveInt = 1
     optimizer_in_backward: bool = False
 
     def plan(self, problem: Problem, base: Plan) -> Plan | Unsupported:
@@ -62,7 +66,12 @@ class Mst(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             return Unsupported(f"the base already computes {min(taken)} in mini-sequences")
         mlp, why = self._mlp_count(problem, base)
         head = self._head_count(problem)
-        added = tuple(MiniSequence(ops, n) for ops, n in ((MLP, mlp), (HEAD, head)) if n > 1)
+        if refused := self._heads_refused(problem):
+            return Unsupported(refused)
+        added = [MiniSequence(ops, n) for ops, n in ((MLP, mlp), (HEAD, head)) if n > 1]
+        if self.attention_chunks > 1:
+            heads = _attention_ops(problem)
+            added.append(MiniSequence(heads, self.attention_chunks, of="heads"))
         plan = replace(base, mini_sequences=(*base.mini_sequences, *added))
         if head > 1:
             plan, remark = _with_loss_by_piece(problem, plan)
@@ -89,10 +98,35 @@ class Mst(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         rule = min(ceil(local / model.hidden), self.max_mlp_chunks)
         return min(self.mlp_chunks or rule, rows), {}
 
+    def _heads_refused(self, problem: Problem) -> str:
+        """Why attention is not computed over slices of heads; empty if it is, or is whole."""
+        if self.attention_chunks == 1:
+            return ""
+        lay, model = problem.layout, problem.workload.model
+        refused = {
+            "tensor parallelism, which splits heads": lay.tp > 1,
+            "keys gathered over context parallelism": lay.cp > 1,
+            "latent attention": model.latent is not None,
+            "adapters": problem.workload.adapted,
+        }
+        found = [name for name, is_so in refused.items() if is_so]
+        if found:
+            return f"attention over slices of heads is not modelled with {found[0]}"
+        heads = model.num_heads // lay.ulysses
+        if heads % self.attention_chunks:
+            return f"{self.attention_chunks} slices of {heads} heads of a rank are not equal"
+        return ""
+
     def _head_count(self, problem: Problem) -> int:
         model = problem.workload.model
         rows = min(a.rows for a in problem.head.activations.values())
         return min(self.head_chunks or ceil(model.vocab / model.hidden), rows)
+
+
+def _attention_ops(problem: Problem) -> tuple[str, ...]:
+    """The operators of a layer from the projection to queries to the end of attention."""
+    names = [op.name for op in problem.layer(0).ops]
+    return tuple(names[names.index("qkv") : names.index("proj")])
 
 
 def _with_loss_by_piece(problem: Problem, plan: Plan) -> tuple[Plan, dict[str, str]]:

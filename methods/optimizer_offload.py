@@ -28,7 +28,8 @@ REFUSED = {
 class OptimizerOffload(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`share`: the share of states that leave the device (None: the smallest that fits).
     `visiting`: of these, the share that the device updates (None: f*; 1 on a cluster without a host
-    rate).  `size`: parameters of a piece.  `slots`: visits in flight.  `start`: after the norm of
+    rate).  `size`: parameters of a piece.  `slots`: visits in flight (0: each
+    piece follows the piece before it).  `start`: after the norm of
     all gradients, or in the last backward as gradients become ready, which needs `clip` (whether
     the norm scales gradients) to be false.  `order`: exact, or an order that is refused."""
 
@@ -38,7 +39,7 @@ class OptimizerOffload(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     share: Fraction | None = None
     visiting: Fraction | None = None
     size: PositiveInt = 100_000_000
-    slots: Annotated[int, Meta(ge=1, le=16)] = 2
+    slots: Annotated[int, Meta(ge=0, le=16)] = 2
     start: Literal["norm", "ready"] = "norm"
     clip: bool = True
     order: Literal["exact", "rollback", "stale"] = "exact"
@@ -50,7 +51,7 @@ class OptimizerOffload(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             visiting = problem.cost.visiting_share(two_way=self.slots > 1)
         pieces = self.cut(("visit",), self.size)
         reason = REFUSED.get(self.order, "")
-        reason = reason or refusal(problem, base, host=visiting < 1.0, pieces=pieces)
+        reason = reason or refusal(problem, base, host=False, pieces=pieces)
         if reason:
             return Unsupported(reason)
         share, bound = self.share, "given"

@@ -30,7 +30,9 @@ def predicted_of(sheet: str, chosen: Callable[[Row], object]) -> list[dict[str, 
     return predicted([row for row in published(sheet) if chosen(row)])
 
 
-def read_of(sheet: str) -> list[dict[str, Any]]:
-    """The predicted rows of a sheet without those that a word refuses."""
-    rows = predicted(published(sheet))
+def read_of(sheet: str, *precisions: str) -> list[dict[str, Any]]:
+    """The predicted rows of a sheet in these precisions (none: in 16 bits), without those that a
+    word refuses."""
+    wanted = precisions or ("", "bf16", "fp16")
+    rows = predicted_of(sheet, lambda row: row.get("precision", "") in wanted)
     return [row for row in rows if row["pred_status"] in ("ok", "oom")]

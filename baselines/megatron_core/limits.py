@@ -2,7 +2,7 @@
 each with the reason."""
 
 from rematbench.workload import Model
-from rematbench.worlds.packages.limits import NOT_RUN, Reason, Setup
+from rematbench.worlds.packages.limits import NOT_RUN, QUANTISED, Reason, Setup
 
 
 def has_biases(model: Model) -> bool:
@@ -42,7 +42,7 @@ TRACED_HERE = ("experts", "latent attention")
 """The features of blocks, of those that Llama's and GPT's lack, that this baseline has."""
 HAVE_OPTIONS = (
     *("rotary positions on a part of the heads", "no positions", "attention sinks"),
-    *("layers that predict more tokens", "sparse attention"),
+    *("layers that predict more tokens", "sparse attention", QUANTISED),
 )
 """Features of a block that Megatron-LM has an option for, and this baseline does not run."""
 

@@ -7,6 +7,7 @@ the facts that act in a job and have no option here as assumed.
 import shlex
 from collections.abc import Callable
 
+from rematbench.foreign.recipes import ENDS, MEGATRON, REUSE
 from rematbench.inputs.layout import Layout
 from rematbench.inputs.stages import Stage, stages_text
 from rematbench.inputs.system import System
@@ -116,6 +117,9 @@ NAMES = frozenset({
     *("softmax_type", "untie_embeddings_and_output_weights", "disable_bias_linear", "vocab_size"),
     *("group_query_attention", "max_position_embeddings", "position_embedding_type"),
     *("num_attention_heads", "num_experts", "moe_layer_freq", "num_layers", "normalization"),
+    *("fp8_format", "fp8_recipe", "fp8_param_gather", "fp4_format", "fp4_recipe"),
+    *("first_last_layers_bf16", "num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"),
+    "reuse_grad_buf_for_mxfp8_param_ag",
     *("num_distributed_optimizer_instances", "multi_latent_attention", "mtp_num_layers"),
 })  # fmt: skip
 """Names of the options printed here that a run of the package does not check against its job: the
@@ -171,6 +175,23 @@ def expert_words(layout: Layout, work: Workload) -> list[str]:
         f"--expert-tensor-parallel-size {layout.expert_tp}",
         "--moe-grouped-gemm",
     ]
+
+
+RECIPES = {name: word for word, name in MEGATRON.items()}
+
+
+def recipe_words(work: Workload) -> list[str]:
+    """The recipe of quantised linears; per tensor, gradients have a format of their own."""
+    if work.recipe == "none":
+        return []
+    bits, one = (4, "e2m1") if work.recipe == "nvfp4" else (8, "e4m3")
+    mixed = "hybrid" if work.recipe in ("fp8", "fp8-delayed") else one
+    words = [f"--fp{bits}-format {mixed}", f"--fp{bits}-recipe {RECIPES[work.recipe]}"]
+    words += ["--fp8-param-gather"] * work.fp8_params
+    words += [f"--{REUSE}"] * (work.fp8_params and work.recipe == "mxfp8")
+    if work.bf16_ends:
+        words += ["--first-last-layers-bf16", *(f"--{end} {work.bf16_ends}" for end in ENDS)]
+    return words
 
 
 def partition_words(stages: tuple[Stage, ...], layout: Layout) -> list[str]:
@@ -252,5 +273,5 @@ def _experts(model: Model) -> list[str]:
         words.append(f"--moe-aux-loss-coeff {experts.aux_loss}")
     if experts.dense_layers:
         layers = [str(int(not model.is_dense(i))) for i in range(model.num_layers)]
-        words.append(f"--moe-layer-freq [{','.join(layers)}]")
+        words.append(f"--moe-layer-freq {shlex.quote('[' + ','.join(layers) + ']')}")
     return words

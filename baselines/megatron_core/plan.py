@@ -121,6 +121,14 @@ class MegatronCore(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
                 yield policy
 
     @classmethod
+    def remarks(cls, problem: Problem) -> tuple[str, ...]:
+        """What the options without the model's arguments leave out."""
+        lay, whole = problem.layout, "the model's arguments are not here: --whole prints them"
+        one = lay.tp > 1 or lay.cp > 1
+        words = "CUDA_DEVICE_MAX_CONNECTIONS=1 is for tp or cp above 1 before Blackwell"
+        return (whole, words) if one else (whole,)
+
+    @classmethod
     def inexpressible(cls, problem: Problem) -> tuple[str, ...]:
         """The facts of a problem that no option can express under any policy, or that are not run
         here although options express them (these end with NOT_RUN)."""
@@ -219,7 +227,7 @@ class MegatronCore(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         words += [f"--{work.precision}"] * (work.precision in ("bf16", "fp16"))
         words += ["--attention-backend unfused"] * (problem.attention == "unfused")
         words += ["--qk-layernorm"] * work.model.qk_norm
-        words += options.expert_words(lay, work)
+        words += [*options.expert_words(lay, work), *options.recipe_words(work)]
         words += options.stack_words(problem)
         words += options.model_words(work.model) if whole else []
         fusion = fusion_argument(work.model)

@@ -8,11 +8,13 @@ import importlib
 
 __version__ = "0.1.0"
 __all__ = [
+    "Estimate",
     "MethodError",
     "Problem",
     "Result",
     "__version__",
     "compare",
+    "estimate",
     "load_method",
     "search",
     "simulate",

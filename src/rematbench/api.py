@@ -6,22 +6,21 @@ allowed.
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rematbench.advise.candidates.candidate import load_compare
 from rematbench.advise.candidates.layouts import Fixed
 from rematbench.advise.compare.comparison import Comparison, Order, table
+from rematbench.advise.compare.estimate import Estimate, estimate_job, job_of, planned
 from rematbench.advise.search.job import search_row
 from rematbench.advise.search.request import SearchRequest
 from rematbench.advise.search.rounds import SearchJob, rounds
-from rematbench.evaluate.problems import make_problem
 from rematbench.evaluate.result import PlannedJob, Result, evaluate_method, told_fragmented
 from rematbench.evidence.bands import with_band
-from rematbench.evidence.peaks import leaving_reserve
 from rematbench.inputs.configfile import ConfigError, convert
 from rematbench.inputs.job import Job
 from rematbench.plugins.discover import discover, entry_of
-from rematbench.plugins.registry import Composition, Method, MethodError, Value, build
+from rematbench.plugins.registry import IDENTITY, Composition, Method, MethodError, Value, build
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -71,6 +70,17 @@ def simulate(problem: Job, method: str | Composition | Method, *, checked: bool 
         job.problem, found, job.base, checked=checked, words=job.words, text=named
     )
     return with_band(told_fragmented(result))
+
+
+def estimate(model: str | Path, *, method: str = IDENTITY, **facts: Any) -> Estimate:
+    """Whether a job fits: bytes by rank and kind, the verdict with its margin, why, and options
+    that would fit; `print` shows it.  `model`: a name, a config.json or a file; `facts`: those of a
+    Problem (`cluster`, `gpus`, `seq_len`, degrees, what trains, precision), one GPU and one
+    micro-batch a pass of the pipeline where they are not given.
+
+    Raises ConfigError, LayoutError, RateError or MethodError, all ValueErrors, for a wrong input.
+    """
+    return estimate_job(job_of(str(model), facts), method, discover())
 
 
 def compare(
@@ -175,12 +185,17 @@ def _job(problem: Job) -> PlannedJob:
     """The job of a problem; ConfigError for an argument that is no Problem."""
     if not isinstance(problem, Job):
         raise ConfigError("", "problem", f"expected a rematbench.Problem, not {problem!r}")
-    made = leaving_reserve(make_problem(problem))
-    try:
-        words = tuple(problem.to_arguments())
-    except ConfigError:  # a model, cluster or system given as an object has no name to type
-        words = ()
-    return PlannedJob(problem=made, base=made.base_plan, words=words)
+    return planned(problem)
 
 
-__all__ = ["MethodError", "Problem", "Result", "compare", "load_method", "search", "simulate"]
+__all__ = [
+    "Estimate",
+    "MethodError",
+    "Problem",
+    "Result",
+    "compare",
+    "estimate",
+    "load_method",
+    "search",
+    "simulate",
+]

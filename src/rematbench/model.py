@@ -28,8 +28,11 @@ BlockKind = Literal["sequential", "parallel", "parallel_shared_norm"]
 HeadNormWeights = Literal["head", "each_head", "width", "none"]
 RouterKind = Literal["softmax", "sigmoid"]
 Precision = Literal["bf16", "fp16", "fp32", "fp64"]
+RecipeName = Literal["none", "fp8", "fp8-delayed", "fp8-block", "mxfp8", "nvfp4"]
 
-BaseDtype = Literal["stack", "bf16", "fp32", "nf4", "nf4_double", "int4", "marlin", "int8"]
+BaseDtype = Literal[
+    "stack", "bf16", "fp32", "nf4", "nf4_double", "int4", "int4_ungrouped", "marlin", "int8"
+]
 AdapterTarget = Literal["q", "k", "v", "o", "gate", "up", "down"]
 _WORDS = "|".join(get_args(AdapterTarget))
 AdapterTargets = Annotated[str, Meta(pattern=rf"^(all|({_WORDS})(,({_WORDS}))*)$")]
@@ -43,13 +46,15 @@ PACKED_BYTES: dict[str, Fraction] = {
     "nf4": Fraction(1, 2) + Fraction(4, 64),
     "nf4_double": Fraction(1, 2) + Fraction(1, 64) + Fraction(4, 64 * 256),
     "int4": Fraction(1, 2) + Fraction(2, 128) + Fraction(1, 2 * 128),
+    "int4_ungrouped": Fraction(1, 2),
     "marlin": Fraction(1, 2) + Fraction(2, 128),
     "int8": 1 + Fraction(2, 128) + Fraction(1, 128),
 }
 """Bytes of a weight of a linear, by format, with its scales and zeros.  nf4: blocks of 64 with an
 fp32 scale, or with the scale in 8 bits and one in fp32 for 256 of them (bitsandbytes,
 functional.py: quantize_4bit).  int4, int8: groups of 128 with an fp16 scale and a zero of the
-weight's bits (AutoGPTQ @058fd80a, qlinear_cuda_old.py).  marlin: groups of 128 without zeros
+weight's bits (AutoGPTQ @058fd80a, qlinear_cuda_old.py), or one scale for a column (ungrouped: those
+bytes are left out).  marlin: groups of 128 without zeros
 (IST-DASLab/marlin @0f102e1)."""
 
 BYTES_PER_ELEMENT: dict[str, int] = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
@@ -113,6 +118,35 @@ class Latent(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return q + kv + index + (self.q_rank or hidden) * self.index_heads * self.index_dim
 
 
+class Memory(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Layers whose MLP is a lookup in one table of keys x keys rows, each of the hidden columns.
+
+    - `layers`: these layers (global indices, ascending); the first has the table.
+    - `heads`: queries of a token, each of `key_dim` columns; `keys`: sub-keys of each half of a
+      head; `top`: rows that a head reads.
+    """
+
+    layers: Annotated[tuple[NonNegativeInt, ...], Meta(min_length=1)]
+    heads: Width
+    keys: Width
+    key_dim: Width
+    top: Width
+
+    @property
+    def rows(self) -> int:
+        """Rows of the table."""
+        return self.keys * self.keys
+
+    @property
+    def picked(self) -> int:
+        """Rows that a token reads in a layer."""
+        return self.heads * self.top
+
+    def matrix_parameters(self, hidden: int) -> int:
+        """Parameters of a layer's projections and keys, without the table."""
+        return self.heads * self.key_dim * (hidden + self.keys) + 2 * hidden * hidden
+
+
 class Model(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A decoder-only transformer, with the terms of its published config.
 
@@ -144,6 +178,10 @@ class Model(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     - `mtp_layers`: layers behind the last one that each predict one more token (multi-token
       prediction, DeepSeek-V3, arXiv 2412.19437).  Each joins the hidden states with the embedding
       of the next token by a linear, and uses the model's embedding and output projection.
+    - `layer_groups`: the layers share the weights of so many different ones, in equal runs (0: each
+      has its own).  `embedding_width`: columns of the embedding, which a linear widens,
+      and to which the head narrows (0: the hidden columns).  `attends_all`: a token attends to the
+      tokens behind it too.  All three are ALBERT's (arXiv 1909.11942).
     - `max_positions` 0 with learned positions: a Workload sets it to its sequence length.
     """
 
@@ -188,6 +226,10 @@ class Model(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     experts: Experts | None = None
     latent: Latent | None = None
     mtp_layers: Annotated[int, Meta(ge=0, le=64)] = 0
+    memory: Memory | None = None
+    layer_groups: Annotated[int, Meta(ge=0, le=1 << 12)] = 0
+    embedding_width: Annotated[int, Meta(ge=0, le=1 << 24)] = 0
+    attends_all: bool = False
     left_out: str = ""
     source: str = ""
 
@@ -211,6 +253,24 @@ class Model(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     def sparse_attention(self) -> bool:
         """Whether an indexer chooses the tokens to which a query attends."""
         return self.latent is not None and self.latent.index_top > 0
+
+    def memory_of(self, layer: int) -> str:
+        """Whether a layer `owns` the table of memory layers or `borrows` it; empty for others."""
+        if self.memory is None or layer not in self.memory.layers:
+            return ""
+        return "owns" if layer == self.memory.layers[0] else "borrows"
+
+    def owner(self, layer: int) -> int:
+        """The first layer that has the weights of a layer."""
+        if not self.layer_groups or layer >= self.num_layers:
+            return layer
+        run = self.num_layers // self.layer_groups
+        return layer // run * run
+
+    @property
+    def narrow(self) -> int:
+        """Columns of the embedding and of the output projection."""
+        return self.embedding_width or self.hidden
 
     @property
     def untimed(self) -> str:
@@ -273,6 +333,10 @@ class Model(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             "latent attention": self.latent is not None,
             "sparse attention": self.sparse_attention,
             "layers that predict more tokens": self.mtp_layers > 0,
+            "memory layers": self.memory is not None,
+            "layers that share weights": self.layer_groups > 0,
+            "an embedding of fewer columns": self.embedding_width > 0,
+            "attention to the tokens behind": self.attends_all,
             "different rates of dropout": self.drops_attention != (self.dropout > 0)
             or self.drops_embedding != (self.dropout > 0),
         }
@@ -371,19 +435,24 @@ class Model(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             router = self.hidden * (self.experts.count + self.experts.shared_gate)
             sparse = self.expert_layers + self.mtp_layers
             total += sparse * (self.mlp_matrix_parameters(width) + router)
+        if self.memory is not None:
+            count = len(self.memory.layers)
+            total += count * self.memory.matrix_parameters(self.hidden)
+            every -= count
         return total + (every - sparse) * self.mlp_matrix_parameters(self.ffn)
 
     @property
     def embedding_parameters(self) -> int:
         """Parameters of the token embedding, of learned positions and of the embedding's norm."""
         positions = self.max_positions if self.position == "learned" else 0
-        norm = self.norm_parameters if self.embedding_norm else 0
-        return (self.vocab + positions) * self.hidden + norm
+        norm = self.norm_parameters_of(self.narrow) if self.embedding_norm else 0
+        widened = (self.narrow + 1) * self.hidden if self.embedding_width else 0
+        return (self.vocab + positions) * self.narrow + norm + widened
 
     @property
     def head_parameters(self) -> int:
         """Parameters of the output projection, even if it is tied to the embedding."""
-        return self.vocab * self.hidden
+        return self.vocab * self.narrow
 
     @property
     def parameters(self) -> int:
@@ -420,9 +489,15 @@ class Model(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     def _with_experts(self, count: int) -> int:
         """Trainable parameters with `count` experts in each layer that has experts."""
-        layers = (self.num_layers - self.expert_layers) * self._layer_parameters(count, dense=True)
+        dense = (self.layer_groups or self.num_layers) - self.expert_layers
+        layers = dense * self._layer_parameters(count, dense=True)
         if self.experts is not None:
             layers += self.expert_layers * self._layer_parameters(count, dense=False)
         head = 0 if self.tied_embeddings else self.head_parameters
         head += self.vocab if self.head_bias else 0
-        return layers + self.embedding_parameters + head + self.norm_parameters
+        if self.memory is not None:
+            less = self.memory.matrix_parameters(self.hidden) - self.mlp_parameters(self.ffn)
+            layers += len(self.memory.layers) * less + self.memory.rows * self.hidden
+        if self.embedding_width:
+            head += (self.hidden + 1) * self.narrow
+        return layers + self.embedding_parameters + head + self.norm_parameters_of(self.narrow)

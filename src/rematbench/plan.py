@@ -10,12 +10,21 @@ from rematbench.costs.operators.ops import Part
 from rematbench.host.errors import UserError
 from rematbench.inputs.layout import Layout
 from rematbench.inputs.system import System
-from rematbench.workload import NonNegativeInt, PositiveInt
+from rematbench.model import Model
+from rematbench.workload import NonNegativeInt, PositiveInt, Workload
 
 Fraction = Annotated[float, Meta(ge=0.0, le=1.0)]
 Phase = Literal["warmup", "steady", "cooldown"]
 Scope = Literal["consumer", "layer"]
-Schedule = Literal["gpipe", "1f1b", "interleaved_1f1b"]
+Schedule = Literal[
+    "gpipe", "1f1b", "interleaved_1f1b", "zb-h1", "zb-h2", "vocab-1", "vocab-2", "interlaced"
+]
+ZERO_BUBBLE: dict[Schedule, int] = {"zb-h1": 1, "zb-h2": 2}
+"""The schedules with weight gradients apart: by how many passes more than the next rank a rank
+warms up, and by how many passes its weight gradients come earlier."""
+VOCABULARY: dict[Schedule, int] = {"vocab-1": 2, "vocab-2": 1, "interlaced": 0}
+"""The schedules of 1F1B in which all stages share the vocabulary, with the barriers of a
+micro-batch that run beside other passes (interlaced: the passes wait for each other)."""
 StateKind = Literal["parameter", "gradient", "optimizer"]
 
 Settings = Mapping[str, str | int | float | bool]
@@ -76,6 +85,7 @@ class Offload(Struct, frozen=True, tag="offload"):
     """Copy the tensor to pinned host memory after its forward and back before its backward."""
 
 
+# Why: docs/decisions/plan.md, Is a share of bytes approximated by a share of rows?
 class Split(Struct, frozen=True, tag="split"):
     """Divide the rows of one site.  floor(rows x offload) rows are offloaded to the host,
     floor(rows x recompute) rows are rebuilt, and the rest is kept.  A row is a token of the rank's
@@ -114,6 +124,7 @@ class Select(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     kept: bool = False
 
 
+# Why: docs/decisions/plan.md, Does a plan answer "fate of this site?" by a callback?
 class Rule(Struct, frozen=True):
     """A fate for selected sites.  The last rule that matches a site decides its fate; a rule that
     matches no site is an error."""
@@ -229,21 +240,49 @@ class StateFate(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return found
 
 
-class MiniSequence(Struct, frozen=True):
-    """Compute a run of row-local operators in `count` pieces of the rank's rows."""
+class MiniSequence(Struct, frozen=True, omit_defaults=True):
+    """Compute a run of operators in `count` pieces: of the rank's rows, if they are row-local, or,
+    from the projection to queries to the end of attention, of its heads (`of`).  A piece of heads
+    computes in its own backward again the inputs of attention, and its output in row order from
+    its output in head order (Untied Ulysses, arXiv 2602.21196)."""
 
     ops: tuple[str, ...]
     count: PositiveInt
+    of: Literal["rows", "heads"] = "rows"
 
 
 class Pass(NamedTuple):
-    """One forward (True) or backward (False) of one chunk for one micro-batch on one rank."""
+    """One pass of one chunk for one micro-batch on one rank.  `kind`: a forward (True), a backward
+    (False), or one half of a backward: the gradients of inputs ("B"), or those of weights ("W");
+    or a part of a vocabulary that all stages share: logits and softmax ("S"), or the gradient of
+    the weights behind them ("T")."""
 
-    forward: bool
+    kind: bool | Literal["B", "W", "S", "T"]
     micro_batch: int
     chunk: int
 
+    @property
+    def forward(self) -> bool:
+        """Whether the pass is a forward."""
+        return self.kind is True
 
+    @property
+    def backward(self) -> bool:
+        """Whether the pass is a backward, or its first half."""
+        return self.kind in (False, "B")
+
+    @property
+    def of_layers(self) -> bool:
+        """Whether the pass is of a chunk's layers, not of a vocabulary that stages share."""
+        return self.kind not in ("S", "T")
+
+    @property
+    def last(self) -> bool:
+        """Whether the pass frees what the forward kept: a whole backward, or its second half."""
+        return self.kind in (False, "W")
+
+
+# Why: docs/decisions/plan.md, Is a method a hook in a training loop?
 class Plan(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """All decisions of a method.
 
@@ -253,7 +292,9 @@ class Plan(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     until their layer's backward although no operator there reads them (PyTorch's selective
     checkpointing caches what it does not recompute).  `addresses`: activation addresses come from
     the framework's allocator at run time, or are planned before the step (as MEMO does; the
-    executor leaves them to torch).  `fit`: numbers that the method derived, for tables.
+    executor leaves them to torch).  `cuts`: virtual stages whose input needs no gradient; the stage
+    before has a head and a loss of its own, so the plan trains another objective (local learning).
+    `fit`: numbers that the method derived, for tables.
     """
 
     partition: tuple[tuple[tuple[int, ...], ...], ...]
@@ -265,6 +306,7 @@ class Plan(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     mini_sequences: tuple[MiniSequence, ...] = ()
     held: tuple[str, ...] = ()
     addresses: Literal["allocator", "planned"] = "allocator"
+    cuts: tuple[PositiveInt, ...] = ()
     fit: dict[str, float | str] = {}
 
     def with_rules(self, *rules: Rule) -> "Plan":
@@ -274,6 +316,12 @@ class Plan(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     def noting(self, **facts: float | str) -> "Plan":
         """This plan with numbers or remarks added to `fit`."""
         return msgspec.structs.replace(self, fit={**self.fit, **facts})
+
+    @property
+    def halves(self) -> bool:
+        """Whether some backwards have a pass for weight gradients alone."""
+        apart = any(item.kind == "W" for order in self.orders for item in order)
+        return apart or (self.schedule in ZERO_BUBBLE and not self.orders)
 
     def state(self, kind: StateKind) -> StateFate:
         """The fate of a kind of state (default: unsharded and on the device)."""
@@ -286,7 +334,8 @@ def state_fates(layout: Layout, system: System) -> tuple[StateFate, ...]:
     before each use.  Sharded gradients are in host memory if the stack keeps them there with its
     optimizer.  A pipeline gathers and reduces once in a step: FSDP2's stages of a pipeline neither
     reshard nor reduce before the last backward (torch 2.13, torch/distributed/pipelining/stage.py,
-    backward_maybe_with_nosync and perform_reduce_grad)."""
+    backward_maybe_with_nosync and perform_reduce_grad).  With more chunks on a rank than stay
+    gathered the schedule gathers a chunk before its pass, here layer by layer."""
     shards, held = layout.state_shards, layout.pp > 1
     stage = layout.zero_stage
     sharded_grad = shards if stage >= 2 else 1
@@ -297,12 +346,13 @@ def state_fates(layout: Layout, system: System) -> tuple[StateFate, ...]:
             kind="parameter",
             shards=shards,
             gather="layer",
-            release="step" if held else "forward",
+            release="step" if held and not layout.gathers_again else "forward",
             keeps_ends=system.zero.data_parallel == "fsdp" and not held,
             home="host" if system.host.parameters_on_host else "device",
         )
     elif stage == 2 and system.zero.data_parallel == "fsdp":
-        release: Literal["step", "backward"] = "step" if held else "backward"
+        release: Literal["step", "backward", "forward"] = "step" if held else "backward"
+        release = "forward" if layout.gathers_again else release
         parameter = StateFate(kind="parameter", shards=shards, gather="layer", release=release)
     return (
         parameter,
@@ -325,6 +375,45 @@ def gathers_by_layer(parameter: StateFate, layout: Layout) -> bool:
     peers that hold them, or copied from host memory, or both."""
     elsewhere = layout.has_peers or parameter.home == "host"
     return parameter.gather == "layer" and elsewhere
+
+
+def passes_refusal(plan: Plan, layout: Layout, system: System, model: Model) -> str:
+    """Why a plan's passes for weight gradients alone are not lowered; empty if they are."""
+    if not plan.halves:
+        return ""
+    gradient, optimizer = plan.state("gradient"), plan.state("optimizer")
+    reasons = {
+        "experts": model.experts is not None,
+        "layers that predict more tokens": model.mtp_layers > 0,
+        "tensor parallelism without norms before": layout.tp > 1 and not model.pre_norm,
+        "CUDA graphs": system.kernels.cuda_graphs,
+        "parameters gathered per layer": gathers_by_layer(plan.state("parameter"), layout),
+        "sharded gradients": gradient.shards > 1 or gradient.home == "host",
+        "updates in the backward": optimizer.update == "backward"
+        or (optimizer.pieces is not None and optimizer.pieces.start == "ready"),
+    }
+    found = [name for name, holds in reasons.items() if holds]
+    words = "weight gradients in passes of their own are not lowered with"
+    return f"{words} {found[0]}" if found else ""
+
+
+def vocabulary_refusal(plan: Plan, layout: Layout, system: System, work: Workload) -> str:
+    """Why a vocabulary that all stages share is not lowered; empty if it is."""
+    if plan.schedule not in VOCABULARY:
+        return ""
+    model = work.model
+    reasons = {
+        "one stage": layout.pp == 1,
+        "several chunks on a rank": layout.vpp > 1,
+        "tensor or data parallelism": layout.tp > 1 or layout.has_peers,
+        "tied embeddings": model.tied_embeddings,
+        "layers that predict more tokens": model.mtp_layers > 0,
+        "weights that do not train": work.partly,
+        "states that come at the first step": system.states.late_state_bytes > 0,
+        "pieces of the head": any("loss" in run.ops for run in plan.mini_sequences),
+    }
+    found = [name for name, holds in reasons.items() if holds]
+    return f"a vocabulary over all stages is not lowered with {found[0]}" if found else ""
 
 
 def has_exact_pins(system: System, plan: Plan) -> bool:

@@ -22,6 +22,7 @@ from rematbench.model import (
     Latent,
     Layers,
     Length,
+    Memory,
     MlpKind,
     Model,
     NonNegativeInt,
@@ -30,6 +31,7 @@ from rematbench.model import (
     PositiveInt,
     Precision,
     Probability,
+    RecipeName,
     RouterKind,
     Share,
     TrainedParts,
@@ -53,6 +55,7 @@ __all__ = [
     "Latent",
     "Layers",
     "Length",
+    "Memory",
     "MlpKind",
     "Model",
     "NonNegativeInt",
@@ -61,6 +64,8 @@ __all__ = [
     "PositiveInt",
     "Precision",
     "Probability",
+    "Quantised",
+    "RecipeName",
     "RouterKind",
     "Share",
     "Trained",
@@ -84,15 +89,22 @@ class Trained(Part, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Adapters drop this share of their input."""
     dora: bool = False
     """Adapters also train the magnitude of each row of a weight (DoRA)."""
+    bottleneck: Annotated[NonNegativeInt, Fact(metavar="W")] = 0
+    """Adapters of so many columns stand behind attention and behind the MLP, and train instead of
+    the model (Houlsby et al. 2019; 0: none)."""
     trained_parts: Annotated[TrainedParts, Fact(metavar="T")] = ""
     """Of embedding,norms,head these train too; without adapters, these alone."""
     frozen_layers: Annotated[NonNegativeInt, Fact(metavar="N")] = 0
     """The embedding and so many of the first layers do not train."""
-    trained_dtype: Literal["stack", "fp32"] = "stack"
-    """What trains is held in this precision (PEFT makes adapters fp32)."""
+    trained_dtype: Literal["stack", "fp32", "autocast"] = "stack"
+    """What trains is held in this precision (PEFT makes adapters fp32; autocast: fp32, and computed
+    in 16 bits)."""
     base_dtype: BaseDtype = "stack"
     """Weights that do not train are held in this format; linears of less than 16 bits are widened
     at each use (nf4_double: with quantised scales; int4: GPTQ and AWQ)."""
+    fp32_norms: bool = False
+    """Frozen norms are fp32, and with them the outputs of 4-bit linears and of layers (PEFT's
+    prepare_model_for_kbit_training)."""
 
     @property
     def trains_all(self) -> bool:
@@ -107,7 +119,12 @@ class Trained(Part, frozen=True, kw_only=True, forbid_unknown_fields=True):
     @property
     def partly(self) -> bool:
         """Whether some weights do not train."""
-        return bool(self.lora_rank or self.trained_parts or self.frozen_layers)
+        return bool(self.adapted or self.trained_parts or self.frozen_layers)
+
+    @property
+    def adapted(self) -> bool:
+        """Whether adapters train."""
+        return bool(self.lora_rank or self.bottleneck)
 
     @property
     def targets(self) -> tuple[str, ...]:
@@ -121,7 +138,24 @@ class Trained(Part, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return part in self.trained_parts.split(",")
 
 
-class Work(Trained, Part, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Quantised(Trained, Part, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Which linears multiply in fewer bits than the precision, and where these are held."""
+
+    recipe: RecipeName = "none"
+    """Linears of layers are quantised by this recipe of config/recipes.yaml (none: none is)."""
+    fp8_params: bool = False
+    """Quantised weights are the parameters, and are gathered as such (Megatron's
+    --fp8-param-gather, torchao's FP8 all-gather); otherwise they are copies of these."""
+    bf16_ends: Annotated[NonNegativeInt, Fact(metavar="N")] = 0
+    """So many of the first and as many of the last layers are not quantised."""
+
+    def quantises(self, layer: int, count: int) -> bool:
+        """Whether the linears of a layer (global index) of a model with `count` are quantised."""
+        end = layer < self.bf16_ends or count - self.bf16_ends <= layer < count
+        return self.recipe != "none" and not end
+
+
+class Work(Quantised, Part, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What a step computes, beside its model: a sequence length, a compute precision, documents
     and the tokens of experts; and what it trains."""
 
@@ -150,10 +184,18 @@ class Work(Trained, Part, frozen=True, kw_only=True, forbid_unknown_fields=True)
         return f" in documents of {self.document_len:,}" if self.packed else ""
 
     @property
+    def numbers(self) -> str:
+        """Words on the precision and the recipe."""
+        given = (self.recipe, "fp8_params" * self.fp8_params)
+        more = " ".join(word for word in given if word not in ("none", ""))
+        return f"{self.precision} with {more}" if more else self.precision
+
+    @property
     def documents(self) -> int:
         """Documents of a sequence, including a shorter last document."""
         return -(-self.seq_len // self.document_len) if self.packed else 1
 
+    # Why: docs/decisions/costs.md, Is a capacity of experts an imbalance?
     @property
     def drops_tokens(self) -> bool:
         """Whether experts leave out tokens above their capacity, and are not filled up to it."""

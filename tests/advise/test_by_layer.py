@@ -12,6 +12,7 @@ from rematbench.advise.search.job import SearchSpace
 from rematbench.advise.search.request import SearchRequest
 from rematbench.advise.search.rounds import SearchJob, in_one_process
 from rematbench.inputs.job import Job
+from rematbench.inputs.layout import LayoutError
 from rematbench.inputs.load import load_cluster, load_model
 from rematbench.workload import Experts
 from tests.everything import ENDLESS, WORK
@@ -106,3 +107,26 @@ def test_the_fastest_partition_is_found(layers: int, vpp: int, share: float) -> 
     there = [tuned.at(choice_of(job, sizes)) for sizes in every]
     fits = [item.fitting_s for item in there if item is not None]
     assert best <= min(fits) * (1 + 1e-9)
+
+
+def test_a_list_is_faster_than_every_method_on_all_layers_of_deepseek_v3() -> None:
+    """On 256 GB200 at Et|(tt|)*30L, stages that no bound covers."""
+    model = replace(load_model("deepseek-v3"), mtp_layers=0)
+    degrees = {"tp": 1, "cp": 1, "pp": 8, "ep": 32, "etp": 1, "micro_batch": 1, "zero_stage": 1}
+    spec = Job(
+        model=model, cluster="gb200-nvl72", system="megatron-core-2026", gpus=256, seq_len=4096,
+        global_batch=2048, stages="Et|(tt|)*30L",
+    )  # fmt: skip
+    only = ("full_recompute", "selective_recompute:mla_up_proj")
+    one = SearchRequest(spec=spec, only=only, fixed=Fixed(**degrees))
+    with pytest.raises(LayoutError, match="a chunk has no layers"):
+        _ = SearchSpace(one).space
+    space = SearchSpace(replace(one, by_layer=True))
+    found = ByLayer(space).stated()
+    assert not space.bounded
+    assert {item.method for item in found} > {*only}
+    assert "layers=" in found[0].method
+    for text in only:
+        (whole,) = (item for item in found if item.method == text)
+        name = text.partition(":")[0]
+        assert min(i.fitting_s for i in found if i.method.startswith(name)) < whole.fitting_s

@@ -16,7 +16,9 @@ from rematbench.worlds.packages.process import (
     BaselineError,
     NotInstalled,
     baselines,
+    broken_baselines,
     job,
+    loaded,
     policy,
     run_jobs,
 )
@@ -115,9 +117,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     (place / "toy" / "plan.py").write_text(PLAN)
     (place / "toy" / "run.py").write_text(RUN)
     monkeypatch.setitem(paths.IN_CHECKOUT, "baselines", str(place))
-    baselines.cache_clear()
+    loaded.cache_clear()
     yield place
-    baselines.cache_clear()
+    loaded.cache_clear()
     sys.modules["baselines"].__path__.remove(str(place))
     for name in [name for name in sys.modules if name.startswith("baselines.toy")]:
         del sys.modules[name]
@@ -143,11 +145,14 @@ def test_one_that_breaks_the_contract_is_caught(folder: Path) -> None:
     plan.write_text(PLAN.replace("from msgspec", "import torch\nfrom msgspec"))
     with pytest.raises(AssertionError):
         contract.test_the_policy_knows_no_framework("toy")
-    plan.write_text(PLAN.replace("def flags", "def flags(:"))
-    baselines.cache_clear()
-    del sys.modules["baselines.toy.plan"]
-    with pytest.raises(BaselineError, match=r"toy/plan\.py: SyntaxError"):
-        baselines()
+    for text, reason in (("def flags(:", "SyntaxError"), ("def options(", "Toy has no flags")):
+        plan.write_text(PLAN.replace("def flags(", text))
+        loaded.cache_clear()
+        sys.modules.pop("baselines.toy.plan", None)
+        assert "megatron_core" in baselines()  # the others stay
+        assert [path for path in broken_baselines() if "toy" in path] == [str(plan)]
+        with pytest.raises(BaselineError, match=rf"toy/plan\.py: {reason}"):
+            policy("toy")
 
 
 def test_it_is_run_refused_fails_and_is_not_traced(

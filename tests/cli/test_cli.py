@@ -1,6 +1,7 @@
 """What a person types: one clear line for a mistake, results for out of memory and unsupported."""
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterable
@@ -57,12 +58,12 @@ baseline
 
 def test_help_lists_what_a_person_uses_and_help_all_every_command() -> None:
     short, every = listed(typed("--help").out), listed(typed("--help-all").out)
-    assert len(short) == 20
+    assert len(short) == 22
     assert sorted(short) == sorted([*words_of(COMMANDS), "baseline"])
     assert sorted(every) == sorted([*short, *words_of(WORKFLOW)])
     assert set(NAMES.split()) <= set(every)
     assert listed(typed("--help").out) == short  # --help-all changes nothing that lasts
-    assert len(every) - 1 + len(listed(typed("baseline", "--help").out)) <= 35
+    assert len(every) - 1 + len(listed(typed("baseline", "--help").out)) <= 38
 
 
 LOADED = """
@@ -97,10 +98,13 @@ def test_a_command_loads_no_library_that_draws_or_fits_and_no_other_command() ->
         (["simulate", "keep_all", *DEMO, "--model", "no.json"], "no.json: no such model file"),
         (["simulate", "keep_all", *DEMO, "--gpus", "6", "--pp", "4"], "multiple of tp x cp x pp"),
         (["simulate", "keep_all", *DEMO, "--tpp", "2"], "No such option: --tpp"),
-        (["simulate", "keep_all", *DEMO, "--lora", "8"], "adapters (LoRA) are not modelled"),
+        (
+            ["simulate", "keep_all", *DEMO, "--lora", "8"],
+            "adapters are --lora-rank and --lora-targets",
+        ),
         (
             ["simulate", "keep_all", *DEMO, "--precision", "fp8-mx"],
-            "FP8 is not modelled: give bf16",
+            "FP8 is a recipe of linears: --recipe fp8",
         ),
         (["simulate", "keep_all", *DEMO, "--tp", "0"], "'--tp'"),
         (["simulate", "keep_all", *DEMO, "--zero", "4"], "less than or equal to 3"),
@@ -126,7 +130,7 @@ def test_a_command_loads_no_library_that_draws_or_fits_and_no_other_command() ->
             ["simulate", "keep_all", *DEMO, "--zero", "3", "--estimator", "fujii", *SHARDED],
             "not zero 3",
         ),
-        (["simulate", "keep_all", *DEMO, "--zero", "2"], "no ZeRO stage 2 (its stages: 0, 1)"),
+        (["simulate", "keep_all", *DEMO, "--zero", "2"], "no ZeRO stage 2 (--zero: 0, 1)"),
         (["simulate", "keep_all", *DEMO, "--pp", "4", "--system", "llm-foundry"], "no pipeline"),
         (["simulate", "mst", *PIPE, "--estimator", "atc24"], "no term for mini-sequences"),
         (["simulate", "memo", *PIPE, "--estimator", "atc24"], "one share alpha for all chunks"),
@@ -183,7 +187,7 @@ def test_unsupported_and_out_of_memory_are_results() -> None:
 
 
 def test_a_person_reads_the_verdict_first_and_no_op_aloud() -> None:
-    ran = typed("simulate", "selective_recompute", *PIPE)
+    ran = typed("simulate", "selective_recompute", *PIPE, "--notes")
     assert ran.code == 0
     verdict, speed = ran.out.index("FITS"), ran.out.index("tokens/s/GPU")
     assert verdict < speed
@@ -192,6 +196,9 @@ def test_a_person_reads_the_verdict_first_and_no_op_aloud() -> None:
     assert "has no effect on this problem" in ran.out
     assert "world: simulated" in ran.out
     assert ran.out.isascii()
+    short = typed("simulate", "selective_recompute", *PIPE).out
+    assert re.search(r"\n\d+ more notes: --notes$", short.rstrip())
+    assert "MFU, dense" not in short
 
 
 def test_partition_moves_layers() -> None:

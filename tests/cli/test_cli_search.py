@@ -34,9 +34,11 @@ def test_each_line_runs_again(tmp_path: Path) -> None:
     """The CSV has the job, and its command simulates to the same step; the first lines name the
     fastest plan with its layout and speed, the notes the packages that run the plans."""
     target = tmp_path / "found.csv"
-    answer = RUN.invoke(app, ["search", *shlex.split(WORDS), "--top", "3", "-o", str(target)])
+    answer = RUN.invoke(
+        app, ["search", *shlex.split(WORDS), "--top", "3", "--notes", "-o", str(target)]
+    )
     assert answer.exit_code == 0, answer.output
-    assert "proved gap: no plan of this space (" in answer.output
+    assert "proved gap: no plan of this space is more than" in answer.output
     assert "not searched: " in answer.output
     kernels = "attention fa2, norm fused, loss in place, on ampere"
     told = f"{kernels}; constants of cluster a800-80gb, stack default"
@@ -53,6 +55,20 @@ def test_each_line_runs_again(tmp_path: Path) -> None:
         again = RUN.invoke(app, [*words[1:], "--json"])
         assert again.exit_code == 0, again.output
         assert f'"step_s": {float(row["step_s"])}' in again.output
+
+
+def test_stages_that_no_bound_covers_are_tuned_by_layer_without_a_proof() -> None:
+    stages = "--pp 4 --layout 'E|t*12|t*12|L' --method full_recompute --by-layer"
+    words = ["search", *shlex.split(f"{WORDS} {stages}")]
+    shown = RUN.invoke(app, words)
+    assert shown.exit_code == 0, shown.output
+    assert "no bound covers these stages" in shown.output
+    assert "proved gap" not in shown.output
+    answer = json.loads(RUN.invoke(app, [*words, "--json"]).output)
+    assert answer["gap"] is None
+    assert [row["step_s"] for row in answer["rows"]] == sorted(r["step_s"] for r in answer["rows"])
+    without = RUN.invoke(app, words[:-1])
+    assert "a chunk has no layers (not searched)" in str(without.exception)
 
 
 def test_two_plans_are_explained_by_parts_that_add_up() -> None:
@@ -171,12 +187,14 @@ def test_a_plan_in_a_line_is_whole(tmp_path: Path) -> None:
     """Uneven ends and micro-batches too: the line alone names one plan."""
     target = tmp_path / "found.csv"
     words = ("--pp", "4", "--global-batch", "7", "--method", "lynx_heu", "--limit", "0")
-    text = ask(*words, "-o", str(target))
-    line = next(line for line in text.splitlines() if line.startswith("FASTEST"))
+    text = " ".join(ask(*words, "--notes", "-o", str(target)).split())
+    line = text[text.index("FASTEST") : text.index(" GiB left")]
     best = next(csv.DictReader(target.open()))
     assert ("--partition" in best["run_with"]) == ("--partition" in line)
     assert "pp 4" in line
-    assert "not covered by the proved gap: lynx_heu (planners)\n" in text  # --limit 0: not solved
+    assert (
+        "not covered by the proved gap: lynx_heu (planners) assumes" in text
+    )  # --limit 0: not solved
     assert "no plan missing from the table is faster than a row by more than the gap" in text
 
 
@@ -233,9 +251,9 @@ def test_a_table_of_a_narrow_terminal_drops_columns_and_no_digits(
 ) -> None:
     """A hundred columns hold every layout and step whole; what has no room is named."""
     monkeypatch.setattr("rematbench.host.console.PIPED_WIDTH", 240)
-    wide = RUN.invoke(app, ["search", *shlex.split(WORDS), "--top", "4"]).output
+    wide = RUN.invoke(app, ["search", *shlex.split(WORDS), "--top", "4", "--notes"]).output
     monkeypatch.setattr("rematbench.host.console.PIPED_WIDTH", 100)
-    narrow = RUN.invoke(app, ["search", *shlex.split(WORDS), "--top", "4"]).output
+    narrow = RUN.invoke(app, ["search", *shlex.split(WORDS), "--top", "4", "--notes"]).output
     assert "columns not shown: " in narrow
     assert "columns not shown: " not in wide
     rows = [line.split("|") for line in wide.splitlines() if re.match(r"\| [1-4] ", line)]
@@ -244,7 +262,7 @@ def test_a_table_of_a_narrow_terminal_drops_columns_and_no_digits(
         assert any(
             {row[10].strip(), row[11].strip()} <= {*text.split()} for text in narrow.splitlines()
         )
-    table = narrow[narrow.index("step s") : narrow.index("columns not shown")]
+    table = narrow[narrow.index("step s") : narrow.index("proved gap")]
     assert max(map(len, table.splitlines())) <= 100
 
 

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from rematbench.cli.app import GROUP, PLACES
-from rematbench.cli.show import over_peak
+from rematbench.costs.flops import over_peak
 from tests.typed import typed
 
 EVERY = [*PLACES, f"{GROUP} run", f"{GROUP} predict", f"{GROUP} list"]

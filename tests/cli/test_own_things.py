@@ -98,7 +98,7 @@ def test_a_parameter_named_as_a_class_variable_of_the_contract_declares_nothing(
     text = path.read_text()
     path.write_text(text.replace("    name: Class", f"{fields}    name: Class"))
     words = ["--methods", str(tmp_path), "--method", "mine", "--top", "1", "--limit", "0"]
-    ran = typed("search", *WORDS, "--micro-batch", "1", "--pp", "1", *words)
+    ran = typed("search", *WORDS, "--micro-batch", "1", "--pp", "1", "--notes", *words)
     assert ran.code in (0, None), ran.err
     assert "mine:" not in ran.out.partition("not searched")[0]
 

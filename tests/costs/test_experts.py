@@ -228,7 +228,6 @@ def test_experts_leave_a_node_where_their_groups_do(etp: int, nodes: int) -> Non
 @pytest.mark.parametrize(
     ("changes", "what"),
     [
-        ({"optimizer": "host"}, "an optimizer in host memory"),
         ({"system": "huggingface", "pp": 1, "ep": 1}, "the experts of system huggingface"),
     ],
 )

@@ -13,16 +13,31 @@ from rematbench.costs.formulas import balance_factor
 from rematbench.costs.operators.kernels import Attention, Elementwise, Gemm, Kernel
 from rematbench.evaluate.problems import make_problem
 from rematbench.evaluate.result import Band, evaluate_method
-from rematbench.evidence.bands import bands_of, device_errors, shipped, speed_errors, with_band
+from rematbench.evidence.bands import (
+    band_of,
+    bands_of,
+    device_errors,
+    shipped,
+    speed_errors,
+    with_band,
+)
 from rematbench.evidence.job_evidence import job_of, left_out_cells, unlike_devices
+from rematbench.evidence.open_causes import ROOFLINE
 from rematbench.evidence.quantiles import quantile
 from rematbench.inputs.cluster import Cluster
 from rematbench.inputs.job import Job
-from rematbench.inputs.load import load_cluster, load_model, load_system, names, shipped_balances
+from rematbench.inputs.load import (
+    load_cluster,
+    load_model,
+    load_system,
+    names,
+    rated,
+    shipped_balances,
+)
 from rematbench.inputs.system import with_facts
 from rematbench.plugins.discover import discover
 from rematbench.problem import Problem
-from tests.problems import on, problem
+from tests.problems import on, problem, remade
 
 H20: dict[str, Any] = {"gpu": "H20", "peak_flop_per_s": 1.48e14, "hbm_bytes_per_s": 4e12}
 KERNELS: tuple[Kernel, ...] = (
@@ -88,7 +103,7 @@ def test_a_faster_gpu_is_never_slower(
         assert after <= before * (1 + 1e-9)
 
 
-@pytest.mark.parametrize("name", names("cluster"))
+@pytest.mark.parametrize("name", [cluster.name for cluster in rated()])
 def test_shipped_gpus_keep_their_measured_rates(name: str) -> None:
     cluster = load_cluster(name)
     assert (
@@ -102,6 +117,16 @@ def test_shipped_gpus_keep_their_measured_rates(name: str) -> None:
         == 1.0
     )
     assert not unlike_devices(cluster)
+
+
+def test_a_shipped_gpu_without_rates_is_like_no_other() -> None:
+    """A card by its data sheet has no row of its own, so its band is a wide one."""
+    by_sheet = [cluster for cluster in map(load_cluster, names("cluster")) if cluster.roofline]
+    assert {cluster.gpu for cluster in by_sheet} >= {"GeForce-RTX-4090", "MI355X-288GB"}
+    for cluster in by_sheet:
+        band = band_of(remade(problem(), cluster=cluster), "keep_all")
+        assert band.half_width >= ROOFLINE
+        assert "by its data sheet alone" in trust(band)[0]
 
 
 def test_the_factor_joins_the_two_bounds() -> None:

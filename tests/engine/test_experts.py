@@ -8,6 +8,7 @@ from msgspec.structs import replace
 
 from rematbench.costs.operators.launches import COUNTS
 from rematbench.costs.operators.ops import Comm
+from rematbench.engine.lowering.blocks.chunk_ops import uncaptured
 from rematbench.engine.lowering.lower import lower
 from rematbench.engine.program.action import Action, Kind
 from rematbench.engine.program.storage import Role
@@ -18,6 +19,8 @@ from rematbench.evaluate.evaluation import evaluate
 from rematbench.evaluate.proof import check
 from rematbench.evaluate.result import assumed
 from rematbench.inputs.layout import LayoutError
+from rematbench.inputs.load import load_cluster
+from rematbench.inputs.system import with_facts
 from rematbench.plan import Plan
 from rematbench.problem import Problem
 from rematbench.workload import Experts
@@ -275,6 +278,80 @@ def test_modules_that_no_layer_has_are_refused() -> None:
     assert refusal(dense, "selective_recompute", modules=["moe_act"]).endswith("has moe_act")
 
 
-def test_graphs_of_layers_with_experts_are_refused() -> None:
-    with pytest.raises(LayoutError, match="not simulated with CUDA graphs: test-llama has"):
-        given(system_changes={"cuda_graphs": True})
+@pytest.mark.parametrize("padding", ["none", "capacity"])
+def test_graphs_end_where_experts_learn_their_sizes(padding: str) -> None:
+    """Attention, router and counts are in a layer's graph, and experts with known sizes too."""
+    model = replace(MIXTURE, num_layers=2)
+    plain = (given(model, system_changes={"cuda_graphs": on}) for on in (False, True))
+    work = {"expert_padding": padding, "capacity_factor": float(padding == "capacity")}
+    eager, graphs = (remade(one, workload=replace(one.workload, **work)) for one in plain)
+    names = [op.name for op in graphs.layer(0).ops]
+    apart = {*names[names.index(COUNTS) + 1 :]} if padding == "none" else set[str]()
+    assert {*uncaptured(graphs, graphs.layer(0))} == apart
+    peaks = [evaluate(one, one.base_plan).ranks[0].activation_peak for one in (eager, graphs)]
+    table = graphs.layer(0)
+    made = {name for op in table.ops if op.name in apart for name in op.outputs}
+    kept = sum(table.activations[name].nbytes for name in table.saved if name not in made)
+    share = graphs.calibration.common.graph_bytes_share
+    assert 0 < peaks[1] - peaks[0] <= 2 * share * kept
+    launched = [issued(one) for one in (eager, graphs)]
+    first = names[0]
+    for name, seconds in launched[0].items():
+        inside = graphs.cost.host_launch_s if name == first else 0.0
+        assert launched[1][name] == pytest.approx(seconds if name in apart else inside)
+
+
+def issued(found: Problem) -> dict[str, float]:
+    """The seconds in which a host issues each operator's kernels of a layer's forward."""
+    costs = ActionCosts(found)
+    return {
+        action.op: costs.issue_s(action, 0)
+        for action in actions(found)
+        if action.kind is Kind.FORWARD and action.part.letter == "L"
+    }
+
+
+@pytest.mark.parametrize("method", ["", "twinflow", "deep_optimizer_states", "optimizer_offload"])
+@pytest.mark.parametrize("stage", [0, 1])
+def test_states_of_experts_on_the_host_are_those_of_their_peers(method: str, stage: int) -> None:
+    """What leaves the device arrives in host memory, whether ZeRO shards experts apart or not."""
+    layout: dict[str, Any] = {"dp": 4, "ep": 2, "zero_stage": stage}
+    here = given(**layout)
+    there = remade(
+        given(**layout, system_changes={"optimizer_on_host": not method}),
+        cluster=load_cluster("h100-80gb-dos"),
+    )
+    small = {"size": 4096} if method else {}
+    whole = {"twinflow": {"ratio": 1.0}, "optimizer_offload": {"share": 1.0}}.get(method, {})
+    plan = plan_of(there, method, **small, **whole) if method else there.base_plan
+    check(lower(plan, there))
+    kept, moved = (
+        evaluate(one, of).ranks[0] for one, of in ((here, here.base_plan), (there, plan))
+    )
+    width = there.system.states.optimizer_bytes
+    rest = (LLAMA.parameters - 4 * LLAMA.mlp_parameters(LLAMA.ffn)) + 4 * 8 * LLAMA.hidden
+    experts = there.workload.model.num_layers * there.layer(0).expert_parameters
+    updated = (rest // 4 + experts // 2) if stage else rest + experts
+    assert kept.optimizer == pytest.approx(width * updated, rel=1e-3)
+    assert moved.optimizer == 0
+    assert moved.host_state >= width * updated * (1 - 1e-3)
+
+
+def test_a_stack_leaves_fp32_weights_on_the_device_and_pins_by_tensor() -> None:
+    """megatron-core's hybrid optimizer without the precision-aware one: 4 of 12 bytes stay."""
+    facts = {"resident_bytes": 4, "host_tensors": True, "optimizer_on_host": True}
+    found = given(dp=4, ep=2, zero_stage=1, system_changes=facts)
+    plan = found.base_plan
+    here = given(dp=4, ep=2, zero_stage=1)
+    whole = evaluate(here, here.base_plan).ranks[0].optimizer
+    held = evaluate(found, plan).ranks[0]
+    assert held.optimizer * 3 == whole
+    device = with_facts(found.system, optimizer_on_host=False)
+    found = remade(found, cluster=load_cluster("h100-80gb-dos"), system=device)
+    fate = {"share": 0.5, "visiting": 0.0, "slots": 0, "size": whole // 96}
+    half = plan_of(found, "optimizer_offload", **fate)
+    parted = evaluate(found, half).ranks[0]
+    assert parted.optimizer == pytest.approx(whole * (1 + 1 / 3) / 2, rel=0.02)
+    assert parted.host_state == pytest.approx(held.host_state / 2, rel=0.05)
+    params = whole // 12
+    assert 16 * params <= held.host_state <= 24 * params

@@ -14,7 +14,7 @@ from rematbench.inputs.layout import Layout
 from rematbench.inputs.load import load_cluster, load_system
 from rematbench.inputs.stackfacts import NO_FACTS
 from rematbench.inputs.system import FACTS, Accepts, with_facts
-from rematbench.plan import Offload, Plan, Recompute
+from rematbench.plan import MiniSequence, Offload, Plan, Recompute
 from rematbench.problem import Problem
 from rematbench.workload import Experts, Model, Workload
 from tests.problems import LLAMA, calibration, rule
@@ -43,7 +43,19 @@ JOBS: list[dict[str, Any]] = [
         "global_batch": 64,
     },
     {"stack": "huggingface", "dp": 2, "global_batch": 4, "precision": "fp32"},
+    {"stack": "huggingface-fsdp-4.46", "dp": 2, "zero_stage": 3, "global_batch": 2},
+    {"stack": "huggingface", "dp": 2, "global_batch": 4, "zero_stage": 0},
+    {
+        "stack": "huggingface-deepspeed",
+        "kept": True,
+        "facts": {"norm": "fused", "norm_keeps_steps": False, "fused_loss": True},
+        "pieces": 64,
+        "seq_len": 1 << 17,
+        "global_batch": 1,
+    },
 ]
+MLP = ("fc1", "act", "mul", "fc2")
+HEAD = ("lm_head", "loss")
 WHERE_MADE = ("fp32_copy", "prediction_layers")
 """The facts that are used before a problem exists: by its precision (inputs/precision.py), and by
 the choice of the layers that train (evaluate/problems.py)."""
@@ -55,11 +67,13 @@ def job(
     """A job, and its plan, which moves and rebuilds some activations unless all are `kept`."""
     rules = [rule(Offload(), "fc2_in"), rule(Recompute(), "up_out")]
     rules = [] if others.pop("kept", False) else rules
+    count = others.pop("pieces", 0)
+    pieces = tuple(MiniSequence(ops, count) for ops in (MLP, HEAD) if count)
     seq_len, precision = others.pop("seq_len", 4096), others.pop("precision", "bf16")
     work = Workload(model=model, seq_len=seq_len, precision=precision)
     system = with_facts(load_system(stack), **(facts or {}))
     given = Problem(work, CLUSTER, system, Layout(**others), calibration())
-    return given, given.base_plan.with_rules(*rules)
+    return given, replace(given.base_plan.with_rules(*rules), mini_sequences=pieces)
 
 
 def test_every_fact_acts_somewhere_but_what_a_stack_accepts() -> None:
@@ -90,7 +104,7 @@ def test_a_fact_acts_only_where_it_changes_numbers(
 
 def test_an_assumed_fact_of_a_stack_that_overlaps_exchanges_is_said() -> None:
     """On one GPU of the job, where nothing is exchanged."""
-    given, _ = job(**JOBS[-2])
+    given, _ = job(**JOBS[-4])
     sources = {"norm": f"{ASSUMED}a test", "reduce_bytes": f"{ASSUMED}a test"}
     system = with_facts(given.system, sources=sources)
     found = unread_facts(dataclasses.replace(given, system=system))

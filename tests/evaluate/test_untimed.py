@@ -167,7 +167,7 @@ def test_a_method_that_plans_by_seconds_is_refused_in_one_line(method: str) -> N
 def test_compare_ranks_by_bytes(tmp_path: Path) -> None:
     words = ("compare", *SMALL, "--cluster", cluster_file(tmp_path, "mi300x"))
     only = ("--only", "keep_all", "--only", "full_recompute", "--only", "memo")
-    ran = typed(*words, *only, "--processes", "1")
+    ran = typed(*words, *only, "--processes", "1", "--notes")
     told = " ".join(ran.out.split())
     assert ran.code == 0, ran.err
     assert "FITS: full_recompute," in told
@@ -279,3 +279,18 @@ def test_the_fields_of_the_verdict_agree() -> None:
             assert found["reason"] == found["binds"]
     order = [word for at, word in enumerate(seen) if word not in seen[:at]]
     assert order == ["oom", "fragmented", "ok"]
+
+
+def test_experts_that_drop_tokens_have_a_range_for_a_verdict() -> None:
+    """A public job of 16 H800 that ran at capacity 1.0; experts filled to it drop none for less."""
+    job: dict[str, Any] = {
+        "model": "qwen3-30b-a3b", "cluster": "h800-80gb", "system": "megatron-core-0.16",
+        "gpus": 16, "seq_len": 8192, "global_batch": 128, "pp": 2, "ep": 8, "capacity_factor": 1.0,
+    }  # fmt: skip
+    whole = rematbench.simulate(rematbench.Problem(**job), "keep_all")
+    fewer = rematbench.simulate(rematbench.Problem(**job | {"capacity_factor": 0.75}), "keep_all")
+    assert (whole.status, whole.fits, fewer.fits) == ("dropping", False, True)
+    assert whole.reason.startswith(f"{fewer.headroom_bytes / GIB:.2f} GiB of headroom if experts")
+    for others in ({"expert_padding": "capacity"}, {"global_batch": 256, "micro_batch": 2}):
+        found = rematbench.simulate(rematbench.Problem(**job | others), "keep_all")
+        assert found.status == "oom"

@@ -12,9 +12,9 @@ from rich.console import Console
 from rematbench.advise.candidates.candidate import load_compare
 from rematbench.advise.compare.comparison import Comparison, Order, table
 from rematbench.cli.compare import UNBOUNDED, Ranking
-from rematbench.cli.comparison_plot import write_plot
 from rematbench.cli.options import Request, RunOptions, request
 from rematbench.cli.plan_table import Head, kept
+from rematbench.cli.plots import write_plot
 from rematbench.evaluate.breakdown import PARTS
 from rematbench.evaluate.result import PlannedJob
 from rematbench.evidence.published.sheets import read_sheet
@@ -139,7 +139,7 @@ def test_numbers_are_whole_at_any_width(width: int) -> None:
     results = comparison.everything()
     for wide in (False, True):
         out = Console(width=width, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
-        printed = Ranking(out, comparison, Order(tokens=1e12), wide=wide)
+        printed = Ranking(out, comparison, Order(tokens=1e12), wide=wide, every=True)
         printed.table(results)
         printed.notes(results)
         text = out.export_text()

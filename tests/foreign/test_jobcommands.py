@@ -13,7 +13,7 @@ import pytest
 
 from rematbench.foreign.packages import read_files
 from rematbench.inputs.configfile import ConfigError
-from tests.foreign.small_jobs import job
+from tests.foreign.small_jobs import facts, job
 
 SIZES = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 128 --vocab-size 512"
 
@@ -207,7 +207,8 @@ def test_a_command_replaces_values_of_its_yaml(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "refusal"),
     [
-        ("megatron sft --model m --tuner_type lora", "lora"),
+        ("megatron sft --model m --tuner_type longlora", "longlora"),
+        ("megatron sft --model m --tuner_type lora --target_regex q", "target-regex"),
         ("deepspeed train.py --model_name_or_path m --vision_tower v", "vision_tower"),
         ("deepspeed -m openrlhf.cli.train_dpo --pretrain m --micro_train_batch_size 1", "stage"),
         (f"pretrain_gpt.py {SIZES} --num-experts 8 --moe-train-capacity-factor 1", "capacity"),
@@ -360,8 +361,11 @@ def test_homes_of_parameters_and_old_names_of_deepspeed(
 @pytest.mark.parametrize(
     ("text", "gpus", "refused"),
     [
-        ('[training]\ndata_parallel_degree = 4\n[model]\nconverters = ["float8"]', "4", True),
+        ('[training]\ndata_parallel_degree = 4\n[model]\nconverters = ["float8"]', "4", False),
+        ('[training]\ndata_parallel_degree = 4\n[model]\nconverters = ["qat"]', "4", True),
+        ("[float8]\nenable_float8_linear = true\nrecipe_name = 'rowwise'", None, True),
         ("[training]\nseq_len = 1\n[float8]\nfilter_fqns = 'x'", None, False),
+        ("[float8]\nenable_float8_linear = true\nfilter_fqns = ['attention.wk']", None, True),
         ("[training]\ndtype = 'bfloat16'", None, False),
         ("[optimizer]\nname = 'Muon'", None, True),
         ("[training]\nglobal_batch_size = -1", None, False),
@@ -385,7 +389,7 @@ def test_torchtitan_of_each_year(
         ("fsdp: [full_shard, auto_wrap]\ndeepspeed:\nattention: flash\nxformers_attention:", ""),
         ("plugins: [axolotl.integrations.cut_cross_entropy.X]", "cut_cross_entropy"),
         ("unfrozen_parameters: [a]", "frozen"),
-        ("tiled_mlp: true", "tiled_mlp"),
+        ("alst_sequence_tiling: true", "alst_sequence_tiling"),
     ],
 )
 def test_keys_of_axolotl_are_read_or_named(tmp_path: Path, text: str, words: str) -> None:
@@ -419,13 +423,17 @@ def test_shards_and_replicas_of_axolotl_give_the_gpus(tmp_path: Path) -> None:
 def test_a_part_of_the_optimizer_on_the_host_is_a_method(tmp_path: Path) -> None:
     zero = {"stage": 2, "offload_optimizer": {"device": "cpu", "ratio": 0.3}}
     made = job(tmp_path, json.dumps({"zero_optimization": zero}), "ds.json")[0]
-    assert made.method == "optimizer_offload:share=0.3"
+    assert made.method == "optimizer_offload:share=0.3,visiting=0"
     assert "optimizer" not in made.options
     line = f"x.py {SIZES} --optimizer-cpu-offload --optimizer-offload-fraction "
     full = " --recompute-granularity full --recompute-num-layers 2"
-    assert job(tmp_path, line + "0.5")[0].method == "optimizer_offload:share=0.5"
-    method = "full_recompute:num_layers=2+optimizer_offload:share=0.25"
+    half = "optimizer_offload:share=0.5,visiting=0,slots="
+    assert job(tmp_path, line + "0.5")[0].method == f"{half}0"
+    assert job(tmp_path, line + "0.5 --overlap-cpu-optimizer-d2h-h2d")[0].method == f"{half}1"
+    method = "full_recompute:num_layers=2+optimizer_offload:share=0.25,visiting=0,slots=0"
     assert job(tmp_path, line + "0.25" + full)[0].method == method
+    aware = job(tmp_path, f"{line}1.0 --bf16 --use-precision-aware-optimizer")[0]
+    assert (facts(aware)["resident_bytes"], facts(aware).get("optimizer_bytes")) == (0, None)
     assert job(tmp_path, line + "1.0")[0].options["optimizer"] == "host"
     assert "optimizer" not in job(tmp_path, line + "0")[0].options
 

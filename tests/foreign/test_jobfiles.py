@@ -49,7 +49,7 @@ EXPECTED = {
     ),
     ("titan_70b.toml",): (
         "full_recompute --model llama-3.1-70b --cluster CLUSTER --system torchtitan --gpus 256 "
-        "--seq-len 8192 --global-batch 64 --tp 8 --pp 4 --vpp 2 --zero 3"
+        "--seq-len 8192 --global-batch 64 --tp 8 --pp 4 --vpp 2 --zero 3 --recipe fp8"
     ),
     ("axolotl_full.yaml",): (
         "full_recompute --model mistral-7b --cluster CLUSTER --system torchtitan --gpus GPUS "
@@ -117,7 +117,6 @@ def test_an_unknown_key_is_named(file: str, unknown: str) -> None:
 @pytest.mark.parametrize(
     ("file", "refusal"),
     [
-        ("titan_70b.toml", "float8"),
         ("zero1_nvme.json", "nvme"),
     ],
 )

@@ -53,7 +53,6 @@ def test_a_command_of_another_job_is_refused(tmp_path: Path, line: str) -> None:
 @pytest.mark.parametrize(
     ("text", "package"),
     [
-        ("tokenizer: {_component_: x}\ncheckpointer: {}", "torchtune"),
         ("policy: {}\nloss_fn: {}", "NeMo-RL"),
         ("step_scheduler: {}\nmodel: {}", "Automodel"),
         ("actor_rollout_ref: {}\ndata: {}", "verl"),
@@ -84,7 +83,10 @@ def test_a_name_of_a_file_chooses_no_task(tmp_path: Path, out: str) -> None:
         "--softmax-type learnable",
         "--window-attn-skip-freq 2",
         "--quick-geglu",
-        "--exp-avg-dtype fp8",
+        "--fp8-format e4m3 --fp8-recipe custom",
+        "--fp8-format hybrid --no-fp8-wgrad --log-throughput",
+        "--fp8-format hybrid --transformer-impl local",
+        "--fp8-dot-product-attention",
         "--optimizer muon",
         "--num-experts 4 --moe-token-dispatcher-type other",
     ],

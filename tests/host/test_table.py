@@ -130,7 +130,7 @@ def test_every_method_of_activations_and_every_variant_has_a_bundle(tmp_path: Pa
     path.write_text(SUITE + "variants: [{method: full_recompute+pp_offload}]\n")
     registry = all_methods()
     found = suite_bundles(load_suite(path), registry)
-    plain = [name for name, entry in registry.methods.items() if not entry.moves_states]
+    plain = [name for name, entry in registry.methods.items() if not entry.waits]
     assert list(found) == [*plain, "full_recompute+pp_offload"]
 
 

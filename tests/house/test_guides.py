@@ -22,7 +22,9 @@ DECISIONS = sorted((ROOT / "docs/decisions").glob("*.md"))
 NO_COMMAND = {"words.md"}
 MOST = {"README.md": 900, "DESIGN.md": 1800}
 """Words."""
-MOST_LINES = {"CHANGELOG.md": 100}
+MOST_LINES = {"CHANGELOG.md": 130}
+MOST_LETTERS = 120
+"""Of a line of the changelog."""
 
 
 def guide(name: str) -> str:
@@ -107,6 +109,9 @@ def test_documents_are_short() -> None:
     assert all(
         len((ROOT / name).read_text().splitlines()) <= most for name, most in MOST_LINES.items()
     )
+    assert all(
+        len(line) <= MOST_LETTERS for line in (ROOT / "CHANGELOG.md").read_text().splitlines()
+    )
 
 
 def test_a_name_that_is_gone_is_found() -> None:
@@ -120,3 +125,16 @@ def test_quoted_lines_are_in_the_golden_plan_in_their_order() -> None:
     for block in quoted:
         golden = iter(GOLDEN.read_text().splitlines())
         assert not [line for line in block.splitlines() if line not in golden]
+
+
+def test_decisions_are_linked_from_the_lines_that_they_explain() -> None:
+    """A comment names a page and a heading, or its beginning, that are there."""
+    linked = re.compile(r"# Why: docs/decisions/(\w+\.md), (.+)")
+    found = [
+        link
+        for path in (ROOT / "src").rglob("*.py")
+        for link in linked.findall(path.read_text(encoding="utf-8"))
+    ]
+    assert len(found) >= 30
+    pages = {path.name: path.read_text(encoding="utf-8") for path in DECISIONS}
+    assert not [(page, head) for page, head in found if f"\n## {head}" not in pages[page]]

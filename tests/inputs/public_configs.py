@@ -21,6 +21,13 @@ GELU = {"hidden_act": "gelu"}
 TIED = {"hidden_act": "silu", "tie_word_embeddings": True}
 
 PUBLIC: dict[str, tuple[dict[str, Any], int]] = {
+    "albert-base-v2": (  # without pooler, sentence-order head and the output projection's bias
+        {
+            **llama("albert", 768, 3072, 12, 12, 0, 30000, hidden_act="gelu_new"),
+            **{"embedding_size": 128, "num_hidden_groups": 1, "max_position_embeddings": 512},
+        },
+        11_191_680,
+    ),
     "Llama-3.2-1B": (llama("llama", 2048, 8192, 16, 32, 8, 128256, **TIED), 1_235_814_400),
     "TinyLlama-1.1B": (llama("llama", 2048, 5632, 22, 32, 4, 32000, **SILU), 1_100_048_384),
     "SmolLM2-1.7B": (llama("llama", 2048, 8192, 24, 32, 32, 49152, **TIED), 1_711_376_384),

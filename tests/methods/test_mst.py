@@ -1,6 +1,7 @@
 """Mini-sequences as a method: the paper's rules, transients over M, composition, refusals."""
 
 import dataclasses
+from collections import Counter
 from math import ceil
 from typing import Any
 
@@ -10,13 +11,15 @@ from msgspec.structs import replace
 from rematbench.engine.lowering.lower import lower
 from rematbench.engine.program.action import Action, Kind
 from rematbench.engine.program.ledger import issue_order
+from rematbench.engine.program.program import Program
 from rematbench.evaluate.evaluation import evaluate, program_bytes
 from rematbench.evaluate.proof import check
 from rematbench.inputs.layout import Layout
+from rematbench.inputs.system import with_facts
 from rematbench.paper.studies.longest import longest_sequence
 from rematbench.plan import Plan, Unsupported
 from rematbench.problem import Problem
-from tests.problems import all_methods, layers, make_problem, plan_of, problem, refusal
+from tests.problems import all_methods, layers, make_problem, plan_of, problem, refusal, remade
 
 REGISTRY = all_methods()
 
@@ -253,3 +256,135 @@ def test_bytes_a_token_beside_layer_inputs_are_those_that_are_stated() -> None:
     a_token = rank.activation_peak / 60_000 - p.workload.model.num_layers * hidden
     assert a_token == pytest.approx(p.layer(0).saved_bytes / 60_000 + 4 * hidden, rel=1e-6)
     assert a_token == pytest.approx(234e3, rel=2e-3)
+
+
+# -- pieces that are computed again in their own backward --------------------------------------
+
+
+def again(**facts: Any) -> Problem:
+    """Fused Llama blocks on a stack that computes tiles again."""
+    return problem(
+        model=layers(2), seq_len=64, global_batch=1, system_changes={"tiles_again": True, **facts}
+    )
+
+
+def most_alive(p: Problem, plan: Plan, *names: str) -> int:
+    """The most bytes that tensors of layers with these names have at one time."""
+    alive: dict[str, int] = {}
+    most = 0
+    for block in lower(plan, p).ranks[0].blocks:
+        for action in block.actions:
+            for alloc in action.allocs:
+                name = str(alloc.storage)
+                if any(f".{word}" in name for word in names) and not name.startswith("d:"):
+                    alive[name] = alloc.nbytes
+            most = max(most, sum(alive.values()))
+            for storage in action.frees:
+                alive.pop(str(storage), None)
+    return most
+
+
+def test_tiles_of_a_recomputed_layer_are_alive_alone_and_run_three_times() -> None:
+    """Once in the forward, once with their layer, once in their own backward (DeepSpeed's TiledMLP
+    under a checkpoint)."""
+    inner = ("gate_out", "up_out", "act_out", "fc2_in")
+    found = {}
+    for fact in (False, True):
+        p = again(tiles_again=fact)
+        plan = plan_of(p, "full_recompute+mst", mlp_chunks=4, head_chunks=1)
+        program = lower(plan, p)
+        check(program)
+        actions = [a for a, *_ in program.ranks[0].actions()]
+        runs = [a.kind for a in actions if a.op == "fc1" and a.part.number == 0]
+        assert runs.count(Kind.RECOMPUTE) == (8 if fact else 4)
+        found[fact] = most_alive(p, plan, *inner)
+    assert found[True] * 4 <= found[False]
+
+
+@pytest.mark.parametrize("spec", ["mst", "selective_recompute+mst"])
+def test_tiles_of_a_kept_layer_save_their_input_alone(spec: str) -> None:
+    p = again()
+    settings = {"mst.mlp_chunks": 4, "mst.head_chunks": 1}
+    plan = plan_of(p, spec, **settings)
+    program = lower(plan, p)
+    check(program)
+    forward = program.ranks[0].blocks[0]
+    left = {str(a.storage) for act in forward.actions for a in act.allocs}
+    left -= {str(s) for act in forward.actions for s in act.frees}
+    assert not [name for name in left if ".gate_out" in name or ".fc2_in" in name]
+
+
+@pytest.mark.parametrize("degrees", [{}, {"ulysses": 2, "dp": 2}])
+@pytest.mark.parametrize("spec", ["mst", "full_recompute+mst"])
+def test_heads_in_slices_leave_the_share_of_one_slice(spec: str, degrees: dict[str, int]) -> None:
+    """Untied Ulysses: queries, keys and values of U of H heads at a time; the projection and its
+    all-to-all run again in the backward, attention does not."""
+    model = replace(layers(2), num_heads=4, num_kv_heads=4, head_dim=8)
+    stack = {"features": ("ulysses",)}
+    p = problem(model=model, seq_len=64, global_batch=2, system_changes=stack, **degrees)
+    slices = 4 // p.layout.ulysses
+    settings = {"mst.mlp_chunks": 1, "mst.head_chunks": 1}
+    whole, cut = (plan_of(p, spec, **settings, **{"mst.attention_chunks": n}) for n in (1, slices))
+    programs = [lower(plan, p) for plan in (whole, cut)]
+    for program in programs:
+        check(program)
+    names = ("q", "k", "v")
+    assert most_alive(p, cut, *names) * slices <= most_alive(p, whole, *names)
+    before, after = (shares(program) for program in programs)
+    for op in ("qkv", "attention"):
+        assert after["F", op] == pytest.approx(before["F", op])
+    layer = spec == "full_recompute+mst"
+    passes = 2 * p.layout.num_micro_batches
+    assert after["R", "qkv"] == pytest.approx((1 + layer) * passes)
+    assert after["R", "attention"] == pytest.approx(layer * passes)
+    if p.layout.ulysses > 1:  # forward q, k, v, out; backward these and their gradients
+        tensor = p.layer(0).activations["attn_out"].nbytes
+        units = [
+            round(sum(f["A2A", op] for op in ("to_heads", "to_rows"))) for f in (before, after)
+        ]
+        assert units == [(8 + 4 * layer) * passes * tensor, (12 + 4 * layer) * passes * tensor]
+
+
+def shares(program: Program) -> Counter[tuple[str, str]]:
+    """The shares of operators that run forward (F) or again (R), and bytes of all-to-alls."""
+    found: Counter[tuple[str, str]] = Counter()
+    for action, *_ in program.ranks[0].actions():
+        comm = action.exchange.comm
+        found[action.kind.value, action.op] += comm.nbytes if comm else action.rows.fraction
+    return found
+
+
+def test_slices_of_heads_are_equal_and_of_a_ranks_own() -> None:
+    assert "3 slices of 4 heads" in refusal(problem(), "mst", attention_chunks=3)
+    assert "tensor parallelism" in refusal(problem(tp=2), "mst", attention_chunks=2)
+
+
+@pytest.mark.parametrize(
+    ("cluster", "gpus", "seq_len", "peak_gib"),
+    [
+        ("h100-80gb", 1, 500_000, None),
+        ("h100-80gb", 8, 3_700_000, None),
+        ("h200-141gb", 1, 1_200_000, 136.15),
+    ],
+)
+def test_ladder_of_alst(cluster: str, gpus: int, seq_len: int, peak_gib: float | None) -> None:
+    """Published lengths of Llama-3.1 8B with Liger's kernels, weights on the host on one card
+    (ArcticTraining @b28638e); the recipe of 1.2 million tokens prints its peak."""
+    facts = {
+        **{"norm": "fused", "norm_keeps_steps": False, "rope": "fused", "fused_swiglu": True},
+        **{"fused_loss": True, "logits_fp32": False, "expandable_segments": True},
+        **{"optimizer_on_host": True, "parameters_on_host": gpus == 1},
+    }
+    given = make_problem(
+        model="llama-3.1-8b",
+        cluster=cluster,
+        system="huggingface-deepspeed",
+        layout=Layout(zero_stage=3, dp=gpus, ulysses=gpus, global_batch=1),
+        seq_len=seq_len,
+    )
+    p = remade(given, system=with_facts(given.system, **facts))
+    plan = plan_of(p, "full_recompute+mst", **{"full_recompute.inputs": "host"})
+    peak = max(evaluate(p, plan).peak_device_bytes)
+    assert peak < p.usable_bytes
+    if peak_gib:
+        assert peak / 2**30 == pytest.approx(peak_gib, rel=0.1)

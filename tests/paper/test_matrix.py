@@ -92,7 +92,7 @@ def test_the_declared_matrix_is_what_the_paper_needs() -> None:
     assert spec.seq_lens == tuple(1024 * n for n in (4, 16, 64, 128, 256, 1024))
     assert len(spec.clusters) == 3
     run = {name for arm in spec.all_arms(REGISTRY) for name in arm.method.split("+")}
-    assert run == {name for name, one in REGISTRY.methods.items() if not one.moves_states}
+    assert run == {name for name, one in REGISTRY.methods.items() if not one.waits}
     assert spec.problems() == []
 
 

@@ -1,6 +1,7 @@
 """Pictures and samples of the documents are what the figures and commands give."""
 
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -80,19 +81,22 @@ def test_the_picture_has_the_waits_that_its_script_draws(
 
 
 @pytest.mark.full
+@pytest.mark.parametrize(
+    ("page", "width", "rows"), [("docs/compare.md", "170", 5), ("README.md", "100", 8)]
+)
 def test_the_sample_of_compare_is_what_the_command_prints(
-    monkeypatch: pytest.MonkeyPatch, update_golden: bool
+    monkeypatch: pytest.MonkeyPatch, update_golden: bool, page: str, width: str, rows: int
 ) -> None:
-    """The verdicts and the table of docs/compare.md, of the methods that it shows; with
-    --update-golden the guide has what is printed here."""
-    path = ROOT / "docs" / "compare.md"
+    """The verdicts and the table of a page, of the methods that it shows; with --update-golden the
+    page has what is printed here."""
+    path = ROOT / page
     guide = path.read_text(encoding="utf-8")
     command, sample = re.findall(r"```\w+\n(.*?)```", guide, re.DOTALL)[:2]
     shown = re.findall(r"^(\S+) +(?:yes|no|tight) +-?\d", sample, re.MULTILINE)
-    assert len(shown) == 5
+    assert len(shown) == rows
     options = command.replace("\\\n", " ").split()
-    options = options[options.index("compare") + 1 : options.index("-o")]
-    monkeypatch.setenv("COLUMNS", "170")
+    options = options[options.index("compare") + 1 : -2]  # without the file of -o or --plot
+    monkeypatch.setenv("COLUMNS", width)
     only = [word for name in shown for word in ("--only", name)]
     lines = [line.rstrip() for line in typed("compare", *options, *only).out.splitlines()]
     first = next(number for number, line in enumerate(lines) if line.startswith("FASTEST"))
@@ -101,4 +105,24 @@ def test_the_sample_of_compare_is_what_the_command_prints(
     if update_golden:
         path.write_text(guide.replace(sample, printed), encoding="utf-8")
     assert path.read_text(encoding="utf-8").count(printed) == 1
-    assert "\n".join(lines[first : first + 2]) in (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def asked() -> list[tuple[str, str]]:
+    """The commands of docs/questions.md and the lines of their answers."""
+    page = (ROOT / "docs/questions.md").read_text(encoding="utf-8")
+    return re.findall(r"```sh\n([^`]+)```\n\n```text\n([^`]+)```", page)
+
+
+def test_the_page_of_questions_has_ten() -> None:
+    assert len(asked()) == 10
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("command", "answer"), asked())
+def test_a_question_has_the_answer_that_its_command_prints(
+    monkeypatch: pytest.MonkeyPatch, command: str, answer: str
+) -> None:
+    monkeypatch.setenv("COLUMNS", "110")
+    words = shlex.split(command.replace("\\\n", " "))[3:]
+    printed = iter([line.rstrip() for line in typed(*words).out.splitlines()])
+    assert not [line for line in answer.splitlines() if line not in printed]

@@ -65,11 +65,12 @@ COMMANDS = (
         "shipped.systems",
         "plan.plan",
         "plan.simulate",
+        "fit.fit",
         "compare.compare",
         "search.search",
     ),
     *("plan.timeline", "stages.stages", "baseline.flags", "doctor.doctor", "execute.execute"),
-    *("execute.trace", "verify.verify", "sheet.predict", "validate.validate"),
+    *("execute.trace", "verify.verify", "sheet.predict", "sheet.row", "validate.validate"),
     *("calibrate.calibrate", "read.read"),
 )
 """The user's commands, except the group of baselines: module of this folder and function."""
@@ -203,9 +204,9 @@ def _mistyped(error: TyperException) -> None:
 
 
 NOT_MODELLED = {
-    r"--(q?lora|adapter|peft)\b": "adapters (LoRA) are not modelled",
-    r"--precision.*'(mx)?fp8": "FP8 is not modelled: give bf16",
-    r"--precision.*'(nv|mx)?fp4": "FP4 is not modelled: give bf16",
+    r"--(q?lora|adapter|peft)\b": "adapters are --lora-rank and --lora-targets",
+    r"--precision.*'(mx)?fp8": "FP8 is a recipe of linears: --recipe fp8, fp8-block or mxfp8",
+    r"--precision.*'(nv|mx)?fp4": "FP4 is a recipe of linears: --recipe nvfp4",
 }
 """What is not modelled yet, by the words of a message about an option that does not exist."""
 

@@ -7,10 +7,9 @@ from typing import Annotated
 import msgspec
 import typer
 from msgspec.structs import asdict
-from typer import Option
+from typer import Argument, Option
 
 from rematbench.cli.options import (
-    DEFAULT_SYSTEM,
     Request,
     RunOptions,
     Timeout,
@@ -19,15 +18,18 @@ from rematbench.cli.options import (
     takes_run,
 )
 from rematbench.cli.real import Address, Port, Rank, Size, has_gpu, is_launched, speed_text, timing
+from rematbench.cli.show import banner
 from rematbench.cli.targets import Json, Out, need_file
-from rematbench.evaluate.result import evaluate_method
+from rematbench.evaluate.result import evaluate_method, told_fragmented
 from rematbench.host.console import CommandError, align_left, console, gib, grid, plain
 from rematbench.host.table import GIB
+from rematbench.inputs.job import DEFAULT_SYSTEM
 from rematbench.plan import Unsupported
-from rematbench.plugins.registry import IDENTITY
+from rematbench.plugins.discover import check_baseline
+from rematbench.plugins.registry import IDENTITY, MethodError
 from rematbench.problem import Problem
 from rematbench.worlds import package
-from rematbench.worlds.packages.flags import FlagsAnswer, costs, flags_of
+from rematbench.worlds.packages.flags import Costs, FlagsAnswer, alike, costs, flags_of
 from rematbench.worlds.packages.process import BaselineError, baselines, package_system, policy
 from rematbench.worlds.packages.stack import package_problem
 from rematbench.worlds.records.measured import TIMED_STEPS, measured_speed
@@ -49,6 +51,26 @@ def list_baselines() -> None:
         settings = ", ".join(f"{key}={value}" for key, value in entry.parameters.items())
         table.add_row(entry.name, plain(entry.claim.partition(": ")[2]), plain(settings))
     console().print(table)
+
+
+@app.command("check")
+def check(
+    folder: Annotated[Path, Argument(metavar="DIR", help="The folder of a baseline.")],
+) -> None:
+    """Check a baseline's folder: its policy, its functions, its files; exit code 1 if one lacks.
+
+    \b
+    Example:
+      rematbench baseline check baselines/megatron_core
+    """
+    try:
+        found = check_baseline(folder)
+    except MethodError as error:
+        raise CommandError(f"{folder / 'plan.py'}: {error}") from error
+    typer.echo(f"ok: {folder / 'plan.py'} has the policy {', '.join(found)}")
+    lacks = [name for name in ("run.py", "stack.py") if not (folder / name).is_file()]
+    if lacks:
+        raise CommandError(f"{folder} has no {' and no '.join(lacks)}: it is compared, but not run")
 
 
 def of_baseline(options: RunOptions) -> Request:
@@ -256,27 +278,37 @@ def flags(
     plan = asked.method.plan(asked.problem, asked.base)
     if isinstance(plan, Unsupported):
         raise CommandError(f"unsupported: {plan.reason}")
+    if asked.method.name != IDENTITY and alike(asked.problem, plan, asked.base):
+        raise CommandError(f"{run.method} touches nothing of this job: options are keep_all's")
     answer = flags_of(asked.problem, plan, baseline, whole=whole)
+    fits = banner(told_fragmented(evaluate_method(asked.problem, asked.method, asked.base)))
     lost = costs(asked.problem, plan, answer.plan) if answer.missing and answer.plan else None
     if json:
-        values = {**asdict(answer), "nearest": lost and asdict(lost)}
+        values = {**asdict(answer), "verdict": fits, "nearest": lost and asdict(lost)}
         del values["plan"]
         typer.echo(msgspec.json.format(msgspec.json.encode(values)).decode())
-    elif answer.missing:
-        typer.echo(f"{baseline} cannot express the plan of {run.method}; it lacks options for:")
+    else:
+        _print_flags(answer, run.method, fits, lost)
+    raise typer.Exit(1 if answer.missing else 0)
+
+
+def _print_flags(answer: FlagsAnswer, method: str, fits: str, lost: Costs | None) -> None:
+    """Print the verdict (`fits`), options and remarks; `lost`: the costs of the nearest policy."""
+    aside = answer.flags.startswith("{")
+    typer.echo(f"# {fits}", err=aside)
+    if answer.missing:
+        typer.echo(f"{answer.baseline} cannot express the plan of {method}; it lacks options for:")
         for line in answer.missing:
             typer.echo(f"  {line}")
         if lost is not None:
             peak, step = f"{lost.peak_bytes / GIB:+.2f} GiB", f"{100 * lost.step_share:+.1f} %"
             room = f"{lost.headroom_bytes / GIB:.2f} GiB left"
             typer.echo(f"nearest:\n{broken_lines(answer.flags)}")
-            typer.echo(f"compared with {run.method}: peak {peak}, step {step}; {room}")
+            typer.echo(f"compared with {method}: peak {peak}, step {step}; {room}")
     else:
         typer.echo(broken_lines(answer.flags))
-    if not json:
-        for line in remarks(answer):
-            typer.echo(f"# {line}", err=answer.flags.startswith("{"))
-    raise typer.Exit(1 if answer.missing else 0)
+    for line in remarks(answer):
+        typer.echo(f"# {line}", err=aside)
 
 
 def broken_lines(flags: str) -> str:
@@ -287,6 +319,7 @@ def broken_lines(flags: str) -> str:
 def remarks(answer: FlagsAnswer) -> Iterator[str]:
     """What options do not say: comments, which a run with `--options` does not read (of a JSON
     object they go to stderr)."""
+    yield from answer.remarks
     if answer.assumed:
         yield f"assumed, not set (no option): {', '.join(answer.assumed)}"
     for reason in answer.not_run:

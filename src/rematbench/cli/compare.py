@@ -12,10 +12,9 @@ from typer import Option
 from rematbench.advise.candidates.candidate import load_compare
 from rematbench.advise.compare.comparison import Comparison, Order, table
 from rematbench.advise.compare.would_fit import would_fit
-from rematbench.cli.comparison_plot import FORMATS, write_plot
+from rematbench.cli.beside import beside, without_recipe
 from rematbench.cli.options import RunOptions, request, takes_problem
 from rematbench.cli.plan_table import (
-    LONGEST,
     WIDE,
     Head,
     PlanTable,
@@ -25,22 +24,26 @@ from rematbench.cli.plan_table import (
     outside_line,
     over_peaks,
 )
+from rematbench.cli.plots import Plot, need_figure, write_plot
 from rematbench.cli.show import (
     FRAGMENTS,
     UNTIMED,
     covers,
     heading,
+    job_notes,
     nominal,
+    say_notes,
     tight_line,
     world_line,
 )
-from rematbench.cli.targets import Json, need_file
+from rematbench.cli.targets import Json, Notes, need_file
 from rematbench.evaluate.result import Result
 from rematbench.evidence.bands import ratio_band, shipped
 from rematbench.evidence.peaks import about
-from rematbench.host.console import CommandError, console, gib, percent, plain, rounded
+from rematbench.host.console import console, gib, percent, plain, rounded
 from rematbench.host.table import GIB, write_sheet
 from rematbench.problem import Problem
+from rematbench.worlds.packages.process import broken_baselines
 
 Names = list[str] | None
 
@@ -48,6 +51,9 @@ UNBOUNDED = 1000
 """The terminal width of `--wide`: more columns than any row has."""
 
 RUNS_ON = "runs\non"
+
+NARROW = 100
+"""A terminal of fewer columns shows each part of a step on a line of its own."""
 
 MOST_PARTS = 3
 """The most parts of the step in the table's cell (the CSV file has all)."""
@@ -85,13 +91,8 @@ def compare(  # noqa: PLR0913, PLR0917  # an option of the command line each
         ),
     ] = 0.0,
     json: Json = False,
-    plot: Annotated[
-        Path | None,
-        Option(
-            metavar="FILE.png",
-            help="Plot speed against headroom and the parts of the step (png, pdf or svg).",
-        ),
-    ] = None,
+    notes: Notes = False,
+    plot: Plot = None,
     wide: Annotated[
         bool, Option("--wide", help="Show all columns, even if lines exceed the terminal.")
     ] = False,
@@ -102,8 +103,8 @@ def compare(  # noqa: PLR0913, PLR0917  # an option of the command line each
 ) -> None:
     """Compare all methods, their compositions and the baseline policies on one job.
 
-    Methods that fit come first, by tokens/s; the reasons of methods without a plan stand below the
-    table.  `simulate` takes the name of every row; the CSV and --json have the whole command.
+    Methods that fit come first, by tokens/s; --notes has the reasons of methods without a plan.
+    `simulate` takes the name of every row; the CSV and --json have the whole command.
 
     \b
     Example:
@@ -113,9 +114,7 @@ def compare(  # noqa: PLR0913, PLR0917  # an option of the command line each
         --seq-len 16384 --global-batch 32 --only keep_all --only memo --also memo:alpha=0.3
     """
     need_file("-o", output)
-    need_file("--plot", plot)
-    if plot is not None and plot.suffix.lower() not in FORMATS:
-        raise CommandError(f"--plot {plot}: expected a file of {', '.join(FORMATS)}")
+    need_figure(plot)
     order = Order(tokens=tokens, price=price)
     asked = request(run, name_broken=False)
     comparison = Comparison(
@@ -127,7 +126,7 @@ def compare(  # noqa: PLR0913, PLR0917  # an option of the command line each
         processes=processes,
         limit_s=limit,
     )
-    printed = Ranking(console(), comparison, order, wide=wide)
+    printed = Ranking(console(), comparison, order, wide=wide, every=notes)
     shipped()  # free here, while the workers' server imports its modules
     comparison.quick()
     if not json:
@@ -151,9 +150,11 @@ def compare(  # noqa: PLR0913, PLR0917  # an option of the command line each
         }
         typer.echo(msgspec.json.format(msgspec.json.encode(answer)).decode())
     else:
-        printed.notes(results, changes)
-        if tight is not None:
-            text = f"FASTER but tight: {_summary(tight)}, with --reserve-gib 0"
+        printed.notes(results, changes, tight)
+        best = results[0] if results else None
+        twin = without_recipe(run, best.method) if best and best.evaluation else None
+        if best is not None and twin is not None:
+            text = f"{best.method} {beside(twin, best)}"
             printed.out.print(plain(text), soft_wrap=True)
     if output is not None:
         write_sheet(output, [as_cells(row) for row in rows])
@@ -174,11 +175,11 @@ def heads(problem: Problem, order: Order) -> tuple[Head, ...]:
         Head("tokens/s\n/GPU"),
         Head("MFU %\ncausal", given_up=3),
         Head("MFU %\ndense", given_up=5),
-        Head(f"host GiB\nper node\nof {host}", given_up=1),
+        Head(f"host GiB\nper node\nof {host}", given_up=2),
         Head("GPU-h\nper 1e9\ntokens", given_up=7),
         *days,
         *cost,
-        Head("where the\nstep goes\n%", words=True, given_up=2),
+        Head("where the\nstep goes, %", words=True, given_up=1),
         Head(RUNS_ON, words=True, given_up=6),
         Head("80 %\nband;\noutside", words=True, given_up=4),
     )
@@ -194,15 +195,16 @@ class Ranking:
         order: Order | None = None,
         *,
         wide: bool = False,
+        every: bool = False,
     ) -> None:
         self.out, self.comparison, self.order = out, comparison, order or Order()
+        self.every = every
         self.problem = comparison.job.problem
         if wide:
             # Width and height, because the width alone of a dumb terminal cannot be set.
             self.out.size = ConsoleDimensions(UNBOUNDED, self.out.height)
-        self.folded = out.width < WIDE
         self.verdict = ""
-        gap = 1 if self.folded else 2
+        gap = 2 if out.width >= WIDE else 1
         self.plans = PlanTable(out, heads(self.problem, self.order), gap=gap)
 
     def table(self, results: Sequence[Result]) -> None:
@@ -224,33 +226,45 @@ class Ranking:
         printed rows; no cell is cut. Refusals are lines below the table."""
         share = self.comparison.config.shown_share
         rows = [
-            cells(result, self.order, share, folded=self.folded)
+            cells(result, self.order, share, self.out)
             for result in results
             if result.verdict is not None
         ]
         if rows:
             self.plans.rows(rows)
 
-    def notes(self, results: Sequence[Result], changes: Sequence[str] = ()) -> None:
-        """Print how to read the table, what it lacks, and the verdict where planners changed it.
-        `changes`: what would make a method fit, where none does."""
+    def notes(
+        self, results: Sequence[Result], changes: Sequence[str] = (), tight: Result | None = None
+    ) -> None:
+        """Print the verdict where planners changed it, a faster `tight` plan, what would make a
+        method fit where none does (`changes`), and how to read the table."""
         self.out.print()
         if verdict(results) != self.verdict:
-            self.out.print(
-                plain(
-                    f"{verdict(results)} (a planner finished this plan after the table was printed)"
-                ),
-                style="bold",
-            )
-        self.plans.say_missing("--wide, or -o FILE.csv")
-        if RUNS_ON not in self.plans.missing:
-            self.out.print(plain(f"runs on: {self.comparison.engines.legend()}"))
+            late = "(a planner finished this plan after the table was printed)"
+            self._say(f"{verdict(results)} {late}", style="bold")
+        if tight is not None:
+            self._say(f"FASTER but tight: {_summary(tight)}, with --reserve-gib 0")
+        shown = {result.method for result in results if result.verdict is not None}
+        for policy in self.comparison.config.policies:
+            if policy.keys and policy.name in shown:
+                self._say(f"{policy.name} is set by {policy.keys}")
         absent = left_out(results, self.comparison)
-        for text in (*notes(results), *absent, *nominal(self.problem), world_line(self.problem)):
-            self.out.print(plain(text))
+        engines = f"runs on: {self.comparison.engines.legend()}"
+        more = (
+            self.plans.not_shown("--wide, or -o FILE.csv"),
+            *job_notes(self.problem),
+            engines if RUNS_ON not in self.plans.missing else "",
+            world_line(self.problem),
+        )
+        every = (*nominal(self.problem), *notes(results, absent), *filter(None, more))
+        say_notes(self.out, every, every=self.every)
         if changes:
-            text = f"WOULD FIT: {'; or '.join(changes)}"
-            self.out.print(plain(text), style="bold", soft_wrap=True)
+            self.out.print(
+                plain(f"WOULD FIT: {'; or '.join(changes)}"), style="bold", soft_wrap=True
+            )
+
+    def _say(self, text: str, style: str = "") -> None:
+        self.out.print(plain(text), style=style)
 
 
 def verdict(results: Sequence[Result]) -> str:
@@ -304,14 +318,12 @@ def _summary(result: Result) -> str:
     )
 
 
-def cells(result: Result, order: Order, share: float, *, folded: bool) -> list[str]:
+def cells(result: Result, order: Order, share: float, out: Console) -> list[str]:
     """The cells of one row of the table; parts of the step below `share` are left out."""
     evaluation, room = result.evaluation, result.verdict
     assert evaluation is not None
     assert room is not None
-    between = "\n" if folded else ", "
-    lines = folded_name(result.method, result.family.split("+"))
-    name = lines if folded or len(result.method) > LONGEST else result.method
+    name = folded_name(result.method, result.family.split("+"), out)
     short = room.host_headroom_bytes < 0 <= room.headroom_bytes
     fit = "host" if short else result.fit
     free = gib(room.host_headroom_bytes if short else room.headroom_bytes)
@@ -333,16 +345,16 @@ def cells(result: Result, order: Order, share: float, *, folded: bool) -> list[s
         pinned,
         rounded(result.gpu_hours_per_1e9_tokens or 0.0),
         *(rounded(v) for v in (order.days(result), order.cost(result)) if v is not None),
-        parts(result, share, between),
+        parts(result, share, ", " if out.width >= NARROW else "\n"),
         initials(result),
-        banded(result, between if folded else " "),
+        banded(result),
     ]
 
 
-def banded(result: Result, between: str = " ") -> str:
+def banded(result: Result) -> str:
     """A band's half-width, and the properties of the job that are outside of published rows."""
     band = result.error_band
-    return between.join((f"+-{100 * band.half_width:.0f} %", *band.outside)) if band else "-"
+    return " ".join((f"+-{100 * band.half_width:.0f} %", *band.outside)) if band else "-"
 
 
 def parts(result: Result, share: float, between: str = ", ") -> str:
@@ -352,27 +364,33 @@ def parts(result: Result, share: float, between: str = ", ") -> str:
     return between.join(f"{part} {-100 * each:.0f}" for each, part in largest[:MOST_PARTS])
 
 
-def notes(results: Sequence[Result]) -> list[str]:
-    """Lines that explain the table: ties, parts of the step, bands and their evidence."""
+def notes(results: Sequence[Result], absent: Sequence[str] = ()) -> list[str]:
+    """Lines that explain the table, the most important first: ties, jobs that nobody published,
+    what the table leaves out (`absent`), parts of the step, bands and their evidence."""
     fitting = [result for result in results if result.fits and result.timed]
-    lines = [*untimed_lines(results), *(about(results[0].problem) if results else ())]
+    checked = about(results[0].problem) if results else ()
+    lines = untimed_lines(results)
     if not fitting:
-        return [*lines, *retry_lines([result for result in results if result.fits])]
+        return [
+            *lines,
+            *checked,
+            *retry_lines([result for result in results if result.fits]),
+            *absent,
+        ]
     if any(result.tied and not result.same_as for result in fitting):
         error = percent(ratio_band())
         lines.append(f"= tied: within {error}, our error when comparing two methods")
-    lines.append(
+    lines += [*over_peaks(fitting), *retry_lines(fitting), *outside_line(fitting), *checked]
+    return [
+        *lines,
+        *absent,
+        tight_line(),
         "where the step goes: compute, recompute and pipeline bubble of the busiest rank, and "
-        "the time that copies, communication (tp, cp, ep, dp, pp) and host waits add to the step"
-    )
-    lines.append(
+        "the time that copies, communication (tp, cp, ep, dp, pp) and host waits add to the step",
         "80 % band: 80 % of published speeds, of sources of equal weight, differ by less than this "
         "from predictions that were fitted without their source; the band is wider for jobs that "
-        f"are unlike the published ones ({covers()})"
-    )
-    lines += over_peaks(fitting)
-    lines += outside_line(fitting)
-    return [*lines, tight_line(), *retry_lines(fitting)]
+        f"are unlike the published ones ({covers()})",
+    ]
 
 
 def untimed_lines(results: Sequence[Result]) -> list[str]:
@@ -406,7 +424,7 @@ def left_out(results: Sequence[Result], comparison: Comparison) -> list[str]:
         for result in results
         if result.verdict is None
     ]
-    broken = comparison.registry.broken
+    broken = comparison.registry.broken | broken_baselines()
     lines += [f"unavailable: {path}: {reason}" for path, reason in broken.items()]
     if comparison.left_out:
         lines.append(

@@ -21,7 +21,7 @@ from rematbench.evidence.peaks import leaving_reserve
 from rematbench.host.console import CommandError
 from rematbench.host.declared import fact, limits, plain_type, sentences
 from rematbench.host.table import GIB
-from rematbench.inputs.job import Job, flag, is_switched_off, options
+from rematbench.inputs.job import DEFAULT_SYSTEM, Job, flag, is_switched_off, options
 from rematbench.inputs.layout import Partition
 from rematbench.inputs.stages import partition_of_sizes
 from rematbench.plan import Plan
@@ -30,7 +30,6 @@ from rematbench.plugins.registry import Composition
 from rematbench.problem import Problem
 from rematbench.worlds.packages.process import baselines
 
-DEFAULT_SYSTEM = "megatron-core-0.16"
 MAX_TIMEOUT_S = 7 * 86_400.0
 """One week in seconds; the milliseconds of much longer times overflow torch's timeouts."""
 
@@ -139,15 +138,20 @@ def takes_search(command: Callable[..., None]) -> Callable[..., None]:
     return _with_options(command, _fact_options(tried, "The search keeps it."), lambda given: given)
 
 
-def takes_replacements(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command the facts of a Job as options that replace the values of files; it receives
-    those that are given as its first argument."""
+def takes_facts(note: str, *without: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command the facts of a Job (but for those `without`) as options whose help ends with
+    `note`; it receives those that are given as its first argument."""
     every = [field.name for field in options()]
-    return _with_options(
-        command,
-        _fact_options(every, "It replaces the files' value."),
-        lambda given: {name: value for name, value in given.items() if value is not None},
-    )
+    facts = [one for one in _fact_options(every, note) if one.name not in without]
+
+    def taking(command: Callable[..., None]) -> Callable[..., None]:
+        return _with_options(
+            command,
+            facts,
+            lambda given: {name: value for name, value in given.items() if value is not None},
+        )
+
+    return taking
 
 
 def _takes(command: Callable[..., None], fixed: dict[str, Any]) -> Callable[..., None]:

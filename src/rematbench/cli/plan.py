@@ -11,9 +11,11 @@ from rich.console import Console
 from rich.table import Table
 from typer import Option
 
-from rematbench.cli.options import DEFAULT_SYSTEM, Request, RunOptions, request, takes_run
-from rematbench.cli.show import as_json, heading, method_line, show
-from rematbench.cli.targets import Json, Out, need_file
+from rematbench.cli.beside import beside, without_recipe
+from rematbench.cli.options import Request, RunOptions, request, takes_run
+from rematbench.cli.plots import Plot, need_figure, write_ranks
+from rematbench.cli.show import as_json, banner, heading, method_line, show
+from rematbench.cli.targets import Json, Notes, Out, need_file
 from rematbench.engine.lowering.blocks.chunk_ops import ChunkOps
 from rematbench.engine.lowering.blocks.fates import Resolved, resolve
 from rematbench.engine.lowering.lower import lower
@@ -34,7 +36,9 @@ from rematbench.host.console import (
     plain,
     print_uncut,
     seconds,
+    worded,
 )
+from rematbench.inputs.job import DEFAULT_SYSTEM
 from rematbench.inputs.stages import Stage, stages_of, stages_text
 from rematbench.plan import Phase, Plan, Unsupported
 from rematbench.worlds.records.plan_replay import Replay, replay, replay_plan
@@ -47,6 +51,8 @@ PHASES: tuple[Phase, ...] = ("warmup", "steady", "cooldown")
 def simulate(
     run: RunOptions,
     json: Json = False,
+    notes: Notes = False,
+    plot: Plot = None,
     check: Annotated[
         bool, Option("--check", help="Also prove that the lowered plan is safe.")
     ] = False,
@@ -66,6 +72,7 @@ def simulate(
         --global-batch 256 --tp 4 --pp 8 --vpp 6 --set alpha=0.63
     """
     need_file("-o", out)
+    need_figure(plot)
     asked = request(run)
     result = evaluate_method(asked.problem, asked.method, asked.base, checked=check)
     form = estimated(result, estimator)
@@ -73,11 +80,17 @@ def simulate(
         record = make_record(result, asked.method)
         write_record(record, out)
     result = _with_errors(result)
+    if plot is not None:
+        write_ranks(result, "\n".join((*heading(asked.problem), banner(result))), plot)
+    twin = without_recipe(run)
     if json:
         values = as_json(asked, result) | ({"estimate": estimate_result(form)} if form else {})
+        values |= {"without_recipe": twin.row()} if twin else {}
         typer.echo(msgspec.json.format(msgspec.json.encode(values)).decode())
     else:
-        show(console(), asked, result, _keep_all(result))
+        show(console(), asked, result, _keep_all(result), every=notes)
+        if twin is not None:
+            console().print(plain(beside(twin, result)))
         if form is not None:
             show_estimate(console(), result, form)
     if result.status == "failed":
@@ -213,7 +226,7 @@ def _facts(asked: Request, planned: Plan, rank: int) -> Iterable[str]:
         words = f"{state.kind}: {state.shards} shards, home {state.home}, gather {state.gather}"
         yield f"{words}, update {state.update}" if state.kind == "optimizer" else words
     for key, value in planned.fit.items():
-        yield f"{key}: {value}"
+        yield f"{key}: {worded(value)}"
 
 
 def _held(stage: Stage) -> str:

@@ -8,15 +8,15 @@ from msgspec import Struct
 from rich.console import Console, JustifyMethod
 from rich.table import Table
 
-from rematbench.cli.show import over_peak
+from rematbench.costs.flops import over_peak
 from rematbench.evaluate.result import Result
 from rematbench.host.console import align_left, grid, plain, print_uncut
 
 WIDE = 150
-"""Terminal width in columns from which names and parts of the step are on one line."""
+"""A terminal of so many columns has room for long names."""
 
-LONGEST = 48
-"""The most characters of a name on one line."""
+LONGEST, SHORT = 48, 36
+"""The most characters of a name on one line, of a wide and of another terminal."""
 
 
 class Head(Struct, frozen=True):
@@ -83,18 +83,24 @@ class PlanTable:
         """The headings of the columns that are not shown."""
         return [head.text for i, head in enumerate(self.heads) if i not in self.kept]
 
-    def say_missing(self, instead: str) -> None:
-        """Print the columns that had no room; `instead`: the options that show them."""
-        if self.kept and self.missing:
-            names = ", ".join(text.replace("\n", " ") for text in self.missing)
-            self.out.print(plain(f"columns not shown: {names} (use {instead})"))
+    def not_shown(self, instead: str) -> str:
+        """Words on the columns that had no room; `instead`: the options that show them."""
+        if not self.kept or not self.missing:
+            return ""
+        names = ", ".join(text.replace("\n", " ") for text in self.missing)
+        return f"columns not shown: {names} (use {instead})"
 
 
-def folded_name(text: str, methods: Iterable[str]) -> str:
-    """A composition's name, a line per method and setting; a plus inside a value stays."""
+def folded_name(text: str, methods: Iterable[str], out: Console) -> str:
+    """A name on one line, or on two that part where a method or a setting begins, as near to the
+    middle as possible; a plus inside a value stays."""
+    if len(text) <= (LONGEST if out.width >= WIDE else SHORT):
+        return text
     names = "|".join(re.escape(name) for name in methods)
-    lines = re.split(rf"\+(?=(?:{names})(?:[:+]|$))", text)
-    return "\n+".join(lines).replace(":", ":\n  ").replace(",", ",\n  ")
+    parts = re.finditer(rf"\+(?=(?:{names})(?:[:+]|$))|(?<=[:,;])", text)
+    middle = [part.start() for part in parts]
+    at = min(middle, key=lambda place: abs(2 * place - len(text)), default=len(text))
+    return f"{text[:at]}\n  {text[at:].strip()}".rstrip()
 
 
 def initials(result: Result) -> str:

@@ -8,7 +8,7 @@ import typer
 from msgspec.structs import replace
 from typer import Argument, Option
 
-from rematbench.cli.options import takes_replacements
+from rematbench.cli.options import takes_facts
 from rematbench.cli.targets import need_folder
 from rematbench.evidence.published.row_cases import recompute_method
 from rematbench.foreign.job import FileJob, file_job
@@ -18,7 +18,7 @@ from rematbench.host.console import CommandError
 from rematbench.plugins.discover import discover
 
 
-@takes_replacements
+@takes_facts("It replaces the files' value.")
 def read(  # an option of the command line each
     facts: dict[str, Any],
     files: Annotated[
@@ -31,9 +31,14 @@ def read(  # an option of the command line each
         str, Option(metavar="METHOD", help="Instead of the files' recomputation.")
     ] = "",
     output: Annotated[
-        Path,
-        Option("-o", "--output", metavar="DIR", help="Where model and stack files are written."),
-    ] = Path(),
+        Path | None,
+        Option(
+            "-o",
+            "--output",
+            metavar="DIR",
+            help="Where model and stack files are written (else beside the first FILE).",
+        ),
+    ] = None,
     variables: Annotated[
         list[str] | None,
         Option("--set", metavar="NAME=VALUE", help="A variable of the environment."),
@@ -61,6 +66,7 @@ def read(  # an option of the command line each
     reading = read_files(files, dict(text.split("=", 1) for text in variables or ()))
     given = {**facts, "vocab": vocab}
     job = _named(file_job(reading, given, method, files[0].stem))
+    output = output or files[0].parent
     _write(job, output)
     _print(job, reading, output)
     if not run:

@@ -13,7 +13,8 @@ from rich.table import Table
 from typer import Option
 
 from rematbench.cli.options import Request
-from rematbench.cli.show import heading, method_line, over_peak
+from rematbench.cli.show import heading, method_line
+from rematbench.costs.flops import over_peak
 from rematbench.host.console import CommandError, align_left, console, gib, grid, plain
 from rematbench.host.ranks import NO_RENDEZVOUS
 from rematbench.worlds.records.measured import Comparison, Measured, MeasuredSpeed, measured_speed

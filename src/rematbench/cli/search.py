@@ -11,17 +11,19 @@ import typer
 from typer import Option
 
 from rematbench.advise.candidates.layouts import Fixed
+from rematbench.advise.search.by_layer import ByLayer
 from rematbench.advise.search.request import Progress, SearchRequest
 from rematbench.advise.search.rounds import SearchJob, rounds
 from rematbench.cli.inverse import Inverse, ask
-from rematbench.cli.options import DEFAULT_SYSTEM, Within, percents, require, takes_search
+from rematbench.cli.options import Within, percents, require, takes_search
 from rematbench.cli.plan_table import as_cells
+from rematbench.cli.plots import Plot, need_figure, write_plot
 from rematbench.cli.search_answer import SearchAnswer
 from rematbench.cli.search_output import show_assumed, show_difference, show_space
-from rematbench.cli.targets import Json, Methods, need_file
+from rematbench.cli.targets import Json, Methods, Notes, need_file
 from rematbench.host.console import CommandError, console
 from rematbench.host.table import write_sheet
-from rematbench.inputs.job import Job
+from rematbench.inputs.job import DEFAULT_SYSTEM, Job
 from rematbench.worlds.packages.process import package_system
 
 STEP_S = 1.0
@@ -99,6 +101,8 @@ def search(  # noqa: PLR0913, PLR0917  # an option of the command line each
         Option("-o", "--output", metavar="FILE.csv", help="Also write all numbers to this file."),
     ] = None,
     json: Json = False,
+    notes: Notes = False,
+    plot: Plot = None,
     limit: Annotated[
         int,
         Option(
@@ -130,7 +134,10 @@ def search(  # noqa: PLR0913, PLR0917  # an option of the command line each
         --gpus 64 --seq-len 4096 --global-batch 256 -o search.csv
     """
     need_file("-o", output)
-    _refuse(find, prices=price_tags, speed=speed, step=step, out=(output, json, explain, by_layer))
+    need_figure(plot)
+    _refuse(
+        find, prices=price_tags, speed=speed, step=step, out=(output, json, explain, by_layer, plot)
+    )
     if explain is not None and not all(1 <= place <= top for place in explain):
         raise CommandError(f"--explain: places of 1 to {top} (--top shows more), not {explain}")
     require(facts)
@@ -140,7 +147,7 @@ def search(  # noqa: PLR0913, PLR0917  # an option of the command line each
     spec = Job(**facts)
     request = SearchRequest(
         spec=spec, fixed=fixed, only=tuple(method or ()), folders=tuple(methods or ()),
-        engine=engine, reserve_gib=reserve_gib, within=within / 100,
+        engine=engine, reserve_gib=reserve_gib, within=within / 100, by_layer=by_layer,
     )  # fmt: skip
     job = SearchJob(request).ready()
     if find or price_tags:
@@ -154,18 +161,25 @@ def search(  # noqa: PLR0913, PLR0917  # an option of the command line each
     out = None if json else console()
     if out is not None:
         show_space(out, job)
-    at, ended = _run(request, top, processes)
+    at, ended = _run(job, top, processes)
     answer = SearchAnswer(out, job, at, top, ended=ended)
-    answer.table(solved=limit > 0)
+    answer.table()
     answer.more(limit, processes, by_layer=by_layer)
+    answer.notes(solved=limit > 0, every=notes)
+    _write(answer, output, plot)
     if json:
         typer.echo(answer.json())
-    if output is not None:
-        write_sheet(output, [as_cells(row) for row in answer.rows])
     if explain is not None:
         show_difference(console(), answer.results, explain)
     if not ended:
         raise typer.Exit(130)
+
+
+def _write(answer: SearchAnswer, output: Path | None, plot: Path | None) -> None:
+    if output is not None:
+        write_sheet(output, [as_cells(row) for row in answer.rows])
+    if plot is not None:
+        write_plot(answer.pictured, plot)
 
 
 def _refuse(find: str, *, prices: bool, speed: float, step: float, out: Sequence[object]) -> None:
@@ -175,7 +189,9 @@ def _refuse(find: str, *, prices: bool, speed: float, step: float, out: Sequence
             raise CommandError(f"{option} needs --find {kind}")
     if find and prices:
         raise CommandError("--price-tags cannot be used with --find")
-    for option, given in zip(("-o", "--json", "--explain", "--by-layer"), out, strict=True):
+    for option, given in zip(
+        ("-o", "--json", "--explain", "--by-layer", "--plot"), out, strict=True
+    ):
         if given and (find or prices):
             raise CommandError(
                 f"{option} cannot be used with {'--find' if find else '--price-tags'}"
@@ -184,11 +200,14 @@ def _refuse(find: str, *, prices: bool, speed: float, step: float, out: Sequence
         raise CommandError("--explain cannot be used with --json")
 
 
-def _run(request: SearchRequest, shown: int, processes: int) -> tuple[Progress, bool]:
-    """(last progress, whether the search ended by itself); False after Ctrl-C."""
+def _run(job: SearchJob, shown: int, processes: int) -> tuple[Progress, bool]:
+    """(last progress, whether the search ended by itself); False after Ctrl-C.  Without bounds, the
+    plans that fit."""
+    if not job.bounded:
+        return Progress(results=ByLayer(job).stated()), True
     at, last = Progress(), time.monotonic()
     try:
-        for at in rounds(request, shown=shown, processes=processes):
+        for at in rounds(job.request, shown=shown, processes=processes):
             if sys.stderr.isatty() and time.monotonic() - last > STEP_S:
                 last = time.monotonic()
                 sys.stderr.write(f"\r{_progress(at)}\x1b[K")

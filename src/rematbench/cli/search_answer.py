@@ -20,8 +20,11 @@ from rematbench.cli.search_output import (
     beside_line,
     notes,
     plan_line,
+    proof_lines,
     show_plans,
+    where,
 )
+from rematbench.cli.show import say_notes
 from rematbench.evaluate.result import Result
 from rematbench.host.console import plain
 
@@ -35,27 +38,37 @@ class SearchAnswer:
     ) -> None:
         self.out, self.job, self.at, self.ended = out, job, at, ended
         self.results = [with_engines(item) for item in job.completed(at.results[:top])]
+        self.not_shown = ""  # words on columns that had no room
         self.planned: list[Result] = []
         self.without: dict[str, str] = {}  # planners without a plan that fits, and why
         self.changes: list[str] = []
         self.simple: Result | None = None
         self.alone: dict[str, Result | None] = {}  # the best of each package's own options
 
-    def table(self, *, solved: bool) -> None:
-        """Print the plans, the proof and what was excluded; `solved`: planners are solved next."""
+    def table(self) -> None:
+        """Print the plans and the proof."""
         if self.out is None:
             return
-        show_plans(self.out, self.job, self.results)
-        solved = solved and self.ended
-        for text in notes(self.job, self.at, self.results, ended=self.ended, solved=solved):
-            self.out.print(plain(text), soft_wrap=True)
+        self.not_shown = show_plans(self.out, self.job, self.results)
+        self.out.print()
+        for text in proof_lines(self.job, self.at, self.results, ended=self.ended):
+            self.out.print(plain(text))
+
+    def notes(self, *, solved: bool, every: bool) -> None:
+        """Print notes on the table; `solved`: planners were solved; `every`: all notes."""
+        if self.out is None:
+            return
+        lines = [*notes(self.job, self.at, self.results, solved=solved and self.ended)]
+        say_notes(self.out, [*lines, *filter(None, [self.not_shown])], every=every)
 
     def more(self, limit_s: int, processes: int, *, by_layer: bool = False) -> None:
         """The last part of a search that ended: the simplest plan of the tie, what packages reach
         alone, planners, each within `limit_s` CPU seconds (0: none), and plans tuned `by_layer`;
         where nothing fits, the changes that would make the job fit.  After Ctrl-C, the answers so
-        far."""
+        far.  Nothing without bounds, whose plans are all in the table."""
         run = partial(rounds, processes=processes)
+        if not self.job.bounded:
+            return
         try:
             if self.ended and not self.results:
                 self._changes(run)
@@ -109,7 +122,7 @@ class SearchAnswer:
     def _say(self, text: str) -> None:
         _doing("")
         if self.out is not None:
-            self.out.print(plain(text), soft_wrap=True)
+            self.out.print(plain(text))
 
     @property
     def rows(self) -> list[dict[str, Any]]:
@@ -122,11 +135,26 @@ class SearchAnswer:
         engines = [{"runs_on": " ".join(item.runs_on)} for item in results]
         return [row | names for row, names in zip(rows, engines, strict=True)]
 
+    @property
+    def pictured(self) -> list[dict[str, Any]]:
+        """Every number of the plans, and of what packages have alone, named with their layout."""
+        alone = {name: item for name, item in self.alone.items() if item and item.fits}
+        first = {"tied_with_best": True}
+        rows = [
+            item.row() | {"name": item.method.replace("+", "\n+") + f"\n{where(item)}"}
+            for item in self.results
+        ]
+        rows[:1] = [row | first for row in rows[:1]]
+        return rows + [
+            item.row() | {"name": f"{name} alone\n{where(item)}", "alone": True}
+            for name, item in alone.items()
+        ]
+
     def json(self) -> str:
         """The answer with its proof."""
         count, rows = len(self.results), self.rows
         answer = {
-            "gap": self.at.gap if self.results else None,
+            "gap": self.at.gap if self.results and self.job.bounded else None,
             "ended": self.ended,
             "layouts": len(self.job.space.choices),
             "plans": self.at.plans or None,

@@ -13,8 +13,6 @@ from rematbench.advise.search.limits import not_searched, space_words
 from rematbench.advise.search.request import Progress
 from rematbench.advise.search.rounds import SearchJob
 from rematbench.cli.plan_table import (
-    LONGEST,
-    WIDE,
     Head,
     PlanTable,
     folded_name,
@@ -35,6 +33,7 @@ from rematbench.host.console import (
     rounded,
 )
 from rematbench.host.table import GIB
+from rematbench.worlds.packages.process import broken_baselines
 
 HEADS = (
     Head(""), Head("method", words=True), Head("tp"), Head("cp"), Head("pp"), Head("vpp"),
@@ -45,7 +44,7 @@ HEADS = (
     Head("what binds", words=True, given_up=1),
 )  # fmt: skip
 
-SOLVED = ", which run last, at the layouts of the first rows"
+SOLVED = ", solved at the layouts of the first rows"
 
 
 def show_space(out: Console, job: SearchJob) -> None:
@@ -56,10 +55,10 @@ def show_space(out: Console, job: SearchJob) -> None:
         plain(
             f"{job.model.name}, {work.seq_len:,} tokens{work.packing}, {work.precision}, global "
             f"batch {spec.degrees.global_batch}, on {spec.gpus} x {job.cluster.gpu} "
-            f"({job.cluster.name}), stack {job.system.name}"
-        )
+            f"({job.cluster.name}), stack {job.system.name}; simulated"
+        ),
+        soft_wrap=True,
     )
-    show_assumed(out, job)
     out.print(plain(f"space: {space_words(job)}"))
     out.print()
 
@@ -74,23 +73,20 @@ def show_assumed(out: Console, job: SearchJob) -> None:
     out.print(plain(f"assumes: {assumed_of(job)}"))
 
 
-def show_plans(out: Console, job: SearchJob, results: list[Result]) -> None:
+def show_plans(out: Console, job: SearchJob, results: list[Result]) -> str:
     """Print the fastest plan, then the plans' table with the columns that have room; no cell is
-    cut."""
+    cut.  Return words on the columns that had none."""
     if not results:
-        return
+        return ""
     out.print(plain(f"FASTEST: {plan_line(results[0])}"), style="bold")
     out.print()
-    longest = 0 if out.width < WIDE else LONGEST
-    rows = []
-    for place, item in enumerate(results, 1):
-        row = search_row(place, item)
-        if len(row["name"]) > longest:
-            row["name"] = folded_name(row["name"], job.registry.methods)
-        rows.append(list(_cells(row, item)))
     table = PlanTable(out, HEADS, framed=True)
+    rows = [
+        list(_cells(out, job, search_row(place, item), item))
+        for place, item in enumerate(results, 1)
+    ]
     table.rows(rows)
-    table.say_missing("-o FILE.csv")
+    return table.not_shown("-o FILE.csv")
 
 
 def where(result: Result) -> str:
@@ -132,14 +128,14 @@ def plan_line(result: Result) -> str:
     )
 
 
-def _cells(row: dict[str, Any], result: Result) -> Iterator[str]:
+def _cells(out: Console, job: SearchJob, row: dict[str, Any], result: Result) -> Iterator[str]:
     lay = result.problem.layout
-    more = f"\n  layers {row['partition']}" if result.job.uneven_layers else ""
-    more += "\n  without sp" if lay.tp > 1 and not lay.sp else ""
-    more += "\n  optimizer on host" if _hosts(result) else ""
-    more += "".join(f"\n  {words}" for words in _exchange(result))
-    more += f"\n  ep {lay.ep} etp {lay.etp}" if lay.etp is not None else ""
-    yield from (str(row["place"]), f"{row['name']}{more}", str(lay.tp))
+    words = [f"layers {row['partition']}"] if result.job.uneven_layers else []
+    words += ["without sp"] if lay.tp > 1 and not lay.sp else []
+    words += ["optimizer on host"] if _hosts(result) else []
+    words += [*_exchange(result), *([f"ep {lay.ep} etp {lay.etp}"] if lay.etp is not None else [])]
+    name = folded_name("; ".join((row["name"], *words)), job.registry.methods, out)
+    yield from (str(row["place"]), name, str(lay.tp))
     exchanged = f"u{lay.ulysses}" if lay.ulysses > 1 else ""
     yield exchanged if exchanged and lay.cp == 1 else f"{lay.cp}{exchanged}"
     yield from map(str, (lay.pp, lay.vpp, lay.dp, lay.zero_stage, lay.micro_batch))
@@ -151,29 +147,19 @@ def _cells(row: dict[str, Any], result: Result) -> Iterator[str]:
     yield from (result.fit, initials(result), result.losses)
 
 
-def notes(
-    job: SearchJob, at: Progress, results: list[Result], *, ended: bool, solved: bool
+def proof_lines(
+    job: SearchJob, at: Progress, results: list[Result], *, ended: bool
 ) -> Iterator[str]:
-    """Lines on the proved gap, and on what excluded the other plans.  `ended`: not after Ctrl-C;
-    `solved`: planners are solved next."""
-    yield ""
+    """The proved gap, or why nothing fits.  `ended`: not after Ctrl-C."""
     stopped = "" if ended else "stopped: "
+    if not job.bounded:
+        yield "no bound covers these stages: methods are tried with all layers and with a list"
+        return
     if results:
         yield (
-            f"{stopped}proved gap: no plan of this space ({space_words(job)}) is more than "
-            f"{100 * at.gap:.2f} % faster than the first row ({at.simulations} of {at.plans:,} "
-            "plans simulated)"
+            f"{stopped}proved gap: no plan of this space is more than {100 * at.gap:.2f} % faster "
+            f"than the first row ({at.simulations} of {at.plans:,} plans simulated)"
         )
-        yield from _rows_note(job, at, results)
-        yield from about(results[0].problem)
-        yield from over_peaks(results)
-        yield "runs on: M megatron_core, D deepspeed (`flags` prints options), O our executor"
-        if any(item.tied for item in results):
-            near, far = (percent(ratio_band(one_layout=item)) for item in (True, False))
-            yield (
-                f"= tied: within {near} of the first row ({far} on another layout), our error when "
-                "comparing two methods"
-            )
     elif not ended:
         yield _stopped(at)
     elif at.short_bytes < inf:
@@ -183,9 +169,24 @@ def notes(
         )
     else:
         yield "NOTHING FITS: every plan was excluded, but none for lack of device memory"
+
+
+def notes(job: SearchJob, at: Progress, results: list[Result], *, solved: bool) -> Iterator[str]:
+    """Notes on the table and on what excluded the other plans, the most important first.
+    `solved`: planners are solved."""
+    if any(item.tied for item in results):
+        near, far = (percent(ratio_band(one_layout=item)) for item in (True, False))
+        yield (
+            f"= tied: within {near} of the first row ({far} on another layout), our error when "
+            "comparing two methods"
+        )
+    yield from (*over_peaks(results), *outside_line(results))
+    yield from about(results[0].problem) if results else ()
+    yield from _rows_note(job, at, results)
+    if results:
+        yield "runs on: M megatron_core, D deepspeed (`flags` prints options), O our executor"
     yield f"not searched: {'; '.join(not_searched(job))}"
-    dropped = [f"{count:,} {rule}" for rule, count in job.space.refused.items()]
-    if dropped:
+    if dropped := [f"{count:,} {rule}" for rule, count in job.space.refused.items()]:
         yield f"layouts not allowed: {'; '.join(dropped)}"
     fell = sorted(at.excluded.items(), key=lambda pair: -pair[1])
     if said := [f"{count:,} {why}" for why, count in fell if count]:
@@ -198,7 +199,9 @@ def notes(
             f"not covered by the proved gap: {names} "
             f"(planners{SOLVED if results and solved else ''})"
         )
-    yield from outside_line(results)
+    for path, reason in broken_baselines().items():
+        yield f"unavailable: {path}: {reason}"
+    yield f"assumes: {assumed_of(job)}"
     date = results[0].problem.calibration.date if results else ""
     yield f"world: simulated (rematbench {__version__}{f', constants of {date}' if date else ''})"
 

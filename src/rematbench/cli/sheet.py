@@ -1,4 +1,4 @@
-"""The command `predict`: a prediction for every row of a sheet."""
+"""The commands about sheets: `predict` predicts every row, `row` makes one of a trainer's log."""
 
 from pathlib import Path
 from typing import Annotated
@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 from typer import Argument, Option
 
+from rematbench.cli.options import RunOptions, request, takes_problem
 from rematbench.cli.targets import (
     Methods,
     need_file,
@@ -14,7 +15,8 @@ from rematbench.evidence.predict import predict_rows, prediction_columns
 from rematbench.evidence.published.derived import all_cells, bundles
 from rematbench.evidence.published.row_cases import ASSUMED
 from rematbench.evidence.published.sheets import Cell, read_cells
-from rematbench.host.console import CommandError, progress_bar
+from rematbench.foreign.logs import read_log
+from rematbench.host.console import CommandError, progress_bar, worded
 from rematbench.host.table import write_sheet
 from rematbench.host.workers import collect_rarely
 from rematbench.inputs.configfile import closest, require_among
@@ -27,6 +29,8 @@ ROWS = Annotated[
 ]
 PROCESSES = Annotated[int, Option(min=1, help="Worker processes.")]
 PREDICTED = ("ok", "oom")
+OURS = ("kernel", "schedule", "rematbench", "constants", "assumes")
+"""Facts of a prediction, which a measured row lacks."""
 NAMED = 3
 """Maximum number of rows without a prediction that the terminal lists."""
 
@@ -115,3 +119,42 @@ def failure_lines(rows: list[Cell]) -> list[str]:
     lines = [f"row {n}: {row['pred_status']}: {row['pred_reason']}" for n, row in missed[:NAMED]]
     more = len(missed) - len(lines)
     return lines + ([f"and {more} more rows (see column pred_reason)"] if more else [])
+
+
+@takes_problem
+def row(  # an option of the command line each
+    run: RunOptions,
+    log: Annotated[Path, Argument(metavar="LOG", help="What the trainer printed.")],
+    output: Annotated[Path, Option("-o", "--output", metavar="ROWS.csv")],
+    source: Annotated[str, Option(metavar="TEXT", help="Who ran it, and where it can be read.")],
+    command: Annotated[str, Option(metavar="TEXT", help="The command that ran.")],
+    commit: Annotated[str, Option(metavar="TEXT", help="The trainer's commit or version.")],
+    gpu: Annotated[str, Option(metavar="TEXT", help="The GPU, as nvidia-smi names it.")],
+    recompute: Annotated[str, Option(metavar="TEXT", help="A method, or the source's word.")] = "",
+) -> None:
+    """Write a trainer's log as a row of a sheet, with its card: command, commit and GPU.
+
+    The row is added to ROWS.csv; `predict`, `validate --rows` and `calibrate --rows` read it.  The
+    log is one of Megatron, torchtitan or Transformers.
+
+    \b
+    Example:
+      rematbench row train.log -o rows.csv --model llama-7b --cluster a100-80gb --gpus 8 --tp 2
+        --seq-len 4096 --global-batch 64 --source "me, 2026" --command "torchrun pretrain_gpt.py"
+        --commit core_v0.16.1 --gpu "NVIDIA A100-SXM4-80GB"
+    """
+    need_file("-o", output)
+    made = request(run)
+    try:
+        cells = read_log(log.read_text(encoding="utf-8", errors="replace"), str(log))
+    except OSError as error:
+        raise CommandError(f"{log}: cannot be read ({error.strerror})") from error
+    card = {"command": command, "commit": commit, "gpu": gpu}
+    note = "; ".join(f"{key} {value}" for key, value in card.items())
+    facts = {key: made.job.facts()[key] for key in made.job.facts() if key not in OURS}
+    facts |= {**cells, **card, "model": str(run.problem["model"])}
+    facts |= {"source": source, "recompute": recompute, "status": "ok", "note": note}
+    before = list(read_cells(output, "-o")) if output.is_file() else []
+    write_sheet(output, [*before, {key: "" if x is None else x for key, x in facts.items()}])
+    said = ", ".join(f"{key} {worded(value)}" for key, value in cells.items())
+    typer.echo(f"{output}: row {len(before) + 1}: {said}")

@@ -1,5 +1,6 @@
 """Output of a run: on a terminal the verdict, speed, bytes per rank, freed bytes; and as JSON."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from msgspec.structs import asdict
@@ -8,12 +9,14 @@ from rich.table import Table
 
 from rematbench import __version__
 from rematbench.cli.options import Request
-from rematbench.costs.flops import megatron_flop_per_token, model_flop_per_token
+from rematbench.cli.rank_table import freed_bytes, stages
+from rematbench.costs.flops import megatron_flop_per_token, model_flop_per_token, over_peak
+from rematbench.costs.operators.memory import table_traffic
 from rematbench.costs.tiles import untiled
 from rematbench.engine.lowering.lower import lower
 from rematbench.engine.simulate.seconds import action_seconds
 from rematbench.evaluate.breakdown import host_wait_s
-from rematbench.evaluate.evaluation import PlanEvaluation, RankBytes, fullest_rank
+from rematbench.evaluate.evaluation import PlanEvaluation, fullest_rank
 from rematbench.evaluate.proof import Proof
 from rematbench.evaluate.result import (
     SPEEDS,
@@ -26,15 +29,18 @@ from rematbench.evaluate.result import (
 from rematbench.evaluate.verdict import Retries
 from rematbench.evidence.bands import inside_shares
 from rematbench.evidence.peaks import about, in_words, total_is_checked
-from rematbench.host.console import gib, grid, percent, plain, print_uncut, rounded, seconds
+from rematbench.host.console import gib, percent, plain, print_uncut, rounded, seconds, worded
 from rematbench.inputs.stackfacts import other_versions
+from rematbench.inputs.system import System
 from rematbench.plan import has_exact_pins
 from rematbench.problem import Problem
 from rematbench.solve.memory_plan import BEST_FIT_TENSORS, is_placeable
 
 HOST_SHARE = 0.01
 """The smallest share of a step spent waiting for the host that is printed."""
-UNTIMED = "their time is not modelled"
+MOST_NOTES = 3
+"""Notes that are printed without --notes."""
+UNTIMED = "their time is not modelled, and may be several times the step"
 FRAGMENTS = (
     "fragmentation may exhaust memory late in the step (the verdict replays only the first part "
     "of a step: two passes more than twice the passes before the peak)"
@@ -42,6 +48,7 @@ FRAGMENTS = (
 BANNERS = {
     "ok": "FITS",
     "fragmented": "FITS, FRAGMENTED",
+    "dropping": "FITS IF TOKENS ARE DROPPED",
     "oom": "OUT OF MEMORY",
     "unsupported": "UNSUPPORTED",
     "failed": "FAILED",
@@ -49,10 +56,16 @@ BANNERS = {
 
 
 def show(
-    out: Console, request: Request, result: Result, keep_all: PlanEvaluation | None = None
+    out: Console,
+    request: Request,
+    result: Result,
+    keep_all: PlanEvaluation | None = None,
+    *,
+    every: bool = False,
 ) -> None:
-    """Print a run: a result with its band and retries.  `keep_all`: the evaluation of that method
-    on the same problem (None: not compared)."""
+    """Print a run: verdict, speed with its band, bytes with their margin, bytes by rank, and notes
+    (`every`: all of them).  `keep_all`: the evaluation of that method on the same problem (None:
+    not compared)."""
     for line in (*heading(request.problem), method_line(request)):
         out.print(plain(line))
     out.print()
@@ -62,16 +75,25 @@ def show(
         out.print(plain(proved(result.proof)))
     if evaluation is None:
         return
-    if not evaluation.not_timed:
-        out.print()
-        if not result.fits:
-            out.print(plain("speed with enough memory:"))
-        out.print(speeds(result, evaluation))
+    for line in answer(result, evaluation, keep_all):
+        out.print(plain(line))
     out.print()
     print_uncut(out, stages(result, evaluation, keep_all))
     out.print()
-    for line in footer(result, evaluation, keep_all):
-        out.print(plain(line))
+    if every and not evaluation.not_timed:
+        out.print(speeds(result, evaluation))
+        out.print()
+    say_notes(out, run_notes(request, result, evaluation), every=every)
+
+
+def say_notes(out: Console, lines: Sequence[str], *, every: bool) -> None:
+    """Print notes, the most important of which come first: all, or three and the number of the
+    others."""
+    shown = lines if every else lines[:MOST_NOTES]
+    for text in shown:
+        out.print(plain(text))
+    if more := len(lines) - len(shown):
+        out.print(plain(f"{more} more note{'s' * (more > 1)}: --notes"))
 
 
 def as_json(request: Request, result: Result) -> dict[str, Any]:
@@ -127,28 +149,50 @@ def proved(proof: Proof) -> str:
 
 
 def heading(problem: Problem) -> list[str]:
-    """Lines with model and devices, layout, and assumed kernels and constants."""
+    """Lines with model and devices, and with the layout."""
     lay, work, cluster = problem.layout, problem.workload, problem.cluster
     sp = " (sp)" if lay.sequence_parallel else ""
+    both = f" x {lay.tp_columns}" if lay.tp_columns > 1 else ""
     ulysses = f" (of it ulysses {lay.ulysses})" if lay.ulysses > 1 else ""
     shards = f" over {lay.shard_degree} ranks" if lay.shard_degree else ""
     experts = f"  ep {lay.ep}  etp {lay.expert_tp}" if work.model.experts else ""
     stages = f" | stages {lay.stages}" if lay.stages else ""
-    faster, leaner = faster_attention(problem), leaner_exchanges(problem)
     return [
-        f"{work.model.name}, {work.seq_len:,} tokens{_packed(problem)}, {work.precision}, on "
-        f"{lay.gpus} x "
-        f"{cluster.gpu} ({cluster.name}), stack {problem.system.name}",
-        f"tp {lay.tp}{sp}  cp {lay.cp}  pp {lay.pp}  vpp {lay.vpp}  dp {lay.dp}{ulysses}{experts}  "
-        f"zero {lay.zero_stage}{shards} | micro-batch {lay.micro_batch}, global batch "
+        f"{work.model.name}, {work.seq_len:,} tokens{_packed(problem)}, {work.numbers}, on "
+        f"{lay.gpus} x {cluster.gpu} ({cluster.name}), stack {problem.system.name}; simulated",
+        f"tp {lay.tp}{both}{sp}  cp {lay.cp}  pp {lay.pp}  vpp {lay.vpp}  dp {lay.dp}{ulysses}"
+        f"{experts}  zero {lay.zero_stage}{shards} | micro-batch {lay.micro_batch}, global batch "
         f"{lay.global_batch}, {lay.num_micro_batches} micro-batches | attention "
         f"{problem.attention}{stages}",
-        f"assumes: {assumed(problem)}",
-        *(f"does not tile: {line}" for line in untiled_of(problem)),
-        *([f"{faster} (--attention, if the stack has it)"] if faster else []),
-        *([leaner] if leaner else []),
-        *_versions(problem.system.name),
     ]
+
+
+def job_notes(problem: Problem) -> list[str]:
+    """Notes on what is assumed of a job: sizes that kernels round up, faster kernels, the assumed
+    kernels and constants, the stack's version and its others."""
+    faster, leaner = faster_attention(problem), leaner_exchanges(problem)
+    notes = (
+        *(f"does not tile: {line}" for line in untiled_of(problem)),
+        _table_note(problem),
+        f"{faster} (--attention, if the stack has it)" if faster else "",
+        leaner,
+        f"assumes: {assumed(problem)}",
+        _versions(problem.system),
+    )
+    return [note for note in notes if note]
+
+
+def _table_note(problem: Problem) -> str:
+    """What a dense update moves for rows of a memory layer's table that no token reads."""
+    given = problem.workload.model.memory
+    if given is None:
+        return ""
+    every, idle = table_traffic(problem.workload, problem.layout, problem.system.states)
+    return (
+        f"memory layers: a token reads {given.picked} of {given.rows:,} rows in each; a step's "
+        f"dense update of the table moves {gib(every)} GiB, at most {gib(every - idle)} GiB of it "
+        "for rows that some token reads; no published time"
+    )
 
 
 def untiled_of(problem: Problem) -> tuple[str, ...]:
@@ -166,24 +210,28 @@ def _packed(problem: Problem) -> str:
     return f"{packing}, attention inside each{whole}" if packing else ""
 
 
-def _versions(stack: str) -> list[str]:
-    """A line that names the other versions of a stack and the facts in which they differ."""
-    others = [
-        f"{name} ({', '.join(f'{key} {value}' for key, value in unlike.items())})"
-        for name, unlike in other_versions(stack).items()
-    ]
-    return [f"other versions of the stack: {'; '.join(others)}"] if others else []
+def _versions(stack: System) -> str:
+    """The stack's version, and the names of its other versions."""
+    others = ", ".join(other_versions(stack.name))
+    more = f"; other versions: {others} (`rematbench systems NAME`)" if others else ""
+    return f"stack {stack.name}: {stack.version}{more}"
 
 
 def method_line(request: Request) -> str:
-    """The method with its parameters."""
+    """The method with the parameters that were typed."""
+    typed = [word for word in request.settings if word != "--set"]
+    return f"method {request.method.name}" + (f" ({', '.join(typed)})" if typed else "")
+
+
+def settings_line(request: Request) -> str:
+    """All parameters of the method; empty if it has none."""
     named = [
-        f"{key}={value}"
+        f"{key}={worded(value)}"
         for method in request.method.parameters.values()
         for key, value in method.items()
         if value is not None
     ]
-    return f"method {request.method.name}" + (f" ({', '.join(named)})" if named else "")
+    return f"parameters: {', '.join(named)}" if named else ""
 
 
 def banner(result: Result) -> str:
@@ -194,33 +242,22 @@ def banner(result: Result) -> str:
     peaks = result.evaluation.peak_device_bytes
     rank = peaks.index(max(peaks))
     spare = gib(result.verdict.headroom_bytes)
-    tight = "FITS, TIGHT" if result.fit == "tight" else word
-    return f"{tight}: {spare} GiB of headroom on the fullest rank ({rank}){why}"
-
-
-def over_peak(causal: float, dense: float) -> str:
-    """Why an MFU (two fractions) is over 100 %; empty if none is."""
-    if causal > 1.0:
-        return "over 100 %: the peak that it divides by is not what these kernels run at"
-    if dense > 1.0:
-        return "over 100 %: dense counts the half of attention that causal kernels skip"
-    return ""
+    retried = result.retries and result.retries.per_step
+    word = "FITS, TIGHT" if result.fit == "tight" else word
+    word = f"{word}, THE ALLOCATOR RETRIES" if retried else word
+    return f"{word}: {spare} GiB of headroom on the fullest rank ({rank}){why}"
 
 
 def speeds(result: Result, evaluation: PlanEvaluation) -> RenderableType:
-    """A table of step time, tokens/s/GPU, both MFUs, HFU, and the costs of the method."""
+    """A table of both MFUs, HFU, and the costs of the method."""
     problem = result.problem
-    tokens = problem.layout.global_batch * problem.workload.seq_len
     work = problem.workload
+    tokens = problem.layout.global_batch * work.seq_len
     flop = tokens * model_flop_per_token(work)
     again = evaluation.recompute_flop
     inside = " (inside documents)" if work.packed else ""
     table = Table.grid(padding=(0, 2))
-    low, high = result.band or (0.0, 0.0)
-    between = f" ({rounded(low)} to {rounded(high)})" if low and not nominal(problem) else ""
     rows = [
-        ("step", seconds(evaluation.step_s)),
-        ("tokens/s/GPU", f"{rounded(evaluation.tokens_per_s_per_gpu)}{between}"),
         ("MFU, causal attention", f"{percent(evaluation.mfu_causal)}{inside}"),
         ("MFU, dense attention", f"{percent(evaluation.mfu_dense)}{inside}"),
         ("HFU (recompute counted)", percent(evaluation.hfu)),
@@ -229,10 +266,8 @@ def speeds(result: Result, evaluation: PlanEvaluation) -> RenderableType:
         ("offloaded", f"{evaluation.offload_bytes / 2**40:.3f} TiB per step, all ranks"),
     ]
     notes = result.plan.fit if result.plan else {}
-    why = over_peak(evaluation.mfu_causal, evaluation.mfu_dense)
-    rows += [("MFU", why)] if why else []
     rows += [("waits for the host", percent(share)) for share in _host_shares(result)]
-    rows += [("plan", f"{key}: {value}") for key, value in notes.items()]
+    rows += [("plan", f"{key}: {worded(value)}") for key, value in notes.items()]
     for name, value in rows:
         table.add_row(name, plain(value))
     return table
@@ -259,62 +294,6 @@ def _host_shares(result: Result) -> list[float]:
     return [share] if share > HOST_SHARE else []
 
 
-def stages(result: Result, evaluation: PlanEvaluation, keep_all: PlanEvaluation | None) -> Table:
-    """A table of the peak bytes of every pipeline rank, and the bytes left of the device."""
-    usable = result.problem.usable_bytes
-    table = grid(
-        "rank (GiB)",
-        "parameters",
-        "gradients",
-        "optimizer",
-        "activations",
-        "staging",
-        "peak",
-        "unallocated",
-        "freed",
-        "pinned host",
-    )
-    for first, last in runs(evaluation, keep_all):
-        rank = evaluation.ranks[first]
-        freed = gib(freed_bytes(evaluation, keep_all)[first]) if keep_all else "-"
-        table.add_row(
-            str(first) if first == last else f"{first}-{last}",
-            *(gib(value) for value in _parts(rank)),
-            gib(rank.device_peak),
-            gib(usable - rank.device_peak),
-            freed,
-            gib(rank.host_peak),
-        )
-    return table
-
-
-def runs(evaluation: PlanEvaluation, other: PlanEvaluation | None) -> list[tuple[int, int]]:
-    """(first, last) of each run of neighbouring ranks with equal cells in the table."""
-
-    def look(rank: int) -> tuple[object, ...]:
-        beside = other.ranks[rank].device_peak if other else 0
-        here = evaluation.ranks[rank]
-        return (*_parts(here), here.host_peak, beside)
-
-    found: list[tuple[int, int]] = []
-    for rank in range(len(evaluation.ranks)):
-        if found and look(found[-1][1]) == look(rank):
-            found[-1] = (found[-1][0], rank)
-        else:
-            found.append((rank, rank))
-    return found
-
-
-def _parts(rank: RankBytes) -> tuple[int, ...]:
-    return (rank.parameter, rank.gradient, rank.optimizer, rank.activation_peak, rank.pools)
-
-
-def freed_bytes(evaluation: PlanEvaluation, keep_all: PlanEvaluation) -> list[int]:
-    """Device bytes of each rank that keep_all needs and this plan does not."""
-    pairs = zip(evaluation.ranks, keep_all.ranks, strict=True)
-    return [before.device_peak - rank.device_peak for rank, before in pairs]
-
-
 def nominal(problem: Problem) -> list[str]:
     """A warning on CPU clusters, where seconds mean nothing."""
     if problem.cluster.generation != "cpu":
@@ -322,34 +301,58 @@ def nominal(problem: Problem) -> list[str]:
     return ["the times mean nothing: a CPU cluster is only for tests"]
 
 
-def footer(
+def answer(
     result: Result, evaluation: PlanEvaluation, keep_all: PlanEvaluation | None
 ) -> list[str]:
-    """Lines on the allocator, host bytes per node, freed bytes, and the source of the numbers."""
-    problem = result.problem
-    host, room = evaluation.host_node_bytes, problem.cost.host_room_bytes
-    return [
-        *device_bytes(result, evaluation),
-        *retried(result.retries),
-        f"host memory per node: {gib(host)} GiB at the peak ({_pins(result)}), of {gib(room)} "
-        f"usable and {gib(problem.cluster.host_bytes)} installed",
-        _freed_line(evaluation, keep_all),
-        *([] if evaluation.not_timed else nominal(problem) or _trust(result)),
-        world_line(problem, "; stage bytes are allocated bytes in issue order"),
-    ]
-
-
-def device_bytes(result: Result, evaluation: PlanEvaluation) -> list[str]:
-    """Lines with the three quantities of device memory, and which one the verdict is about."""
+    """Lines with the speed and its band, device and host bytes, and what the plan frees."""
     problem, reserved = result.problem, evaluation.reserved_bytes
     peak, total = max(evaluation.peak_device_bytes), result.device_total_bytes or 0
-    return [
-        f"device memory, fullest rank: {gib(peak)} GiB allocated; {gib(reserved)} reserved of "
-        f"{gib(problem.usable_bytes)} usable (fragmentation {gib(reserved - peak)}; "
-        f"{_segments(result)}); {gib(total)} in all of {gib(problem.room_bytes)} "
-        f"({gib(total - reserved)} of CUDA context and communicators)",
+    host, room = evaluation.host_node_bytes, problem.cost.host_room_bytes
+    margin = "" if nominal(problem) else f"; margin {in_words()}"
+    memory = (
+        f"memory: {gib(total)} of {gib(problem.room_bytes)} GiB ({gib(reserved)} reserved, "
+        f"{gib(peak)} allocated){margin}"
+    )
+    pinned = f"host memory: {gib(host)} of {gib(room)} GiB a node" if host else ""
+    lines = (speed_line(result), memory, pinned, _freed_line(evaluation, keep_all))
+    return [line for line in lines if line]
+
+
+def speed_line(result: Result) -> str:
+    """The speed with its 80 % band; empty if its time is not modelled."""
+    evaluation, (low, high) = result.timed, result.band or (0.0, 0.0)
+    if evaluation is None:
+        return ""
+    band = f" ({rounded(low)} to {rounded(high)}, 80 % band)" if low else ""
+    band = "" if nominal(result.problem) else band
+    return (
+        f"{'speed' if result.fits else 'speed with enough memory'}: "
+        f"{rounded(evaluation.tokens_per_s_per_gpu)} tokens/s/GPU{band}, step "
+        f"{seconds(evaluation.step_s)}, MFU {percent(evaluation.mfu_causal)}"
+    )
+
+
+def run_notes(request: Request, result: Result, evaluation: PlanEvaluation) -> list[str]:
+    """Notes on a run, the most important first."""
+    problem, band = result.problem, result.error_band
+    why = over_peak(evaluation.mfu_causal, evaluation.mfu_dense)
+    timed = not evaluation.not_timed and not nominal(problem)
+    notes = (
+        *nominal(problem),
+        *retried(result.retries),
+        *([tight_line()] if result.fit == "tight" else ()),
+        *(trust(band)[::-1] if band and timed else ()),
         *about(problem),
-    ]
+        f"MFU {why}" if why else "",
+        *job_notes(problem),
+        settings_line(request),
+        f"device memory beside the reserved bytes: CUDA context and communicators; fragmentation "
+        f"{gib(evaluation.reserved_bytes - max(evaluation.peak_device_bytes))} GiB of them "
+        f"({_segments(result)}); bytes of ranks are allocated bytes in issue order",
+        f"host memory: {_pins(result)}; {gib(problem.cluster.host_bytes)} GiB are installed",
+        world_line(problem),
+    )
+    return [note for note in notes if note]
 
 
 def _pins(result: Result) -> str:
@@ -358,10 +361,10 @@ def _pins(result: Result) -> str:
     return "in buffers of exact size" if exact else "as torch pins it"
 
 
-def world_line(problem: Problem, more: str = "") -> str:
+def world_line(problem: Problem) -> str:
     """The world of the numbers, and the versions behind them."""
     constants = f"constants of {problem.calibration.date}"
-    return f"world: simulated (rematbench {__version__}, {constants}){more}"
+    return f"world: simulated (rematbench {__version__}, {constants})"
 
 
 def retried(retries: Retries | None) -> list[str]:
@@ -387,11 +390,6 @@ def _segments(result: Result) -> str:
     return f"{segments} segments, not the plan's addresses: {more}"
 
 
-def _trust(result: Result) -> list[str]:
-    lines = trust(result.error_band) if result.error_band else []
-    return [*lines, tight_line()] if result.fit == "tight" else lines
-
-
 def tight_line() -> str:
     """What `tight` means."""
     return f"tight: fits, but the headroom is below the margin of the device total, {in_words()}"
@@ -411,9 +409,10 @@ def trust(band: Band) -> list[str]:
     )
     if band.other_generation:
         learnt = f"{band.sources} sources predicted with the kernels of another GPU generation"
+        learnt = learnt if band.sources else "no row: ours, for a GPU by its data sheet alone"
     if band.open_cause:
         learnt = "published steps of such jobs, whose cause is not known"
-    if not band.sources:
+    if not band.sources and not band.other_generation:
         learnt = (
             "the stack's calibration rows, or of published stacks calibrated on as many rows if "
             "that band is wider"

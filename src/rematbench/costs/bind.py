@@ -12,6 +12,7 @@ from rematbench.costs.bind_kernels import KernelCosts
 from rematbench.costs.copies import NO_TRAFFIC, CopyTraffic
 from rematbench.costs.operators.ops import Comm
 from rematbench.inputs.layout import Layout
+from rematbench.inputs.recipes import holds_copies
 
 CopyDirection = Literal["d2h", "h2d"]
 
@@ -133,6 +134,7 @@ class CostModel(KernelCosts):
         lay = self.layout
         return Layout(
             tp=lay.tp,
+            tp_columns=lay.tp_columns,
             cp=lay.cp,
             pp=lay.pp,
             dp=lay.dp,
@@ -229,6 +231,15 @@ class CostModel(KernelCosts):
         )
         return float(self._memory_s(float(traffic)))
 
+    def quantise_s(self, weights: int) -> float:
+        """Seconds in which weights are quantised once a step, where a rank keeps the copies: read
+        as the update left them, and for their largest elements, and written in each form."""
+        held = holds_copies(self.workload, self.system, self.layout.zero_stage)
+        if self.recipe is None or not held:
+            return 0.0
+        read = self.system.states.param_bytes * (1 + self.recipe.amax_passes)
+        return float(self._memory_s(weights * (read + self.recipe.copies[self.cluster.generation])))
+
     @cached_property
     def host_room_bytes(self) -> int:
         """Host bytes of a node that training may pin: all bytes minus the bytes of the system and
@@ -245,10 +256,13 @@ class CostModel(KernelCosts):
 
     def host_update_s(self, parameters_per_rank: int) -> float:
         """Seconds of the update of a rank's parameters on the host, without the cast of the weights
-        (`host_cast_s`), with an equal share of the node's cores for each rank.  0 for a cluster
-        without a rate; the evaluation's `not_timed` then states that the step has no seconds."""
-        rate = self.cluster.host_update_parameters_per_s
-        return parameters_per_rank * self.cluster.gpus_per_node / rate if rate else 0.0
+        (`host_cast_s`), with an equal share of the node's cores for each rank: DeepSpeed binds a
+        rank to the cores of its GPU, and where torch updates tensors (`host_tensors`) the ranks
+        that run share all.  0 for a cluster without a rate; the evaluation's `not_timed` then
+        states that the step has no seconds."""
+        rate, ranks = self.cluster.host_update_parameters_per_s, self.cluster.gpus_per_node
+        ranks = min(ranks, self.layout.gpus) if self.system.host.host_tensors else ranks
+        return parameters_per_rank * ranks / rate if rate else 0.0
 
     def host_dram_s(self, nbytes: float) -> float:
         """Seconds in which a rank's bytes pass through its share of the node's DRAM; 0 for a
@@ -306,7 +320,7 @@ class CostModel(KernelCosts):
         NCCL's kernels take SMs and HBM rate from compute.  The factor is 1 for point-to-point
         transfers and copies, which run on copy engines, and if launches block, so that nothing
         overlaps."""
-        if self.system.kernels.launch_blocking:
+        if self.system.host.launch_blocking:
             return 1.0
         tp_stall, dp_stall = self.stack.tp_stall, self.stack.dp_stall
         stalls = {"tp": tp_stall, "cp": tp_stall, "ep": tp_stall, "dp": dp_stall}

@@ -1,7 +1,7 @@
 """Costs of kernels and operators, bound to one problem, in seconds."""
 
 from functools import cached_property
-from math import fsum
+from math import ceil, fsum
 from typing import Literal
 
 from msgspec.structs import replace
@@ -21,6 +21,7 @@ from rematbench.inputs.kernel_rates import AttentionRates, Device, Quantity, Rat
 from rematbench.inputs.layout import Layout
 from rematbench.inputs.load import shipped_balances
 from rematbench.inputs.precision import peak_flop_per_s
+from rematbench.inputs.recipes import Recipe, recipe_of
 from rematbench.inputs.system import AttentionBackend, System
 from rematbench.workload import Workload
 
@@ -93,6 +94,11 @@ class KernelCosts:
         """Constants that are the same on every cluster and stack."""
         return self.calibration.common
 
+    @cached_property
+    def recipe(self) -> Recipe | None:
+        """The recipe of quantised linears."""
+        return recipe_of(self.workload)
+
     def calls(self, op: Op, direction: Direction) -> int:
         """Launches that the host issues for an operator in a direction; one for a compiled
         operator."""
@@ -152,7 +158,7 @@ class KernelCosts:
         if not self._rounds:
             return kernel
         weight = direction == "backward_weight"
-        return tiles.tiled(kernel, self.workload.element_bytes, weight_gradient=weight)
+        return tiles.tiled(kernel, self._operand_bytes(kernel), weight_gradient=weight)
 
     def _head_dims(self, kernel: Attention) -> tuple[int, int]:
         """The head dimensions of the kernel that runs: of queries and keys, and of values."""
@@ -186,9 +192,23 @@ class KernelCosts:
         rows = 2 * (kernel.q_rows * kernel.heads + kernel.kv_rows * kernel.kv_heads) * kernel.batch
         return self._memory_s(rows * sum(self._head_dims(kernel)) * self.workload.element_bytes)
 
+    def _operand_bytes(self, kernel: Gemm) -> int:
+        """Bytes of an element of a GEMM's operands; at least 1."""
+        narrow = self.recipe if kernel.narrow else None
+        return ceil(narrow.bits / 8) if narrow else self.workload.element_bytes
+
     def _gemm_s(self, kernel: Gemm) -> Quantity:
+        """Busy seconds of a GEMM.  Quantised operands are read in their bytes and multiplied at the
+        recipe's speed, and the result is written in 16 bits."""
         shape = (kernel.m, kernel.n, kernel.k, kernel.batch)
-        return formulas.gemm_s(*shape, self.workload.element_bytes, self._device, self.gpu)
+        if not kernel.narrow or self.recipe is None:
+            return formulas.gemm_s(*shape, self.workload.element_bytes, self._device, self.gpu)
+        speedup, e = self.recipe.gemm[self.cluster.generation].value, self._operand_bytes(kernel)
+        device = replace(self._device, peak_flop_per_s=self._device.peak_flop_per_s * speedup)
+        operands = e * (kernel.m + kernel.n) * kernel.k
+        result = self.workload.element_bytes * kernel.m * kernel.n
+        busy = formulas.gemm_s(*shape, e, device, self.gpu)
+        return max(busy, self._memory_s(kernel.batch * (operands + result)))
 
     def _grouped_s(self, kernel: Gemm, direction: Direction) -> Quantity:
         """Busy seconds of a GEMM, or of a grouped one: a kernel for each group, with their gaps no
@@ -199,7 +219,7 @@ class KernelCosts:
         paced = kernel.batch * max(0.0, self.common.grouped_gemm_s - self.stack.gap_s)
         if direction != "backward_weight":
             return max(busy, paced)
-        e, sums = self.workload.element_bytes, 2 * self.system.states.grad_bytes
+        e, sums = self._operand_bytes(kernel), 2 * self.system.states.grad_bytes
         rows = e * (kernel.m + kernel.n) * kernel.k
         moved = self._memory_s(kernel.batch * (rows + sums * kernel.m * kernel.n))
         return max(busy, paced, moved)
@@ -316,18 +336,19 @@ class KernelCosts:
 
 def part_of(kernel: Kernel, direction: Direction, rows_fraction: float) -> Kernel:
     """The kernel on a share of its rows; the rows of a weight gradient are its reduction (k).
-    ValueError for attention, which needs all rows."""
+    Attention needs all rows: it has a share of its heads."""
     if rows_fraction == 1.0:
         return kernel
     match kernel:
-        case Gemm(m=m, n=n, k=k, batch=batch):
+        case Gemm(m=m, k=k):
             rows = k if direction == "backward_weight" else m
             some = max(1, round(rows * rows_fraction))
             weight = direction == "backward_weight"
-            return Gemm(m, n, some, batch) if weight else Gemm(some, n, k, batch)
+            return replace(kernel, k=some) if weight else replace(kernel, m=some)
         case Elementwise(hbm_bytes=nbytes):
             return replace(kernel, hbm_bytes=round(nbytes * rows_fraction))
         case Named(elements=elements):
             return replace(kernel, elements=round(elements * rows_fraction))
         case Attention():
-            raise ValueError("attention cannot be recomputed for a share of its rows only")
+            heads, keys = (round(n * rows_fraction) for n in (kernel.heads, kernel.kv_heads))
+            return replace(kernel, heads=heads, kv_heads=max(1, keys))

@@ -31,9 +31,10 @@ class GroupShape(Struct, frozen=True):
 
 
 def degrees(layout: Layout) -> dict[str, int]:
-    """Ranks per axis.  Ulysses ranks are neighbours inside the axis `cp`."""
-    inner = layout.cp * layout.ulysses
-    return {"tp": layout.tp, "cp": inner, "dp": layout.dp // layout.ulysses, "pp": layout.pp}
+    """Ranks per axis.  Ulysses ranks are neighbours inside the axis `cp`, and the ranks of a
+    matrix's columns inside the axis `tp`."""
+    inner, both = layout.cp * layout.ulysses, layout.tp * layout.tp_columns
+    return {"tp": both, "cp": inner, "dp": layout.dp // layout.ulysses, "pp": layout.pp}
 
 
 def group_stride(layout: Layout, group: str, order: tuple[str, ...]) -> int:
@@ -49,7 +50,7 @@ def group_ranks(
     """All groups of a kind at a pipeline stage, as global rank numbers.
 
     With Ulysses inside context parallelism, neighbours on the axis `cp` form the groups `ulysses`,
-    and the ranks of equal place in these the groups `cp`.
+    and the ranks of equal place in these the groups `cp`; so do `columns` inside `tp`.
     The data- and context-parallel peers are cut into groups `state` of neighbours, over which ZeRO
     shards states (`Layout.state_shards`); the ranks of equal place in them form groups `replica`.
     Experts fold onto the ranks of a stage: neighbours form the groups `etp`, the ranks of equal
@@ -65,7 +66,7 @@ def _ranks(layout: Layout, group: str, stage: int, order: tuple[str, ...]) -> ND
     if group == "expert_replica" or group in EXPERT_AXES:
         return _expert_ranks(layout, group, stage, order)
     sizes = degrees(layout)
-    wider = {"state": ("cp", "dp"), "replica": ("cp", "dp"), "ulysses": ("cp",)}
+    wider = {"state": ("cp", "dp"), "replica": ("cp", "dp"), "ulysses": ("cp",), "columns": ("tp",)}
     members = wider.get(group, (group,))
     shape = [sizes[name] for name in order]
     grid = np.arange(int(np.prod(shape))).reshape(shape[::-1])  # slowest first
@@ -79,6 +80,8 @@ def _ranks(layout: Layout, group: str, stage: int, order: tuple[str, ...]) -> ND
     rows = grid.transpose(outside + inside).reshape(-1, size)
     if group == "ulysses" or (group == "cp" and layout.cp > 1):
         return _cut(rows, layout.ulysses, replicas=group == "cp")
+    if group in ("tp", "columns"):
+        return _cut(rows, layout.tp_columns, replicas=group == "tp")
     if group not in ("state", "replica"):
         return rows
     return _cut(rows, layout.state_shards, replicas=group == "replica")

@@ -12,12 +12,14 @@ FORWARD_AND_BACKWARD = 3
 def matrix_flop_per_token(model: Model) -> int:
     """FLOPs per token of the weight matrices that it passes, except the input embedding, forward
     and backward: 6 (L P_layer + h V), with the active experts of a layer, and h V once more for
-    each layer that predicts one more token.
+    each layer that predicts one more token.  A narrow embedding has h V of its own columns, and the
+    linears beside it.
 
     Source: Yuan et al., USENIX ATC 2024 (MFU as counted there); Narayanan et al. 2021, eq. 3.
     """
     heads = 1 + model.mtp_layers
-    weights = model.active_layer_matrices + heads * model.hidden * model.vocab
+    weights = model.active_layer_matrices + heads * model.narrow * model.vocab
+    weights += 2 * model.hidden * model.embedding_width
     return 2 * FORWARD_AND_BACKWARD * weights
 
 
@@ -31,6 +33,7 @@ def attention_flop_per_token(work: Workload, *, causal: bool) -> float:
     count.
     """
     model = work.model
+    causal = causal and not model.attends_all
     windows = model.attention_window or (0,) * model.num_layers
     windows += (0,) * model.mtp_layers
     length = work.document_len or work.seq_len
@@ -71,10 +74,11 @@ def frozen_flop_per_token(work: Workload) -> int:
     if not work.partly:
         return 0
     layer = model.active_layer_matrices // model.num_layers
-    if not (work.lora_rank or work.trained_parts):
+    if not (work.adapted or work.trained_parts):
         return 4 * layer * work.frozen_layers
     head = model.hidden * model.vocab * (not work.trains("head"))
-    adapters = work.lora_rank * (model.num_layers - work.frozen_layers) * _adapted_widths(work)
+    each = work.lora_rank * _adapted_widths(work) + 4 * work.bottleneck * model.hidden
+    adapters = (model.num_layers - work.frozen_layers) * each
     return 2 * (model.active_layer_matrices + head) - 2 * FORWARD_AND_BACKWARD * adapters
 
 
@@ -117,3 +121,12 @@ def hfu(
     """Hardware FLOPs utilisation, a fraction of the dense peak: MFU with recomputation counted."""
     flop = model_flop_per_token(work) + recompute_flop_per_token
     return tokens_per_s_per_gpu * flop / peak_flop_per_s
+
+
+def over_peak(causal: float, dense: float) -> str:
+    """Why an MFU (two fractions) is over 100 %; empty if none is."""
+    if causal > 1.0:
+        return "over 100 %: the peak that it divides by is not what these kernels run at"
+    if dense > 1.0:
+        return "over 100 %: dense counts the half of attention that causal kernels skip"
+    return ""

@@ -7,6 +7,7 @@ shard is stage 3.
 """
 
 from collections.abc import Iterable, Sequence
+from fractions import Fraction
 
 import numpy as np
 from msgspec import Struct
@@ -18,6 +19,7 @@ from rematbench.inputs.constants import Calibration, CommonConstants
 from rematbench.inputs.kernel_rates import Quantity
 from rematbench.inputs.layout import Layout
 from rematbench.inputs.system import System
+from rematbench.workload import PACKED_BYTES, Workload
 
 OPTIMIZER_STAGE, GRADIENT_STAGE, PARAMETER_STAGE = 1, 2, 3
 
@@ -58,6 +60,23 @@ def state_bytes(
         gradient=reduced * system.states.grad_bytes,
         optimizer=updated * system.states.optimizer_bytes,
     )
+
+
+def fsdp_shards(layout: Layout, system: System) -> bool:
+    """Whether torch's FSDP shards the parameters."""
+    sharded = layout.zero_stage == PARAMETER_STAGE and layout.state_shards > 1
+    return sharded and system.zero.data_parallel == "fsdp"
+
+
+def unsharded_scales(work: Workload, layout: Layout, system: System) -> int:
+    """Bytes of the scales of packed weights that a rank holds beside its share of them.  Scales are
+    no parameters (bitsandbytes, nn/modules.py, Params4bit.quant_state; AutoGPTQ's buffers), so FSDP
+    does not shard them."""
+    packed = PACKED_BYTES.get(work.base_dtype)
+    if packed is None or not fsdp_shards(layout, system):
+        return 0
+    beside = packed % Fraction(1, 2) * (1 - Fraction(1, layout.state_shards))
+    return int(beside * work.model.active_layer_matrices)
 
 
 # -- states in host memory -----------------------------------------------------------------------
@@ -140,6 +159,16 @@ def pieces_host_bytes(updated: Sequence[int], visiting: Sequence[int], system: S
     return held
 
 
+def tensors_host_bytes(parts: Sequence[int], system: System) -> int:
+    """Host bytes of a rank that updates `parts` parameters of each of its tensors on the host: a
+    pinned copy of the weights, pinned gradients, and pageable moments.  Source: megatron-core
+    0.16.1, optimizer/cpu_offloading/hybrid_optimizer.py (_get_sub_optimizer_param_groups,
+    _set_sub_optimizer_grads)."""
+    width = system.host.host_grad_bytes
+    rest = system.states.optimizer_bytes - width
+    return sum(2 * _block(system, width * part) + rest * part for part in parts)
+
+
 def zero1_host_states(
     tensors: Sequence[int], shards: int, system: System, *, accumulates: bool
 ) -> HostStates:
@@ -204,6 +233,9 @@ def reduce_buckets(parameters: int, layout: Layout, system: System) -> Buckets:
     ipg_buckets.
     """
     size, stage = system.zero.bucket_bytes, layout.zero_stage
+    ddp = system.zero.ddp_buckets and system.zero.data_parallel == "zero"
+    if ddp and stage == 0 and layout.has_peers:
+        return Buckets(standing=system.states.grad_bytes * parameters)
     if not system.zero.whole_buckets or not size or layout.state_shards == 1 or stage == 0:
         return Buckets()
     if stage == PARAMETER_STAGE:

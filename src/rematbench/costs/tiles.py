@@ -48,6 +48,7 @@ def is_aligned(head_dim: int, element_bytes: int) -> bool:
     return head_dim * element_bytes % ALIGNED_BYTES == 0
 
 
+# Why: docs/decisions/costs.md, What do shapes cost that do not tile?
 def untiled(
     work: Workload, layout: Layout, system: System, *, fused_attention: bool
 ) -> tuple[str, ...]:

@@ -32,6 +32,7 @@ adds them.  The optimizer's update in host memory counts as a copy: it runs betw
 ROUNDING = 1e-12
 """Share of a step by which sums in another order may differ."""
 
+# Why: docs/decisions/evaluate.md, How is a step taken apart?
 PARTS = ("compute", "recompute", "bubble", *TRAFFIC, "host")
 
 MIN_SHARE, MAX_PARTS = 0.01, 3

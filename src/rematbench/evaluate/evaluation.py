@@ -13,15 +13,16 @@ from rematbench.costs.states import reduce_buckets
 from rematbench.engine.lowering.lower import lower
 from rematbench.engine.lowering.states.held_states import lends_gradients
 from rematbench.engine.lowering.states.host_states import host_states, on_device
-from rematbench.engine.lowering.states.state_shards import rank_sharded
+from rematbench.engine.lowering.states.state_shards import quantised_bytes, rank_sharded
 from rematbench.engine.program.action import STATE_COPIES, Kind
 from rematbench.engine.program.ledger import RankLedger, issue_order, pool_bytes
 from rematbench.engine.program.program import Late, Program
 from rematbench.engine.simulate.max_plus import simulate_chunks
 from rematbench.engine.simulate.op_level import Simulation, simulate
 from rematbench.engine.simulate.seconds import action_seconds
+from rematbench.inputs.layout import GATHERED_CHUNKS
 from rematbench.plan import Plan, gathers_by_layer, has_exact_pins
-from rematbench.problem import NOT_TIMED, Problem, rank_parameters
+from rematbench.problem import NOT_TIMED, Problem, gathered_bytes, rank_parameters
 
 HOST_RATE = (
     "host_update_parameters_per_s (measure: parameters of a node's ranks over the seconds of their "
@@ -152,7 +153,7 @@ def evaluate_program(
     rate = found.tokens_per_s_per_gpu
     ranks = ranks or program_bytes(problem, plan, program)
     again, moved = _work(problem, program)
-    replicas = lay.tp * lay.cp * lay.dp  # ranks per stage, all alike
+    replicas = lay.stage_ranks  # all alike
     return PlanEvaluation(
         step_s=simulation.step_s,
         tokens_per_s_per_gpu=rate,
@@ -234,6 +235,7 @@ def _rank_bytes(
     device = {"parameter": 0, "gradient": 0, "optimizer": 0}
     standing = reduce_buckets(count, problem.layout, system).standing + problem.workspace_bytes
     standing += dummy_gradient_bytes(problem, plan, rank)
+    standing += gathered_chunks_bytes(problem, plan, rank)
     exact = has_exact_pins(system, plan)
     host = host_states(problem, plan, rank)
     for kind in device:
@@ -242,8 +244,9 @@ def _rank_bytes(
         if kind == "gradient" and lends_gradients(plan):
             nbytes = 0
         device[kind] = nbytes if fate.home == "device" else 0
-    for kind, left in on_device(plan, count).items():
-        device[kind] += sizes[kind] * left
+    for kind, left in on_device(problem, plan, rank).items():
+        device[kind] += left
+    device["parameter"] += quantised_bytes(problem, plan, rank)
     return RankBytes(
         parameter=device["parameter"],
         gradient=device["gradient"],
@@ -256,6 +259,17 @@ def _rank_bytes(
         host_rounding=0 if exact else ledger.pinned_peak_bytes - ledger.host_peak_bytes,
         peak_step=ledger.peak_step,
     )
+
+
+def gathered_chunks_bytes(problem: Problem, plan: Plan, rank: int) -> int:
+    """Device bytes of the chunks that a rank of a pipeline keeps gathered where it gathers others
+    again: the largest ones, less the two layers that a pass has by itself."""
+    lay, parameter = problem.layout, plan.state("parameter")
+    if not lay.gathers_again or not gathers_by_layer(parameter, lay):
+        return 0
+    layers = [[problem.layer(i).parameters for i in chunk] for chunk in plan.partition[rank]]
+    largest = sorted(map(sum, layers))[-GATHERED_CHUNKS:]
+    return gathered_bytes(problem) * max(0, sum(largest) - 2 * max(max(each) for each in layers))
 
 
 def dummy_gradient_bytes(problem: Problem, plan: Plan, rank: int) -> int:
@@ -281,7 +295,7 @@ def host_node_bytes(problem: Problem, ranks: tuple[RankBytes, ...]) -> int:
     """Return the largest sum of peak pinned bytes over the ranks of a node (ranks ordered tp, cp,
     dp, pp)."""
     lay, per_node = problem.layout, problem.cluster.gpus_per_node
-    per_stage = lay.tp * lay.cp * lay.dp
+    per_stage = lay.stage_ranks
     totals: Counter[int] = Counter()
     for stage, rank in enumerate(ranks):
         first, last = stage * per_stage, (stage + 1) * per_stage

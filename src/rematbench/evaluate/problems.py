@@ -4,6 +4,7 @@ from typing import Literal
 
 from msgspec.structs import replace
 
+from rematbench.costs.states import fsdp_shards
 from rematbench.evaluate.evaluator import evaluate, weigh
 from rematbench.inputs.cluster import Cluster
 from rematbench.inputs.configfile import ConfigError
@@ -12,6 +13,7 @@ from rematbench.inputs.facts import CPU
 from rematbench.inputs.job import Job
 from rematbench.inputs.load import calibration, load_cluster, load_model, load_system
 from rematbench.inputs.precision import in_precision, of_trained, with_optimizer
+from rematbench.inputs.recipes import with_recipe
 from rematbench.inputs.system import EpOverlap, EpOverlapChoice, Home, System, with_facts
 from rematbench.plan import Unsupported
 from rematbench.problem import Problem
@@ -37,9 +39,12 @@ def make_problem(spec: Job, constants: Calibration | None = None) -> Problem:
     if cluster.generation != CPU:  # the executor's CPU problems keep the bytes of bf16 training
         system = in_precision(system, spec.work.precision, layout.zero_stage)
     system = of_trained(system, spec.work, layout.zero_stage)
-    system = with_optimizer(system, chosen.optimizer_kind)
+    system = with_recipe(with_optimizer(system, chosen.optimizer_kind), spec.work)
+    work = spec.workload(trained_model(model, system))
+    if work.fp32_norms and fsdp_shards(layout, system):  # gathers norms in 16 bits
+        work = replace(work, fp32_norms=False)
     return Problem(
-        workload=spec.workload(trained_model(model, system)),
+        workload=work,
         cluster=cluster,
         system=system,
         layout=layout,

@@ -40,6 +40,7 @@ class Proof(Struct, frozen=True, kw_only=True):
     waits: int
 
 
+# Why: docs/decisions/evaluate.md, Does the simulator show races?
 def check(program: Program) -> Proof:
     """Raise CheckError on the first violation, or DeadlockError if no rank can continue."""
     for rank in program.ranks:

@@ -29,10 +29,15 @@ from rematbench.problem import Problem
 if TYPE_CHECKING:
     import pandas as pd
 
-Status = Literal["ok", "fragmented", "oom", "unsupported", "failed", "timed out"]
-"""`fragmented`: out of memory by the allocator's fragmentation alone (`told_fragmented`)."""
+Status = Literal["ok", "fragmented", "dropping", "oom", "unsupported", "failed", "timed out"]
+"""`fragmented`: out of memory by the allocator's fragmentation alone (`told_fragmented`);
+`dropping`: out of memory unless experts with a capacity drop tokens (`_told_dropping`)."""
 Fit = Literal["yes", "tight", "expandable", "no"]
 FRAGMENTED = "fits with expandable segments, else retries or fails"
+
+DROPPED = 0.25
+"""The share of tokens that a router which learns leaves out at a capacity, above which nothing is
+assumed to fit (estimate, ours: public runs at capacity 1.0 lose a quarter and more)."""
 
 SPEEDS = ("step_s", "tokens_per_s_per_gpu", "mfu_causal", "mfu_dense", "hfu")
 AMOUNTS = ("recompute_flop", "offload_bytes")
@@ -398,16 +403,29 @@ def of_plan(blank: Result, plan: Plan, *, checked: bool = False) -> Result:
 
 def told_fragmented(result: Result) -> Result:
     """Return a result that is out of memory, with another status and reason if only the allocator's
-    fragmentation exceeds the device."""
+    fragmentation exceeds the device, or only the tokens that experts with a capacity may drop."""
     plan, evaluation, verdict = result.plan, result.evaluation, result.verdict
     if result.status != "oom" or plan is None or evaluation is None or verdict is None:
         return result
     problem = result.problem
     if verdict.host_headroom_bytes < 0 or not only_fragmented(problem, plan, evaluation):
-        return result
+        return _told_dropping(result, problem, plan) if problem.workload.drops_tokens else result
     binds = f"{FRAGMENTED}: {verdict.binds} with the stack's segments"
     verdict = replace(verdict, binds=binds, expandable=True)
     return replace(result, status="fragmented", reason=binds, verdict=verdict)
+
+
+def _told_dropping(result: Result, problem: Problem, plan: Plan) -> Result:
+    """The result, with another status and reason if it fits where experts drop tokens."""
+    kept = problem.workload.capacity_factor * (1.0 - DROPPED)
+    work = replace(problem.workload, capacity_factor=kept)
+    fewer = dataclasses.replace(problem, workload=work, _memo={}, _weights={})
+    verdict = _weighed(fewer, plan, SINGLE_EVALUATOR)
+    if not verdict.fits:
+        return result
+    left = f"{verdict.headroom_bytes / 2**30:.2f} GiB of headroom"
+    reason = f"{left} if experts drop {DROPPED:.0%} of their tokens; if none, {result.reason}"
+    return replace(result, status="dropping", reason=reason)
 
 
 # -- what a job assumes --------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from msgspec.structs import replace
 
 from rematbench.evaluate.effects import acting
 from rematbench.evaluate.evaluator import evaluate
+from rematbench.host.console import worded
 from rematbench.host.declared import flat
 from rematbench.inputs.configfile import ASSUMED
 from rematbench.inputs.layout import Layout
@@ -81,4 +82,4 @@ def _unread_network(problem: Problem) -> str:
 
 def fact_words(fact: str, value: object) -> str:
     """A fact with its value, as a stack's file has them."""
-    return f"{fact} {str(value).lower() if isinstance(value, bool) else value}"
+    return f"{fact} {str(value).lower() if isinstance(value, bool) else worded(value)}"

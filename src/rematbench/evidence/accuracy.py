@@ -29,7 +29,7 @@ from rematbench.inputs.paths import data_dir
 OfNode = Literal["host_used_gib", "update_s"]
 Metric = Literal["tokens_per_s_per_gpu", "peak_device_bytes", "gain", "verdict", "regret", OfNode]
 Split = Literal["fitted", "in-sample", "sibling", "held-out"]
-Sheet = Literal["runs.csv", "runs_more.csv", "offloaded_states.csv", "moe.csv"]
+Sheet = Literal["runs.csv", "runs_more.csv", "offloaded_states.csv", "moe.csv", "fp8.csv"]
 """The sheets whose rows are scored."""
 RUNS: Sheet = "runs.csv"
 MORE: Sheet = "runs_more.csv"
@@ -42,6 +42,7 @@ OF_NODES: dict[str, tuple[Callable[[Row], bool], Callable[[Row], Hashable]]] = {
 }
 """Metrics whose constants are fitted node by node: whether one was fitted to a row, and of what it
 is a constant."""
+# Why: docs/decisions/evidence.md, Are out-of-memory verdicts promised?
 FEWEST_OOMS = 50
 """Least number of published cells out of memory for a promise of their verdicts."""
 

@@ -48,6 +48,9 @@ FEWEST_SOURCES = 5
 """Smallest number of sources of a pool.  With four sources the LEVEL quantile is nearly the largest
 error.  Our choice."""
 
+POOLED = ("all, each source weighs 1", "all, each row weighs 1")
+"""What the sources of a pooled coverage are called."""
+
 # -- widths -------------------------------------------------------------------------------------
 
 
@@ -198,6 +201,7 @@ def band_of(problem: Problem, family: str) -> Band:
     return replace(found, half_width=own, sources=0)
 
 
+# Why: docs/decisions/evidence.md, Which band has a ratio of two speeds?
 @cache
 def ratio_band(*, one_layout: bool = True) -> float:
     """Half-width of ln(speed / other speed) on one stack, either at one layout (methods or
@@ -284,7 +288,7 @@ def ratio_coverage(cells: Iterable[LeftOutCell], *, one_layout: bool) -> list[Co
 def pooled(coverages: Sequence[Coverage], errors: Errors) -> Coverage:
     """The coverage over all sources, each of weight 1; `errors`: the errors behind `coverages`."""
     return Coverage(
-        source="all, each source weighs 1",
+        source=POOLED[0],
         rows=sum(map(len, errors.values())),
         inside=fmean(one.inside for one in coverages),
         half_width=median(one.half_width for one in coverages),
@@ -296,7 +300,7 @@ def pooled_rows(coverages: Sequence[Coverage], errors: Errors) -> Coverage:
     """The coverage over all sources, each row of weight 1; `errors`: as in `pooled`."""
     rows = [one.rows for one in coverages]
     return Coverage(
-        source="all, each row weighs 1",
+        source=POOLED[1],
         rows=sum(rows),
         inside=fmean((one.inside for one in coverages), rows),
         half_width=median(one.half_width for one in coverages for _ in range(one.rows)),

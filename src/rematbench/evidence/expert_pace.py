@@ -32,9 +32,9 @@ def at_pace(calibration: Calibration, pace: float) -> Calibration:
 
 
 def predicted(calibration: Calibration, processes: int = 2) -> list[dict[str, Any]]:
-    """The rows with experts that have a speed, published and predicted."""
+    """The rows with experts in 16 bits that have a speed, published and predicted."""
     rows = joined(SHEETS, processes=processes, constants=calibration)
-    return [row for row in rows if log_error(row) is not None]
+    return [row for row in rows if row["precision"] == "bf16" and log_error(row) is not None]
 
 
 def mean_error(rows: Iterable[dict[str, Any]], rules: Sequence[FitRule]) -> float:

@@ -66,6 +66,7 @@ class FitReport(Struct, frozen=True, kw_only=True):
     errors: dict[str, list[float]]
 
 
+# Why: docs/decisions/evidence.md, How are constants fitted?
 def fit_rows(rows: Iterable[Row], rules: Sequence[FitRule]) -> list[Row]:
     """The FIT rows with a published speed; the results of other rows are never read."""
     chosen = [row for row in rows if is_fit(row, rules)]

@@ -38,7 +38,7 @@ from rematbench.host.declared import flat
 from rematbench.inputs.cluster import Cluster
 from rematbench.inputs.configfile import ConfigError
 from rematbench.inputs.constants import Calibration
-from rematbench.inputs.load import calibration, load_cluster, load_system, names
+from rematbench.inputs.load import calibration, load_cluster, load_system, names, rated
 from rematbench.inputs.paths import data_dir
 from rematbench.inputs.precision import WIDE, in_precision
 from rematbench.inputs.system import System, with_facts
@@ -353,7 +353,10 @@ def _speed(thing: System) -> dict[str, Any]:
 
 
 NO_CLUSTER_SPEED = frozenset(
-    ("name", "gpu", "sources", "constants", "hbm_bytes", "non_torch_bytes", "host_bytes")
+    (
+        *("name", "gpu", "sources", "constants", "roofline"),
+        *("hbm_bytes", "non_torch_bytes", "host_bytes"),
+    )
 )
 """Fields of a cluster that are not compared: they do not change the seconds of a step, except
 `constants`, which are compared by value."""
@@ -364,7 +367,7 @@ def unlike_shipped(problem: Problem) -> str:
     cluster, in words; "" if a shipped cluster has all of them."""
     mine, calibration = problem.cluster, problem.calibration
     own, unlike = _cluster_facts(mine, calibration), {}
-    for cluster in _clusters():
+    for cluster in rated():
         other = _cluster_facts(cluster, calibration)
         unlike[cluster.name] = [key for key, value in own.items() if value != other[key]]
     nearest = min(unlike, key=lambda name: (len(unlike[name]), name != mine.name))
@@ -381,7 +384,7 @@ SAME_DEVICE = 0.05
 def unlike_devices(cluster: Cluster) -> str:
     """A cluster's GPU in words, if its FLOP/s or HBM bytes/s differ from every shipped GPU of its
     generation; otherwise ""."""
-    for other in _clusters():
+    for other in rated():
         pairs = (
             (cluster.peak_flop_per_s, other.peak_flop_per_s),
             (cluster.hbm_bytes_per_s, other.hbm_bytes_per_s),
@@ -392,11 +395,6 @@ def unlike_devices(cluster: Cluster) -> str:
             return ""
     rates = f"{cluster.peak_flop_per_s / 1e12:.4g} TFLOP/s and {cluster.hbm_bytes_per_s / 1e12:.3g}"
     return f"a GPU of {rates} TB/s, of which no rate is published"
-
-
-@cache
-def _clusters() -> tuple[Cluster, ...]:
-    return tuple(load_cluster(name) for name in names("cluster"))
 
 
 def _cluster_facts(cluster: Cluster, calibration: Calibration) -> dict[str, Any]:

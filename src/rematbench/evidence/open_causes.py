@@ -13,6 +13,7 @@ from rematbench.evidence.job_evidence import left_out_cells, published_stack
 from rematbench.inputs.layout import Layout
 from rematbench.problem import Problem
 
+# Why: docs/decisions/evidence.md, Why is ZeRO 3 over nodes slow at one micro-batch a step?
 PUBLISHED_LONGER = 0.75
 """The share by which the published step of one micro-batch is longer than the predicted step, in
 full quarters: Llama-2-70B and Yi-34B at 8,192 tokens on 32 A100s under ZeRO 3, 0.72 and 0.49
@@ -26,13 +27,18 @@ KNOWN = (
 CHECKED = frozenset({"fms-fsdp"})
 """Stacks without rows in the published sheets whose other published speeds of ZeRO 3 and HSDP over
 nodes are within 7 % of the prediction (tests/evidence/test_open_causes.py has them)."""
+ROOFLINE = 0.5
+"""The half-width of a GPU by its data sheet alone, as a logarithm: kernels of another family or of
+another maker.  No row tells how far they are from the shares that are assumed.  Ours."""
 NODE = 8
 """GPUs of a node in the published rows."""
 
 
 def widened(band: Band, problem: Problem) -> Band:
-    """The band of a job, at least as wide as the open cause that applies to it; of a stack that its
-    user calibrated, the band itself."""
+    """The band of a job, at least as wide as the open cause that applies to it, or as a GPU by its
+    data sheet has it; of a stack that its user calibrated, the band itself."""
+    if problem.cluster.roofline and band.half_width < ROOFLINE:
+        return Band(half_width=ROOFLINE, outside=band.outside, sources=0, other_generation=True)
     what = _exchange(problem) if not problem.system.scales.half_width else ""
     count = problem.layout.num_micro_batches
     half_width = math.log1p(PUBLISHED_LONGER / count)

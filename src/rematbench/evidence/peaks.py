@@ -40,6 +40,7 @@ def underestimates(rows: Iterable[Row], quantity: PeakKind) -> Errors:
     return dict(found)
 
 
+# Why: docs/decisions/evidence.md, Which rows does the margin of device memory come from?
 @cache
 def margin(quantity: PeakKind = ABOUT) -> float:
     """The margin of a quantity, as a logarithm."""
@@ -91,6 +92,7 @@ def reserve_bytes(room_bytes: int) -> int:
     return math.ceil(room_bytes * -math.expm1(-margin()))
 
 
+# Why: docs/decisions/advise.md, Is the reserve only a warning?
 def leaving_reserve(problem: Problem) -> Problem:
     """The problem whose tuned plans leave `reserve_bytes` of the device free."""
     return dataclasses.replace(problem, reserve_bytes=reserve_bytes(problem.room_bytes))

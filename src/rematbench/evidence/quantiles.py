@@ -9,6 +9,7 @@ Errors = dict[str, list[float]]
 """Absolute log errors by source."""
 
 
+# Why: docs/decisions/evidence.md, Do rows weigh the same?
 def quantile(errors: Errors, level: float = LEVEL) -> float:
     """Weighted quantile of errors: each source has weight 1, divided equally among its values.
 

@@ -44,6 +44,7 @@ KINDS = ("kernel_scale", "kernel_scale", "nic_efficiency", "host_launch_s")
 """The fitted constants that the scales stand for, in the order of SCALES."""
 SPREADS = tuple(PRIORS[kind].spread for kind in KINDS)
 
+# Why: docs/decisions/evidence.md, Why has a fit to a user's rows two tangents?
 LATE = np.array([math.log(SLOW_HOST) * (name == "host") for name in SCALES])
 """The log scales, (scales,), at which the second tangent is taken; the first is taken at zero."""
 TURNS = 10

@@ -86,7 +86,7 @@ def _homes(reading: Reading, zero: Mapping[str, Any], prefix: str) -> None:
             where = f"{prefix}{key}.ratio"
             ratio = number(section.get("ratio", 1), reading.file, where) if section else 1.0
             if ratio != 1:
-                reading.put("moved", f"optimizer_offload:share={ratio:g}", where)
+                reading.put("moved", f"optimizer_offload:share={ratio:g},visiting=0", where)
             else:
                 reading.put(name, "host", f"{prefix}{key}.device")
     for key, name in (("cpu_offload", "optimizer"), ("cpu_offload_params", "parameters")):

@@ -7,10 +7,12 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from rematbench.foreign.adapters import TARGETS, read_adapters
 from rematbench.foreign.deepspeed import read_deepspeed
 from rematbench.foreign.keys import dialect, read_keys
 from rematbench.foreign.megatron_experts import read_experts
 from rematbench.foreign.reading import LAUNCHER, Options, Reading, first_value, number, whole
+from rematbench.foreign.recipes import read_megatron_recipe
 from rematbench.foreign.shell import Script, options_of
 from rematbench.foreign.trainers import merge, note_cap, read_trainer
 from rematbench.inputs.configfile import ConfigError
@@ -21,6 +23,7 @@ ABSENT = {"reduce_overlap": False, "gather_overlap": False}
 ADAM_BYTES = 12
 """Bytes of a parameter's fp32 copy and fp32 moments."""
 MOMENTS = ("exp-avg-dtype", "exp-avg-sq-dtype")
+MOMENT_BYTES = {"bf16": 2, "fp16": 2, "fp8": 1}
 LATENT = {"kv_rank": 32, "nope": 128, "rope": 64, "v": 128}
 """Columns of latent attention without options (megatron/training/arguments.py, _add_mla_args)."""
 VOCABULARIES = {"GPT2BPETokenizer": 50257, "Llama2Tokenizer": 32000}
@@ -88,6 +91,10 @@ def read_swift(script: Script, words: list[str]) -> Reading:
         if script.variables.get(name):
             options[option] = script.variables[name]
     reading = _read(options, script)
+    plain = {name.replace("-", "_"): words for name, words in options.items()}
+    single = {name: words[0] if words else True for name, words in plain.items()}
+    targets = {name: plain[name] for name in TARGETS if name in plain}
+    read_adapters(reading, {**single, **targets})
     if ("megatron", "rlhf") in pairwise(words) and "rlhf-type" not in options:
         reading.refused.append("rlhf: there is another model beside the one that trains")
     if "packing" in options:
@@ -119,6 +126,7 @@ def _read(options: Options, script: Script) -> Reading:
     _layout(reading, options, script)
     _model(reading, options)
     read_experts(reading, options)
+    read_megatron_recipe(reading, options)
     _states(reading, options)
     reading.method = _method(reading, options)
     _named_model(reading, options)
@@ -138,20 +146,24 @@ def _states(reading: Reading, options: Options) -> None:
     wide = {"accumulate-allreduce-grads-in-fp32", "deepspeed"} & options.keys()
     if reading.get("precision") == "fp16" and not wide:  # bf16 alone accumulates in fp32 by itself
         reading.facts |= {"grad_bytes": 2, "reduce_bytes": 2}
+    hosted = bool({"optimizer-cpu-offload", "cpu-optimizer"} & options.keys())
     if "use-precision-aware-optimizer" in options:
-        narrow = ("bf16", "fp16")
-        moments = sum(2 if first_value(options, name) in narrow else 4 for name in MOMENTS)
+        moments = sum(MOMENT_BYTES.get(first_value(options, name), 4) for name in MOMENTS)
         copy = 2 if reading.get("precision") == "bf16" else 4
-        if copy + moments != ADAM_BYTES:
+        if hosted:  # the hybrid optimizer has fp32 copies and moments of its own
+            reading.facts["resident_bytes"] = 0
+        elif copy + moments != ADAM_BYTES:
             reading.facts["optimizer_bytes"] = copy + moments
-    if not {"optimizer-cpu-offload", "cpu-optimizer"} & options.keys():
+    if not hosted:
         return
     option = "optimizer-offload-fraction"
     share = number(first_value(options, option, "1"), reading.file, f"--{option}")
     if share == 1:
         reading.put("optimizer", "host", "--optimizer-cpu-offload")
     elif share:
-        reading.put("moved", f"optimizer_offload:share={share:g}", f"--{option}")
+        slots = 1 if "overlap-cpu-optimizer-d2h-h2d" in options else 0
+        where = f"optimizer_offload:share={share:g},visiting=0,slots={slots}"
+        reading.put("moved", where, f"--{option}")
 
 
 def read_arguments(
@@ -192,8 +204,7 @@ def read_factory(data: Mapping[str, Any], file: str) -> Reading:
     trainer = {key: value for key, value in data.items() if key in ours}
     reading = _read(options, Script(file=file))
     more = read_trainer(trainer, file, "LLaMA-Factory")
-    if more.get("lora_rank"):
-        more.refused.append(f"{more.keys['lora_rank']}: adapters in Megatron are not modelled")
+    more.values.pop("trained_dtype", None)  # Megatron narrows adapters
     more.facts, more.values = {}, more.values | reading.values
     reading.values |= more.values
     reading.keys |= more.keys

@@ -6,6 +6,7 @@ from typing import Any
 
 from rematbench.foreign.keys import read_keys
 from rematbench.foreign.reading import Reading, whole
+from rematbench.foreign.recipes import read_converters
 
 SECTIONS = ("parallelism", "experimental", "training")
 """Sections that held parallel degrees in different versions."""
@@ -29,9 +30,7 @@ def read_torchtitan(data: Mapping[str, Any], file: str) -> Reading:
     _checkpoint(reading, data.get("activation_checkpoint") or {})
     if _compiles(reading, data):
         reading.system = "torchtitan-compiled"
-    converters = (data.get("model") or {}).get("converters") or []
-    for name in [converters] if isinstance(converters, str) else converters:
-        reading.refused.append(f"model.converters: {name} (FP8 linears are not modelled)")
+    read_converters(reading, data)
     _batch(reading)
     return reading
 

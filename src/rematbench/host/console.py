@@ -1,6 +1,7 @@
 """Output of the command line: one-line errors, tables that are plain when piped, human units."""
 
 import re
+import shutil
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,11 +23,13 @@ class CommandError(UserError):
 
 
 def console(*, error: bool = False) -> Console:
-    """A console on stdout or stderr; off a terminal it writes ASCII, no colour, a fixed width."""
+    """A console on stdout or stderr; off a terminal it writes ASCII without colour, as wide as
+    COLUMNS says or of a fixed width."""
     stream = sys.stderr if error else sys.stdout
     if stream.isatty():
         return Console(file=stream, highlight=False)
-    return Console(file=stream, highlight=False, width=PIPED_WIDTH, no_color=True)
+    width = shutil.get_terminal_size((PIPED_WIDTH, 0)).columns
+    return Console(file=stream, highlight=False, width=width, no_color=True)
 
 
 def grid(*columns: str, title: str = "") -> Table:
@@ -86,6 +89,15 @@ def seconds(value: float) -> str:
 def rounded(value: float) -> str:
     """A rate without an exponent: four significant digits, or a whole number from 1,000 on."""
     return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
+
+
+def worded(value: object) -> str:
+    """A setting's value in words: six significant digits, lists in brackets."""
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    if isinstance(value, list | tuple):
+        return f"[{','.join(map(worded, value))}]"
+    return str(value)
 
 
 def rich_table(table: TableText) -> Table:

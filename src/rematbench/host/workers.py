@@ -99,6 +99,7 @@ def _limit_cpu(seconds: int) -> None:
     resource.setrlimit(resource.RLIMIT_CPU, (soft, hard))
 
 
+# Why: docs/decisions/host.md, How do worker processes start?
 class Pool(Generic[T, R]):
     """Up to `processes` workers.  In each worker, `start(*args)` runs once and returns the function
     that answers tasks."""

@@ -34,6 +34,8 @@ class Cluster(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     optimizer in host memory then have bytes but no time).
     `fp32_flop_per_s`, `tf32_flop_per_s`, `fp64_flop_per_s`: dense peak of matrix products in these
     precisions (None: the generation's share of `peak_flop_per_s`, which is that of 16 bits).
+    `roofline`: no rate of this GPU is published: its kernels run at the shares of the generation's
+    peaks, and a band is that of a GPU that no row has.
     `constants`: names of entries of config/calibration.yaml for this cluster, of which the first
     existing entry applies (load.py sets the field).
     """
@@ -63,6 +65,7 @@ class Cluster(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     host_bytes: Bytes
     host_other_bytes: NonNegativeInt | None = None
     host_update_parameters_per_s: Rate | None = None
+    roofline: bool = False
     constants: tuple[str, ...] = ()
     sources: dict[str, str] = {}
 

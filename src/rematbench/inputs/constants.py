@@ -142,6 +142,7 @@ class FitRule(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     tp: tuple[int, ...] = ()
     cp: tuple[int, ...] = ()
     pp: tuple[int, ...] = ()
+    precision: tuple[str, ...] = ()
 
     def matches(self, row: Mapping[str, Any]) -> bool:
         """Whether a row belongs to the sweep, judged by the job that ran and never by a result."""
@@ -152,7 +153,10 @@ class FitRule(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         )
 
 
-JOB_COLUMNS = ("system", "cluster", "model", "layers", "gpus", "micro_batch", "tp", "cp", "pp")
+JOB_COLUMNS = (
+    *("system", "cluster", "model", "layers", "gpus", "micro_batch", "tp", "cp", "pp"),
+    "precision",
+)
 """Columns of a published row that a rule may restrict."""
 
 

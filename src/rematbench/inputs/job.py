@@ -14,6 +14,9 @@ from rematbench.inputs.layout import Degrees, Layout, LayoutError
 from rematbench.inputs.system import StackChoice, System
 from rematbench.workload import Model, PositiveInt, Work, Workload
 
+DEFAULT_SYSTEM = "megatron-core-0.16"
+"""The stack of a job that names none."""
+
 
 class _Keywords(StructMeta):
     """A metaclass whose structs take the facts of their parts as keywords, and that turns the
@@ -38,6 +41,7 @@ class _Keywords(StructMeta):
             raise ConfigError("", "Problem", f"missing arguments: {', '.join(missing)}") from None
 
 
+# Why: docs/decisions/inputs.md, Are the facts of a job one flat struct?
 class Job(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, metaclass=_Keywords):
     """One job, as files, the command line and Python code state it: with the facts of its parts
     beside its own, `Job(model="llama-7b", ..., gpus=8, tp=2, seq_len=4096)`.
@@ -83,15 +87,16 @@ class Job(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, metacla
 
     @property
     def layout(self) -> Layout:
-        """The layout; LayoutError if tp x cp x pp does not divide `gpus`."""
+        """The layout; LayoutError if tp x tp_columns x cp x pp does not divide `gpus`."""
         asked = self.degrees
-        ranks = asked.tp * asked.cp * asked.pp
+        ranks = asked.tp * asked.tp_columns * asked.cp * asked.pp
         dp, rest = divmod(self.gpus, ranks)
         if rest:
             near = max(1, round(self.gpus / ranks)) * ranks
             raise LayoutError(
-                f"gpus {self.gpus} must be a multiple of tp x cp x pp = {asked.tp} x {asked.cp} x "
-                f"{asked.pp} = {ranks} (for example {near})"
+                f"gpus {self.gpus} must be a multiple of tp x cp x pp = "
+                f"{asked.tp * asked.tp_columns} x {asked.cp} x {asked.pp} = {ranks} "
+                f"(for example {near})"
             )
         sp = asked.tp > 1 if asked.sp is None else asked.sp
         return Layout(**{**flat(asked), "dp": dp, "sp": sp})

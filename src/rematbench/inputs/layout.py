@@ -13,6 +13,11 @@ Partition = tuple[tuple[tuple[int, ...], ...], ...]
 prediction layers count on behind the decoder's."""
 
 
+GATHERED_CHUNKS = 3
+"""Chunks of a rank that torch keeps gathered in a pipeline: a further one is resharded and gathered
+again (torch 2.13, distributed/pipelining/schedules.py, _add_unshard_reshard: max_active_stages)."""
+
+
 class LayoutError(UserError):
     """A layout breaks a rule; the message names the rule and the numbers."""
 
@@ -22,6 +27,8 @@ class Degrees(Part, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     tp: Annotated[PositiveInt, Fact(column="always")] = 1
     """So many ranks share each matrix (tensor parallelism)."""
+    tp_columns: PositiveInt = 1
+    """So many times tp ranks share each matrix, which is then cut both ways (AxoNN)."""
     cp: Annotated[PositiveInt, Fact(column="always")] = 1
     """So many ranks share each sequence (context parallelism)."""
     pp: Annotated[PositiveInt, Fact(column="always")] = 1
@@ -67,8 +74,13 @@ class Layout(Degrees, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def gpus(self) -> int:
-        """The number of GPUs (ranks): tp x cp x pp x dp."""
-        return self.tp * self.cp * self.pp * self.dp
+        """The number of GPUs (ranks): tp x tp_columns x cp x pp x dp."""
+        return self.stage_ranks * self.pp
+
+    @property
+    def stage_ranks(self) -> int:
+        """The ranks of a pipeline stage."""
+        return self.tp * self.tp_columns * self.cp * self.dp
 
     @property
     def sequence_parallel(self) -> bool:
@@ -116,6 +128,11 @@ class Layout(Degrees, frozen=True, kw_only=True, forbid_unknown_fields=True):
     def has_peers(self) -> bool:
         """Whether other ranks have gradients of the same parameters, or of the same experts."""
         return self.state_shards > 1 or self.expert_dp > 1
+
+    @property
+    def gathers_again(self) -> bool:
+        """Whether a rank has more chunks than torch keeps gathered."""
+        return self.pp > 1 and self.vpp > GATHERED_CHUNKS
 
     @property
     def num_chunks(self) -> int:

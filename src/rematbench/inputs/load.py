@@ -32,7 +32,7 @@ Kind = Literal["model", "cluster", "system"]
 _FOLDERS: dict[Kind, str] = {"model": "models", "cluster": "clusters", "system": "systems"}
 
 
-PARTS = ("experts", "latent")
+PARTS = ("experts", "latent", "memory")
 """Facts of a model that are mappings."""
 LAUNCH = (".toml", ".sh")
 """Ends of the names of files that describe jobs, never models, clusters or stacks."""
@@ -56,11 +56,18 @@ def load_cluster(name_or_path: str | Path) -> Cluster:
 
 
 @cache
+def rated() -> tuple[Cluster, ...]:
+    """The shipped clusters of GPUs whose kernels have rates."""
+    shipped = (load_cluster(name) for name in names("cluster"))
+    return tuple(cluster for cluster in shipped if not cluster.roofline)
+
+
+# Why: docs/decisions/costs.md, How fast is a kernel on a GPU with another balance
+@cache
 def shipped_balances(generation: str) -> tuple[float, float] | None:
-    """The smallest and the largest FLOP per HBM byte of the shipped GPUs of a generation; None for
-    CPUs and for a generation that no shipped cluster has."""
-    shipped = [load_cluster(name) for name in names("cluster")]
-    found = [one.flop_per_byte for one in shipped if one.generation == generation != "cpu"]
+    """The smallest and the largest FLOP per HBM byte of the shipped GPUs of a generation that have
+    rates; None for CPUs and for a generation that no shipped cluster has."""
+    found = [one.flop_per_byte for one in rated() if one.generation == generation != "cpu"]
     return (min(found), max(found)) if found else None
 
 

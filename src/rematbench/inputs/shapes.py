@@ -12,13 +12,15 @@ class Shapes(Struct, frozen=True, kw_only=True):
     """Sizes on one rank, for one micro-batch.  `tokens`: rows after context parallelism and
     Ulysses; `shard_tokens`: rows of a tensor that sequence parallelism shards; `q_width`,
     `kv_width`, `v_width`, `out_width` (of attention's output), `heads`, `kv_heads`, `ffn` and
-    `vocab`: the rank's tensor-parallel share;
+    `vocab`: the rank's tensor-parallel share; `hidden`: its hidden columns, over `columns` ranks;
     `document_len`: tokens of a document, the whole sequence if none are packed; `documents`: the
     documents of one sequence."""
 
     tokens: int
     shard_tokens: int
     tp: int
+    columns: int
+    hidden: int
     cp: int
     sp: bool
     micro_batch: int
@@ -46,6 +48,8 @@ def shapes(work: Workload, layout: Layout, system: System) -> Shapes:
         tokens=tokens,
         shard_tokens=tokens // tp if sequence_parallel else tokens,
         tp=tp,
+        columns=layout.tp_columns,
+        hidden=model.hidden // layout.tp_columns,
         cp=layout.cp,
         sp=sequence_parallel,
         micro_batch=layout.micro_batch,

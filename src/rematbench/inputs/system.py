@@ -177,6 +177,10 @@ class Kernels(Part, frozen=True, kw_only=True, forbid_unknown_fields=True):
     repeats_kv: bool = False
     """If true, fused attention receives keys and values once per query head, and saves the repeated
     tensors."""
+    wide_query_gradient: bool = False
+    """If true, the backward of fused attention also holds the gradient of queries in fp32, and,
+    where heads of queries share one of keys, gradients of keys and values for each head of queries
+    (FlashAttention-2); a stack that does not say so is not charged for it."""
     eager_operators: bool = False
     """If true, unfused attention and soft caps are eager torch operators, which save keys and
     values once per query head, the softmax both in fp32 and as a copy, and the tanh of a cap."""
@@ -193,15 +197,16 @@ class Kernels(Part, frozen=True, kw_only=True, forbid_unknown_fields=True):
     fused_linears: bool = True
     """If true, one GEMM computes q, k and v, and one GEMM computes gate and up; otherwise each
     projection is a GEMM, and a partial recomputation runs only the GEMMs that it needs."""
+    tiles_again: bool = False
+    """If true, an MLP in mini-sequences saves its input alone, and each piece is computed again in
+    its own backward (DeepSpeed's TiledMLP); otherwise the pieces of a recomputed layer are computed
+    with the layer, and all wait for their backward."""
     compiled: bool = False
     """If true, a compiler fuses the elementwise operators of a layer (torch.compile)."""
     cuda_graphs: bool = False
     """If true, each layer's forward and each layer's backward is a captured CUDA graph that the
     host issues with one launch (Megatron-core's cuda_graph_impl local); embedding and head are not
     captured."""
-    launch_blocking: bool = False
-    """If true, the host waits for the end of each kernel, collective and copy before it issues the
-    next (CUDA_LAUNCH_BLOCKING=1), so that nothing overlaps on a rank."""
     tf32: bool = False
     """If true, fp32 matrix products run in TF32 (torch: set_float32_matmul_precision; its default,
     highest, is full fp32)."""
@@ -253,11 +258,19 @@ class Zero(Part, frozen=True, kw_only=True, forbid_unknown_fields=True):
     takes so many seconds beside its bytes (0: by an all-gather)."""
     bucket_bytes: Bytes = 0
     """The gradient bucket of an overlapped reduction has so many bytes (0: not bucketed)."""
+    reentrant: bool = False
+    """If true, a recomputed layer is a graph of its own, whose input has a gradient although
+    nothing below it trains (torch.utils.checkpoint, use_reentrant).  FSDP then gathers no layer
+    ahead in the backward, its root keeps embedding and head whole until the end, and its hooks of
+    frozen layers keep the input of each and its gradient."""
     whole_buckets: bool = False
     """If true, gradients are copied under ZeRO into buckets that are allocated whole
     (`bucket_bytes` each, two with reduce_overlap) from the first gradient of a backward whose
     gradients are reduced to its end; with sharded parameters one bucket stays.  A reduction copies
     a bucket's content (DeepSpeed's contiguous_gradients)."""
+    ddp_buckets: bool = False
+    """If true, data parallelism without ZeRO is torch's DistributedDataParallel, whose buckets hold
+    all gradients a second time (gradient_as_bucket_view is false unless a program says so)."""
     prefetch_elements: Parameters = 0
     """With parameters gathered per layer, the matrices of each operator are gathered by themselves,
     and before it runs at least so many elements of the next matrices are requested ahead
@@ -272,7 +285,7 @@ class Zero(Part, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Host(Part, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """States in host memory, and copies from and to it."""
+    """States in host memory, copies from and to it, and what the host waits for."""
 
     optimizer_on_host: bool = False
     """If true, the optimizer states are in host memory unless a run says otherwise."""
@@ -288,6 +301,12 @@ class Host(Part, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A gradient on its way to an optimizer in host memory has so many bytes (DeepSpeed widens the
     gradient to fp32 on the device first: stage3.py, _offload_grad_partition_at_boundary, and in
     stage_1_and_2.py async_inplace_copy_grad_to_fp32_buffer_from_gpu)."""
+    host_tensors: bool = False
+    """If true, torch updates tensor by tensor on the host, where each has buffers of its own for
+    its weights and for their gradients, both of `host_grad_bytes` (Megatron's hybrid optimizer)."""
+    resident_bytes: StateBytes = 0
+    """So many bytes per parameter of the optimizer's states stay on the device when the optimizer
+    is in host memory (Megatron's fp32 shard, of which the host has a copy)."""
     host_pinned: bool = True
     """If true, the buffers of `host_gradients` and of parameters in host memory are pinned."""
     pinned_blocks: PinnedBlocks = "powers_of_two"
@@ -296,6 +315,9 @@ class Host(Part, frozen=True, kw_only=True, forbid_unknown_fields=True):
     blocking_copies: bool = False
     """If true, the host waits for the end of each copy of activations between device and host (a
     copy from or to memory that is not pinned, or `Tensor.cpu()`); copies of states do not block."""
+    launch_blocking: bool = False
+    """If true, the host waits for the end of each kernel, collective and copy before it issues the
+    next (CUDA_LAUNCH_BLOCKING=1), so that nothing overlaps on a rank."""
 
 
 class ExpertExchange(Part, frozen=True, kw_only=True, forbid_unknown_fields=True):

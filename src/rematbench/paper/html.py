@@ -9,7 +9,7 @@ from msgspec import Struct
 from rematbench.evidence.published.sheets import read_sheet
 from rematbench.host.table import GIB, LONG, TableText, repeats
 from rematbench.paper.matrix.sweep import TABLES
-from rematbench.paper.page import Page
+from rematbench.paper.page import Page, what_is_not_modelled
 from rematbench.paper.tables.matrix import NAMES
 
 Row = Mapping[str, str]
@@ -39,6 +39,7 @@ class Grid(Struct, frozen=True, kw_only=True):
     arms: tuple[tuple[str, str, tuple[tuple[Row, str] | None, ...]], ...]
 
 
+# Why: docs/decisions/paper.md, Is the page made from Markdown that is parsed back?
 def page_html(page: Page, grids: Sequence[Grid] = ()) -> str:
     """The whole HTML document."""
     from jinja2 import (  # noqa: PLC0415 (slow to load)
@@ -57,7 +58,9 @@ def page_html(page: Page, grids: Sequence[Grid] = ()) -> str:
     )
     templates.filters["picture"] = picture
     template = templates.get_template("page.html.jinja")
-    return template.render(page=page, grids=grids, shown=shown, GIB=GIB)
+    return template.render(
+        page=page, grids=grids, shown=shown, GIB=GIB, not_modelled=what_is_not_modelled(page.config)
+    )
 
 
 def picture(path: Path) -> str:

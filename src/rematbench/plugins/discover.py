@@ -24,6 +24,8 @@ from rematbench.plugins.registry import MethodEntry, MethodError, Registry, buil
 ENTRY_POINTS = "rematbench.methods"
 BASELINES = "baselines"
 """The package that the folders of baselines form, in a checkout and in a wheel."""
+POLICY_FUNCTIONS = ("candidates", "facts_with_options", "flags", "inexpressible", "partition")
+"""Functions that a baseline's policy has beside those of a method."""
 
 
 def discover(extra: Iterable[Path] = ()) -> Registry:
@@ -111,13 +113,31 @@ def load_module(path: Path) -> ModuleType:
 
 
 def load_baselines() -> tuple[dict[str, MethodEntry], dict[str, str]]:
-    """Every baseline's policy by name, from the `plan.py` of its folder, and the reasons why files
-    could not be loaded, by file."""
+    """Every whole baseline's policy by name, from the `plan.py` of its folder, and the reasons why
+    others are left out, by file."""
     found: dict[str, MethodEntry] = {}
     broken: dict[str, str] = {}
     for path in sorted(data_dir("baselines").glob("*/plan.py")):
-        load_file(path, found, broken, load=load_baseline)
+        try:
+            found |= check_baseline(path.parent)
+        except MethodError as error:
+            broken[str(path)] = str(error)
     return dict(sorted(found.items())), broken
+
+
+def check_baseline(folder: Path) -> dict[str, MethodEntry]:
+    """The policy of a baseline's folder by its name; MethodError if its plan.py cannot be loaded,
+    defines no policy, or one without the functions that `compare` and `flags` call."""
+    path = folder / "plan.py"
+    found: dict[str, MethodEntry] = {}
+    broken: dict[str, str] = {}
+    load_file(path, found, broken, load=load_baseline)
+    if broken or not path.is_file():
+        raise MethodError(broken.get(str(path), "no such file"))
+    for entry in found.values():
+        if lacks := [name for name in POLICY_FUNCTIONS if not hasattr(entry.cls, name)]:
+            raise MethodError(f"{entry.cls.__name__} has no {', '.join(lacks)}")
+    return found
 
 
 def load_baseline(path: Path) -> ModuleType:

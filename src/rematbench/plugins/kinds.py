@@ -58,6 +58,7 @@ def place(kinds: Iterable[ChangeKind]) -> int:
     return max(KINDS.index(kind) for kind in kinds)
 
 
+# Why: docs/decisions/advise.md, Is a composition judged by the plans of its parts?
 def clash(problem: Problem, base: Plan, plan: Plan) -> str:
     """Return the decisions of `base` that a composed plan overrules; empty if there are none."""
     for key in ("partition", "schedule", "orders"):

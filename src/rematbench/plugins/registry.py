@@ -3,7 +3,7 @@
 import re
 import sys
 import traceback
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, cast, get_origin, get_type_hints
@@ -41,13 +41,15 @@ class Method(Protocol):
     """The class that a file in methods/ defines: a frozen Struct whose fields are the method's
     parameters.
 
-    Five class variables are optional.  `grid`: a tuple of settings that `compare` and `search` try,
+    Six class variables are optional.  `grid`: a tuple of settings that `compare` and `search` try,
     the fastest first.  `planner` (True): planning takes seconds, so `compare` does not wait for the
     plan and `search` leaves the method out.  `share`: the name of a parameter from 0 to 1, and the
     number of steps in which `search` varies it; the bytes that a pass keeps and copies are linear
     in this parameter.  `pieces` (True): each entry of `grid` costs more time than the entry before
     and frees more transient bytes.  `moves_states` (True): the plan places training states;
-    `search` tries such a method only where it is asked for, at every value of its grid.  If a
+    `search` tries such a method only where it is asked for, at every value of its grid.
+    `moves_passes` (True): the plan has another order of passes, which a stack must have, so the
+    method is tried only where it is asked for.  If a
     method is Unsupported for the same `reason` at one value of `share` or `grid` and at the last
     value, `search` treats it as Unsupported at all values, so a reason that depends on the value
     must contain the value.  An instance may have an attribute `unit`: there is a plan only for
@@ -90,6 +92,16 @@ class MethodEntry(Struct, frozen=True):
     def moves_states(self) -> bool:
         """Whether the method places training states (see Method)."""
         return bool(self.declared("moves_states", False))
+
+    @property
+    def moves_passes(self) -> bool:
+        """Whether the method changes the order of passes (see Method)."""
+        return bool(self.declared("moves_passes", False))
+
+    @property
+    def waits(self) -> bool:
+        """Whether the method is tried only where a person names it."""
+        return self.moves_states or self.moves_passes
 
     @property
     def planner(self) -> bool:
@@ -221,7 +233,8 @@ class Registry(Struct, frozen=True):
         parameter) or `a.key`; settings may also be inside the text, as `a:key=value,key=value+b`.
         A part may be a policy's name (`full_recompute:block 3`); operators of a policy that
         `problem` lacks are left out.  MethodError for an unknown name or setting."""
-        parts = [self._part(part.strip(), spec) for part in self._parts(spec)]
+        told = {key.rpartition(".")[2] for key in settings or {}}
+        parts = [self._part(part.strip(), spec, told) for part in self._parts(spec)]
         entries = [entry for entry, _ in parts]
         if len({e.name for e in entries}) < len(entries):
             raise MethodError(f"method {spec!r} contains the same method twice")
@@ -239,8 +252,11 @@ class Registry(Struct, frozen=True):
             values[parameter] = value
         return Composition(tuple(build(entry, given[entry.name]) for entry in entries))
 
-    def _part(self, text: str, spec: str) -> tuple[MethodEntry, dict[str, Value]]:
-        """The method of one part of a composition, and the settings in the part's text."""
+    def _part(
+        self, text: str, spec: str, told: Collection[str]
+    ) -> tuple[MethodEntry, dict[str, Value]]:
+        """The method of one part of a composition, and the settings in the part's text; `told`:
+        those that stand beside the text."""
         start, _, tuned = text.rpartition(" ")
         policy = self.policies.get(text) or self.policies.get(start)
         if policy is None:
@@ -251,6 +267,8 @@ class Registry(Struct, frozen=True):
             return entry, _inline(words, spec, lambda: closest(near, own))
         if text != policy.name and not (policy.smallest and tuned.isdigit()):
             raise MethodError(f"method {text!r}: put {tuned!r} before the policy {policy.name!r}")
+        if text == policy.name and policy.smallest in told:
+            return self.entry(policy.method), dict(policy.settings)
         if text == policy.name and policy.smallest:
             example = f"'{policy.name} 2'"
             raise MethodError(

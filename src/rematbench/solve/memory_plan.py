@@ -68,6 +68,7 @@ def memory_plan(rank: RankProgram) -> MemoryPlan:
     return MemoryPlan(peak_bytes=min(two_level, flat), lower_bound_bytes=bound)
 
 
+# Why: docs/decisions/solve.md, When do planned addresses decide whether a plan fits?
 def is_placeable(rank: RankProgram) -> bool:
     """Whether a rank has few enough tensors for best fit to place them quickly."""
     made = sum(

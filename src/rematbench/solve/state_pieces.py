@@ -4,10 +4,10 @@ from collections.abc import Callable
 
 from msgspec.structs import replace
 
-from rematbench.costs.states import shard
 from rematbench.engine.lowering.plan_checks import too_early
+from rematbench.engine.lowering.states.state_shards import rank_sharded
 from rematbench.plan import Pieces, Place, Plan
-from rematbench.problem import Problem, rank_parameters
+from rematbench.problem import Problem
 from rematbench.solve.search import smallest_feasible
 
 
@@ -26,9 +26,8 @@ def refusal(problem: Problem, base: Plan, *, host: bool, pieces: Pieces | None =
 
 def shares(problem: Problem, base: Plan) -> list[int]:
     """The parameters that each pipeline rank's optimizer updates."""
-    shards = base.state("optimizer").shards
-    ranks = range(problem.layout.pp)
-    return [shard(rank_parameters(problem, base, r, trained=True), shards) for r in ranks]
+    fate = base.state("optimizer")
+    return [rank_sharded(problem, base, rank, fate) for rank in range(problem.layout.pp)]
 
 
 def even(count: int, share: float, one: Place, other: Place) -> tuple[Place, ...]:

@@ -49,7 +49,7 @@ def run_stage(problem: Problem, method: Composition, base: Plan, stage: int | No
         plan = method.plan(problem, base)
         stage = 0 if isinstance(plan, Unsupported) else fullest(problem, plan)
     lay = problem.layout
-    return run(problem, method, "traced", rank=stage * lay.tp * lay.cp * lay.dp)
+    return run(problem, method, "traced", rank=stage * lay.stage_ranks)
 
 
 def run_as_rank(

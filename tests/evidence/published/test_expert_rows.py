@@ -83,7 +83,6 @@ def test_balance_is_an_assumption_unless_it_was_forced() -> None:
 @pytest.mark.parametrize(
     ("changed", "words"),
     [
-        ({"precision": "fp8"}, "precision: 'fp8': FP8 is not modelled"),
         ({"attention_kind": "mla: q_lora 1536"}, "attention_kind: mla: Object missing required"),
         ({"ep_overlap": "shared"}, "ep_overlap: 'shared' is not modelled"),
         ({"cuda_graph": "full_iteration"}, "cuda_graph: 'full_iteration': CUDA graphs"),
@@ -95,7 +94,7 @@ def test_balance_is_an_assumption_unless_it_was_forced() -> None:
         ({"dispatcher": "mori"}, "dispatcher: 'mori' is not modelled"),
         ({"recompute": "", "recompute_modules": ""}, "recomputation not published"),
         ({"dispatcher": "deep-ep"}, "is not modelled; did you mean 'deepep'?"),
-        ({"precision": "fp8", "offload": "x"}, "modelled; column offload: 'x': is not modelled"),
+        ({"cuda_graph": "full_iteration", "offload": "x"}, "offload: 'x': is not modelled"),
         ({"ep": "7"}, "layout: "),
     ],
 )

@@ -115,6 +115,10 @@ EXPERT_LAYOUTS: dict[str, dict[str, Any]] = {
     },
 }
 """Layouts of models with experts."""
+STAGED: dict[str, dict[str, Any]] = {
+    "tp2-ep2-pp2-vpp2-stages": EXPERT_LAYOUTS["tp2-ep2-pp2-vpp2"] | {"stages": "Et|ttt|ttt|tmL"}
+}
+"""Layouts whose stages fit one number of layers."""
 
 MLP = ("mlp_norm", "fc1", "act", "mul", "fc2")
 MLP_SAVED = ("mlp_norm_out", "gate_out", "up_out", "act_out", "fc2_in")
@@ -124,7 +128,7 @@ def tiny(
     layout: str, precision: Precision = "fp64", model: Model | None = None, **changes: Any
 ) -> Problem:
     """A tiny problem on a named layout; deep enough for its chunks."""
-    degrees = (LAYOUTS | EXPERT_LAYOUTS)[layout]
+    degrees = (LAYOUTS | EXPERT_LAYOUTS | STAGED)[layout]
     model = model or (MIXTURE if layout in EXPERT_LAYOUTS else TINY)
     layers = max(model.num_layers, degrees.get("pp", 1) * degrees.get("vpp", 1))
     made = problem(model=replace(model, num_layers=layers), seq_len=SEQ, **(changes | degrees))
@@ -204,6 +208,13 @@ EXPERT_PLANS: dict[str, Callable[[Plan], Plan]] = {
     ),
 }
 """Raw plans for layers with experts: rows of what is row by row, and bytes of the rest."""
+HALF_PLANS: dict[str, Callable[[Plan], Plan]] = {
+    "zb-h1": lambda plan: replace(plan, schedule="zb-h1"),
+    "zb-h2-offload": lambda plan: replace(PLANS["offload-slots"](plan), schedule="zb-h2"),
+    "zb-h2-full": lambda plan: replace(PLANS["full"](plan), schedule="zb-h2"),
+    "zb-h1-mini": lambda plan: replace(mini_dropped(plan), schedule="zb-h1"),
+}
+"""Raw plans with weight gradients in passes of their own."""
 SAME_NUMBERS = ("offload", "offload-layers", "full")
 
 
@@ -220,7 +231,7 @@ def case(layout: str, plan: str, **changes: Any) -> Case:
     return Case(
         name=f"{layout} {plan}",
         problem=given,
-        plan=(PLANS | EXPERT_PLANS)[plan](given.base_plan),
+        plan=(PLANS | EXPERT_PLANS | HALF_PLANS)[plan](given.base_plan),
         ignored=0.1,
         gradients=True,
     )

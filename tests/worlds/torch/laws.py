@@ -156,4 +156,5 @@ def settings() -> dict[str, str]:
         "memo": "alpha=0.5 exempt_layers=1",
         "mst": "mlp_chunks=3 head_chunks=5",
         "pp_offload": "alpha=0.6 granularity=256 min_bytes=512",
+        "pipe_offload": "chunks=1",
     }

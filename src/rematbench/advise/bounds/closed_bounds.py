@@ -91,9 +91,18 @@ class Total:
         return np.where(self.more < 0, 0.0, found)
 
 
-def step_bound(columns: Columns, facts: Facts, send_s: Array, more: Wider = AS_PROBED) -> Array:
+def step_bound(
+    columns: Columns,
+    facts: Facts,
+    send_s: Array,
+    more: Wider = AS_PROBED,
+    *,
+    any_order: bool = False,
+) -> Array:
     """Lower bound of each layout's step in seconds: the largest of the bounds of the first rank, an
-    inner rank and the last rank.  `more`: what layers of other kinds than a probe's add."""
+    inner rank and the last rank.  `more`: what layers of other kinds than a probe's add.
+    `any_order`: the passes come in another order than those of this module's schedules, so only a
+    rank's sum of passes counts."""
     c, m, v = columns, columns.count, columns.vpp
     first, middle, last = facts
     opening = Total(first, c.opening)
@@ -114,7 +123,7 @@ def step_bound(columns: Columns, facts: Facts, send_s: Array, more: Wider = AS_P
         ranks before it."""
         between = Total(middle, layers - c.opening, np.maximum(ranks - 1, 0))
         passes_s = opening.passes_s + between.passes_s
-        return np.where(ranks > 0, passes_s + 2 * ranks * send_s, 0.0)
+        return np.where((ranks > 0) & (not any_order), passes_s + 2 * ranks * send_s, 0.0)
 
     at_first = work(opening, rest_first, more.first)
     at_inner = work(inner, None, more.inner) + around(c.inner_before, c.inner_rank)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from functools import cached_property
+from math import floor
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,6 +12,7 @@ from rematbench.costs.operators.ops import OpTable
 from rematbench.costs.states import reduce_buckets
 from rematbench.engine.lowering.states.state_shards import shards_experts
 from rematbench.inputs.layout import Layout
+from rematbench.inputs.recipes import resident_bytes
 from rematbench.plan import state_fates
 from rematbench.problem import Problem, gathered_bytes, head_parameters
 
@@ -172,7 +174,10 @@ class Columns:
         """Bytes of training states, of buckets that stay and of gathered parameters that a pipeline
         holds, on a device of the first, the second and the last rank."""
         problem, system = self.problem, self.problem.system
-        sizes = (system.states.param_bytes, system.states.grad_bytes, system.states.optimizer_bytes)
+        work, generation = problem.workload, problem.cluster.generation
+        fewer = min(0, floor(resident_bytes(work, system, generation, 0)))
+        own = system.states.param_bytes + fewer
+        sizes = (own, system.states.grad_bytes, system.states.optimizer_bytes)
         per = np.array([_shards(lay, problem) for lay in self.layouts])
         held = np.array([reduce_buckets(0, lay, system).standing for lay in self.layouts])
         apart = np.array([_expert_shards(lay, problem) for lay in self.layouts])

@@ -217,12 +217,21 @@ class GroupBounds(LayoutGroup):
     def kernels_s(self) -> Array:
         """A first lower bound, in seconds, for the candidate that keeps everything, from operator
         tables."""
+        return self._kernels_s(any_order=False)
+
+    @cached_property
+    def passes_s(self) -> Array:
+        """The same for any order of a rank's passes."""
+        return self._kernels_s(any_order=True)
+
+    def _kernels_s(self, *, any_order: bool) -> Array:
         layer = min(
             self.layers_s, key=lambda cost: cost.forward.compute_s + cost.backward.compute_s
         )
         line = Line(0, no_cost(), layer)
         facts = Facts(line, line, line)
-        return step_bound(self.columns, facts, 0 * self.send_s, more=self.wider)
+        sent_s = 0 * self.send_s
+        return step_bound(self.columns, facts, sent_s, more=self.wider, any_order=any_order)
 
     @cached_property
     def lean_shares(self) -> Array:
@@ -333,7 +342,7 @@ class GroupBounds(LayoutGroup):
         assert isinstance(one, Probe)
         layerwise = one.copies and one.transfers.granularity == "layer"
         more = AS_PROBED if layerwise else self.wider  # compute may wait for copies meanwhile
-        found = step_bound(columns, timed, self.send_s, more)
+        found = step_bound(columns, timed, self.send_s, more, any_order=one.halves)
         return self.wide(candidate, found + self.end_s)
 
     def _peak_bytes(self, candidate: Candidate, ends: tuple[Facts, Facts], lean: Facts) -> Array:
@@ -396,6 +405,8 @@ class GroupBounds(LayoutGroup):
         probe, cost = self.probe(candidate, pieces), self.problem.cost
         shares = self.shares(candidate)[0]
         assert isinstance(probe, Probe)
+        if probe.halves:  # the walk knows no such order
+            return float(self._step_s(candidate, pieces)[step - 1, index]) * SHARED
         share = np.broadcast_to(shares, (len(shares), len(self.choices)))[step - 1, index]
         facts = self.at_share(candidate, self._timed(candidate, pieces), share)
         waits = bool(self.columns.waits[index])

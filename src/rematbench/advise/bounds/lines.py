@@ -134,7 +134,7 @@ class Chunk:
         inside_bytes = fewest("B", back)
         return ChunkCost(
             forward=_minimum(pass_bytes(profile) for _, profile in self.blocks["F"]),
-            backward=_minimum(pass_bytes(profile) for _, profile in self.blocks["B"]),
+            backward=self._backward(lambda _, profile: pass_bytes(profile)),
             released_bytes=-fewest("free_d2h", net),
             out_s=0.0,
             back_s=0.0,
@@ -148,6 +148,18 @@ class Chunk:
             crossing_bytes=0.0,
             recrossing_bytes=0.0,
         )
+
+    def _backward(self, cost: Callable[[Block, Profile], PassCost]) -> PassCost:
+        """The cost of a backward, of both halves where weight gradients are apart: seconds and
+        bytes that stay add up, and the peak is that of the first half."""
+        found, *more = (
+            _minimum(cost(*each) for each in self.blocks[label])
+            for label in ("B", "W")
+            if self.blocks[label]
+        )
+        for half in more:
+            found = PassCost._make(map(add, found, half))._replace(high_bytes=found.high_bytes)
+        return found
 
     def timed(self, costs: ActionCosts, *, crossing: bool) -> ChunkCost:
         """The chunk's costs with seconds.  `crossing`: whether collectives cross to other nodes, as
@@ -164,10 +176,8 @@ class Chunk:
             )
             return min(sent, default=0.0)
 
-        def passes(wanted: str) -> PassCost:
-            return _minimum(
-                pass_cost(b, rank, costs, profile) for b, profile in self.blocks[wanted]
-            )
+        def cost(block: Block, profile: Profile) -> PassCost:
+            return pass_cost(block, rank, costs, profile)
 
         def copies_s(wanted: str) -> float:
             found = (
@@ -182,8 +192,8 @@ class Chunk:
             return fsum(costs(action, rank) for action in after if action.kind is Kind.D2H)
 
         return nbytes._replace(
-            forward=passes("F"),
-            backward=passes("B"),
+            forward=_minimum(cost(*each) for each in self.blocks["F"]),
+            backward=self._backward(cost),
             out_s=copies_s("D2H") or min(trailing_s(block) for block, _ in self.blocks["F"]),
             back_s=copies_s("H2D"),
             crossing_bytes=crossing_bytes("F"),
@@ -388,9 +398,10 @@ STEPS = 1024
 
 
 class Probe:
-    """The kinds of change of a method's plan, the plan's transfers, and whether it `copies`
-    activations to the host.  `end_bytes`: gives the bytes that the model's end keeps; `lines`:
-    gives the method's lines, with or without seconds."""
+    """The kinds of change of a method's plan, the plan's transfers, whether it `copies`
+    activations to the host, and whether weight gradients have passes of their own (`halves`).
+    `end_bytes`: gives the bytes that the model's end keeps; `lines`: gives the method's lines, with
+    or without seconds."""
 
     def __init__(
         self,
@@ -400,6 +411,7 @@ class Probe:
         lines: Callable[[CopyTraffic | None], Facts],
     ) -> None:
         self.kinds, self.transfers, self.copies = kinds, plan.transfers, copies(plan)
+        self.halves = plan.halves
         self._end_bytes, self._lines = end_bytes, lines
 
     @cached_property

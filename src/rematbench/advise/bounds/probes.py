@@ -46,12 +46,13 @@ from rematbench.engine.program.program import Program
 from rematbench.engine.simulate.seconds import ActionCosts
 from rematbench.evaluate.evaluator import same_plan
 from rematbench.inputs.layout import LayoutError
-from rematbench.plan import Phase, Plan, PlanError, Transfers, Unsupported
+from rematbench.plan import VOCABULARY, Phase, Plan, PlanError, Transfers, Unsupported
 from rematbench.plugins.kinds import changed_kinds, copies, leaves
 from rematbench.plugins.registry import Composition
 from rematbench.problem import Problem
 
 
+# Why: docs/decisions/advise.md, Have methods formulas of bounds beside their plans?
 class Lowered:
     """A plan's program for a probe, and the chunk of each of its ranks."""
 
@@ -372,6 +373,8 @@ class Prober:
             return Refused(str(error))
         if isinstance(plan, Unsupported):
             return Refused(plan.reason)
+        if plan.schedule in VOCABULARY:
+            return Refused("search has no bound of a vocabulary over all stages: use compare")
         fewest = sizes[0] - self.dense
         if fewest < (layers := _rhythm(plan.transfers)):
             return Refused(f"copies by layer have no rhythm yet after {fewest}", layers)

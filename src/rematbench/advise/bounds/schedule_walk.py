@@ -16,7 +16,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from rematbench.engine.lowering.schedule import ScheduleName, passes
+from rematbench.engine.lowering.schedule import passes
+from rematbench.plan import Schedule
 
 NONE = -1
 
@@ -29,7 +30,7 @@ whose device memory must be free by now."""
 class Turns(NamedTuple):
     """The settings that decide the order of passes."""
 
-    schedule: ScheduleName
+    schedule: Schedule
     pp: int
     vpp: int
     micro_batches: int

@@ -30,13 +30,15 @@ class Scalar(Struct, frozen=True):
 class Variant(Struct, frozen=True):
     """One method of a candidate.  `text`: the method with its settings; if it has a scalar,
     `text.format` fills in the scalar's value.  `composes`: false for policies (as in `compare`).
-    `cuts`: whether the method computes in pieces."""
+    `cuts`: whether the method computes in pieces; `moves`: whether it moves passes, so that its
+    plan may be faster than the plan that it is added to."""
 
     method: str
     text: str
     scalar: Scalar | None = None
     composes: bool = True
     cuts: bool = False
+    moves: bool = False
 
     def at(self, step: int) -> str:
         """The method's text at a step of its scalar (from 1 on)."""
@@ -75,6 +77,11 @@ class Candidate(Struct, frozen=True):
         """The part whose scalar is a share or a number of layers; None without such a part."""
         result = (p for p in self.parts if p.scalar is not None and p.scalar.scale != "pieces")
         return next(result, None)
+
+    @property
+    def moves(self) -> bool:
+        """Whether a part moves passes."""
+        return any(part.moves for part in self.parts)
 
     @property
     def pieces(self) -> Variant | None:

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from rematbench.host.declared import facts, flat
 from rematbench.inputs.cluster import Cluster
 from rematbench.inputs.job import Job
-from rematbench.inputs.layout import Layout, LayoutError, even_partition
+from rematbench.inputs.layout import GATHERED_CHUNKS, Layout, LayoutError, even_partition
 from rematbench.inputs.layout_rules import check_layout
 from rematbench.inputs.stages import partition_of_sizes, read_stages
 from rematbench.inputs.system import Dispatcher, System, ZeroStage, with_facts
@@ -33,6 +33,8 @@ FLEX: dict[str, Dispatcher] = {"hopper": "deepep", "blackwell": "hybridep"}
 ENDS, MOST_LESS = 2, 4
 """Layers that the first and the last of several chunks on a rank lack together of what the others
 have, for the embedding and the loss, and at most."""
+_RULE = re.compile(r"(\d+ x|stages? [\d, ]+|--\w+: [\d, ]+)|\b[1-9]\d*\b")
+"""The numbers of a rule: of a factor and of ZeRO's stages (which stay), or of the layout."""
 MOST_MICRO_BATCH = 64
 """Most sequences in a micro-batch: no kernel becomes faster with more."""
 
@@ -55,6 +57,7 @@ class Fixed(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     zero_stage: ZeroStage | None = None
 
 
+# Why: docs/decisions/advise.md, Are optimizer states on the host part of a method's bounds
 class LayoutChoice(Struct, frozen=True):
     """A layout and the layers of each of its chunks, in pipeline order.  `even`: the partition is
     the even one; `hosted`: the optimizer's states are in host memory, although the stack keeps them
@@ -115,10 +118,12 @@ def ended(
 
 
 class Space(Struct, frozen=True):
-    """The layouts of a job, and the number of layouts that each rule refused."""
+    """The layouts of a job, and the number of layouts that each rule refused.  `apart`: layouts
+    that the job states, which no bound covers."""
 
     choices: tuple[LayoutChoice, ...]
     refused: dict[str, int]
+    apart: tuple[LayoutChoice, ...] = ()
 
 
 def space(spec: Job, fixed: Fixed, work: Workload, cluster: Cluster, system: System) -> Space:
@@ -133,21 +138,25 @@ def space(spec: Job, fixed: Fixed, work: Workload, cluster: Cluster, system: Sys
     if dense := _dense_between_experts(work):
         raise LayoutError(dense)
     choices: list[LayoutChoice] = []
+    apart: list[LayoutChoice] = []
     for layout in layouts(spec, fixed, work, system, refused):
         try:
             check_layout(layout, work, system)
         except LayoutError as error:
             rule, _, _ = str(error).partition(", but ")
-            refused[re.sub(r"\b[1-9]\d*\b(?! x )", "N", rule)] += 1  # 2 x cp is the rule's own
+            refused[_RULE.sub(lambda number: number[1] or "N", rule)] += 1
             continue
+        stated = _stated(layout, work)
         results = [
             choice
-            for choice in _stated(layout, work) or partitions(layout, work.model.num_layers)
+            for choice in stated or partitions(layout, work.model.num_layers)
             if choice.sizes[0] > work.model.first_dense and choice.sizes[-1]
         ]
         if not results:
+            apart += stated
+            empty = bool(stated) and not (stated[0].sizes[0] and stated[0].sizes[-1])
             words = "the first chunk has none of the layers with experts (not searched)"
-            refused["a chunk has no layers (not searched)" if layout.stages else words] += 1
+            refused["a chunk has no layers (not searched)" if empty else words] += 1
         choices += results
         for dispatcher, overlaps in _exchanges_of(spec, layout, work, cluster, system):
             choices += [
@@ -156,7 +165,7 @@ def space(spec: Job, fixed: Fixed, work: Workload, cluster: Cluster, system: Sys
         hosts = spec.stack.optimizer is None and may_host(cluster, system)
         if hosts and work.model.experts is None:
             choices += [replace(choice, hosted=True) for choice in results]
-    return Space(tuple(choices), dict(refused))
+    return Space(tuple(choices), dict(refused), tuple(apart))
 
 
 def _stated(layout: Layout, work: Workload) -> list[LayoutChoice]:
@@ -228,6 +237,10 @@ def layouts(
     """Yield every product of degrees that uses all GPUs, before the rules of layouts are checked.
     Adds to `refused` the degrees whose replicas do not divide the batch."""
     asked, batch = spec.gpus, spec.degrees.global_batch
+    if spec.degrees.tp_columns > 1:
+        raise LayoutError(
+            "search tries no tp_columns above 1: give the layout to simulate or compare"
+        )
     kept = {key: value for key, value in flat(spec.degrees).items() if key not in facts(Fixed)}
     spreads = product(
         _degrees(fixed.tp, asked, work.model.num_heads),
@@ -252,6 +265,8 @@ def layouts(
                 _chunks(fixed.vpp, pp, work.model.num_layers, spec.degrees.stages),
                 _states_and_experts(fixed, (tp, cp, pp, dp), work, system),
             ):
+                if zero > 1 and pp > 1 and vpp > GATHERED_CHUNKS:
+                    continue
                 yield Layout(
                     **kept, tp=tp, sp=sp, cp=cp, pp=pp, vpp=vpp, dp=dp, zero_stage=zero,
                     ulysses=ulysses, shard_degree=fixed.shard_degree, micro_batch=micro_batch,

@@ -89,14 +89,14 @@ def chooses(method: Method, registry: Registry) -> bool:
 def variants(
     registry: Registry, config: CompareConfig, model: Model, only: Sequence[str] = ()
 ) -> list[Variant]:
-    """Return every method that is not a planner and moves no states, at its defaults or at each
-    setting of its grid, and the policies for the model.  `only`: the names of the methods and
-    policies to take; empty for all."""
+    """Return every method that is not a planner and moves neither states nor passes, at its
+    defaults or at each setting of its grid, and the policies for the model.  `only`: the names of
+    the methods and policies to take; empty for all."""
     results: list[Variant] = []
     for entry in registry.methods.values():
         if entry.planner or entry.moves_states or entry.name == IDENTITY:
             continue
-        if only and entry.name not in only:
+        if (only or entry.moves_passes) and entry.name not in only:
             continue
         results += _of_method(entry)
     for policy in config.policies:
@@ -114,8 +114,9 @@ def _tuned(registry: Registry, text: str) -> Variant:
     methods = registry.resolve(text).methods
     if len(methods) > 1:
         raise MethodError(f"{text!r}: name single methods only; search composes them itself")
-    cuts = _cuts(registry.entry(methods[0].name))
-    return Variant(methods[0].name, text, composes="=" in text, cuts=cuts)
+    entry = registry.entry(methods[0].name)
+    cuts, moves = _cuts(entry), entry.moves_passes
+    return Variant(entry.name, text, composes="=" in text, cuts=cuts, moves=moves)
 
 
 def _of_method(entry: MethodEntry) -> Iterable[Variant]:
@@ -126,7 +127,9 @@ def _of_method(entry: MethodEntry) -> Iterable[Variant]:
     settings = entry.grid or ({},)
     if len(settings) > 1 and _cuts(entry):
         return [of_pieces(entry)]
-    return [Variant(entry.name, method_text(entry, each), cuts=_cuts(entry)) for each in settings]
+    cuts, moves = _cuts(entry), entry.moves_passes
+    texts = [method_text(entry, each) for each in settings]
+    return [Variant(entry.name, text, cuts=cuts, moves=moves) for text in texts]
 
 
 def package_variants(

@@ -19,7 +19,7 @@ NEAREST = 4
 """How many results, nearest to fitting first, are tried on twice the GPUs."""
 
 
-SHORT = ("fragmented", "oom")
+SHORT = ("fragmented", "dropping", "oom")
 """Statuses of plans that need more memory than there is."""
 
 

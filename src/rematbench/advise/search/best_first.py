@@ -306,7 +306,8 @@ class Search:
             held = over <= 0
             self.excluded.counts[STATES] += int((~held).sum())
             if held.any():
-                least_s = float(group.kernels_s[held].min())
+                kernels_s = group.passes_s if family.firsts[1:] else group.kernels_s
+                least_s = float(kernels_s[held].min())
                 self.queue.push(least_s, QueueEntry("group", None, group, KEEP))
             else:
                 self._states_short_bytes = min(self._states_short_bytes, float(over.min()))
@@ -402,18 +403,17 @@ class Search:
         return None
 
     def _open(self, bound_s: float, entry: QueueEntry) -> None:
-        """Queue the layouts of a group whose states fit.  No plan is faster than the plan there
-        that keeps everything."""
+        """Queue a group's layouts whose states fit.  None is faster than its first plans."""
         group = entry.group
         assert group is not None
         room = [int(index) for index in (group.states_over_bytes <= 0).nonzero()[0]]
         if self.queue.lean:
             self._open_leanest(entry, self.queue.lean, [OpenLayout(group, at, {}) for at in room])
             return
-        keep = group.of(KEEP)
+        firsts = [one for one in map(group.of, self.family.firsts) if isinstance(one, Bounds)]
         for at in room:
             if group.choices[at].layout.pp >= self.min_pp:
-                least_s = float(keep.step_s[0, at]) if isinstance(keep, Bounds) else 0.0
+                least_s = min((float(bounds.step_s[0, at]) for bounds in firsts), default=0.0)
                 begun = OpenLayout(group, at, {}).entry("layout", KEEP)
                 self.queue.push(max(bound_s, least_s), begun)
 

@@ -164,7 +164,7 @@ class LayerLists:
         live = [0] * len(self._ordered[rank])
         found: set[Counts] = set()
         for item in rank_orders(self.trials.job.base, self.problem)[rank]:
-            live[item.chunk] += 1 if item.forward else -1
+            live[item.chunk] += item.forward - item.last
             found.add(tuple(live))
 
         def less(one: Counts, other: Counts) -> bool:
@@ -199,6 +199,14 @@ class ByLayer:
         found = [self._from(choice) for choice in [*starts][:STARTS]]
         tuned = (item for item in found if item is not None)
         return min(tuned, key=lambda item: item.fitting_s, default=None)
+
+    def stated(self) -> tuple[Result, ...]:
+        """The plans that fit at stages that no bound covers, fastest first: that keeps everything,
+        or those of the listed methods, on all layers and with lists."""
+        self._texts = self.listed
+        tried = map(self._trials, self.space.space.choices[:MOST])
+        fits = [trial.result for trials in tried for trial in trials if trial.result.fits]
+        return tuple(sorted(fits, key=lambda item: item.fitting_s))
 
     def _from(self, start: LayoutChoice) -> Result | None:
         """The fastest plan that is reached from a layout."""

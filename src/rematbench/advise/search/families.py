@@ -2,7 +2,8 @@
 
 The rule of compositions is that of `compare`: methods with different places compose in the order of
 the places.  A plan is never faster than the plan that its last method was added to, so the search
-adds no method to a plan that fits."""
+adds no method to a plan that fits.  A method that moves passes may be faster: the search begins
+with it, as it begins with the plan that keeps everything."""
 
 from collections.abc import Iterator, Sequence
 from functools import cached_property
@@ -30,6 +31,9 @@ class PlanFamily:
 
     roots: tuple[Candidate, ...]
     """The candidates that a search begins with on every layout."""
+    firsts: tuple[Candidate, ...]
+    """Those of which one is the fastest: the candidate that keeps everything, with the passes of
+    the layout or of a method that moves them."""
 
     def __init__(
         self,
@@ -47,7 +51,9 @@ class PlanFamily:
         self.most = most
         self._ends: dict[Candidate, bool] = {}
         self._ends_next: dict[Candidate, bool] = {}
-        self.roots = (KEEP,) if keeping else tuple(Candidate((variant,)) for variant in self.added)
+        self.firsts = (KEEP, *(Candidate((v,)) for v in results if v.moves))
+        every = tuple(Candidate((variant,)) for variant in self.added)
+        self.roots = self.firsts if keeping else every
         rebuild = [s for s in self._of("rebuild") if s.scalar is None and s in self.added]
         leanest = min(
             rebuild, key=lambda s: results[s].nbytes.middle.slope.kept_bytes, default=None
@@ -75,6 +81,7 @@ class PlanFamily:
             Candidate((*candidate.parts, variant))
             for variant in self.added
             if self.places[variant] > last
+            and not variant.moves
             and (variant.composes or not candidate.parts)
             and not (candidate.share and Candidate((variant,)).share)
         ]
@@ -119,7 +126,7 @@ class PlanFamily:
     def leanest(self) -> list[Candidate]:
         """The lean candidate of each family."""
         results: dict[Candidate, None] = {}
-        waiting = [KEEP]
+        waiting = [*self.firsts]
         while waiting:
             for more in self.more(waiting.pop()):
                 lean = Candidate(tuple(self.stands_for[part] or part for part in more.parts))
@@ -135,7 +142,7 @@ class FixedFamily(PlanFamily):
     step."""
 
     def __init__(self, candidates: Sequence[Candidate]) -> None:
-        self.places, self.stands_for, self.most = {}, {}, 0
+        self.places, self.stands_for, self.most, self.firsts = {}, {}, 0, (KEEP,)
         self._ends, self._ends_next = {}, {}
         self.added, self.spares = [], {}
         self.roots = (

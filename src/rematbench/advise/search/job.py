@@ -78,6 +78,8 @@ class SearchSpace:
             spec = spec.changed(optimizer="device")
         work = spec.workload(self.model)
         result = space(spec, self.request.fixed, work, self.cluster, self.system)
+        if not result.choices and self.request.by_layer:
+            result = replace(result, choices=result.apart)
         if not result.choices:
             reasons = [
                 f"{count} layouts break the rule: {rule}" for rule, count in result.refused.items()
@@ -92,6 +94,11 @@ class SearchSpace:
             if not choice.hosted
         )
         return replace(result, choices=(*result.choices, *placed))
+
+    @property
+    def bounded(self) -> bool:
+        """Whether bounds cover the layouts."""
+        return self.space.choices[0] not in self.space.apart
 
     def ready(self) -> Self:
         """Return the space after checks, so that its errors are raised here and not in a worker

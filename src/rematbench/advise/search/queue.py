@@ -46,6 +46,10 @@ class BoundedGroup(Protocol):
         """A first lower bound of the step in seconds, from kernels alone."""
 
     @property
+    def passes_s(self) -> Array:
+        """The same for any order of a rank's passes."""
+
+    @property
     def states_over_bytes(self) -> Array:
         """Bytes by which the states exceed what a device may hold."""
 
@@ -127,11 +131,12 @@ class OpenLayout(Struct):
 
     def extends_fitting(self, candidate: Candidate, step: int) -> bool:
         """Whether a candidate at a step of its share is made of a plan that fits by further
-        methods, at no smaller a share, so that it is not faster.  It may be faster than its other
-        methods alone, as what one rebuilds the next need not copy; and with one more method a
-        smaller share may do."""
+        methods, none of which moves passes, at no smaller a share, so that it is not faster.  It
+        may be faster than its other methods alone, as what one rebuilds the next need not copy; and
+        with one more method a smaller share may do."""
         return any(
             known.parts == candidate.parts[: len(known.parts)]
+            and known.moves == candidate.moves
             and step >= least
             and not (known == candidate and candidate.share)
             for known, least in self.fits.items()

@@ -25,7 +25,8 @@ class SearchRequest(Struct, frozen=True, kw_only=True):
     With `faster_than_s` the search counts the layouts that have a plan with a shorter step, keeps
     the first such plan of each, and proves no best plan.  With `any_fit` it looks for any plan that
     fits, and bounds no step.  `most_methods`: the most methods of a plan (None: as in
-    config/compare.yaml).  `hosts`: whether plans may use host memory beyond what the job says."""
+    config/compare.yaml).  `hosts`: whether plans may use host memory beyond what the job says.
+    `by_layer`: plans are tuned layer by layer, also at stated stages that no bound covers."""
 
     spec: Job
     fixed: Fixed = Fixed()
@@ -38,6 +39,7 @@ class SearchRequest(Struct, frozen=True, kw_only=True):
     any_fit: bool = False
     most_methods: int | None = None
     hosts: bool = True
+    by_layer: bool = False
 
 
 class Progress(Struct, frozen=True, kw_only=True):

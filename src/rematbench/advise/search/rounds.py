@@ -216,6 +216,7 @@ def _state(search: Search, trials: Sequence[Trial]) -> State:
     )
 
 
+# Why: docs/decisions/advise.md, Are rounds of a search limited by the clock?
 def rounds(
     request: SearchRequest,
     *,

@@ -1,30 +1,96 @@
 """The operator tables of a model on one rank: embedding, decoder layer, head with loss."""
 
+from typing import NamedTuple
+
 from msgspec.structs import replace
 
+from rematbench.costs.operators.adapters import Place
 from rematbench.costs.operators.builder import Builder
 from rematbench.costs.operators.experts import add_experts
 from rematbench.costs.operators.kernels import Elementwise, Kernel, Named
 from rematbench.costs.operators.latent import add_latent
-from rematbench.costs.operators.ops import Comm, Op, OpTable
+from rematbench.costs.operators.memory import add_memory
+from rematbench.costs.operators.ops import Comm, Op, OpTable, memory_kernel, with_saved
 from rematbench.inputs.layout import Layout
 from rematbench.inputs.system import System
 from rematbench.workload import Experts, Workload
 
 
+class LayerKind(NamedTuple):
+    """A kind of layer: its attention window, whether it has one MLP, its place among what trains,
+    whether it predicts one more token, whether its linears are quantised, whether its weights are
+    those of an earlier layer, and whether it owns or borrows a table in place of an MLP."""
+
+    window: int
+    dense: bool
+    place: Place
+    predicts: bool
+    quantised: bool = False
+    borrows: bool = False
+    memory: str = ""
+
+
 def embedding_table(work: Workload, layout: Layout, system: System) -> OpTable:
     """The embedding: token (and learned position) lookup; its output is the first layer's input."""
     b = Builder(work, layout, system, True)
+    if work.model.embedding_width:
+        return _narrow_embedding(b)
     normed = work.model.embedding_norm
     out = b.shard("embedding_out" if normed else "layer_input")
     mask: tuple[str, ...] = ()
     if work.model.drops_embedding:
-        mask = (b.add("embedding_mask", b.s.shard_tokens, work.model.hidden, False),)
+        mask = (b.add("embedding_mask", b.s.shard_tokens, b.s.hidden, False),)
     positions = work.model.max_positions if work.model.position == "learned" else 0
-    _lookup(b, "embedding", (out, *mask), (b.s.vocab + positions) * work.model.hidden)
+    _lookup(b, "embedding", (out, *mask), (b.s.vocab + positions) * b.s.hidden)
     if normed:
         b.norm("embedding_norm", out, "layer_input")
     return b.table("embedding")
+
+
+def _narrow_embedding(b: Builder) -> OpTable:
+    """An embedding of few columns, its norm, and the linear that widens it.  Source: Transformers
+    5.23.0, models/albert/modeling_albert.py (AlbertEmbeddings, embedding_hidden_mapping_in)."""
+    narrow, model = b.model.narrow, b.model
+    x = b.add("embedding_narrow", b.s.shard_tokens, narrow * b.e)
+    moved = b.nbytes(x)
+    b.ops.append(
+        Op(
+            name="embedding",
+            inputs=(),
+            outputs=(x,),
+            forward=(Elementwise(2 * moved, 2),),
+            backward_weight=(Elementwise(3 * moved, 2),),
+            parameters=(b.s.vocab + model.max_positions) * narrow,
+        )
+    )
+    b.latent_norm("embedding_norm", x, narrow)
+    b.column(
+        "embedding_widen", "embedding_norm_out", {"layer_input": model.hidden}, bias=True,
+        width=narrow,
+    )  # fmt: skip
+    return b.table("embedding")
+
+
+def _narrow_head(b: Builder) -> str:
+    """Add what narrows the decoder's output for the output projection: a linear, an activation and
+    a norm (AlbertMLMHead).  Its output's name."""
+    narrow = b.model.narrow
+    b.shard("layer_output")
+    b.column("head_narrow", "layer_output", {"head_narrow": narrow}, bias=True)
+    moved = memory_kernel(2 * b.nbytes("head_narrow"))
+    out = b.add("head_act_out", b.s.shard_tokens, narrow * b.e)
+    b.ops.append(
+        Op(
+            name="head_act",
+            inputs=("head_narrow",),
+            outputs=(out,),
+            saves=("head_narrow",),
+            forward=moved,
+            backward_input=moved,
+        )
+    )
+    b.latent_norm("head_norm", out, narrow)
+    return "head_norm_out"
 
 
 def _lookup(b: Builder, name: str, outputs: tuple[str, ...], parameters: int) -> None:
@@ -54,9 +120,10 @@ def layer_table(
     fused_attention: bool,
     window: int,
     dense: bool = True,
+    memory: str = "",
 ) -> OpTable:
     """One decoder layer, from `layer_input` to `layer_output`.  `dense`: with one MLP, not with
-    the model's experts.
+    the model's experts; `memory`: it owns or borrows the table that it reads in place of an MLP.
 
     A parallel block has its norms first and its residual additions last.  So the backward reads the
     gradient of the output in both branches before it adds to the gradient of the input.
@@ -65,7 +132,7 @@ def layer_table(
     b.shard("layer_input")
     if b.model.block == "sequential":
         experts = None if dense else b.model.experts
-        _sequential(b, layout, experts, window, ("layer_input", "layer_output"))
+        _sequential(b, layout, experts, window, ("layer_input", "layer_output"), memory)
         return b.table("layer")
     mixed = _pre_norm(b, "attn_norm", "layer_input")
     shared = b.model.block == "parallel_shared_norm"
@@ -81,15 +148,22 @@ def layer_table(
 
 
 def _sequential(
-    b: Builder, layout: Layout, experts: Experts | None, window: int, ends: tuple[str, str]
+    b: Builder,
+    layout: Layout,
+    experts: Experts | None,
+    window: int,
+    ends: tuple[str, str],
+    memory: str = "",
 ) -> None:
-    """Add attention, then an MLP or experts, between two tensors of the residual stream."""
+    """Add attention, then an MLP, experts or memory, between two tensors of the residual stream."""
     x, out = ends
     _attention(b, _pre_norm(b, "attn_norm", x), window)
     attended = _post_norm(b, "post_attn_norm", "proj_out")
     b.residual("attn_add", attended, x, "attn_residual")
     mixed = _pre_norm(b, "mlp_norm", "attn_residual")
-    if experts is None:
+    if memory and b.model.memory is not None:
+        add_memory(b, b.model.memory, mixed, "fc2_out", owns=memory == "owns")
+    elif experts is None:
         _mlp(b, mixed)
     else:
         add_experts(b, layout, experts, mixed, "fc2_out")
@@ -228,11 +302,60 @@ def head_table(work: Workload, layout: Layout, system: System) -> OpTable:
         b.column("predict_head", x, {"predict_logits": b.s.vocab}, bias=bias)
         b.ops[-1] = replace(b.ops[-1], parameters=0)  # the weight is that of lm_head
         _loss(b, "predict_loss", "predict_logits", ())
+    elif work.model.embedding_width:
+        x = _narrow_head(b)
     else:
         b.norm("final_norm", b.shard("layer_output"), x)
-    b.column("lm_head", x, {"logits": b.s.vocab}, bias=bias)
+    b.column("lm_head", x, {"logits": b.s.vocab}, bias=bias, width=work.model.embedding_width)
     _loss(b, "loss", "logits", _beside_loss(b))
     return b.table("head")
+
+
+class SharedVocabulary(NamedTuple):
+    """A vocabulary that all pipeline stages share: `share` has the operators of a stage's rows,
+    `norm` those of the head that stay on the last stage.  `positions`: parameters of the embedding
+    that stay on the first."""
+
+    share: OpTable
+    norm: OpTable
+    positions: int
+
+
+def shared_vocabulary(
+    work: Workload, layout: Layout, system: System, embedding: OpTable, head: OpTable
+) -> SharedVocabulary:
+    """The parts of the embedding and the head.  Source of the loss's traffic: torch operators of
+    sail-sg/VocabularyParallelism (megatron/core/tensor_parallel/vocab_output.py): a wide copy,
+    maximum, difference, exponential, sum and quotient by the stage's own sum, in place; behind the
+    barrier a factor for the sum of all stages, and the narrow copy."""
+    model, pp = work.model, layout.pp
+    rows = system.padded_vocab(model.vocab, layout.tp * pp) // pp
+    table = head_table(replace(work, model=replace(model, vocab=rows)), layout, system)
+    looked_up = memory_kernel(2 * embedding.activations["layer_input"].nbytes)
+    lookup = Op(
+        name="lookup",
+        inputs=(),
+        outputs=(),
+        forward=looked_up,
+        backward_weight=looked_up,
+        parameters=rows * model.hidden,
+    )
+    wide, narrow = (table.activations[name].nbytes for name in ("loss_saved", "logits"))
+    loss = replace(
+        table.op("loss"),
+        forward=(Elementwise(narrow + 9 * wide, 6),),
+        backward_input=(Elementwise(narrow + 3 * wide, 2),),
+    )
+    norm = head.op("final_norm")
+    names = (*norm.inputs, *norm.outputs, *norm.saves)
+    kept = {name: tensor for name, tensor in head.activations.items() if name in names}
+    alone = OpTable(part="head", ops=(norm,), activations=kept)
+    whole = system.padded_vocab(model.vocab, layout.tp) // layout.tp * model.hidden
+    return SharedVocabulary(
+        replace(table, ops=(lookup, table.op("lm_head"), loss)),
+        with_saved(alone, norm.outputs[:1]),
+        embedding.parameters - whole,
+    )
 
 
 def _loss(b: Builder, name: str, logits: str, beside: tuple[str, ...]) -> None:
@@ -258,7 +381,9 @@ def _loss(b: Builder, name: str, logits: str, beside: tuple[str, ...]) -> None:
             reduce=statistics,
             scratch_forward_bytes=scratch[0],
             scratch_backward_bytes=scratch[1],
-            holds=("final_norm_out",) if system.loss.shifts_logits else (),
+            holds=("final_norm_out",)
+            if system.loss.shifts_logits and "final_norm_out" in b.activations
+            else (),
         )
     )
 

@@ -60,7 +60,7 @@ class Builder:
 
     def shard(self, name: str) -> str:
         """Add a tensor of the sequence-parallel region: this rank's tokens, all hidden columns."""
-        return self.add(name, self.s.shard_tokens, self.model.hidden * self.e)
+        return self.add(name, self.s.shard_tokens, self.s.hidden * self.e)
 
     def wide(self, name: str, width: int) -> str:
         """Add a tensor of the tensor-parallel region: all tokens, this rank's columns."""
@@ -81,15 +81,21 @@ class Builder:
 
     @property
     def full_bytes(self) -> int:
-        """Bytes of a tensor with all the rank's tokens and all hidden columns (after a gather)."""
-        return self.s.tokens * self.model.hidden * self.e
+        """Bytes of a tensor with all the rank's tokens and its hidden columns (after a gather)."""
+        return self.s.tokens * self.s.hidden * self.e
 
     def table(self, part: Part) -> OpTable:
         return OpTable(part=part, ops=tuple(self.ops), activations=self.activations)
 
     def norm(self, name: str, x: str, out: str) -> None:
         """Add the model's norm over a tensor of the sequence-parallel region."""
-        self._norm(name, x, self.shard(out), 1, self.model.norm_parameters)
+        parameters = self.model.norm_parameters // self.s.columns
+        self._norm(name, x, self.shard(out), 1, parameters)
+        if self.s.columns > 1:  # the mean and the square of whole rows
+            numbers = 1 + (self.model.norm == "layernorm")
+            sums = Comm("all_reduce", "columns", numbers * self.s.tokens * self.wide_bytes)
+            back = replace(sums, nbytes=2 * sums.nbytes)
+            self.ops[-1] = replace(self.ops[-1], reduce=sums, grad_reduce=back)
 
     def head_norm(self, name: str, x: str, out: str, width: int) -> None:
         """Add a norm over each head of queries or keys (all tokens, this rank's columns), or over
@@ -164,11 +170,12 @@ class Builder:
         width: int = 0,
     ) -> None:
         """Add a column-parallel linear of `width` input columns (0: the hidden columns): it gathers
-        its input or all-reduces its input gradient."""
+        its input or all-reduces its input gradient.  Ranks that split its input columns all-reduce
+        its output (Singh et al., arXiv 2305.13525)."""
         for out, each in outs.items():
             self.wide(out, each)
         columns = sum(outs.values())
-        n, h = self.s.tokens, width or self.model.hidden
+        n, h = self.s.tokens, width or self.s.hidden
         split, nbytes = self.s.tp > 1, n * h * self.e
         gather = Comm("all_gather", "tp", nbytes) if self.s.sp else None
         back: CommKind = "reduce_scatter" if self.s.sp else "all_reduce"
@@ -183,16 +190,22 @@ class Builder:
                 backward_weight=(Gemm(h, columns, n),),
                 gather=gather,
                 regather=gather,
+                reduce=self._over_columns(*outs),
                 grad_reduce=Comm(back, "tp", nbytes) if split else None,
                 gathered_bytes=nbytes if gather else 0,
                 parameters=h * columns + (columns if bias else 0),
             )
         )
 
+    def _over_columns(self, *names: str) -> Comm | None:
+        """The sum of partial products over the ranks that split a matrix's other dimension."""
+        return Comm("all_reduce", "columns", self.nbytes(*names)) if self.s.columns > 1 else None
+
     def row(self, name: str, x: str, out: str, width: int, *, bias: bool) -> None:
-        """Add a row-parallel linear: it reduces its output and gathers its output's gradient."""
+        """Add a row-parallel linear: it reduces its output and gathers its output's gradient.
+        Ranks that split its output columns all-reduce its input gradient."""
         self.shard(out)
-        n, h = self.s.tokens, self.model.hidden
+        n, h = self.s.tokens, self.s.hidden
         forward: CommKind = "reduce_scatter" if self.s.sp else "all_reduce"
         split = self.s.tp > 1
         self.ops.append(
@@ -206,6 +219,7 @@ class Builder:
                 backward_weight=(Gemm(width, h, n),),
                 reduce=Comm(forward, "tp", self.full_bytes) if split else None,
                 grad_gather=Comm("all_gather", "tp", self.full_bytes) if self.s.sp else None,
+                grad_reduce=self._over_columns(x),
                 unreduced_bytes=self.full_bytes if self.s.sp else 0,
                 parameters=width * h + (h if bias else 0),
             )
@@ -217,7 +231,7 @@ class Builder:
         nbytes = self.nbytes(out)
         mask: tuple[str, ...] = ()
         if self.model.dropout > 0:
-            mask = (self.add(f"{out}_mask", self.s.shard_tokens, self.model.hidden, False),)
+            mask = (self.add(f"{out}_mask", self.s.shard_tokens, self.s.hidden, False),)
         self.ops.append(
             Op(
                 name=name,
@@ -313,6 +327,9 @@ class Builder:
         if self.model.attention_chunked and window:
             length, window = min(window, length), 0
         pairs = packed_pairs(s.seq_len, length, window) // s.cp
+        if self.model.attends_all:
+            whole, rest = divmod(s.seq_len, length)
+            pairs = (whole * length**2 + rest**2) // s.cp
         if not fused:
             pairs = s.seq_len * s.seq_len // s.cp
         kernel = Attention(
@@ -328,7 +345,7 @@ class Builder:
             documents=s.documents if fused else 1,
         )
         internals = (self._lse(),) if fused else self._scores()
-        inside = (0, 0) if fused else self._inside_scores()
+        inside = (0, self._inside_fused()) if fused else self._inside_scores()
         repeated = self._repeated()
         chosen = tuple(name for name in (CHOSEN,) if name in self.activations)
         beside = (*chosen, *self._with_values())
@@ -402,6 +419,14 @@ class Builder:
             names.append(self.add("attn_probs_mask", self.s.tokens, row, False))
             names.append(self.add("attn_probs_dropped", self.s.tokens, row * self.e, False))
         return tuple(names)
+
+    def _inside_fused(self) -> int:
+        """Scratch bytes of the backward of fused attention.  Source: flash-attention,
+        csrc/flash_attn/flash_api.cpp, mha_bwd (dq_accum, dk_expanded, dv_expanded)."""
+        if not self.system.kernels.wide_query_gradient:
+            return 0
+        grouped = 2 * self.e if self.s.kv_heads < self.s.heads else 0
+        return self.s.tokens * self.s.q_width * (FP32 + grouped)
 
     def _inside_scores(self) -> tuple[int, int]:
         """Scratch bytes of eager attention in the forward and the backward of its softmax (0 if one

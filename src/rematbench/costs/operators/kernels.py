@@ -8,12 +8,14 @@ from rematbench.inputs.system import NormKernel, RopeKernel
 
 
 class Gemm(Struct, frozen=True, tag="gemm"):
-    """`batch` GEMMs (m x k) @ (k x n): m rows (tokens), n output columns, reduction k."""
+    """`batch` GEMMs (m x k) @ (k x n): m rows (tokens), n output columns, reduction k.  `narrow`:
+    both operands are quantised by the recipe of the work."""
 
     m: int
     n: int
     k: int
     batch: int = 1
+    narrow: bool = False
 
 
 class Attention(Struct, frozen=True, tag="attention"):

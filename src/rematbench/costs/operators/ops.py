@@ -15,15 +15,18 @@ from rematbench.costs.operators.kernels import Elementwise, Gemm, Kernel
 from rematbench.workload import AdapterTarget
 
 CommKind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "ring"]
-Group = Literal["tp", "cp", "ulysses", "dp", "pp", "replica", "ep", "etp", "edp", "expert_replica"]
-"""`ulysses`: the ranks of an all-to-all inside context parallelism (an all-to-all alone is among
+Group = Literal[
+    "tp", "columns", "cp", "ulysses", "dp", "pp", "replica", "ep", "etp", "edp", "expert_replica"
+]
+"""`columns`: the ranks that split the other dimension of the matrices that `tp` splits; `ulysses`:
+the ranks of an all-to-all inside context parallelism (an all-to-all alone is among
 `cp`); `dp`: the ranks that share sharded states; `replica`: the ranks that hold equal shards; `ep`:
 the ranks over which a layer's experts are spread; `etp`: those that split an expert; `edp`: those
 that share sharded states of the same part of the same experts; `expert_replica`: those that hold
 equal shards of these."""
 STREAMS_OF: dict[Group, str] = {
     **{"replica": "dp", "edp": "dp", "expert_replica": "dp"},
-    **{"etp": "ep", "ulysses": "cp"},
+    **{"etp": "ep", "ulysses": "cp", "columns": "tp", "pp": "dp"},
 }
 """The streams of groups that share the stream of another group."""
 Part = Literal["embedding", "layer", "head"]
@@ -43,12 +46,16 @@ class Comm(Struct, frozen=True):
 
 
 class Activation(Struct, frozen=True):
-    """A tensor that one rank holds for one micro-batch: rows x row_bytes."""
+    """A tensor that one rank holds for one micro-batch: rows x row_bytes.  `copy_of`: the tensor of
+    which it is a quantised copy, and whose gradient is its own; `block_rows`: the rows that share
+    scales (0: all rows)."""
 
     name: str
     rows: int
     row_bytes: int
     differentiable: bool = True
+    copy_of: str = ""
+    block_rows: int = 1
 
     @property
     def nbytes(self) -> int:
@@ -68,7 +75,7 @@ class Op(Struct, frozen=True, kw_only=True):
     `gathered_bytes` is the transient gathered input, `unreduced_bytes` the output before `reduce`.
     An operator whose `reduce` is an all-to-all has no kernel (`exchanges`): output i is input i in
     another order, or has its rows once for each rank that gets them, and `grad_gather` brings its
-    gradient back.
+    gradient back.  So does one that only gathers the rows of its input (`moves`).
 
     `of_experts`: the weights are those of the experts that the rank holds. `replicated`: each
     tensor-parallel rank has the whole weight and the gradient of its own rows.
@@ -81,7 +88,7 @@ class Op(Struct, frozen=True, kw_only=True):
 
     `parameters`: the operator's weights, as many as have the bytes of the stack's parameters (a
     4-bit weight is a part of one); `trained`: those with a gradient, counted (None: `parameters`).
-    `adapts`: the linear of whose adapter the operator is a part.
+    `adapts`: the linear of whose adapter the operator is a part, or whose input it quantises.
     """
 
     name: str
@@ -120,6 +127,11 @@ class Op(Struct, frozen=True, kw_only=True):
         return self.parameters > 0 and any(isinstance(one, Gemm) for one in self.forward)
 
     @property
+    def narrow(self) -> bool:
+        """Whether the operator is a linear with quantised operands."""
+        return any(isinstance(one, Gemm) and one.narrow for one in self.forward)
+
+    @property
     def trained_parameters(self) -> int:
         """The number of weights with a gradient."""
         return self.parameters if self.trained is None else self.trained
@@ -128,6 +140,12 @@ class Op(Struct, frozen=True, kw_only=True):
     def exchanges(self) -> bool:
         """Whether the operator is only an all-to-all, which reorders each of its inputs."""
         return self.reduce is not None and self.reduce.kind == "all_to_all"
+
+    @property
+    def moves(self) -> bool:
+        """Whether the operator is only a collective: an all-to-all, or a gather whose output a
+        backward reads."""
+        return self.exchanges or (self.reduce is not None and not self.forward)
 
 
 class OpTable(Struct, frozen=True, kw_only=True, dict=True):
@@ -168,9 +186,21 @@ class OpTable(Struct, frozen=True, kw_only=True, dict=True):
         """Of these, the weights of the experts that the rank holds."""
         return sum(op.trained_parameters for op in self.ops if op.of_experts)
 
+    @cached_property
+    def quantised(self) -> int:
+        """The number of weights of one rank that products read in quantised copies; weights of
+        another layer do not count."""
+        own = [op for op in self.ops if op.parameters]
+        gemms = [one for op in own for one in op.forward if isinstance(one, Gemm)]
+        return sum(one.n * one.k * one.batch for one in gemms if one.narrow)
+
     def op(self, name: str) -> Op:
         """The operator with this name; StopIteration if the table has no such operator."""
         return next(op for op in self.ops if op.name == name)
+
+    def of_gradient(self, name: str) -> str:
+        """The activation with the gradient of this one: that of which it is a copy, or itself."""
+        return self.activations[name].copy_of or name
 
     def producer(self, name: str) -> Op | None:
         """The operator that writes an activation; None if it is the input of the part."""
@@ -203,6 +233,14 @@ def without_activation(table: OpTable, name: str) -> OpTable:
     return replace(table, ops=ops, activations=activations)
 
 
+def without_weights(table: OpTable) -> OpTable:
+    """The table of a layer whose weights are those of an earlier layer, which has the states: its
+    gradients are added there, and complete after that layer's backward."""
+    replace = msgspec.structs.replace
+    ops = tuple(replace(op, parameters=0, trained=0) for op in table.ops)
+    return replace(table, ops=ops)
+
+
 def rebuild_ops(
     table: OpTable, missing: frozenset[str], available: frozenset[str]
 ) -> tuple[Op, ...]:
@@ -223,9 +261,10 @@ def memory_kernel(*nbytes: int) -> tuple[Kernel, ...]:
     return (Elementwise(hbm_bytes=sum(nbytes)),)
 
 
-LORA_KINDS = ("", "_in", "_mask", "_base", "_out")
-"""What an adapter saves: the product with its first matrix, its input where that is a copy, the
-mask of the input's dropout, and for DoRA the outputs of the linear and of the adapter."""
+LORA_KINDS = ("", "_in", "_rows", "_mask", "_base", "_out")
+"""What an adapter saves: the product with its first matrix, its input where that is a copy or
+gathered, the mask of the input's dropout, and for DoRA the outputs of the linear and of the
+adapter."""
 _HEADS = ("q", "k", "v")
 _NORMS = (
     "attn_norm",
@@ -239,7 +278,7 @@ _NORMS = (
     "hidden_norm",
     "predict_norm",
 )
-_MORE_NORMS = ("embedding_norm", "q_norm", "k_norm")
+_MORE_NORMS = ("embedding_norm", "head_norm", "q_norm", "k_norm")
 """Norms whose outputs have names of their own."""
 _BLOCK = (
     "embedding_out",
@@ -280,8 +319,20 @@ _EXPERTS = (
     "shared_fc2_in",
     "shared_out",
 )
+QUANTISED = "_quantised"
+"""The end of the names of quantised copies."""
+LINEAR_INPUTS = (
+    *("layer_input", "attn_norm_out", "attn_out", "attn_residual", "mlp_norm_out", "fc2_in"),
+    *("q_latent_norm_out", "kv_latent_norm_out", "expert_in", "expert_fc2_in", "shared_fc2_in"),
+    "joined",
+)
 _SCORES = ("probs", "softmax", "capped", "probs_mask", "probs_dropped")
-_ADAPTERS = tuple(f"lora_{name}{kind}" for name in get_args(AdapterTarget) for kind in LORA_KINDS)
+_ADAPTERS = (
+    *(f"lora_{name}{kind}" for name in get_args(AdapterTarget) for kind in LORA_KINDS),
+    *(f"bottleneck_{w}_{kind}" for w in ("attn", "mlp") for kind in ("low", "act", "up", "out")),
+)
+_MEMORY = tuple(f"memory_{name}" for name in ("query", "rows", "weights", "bag", "gate_out", "in"))
+_NARROW = ("embedding_narrow", "embedding_norm_out", "head_narrow", "head_act_out", "head_norm_out")
 _ENDS = ("logits", "logits_capped", "logits_held", "loss_saved")
 _PREDICTION = (
     *("next_embedding", "joined", "join_columns", "join_out", "predicted", "predicted_mask"),
@@ -293,9 +344,12 @@ ACTIVATIONS = frozenset(
         *_BLOCK,
         *_EXPERTS,
         *_ENDS,
+        *_NARROW,
+        *_MEMORY,
         *_PREDICTION,
         *_ADAPTERS,
         *_HEADS,
+        *(f"{name}{QUANTISED}" for name in LINEAR_INPUTS),
         *("q_latent", "kv_latent", "k_rope", "k_nope", "k_turned", "chosen"),
         *(f"{name}_rows" for name in _HEADS),
         *(f"{name}{order}_raw" for name in "qk" for order in ("", "_rows")),

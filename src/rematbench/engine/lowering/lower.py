@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from rematbench.engine.lowering.blocks.chunk_ops import ChunkOps, Unit, trailing_unit
 from rematbench.engine.lowering.blocks.fates import Fates, covered, phased
 from rematbench.engine.lowering.blocks.writer import BlockWriter
-from rematbench.engine.lowering.passes.emit_backward import BackwardEmitter
+from rematbench.engine.lowering.passes.emit_backward import BackwardEmitter, WeightEmitter
 from rematbench.engine.lowering.passes.emit_forward import ForwardEmitter
 from rematbench.engine.lowering.passes.emit_op import Storages
 from rematbench.engine.lowering.plan_checks import check_plan, check_ready_order, check_rules
@@ -26,6 +26,7 @@ from rematbench.engine.lowering.rank_steps import (
 )
 from rematbench.engine.lowering.repeated_layers import block_of
 from rematbench.engine.lowering.schedule import passes
+from rematbench.engine.lowering.shared_vocabulary import SharedVocabulary
 from rematbench.engine.lowering.states.emit_buckets import BucketReducer, buckets_of
 from rematbench.engine.lowering.states.emit_fetches import (
     MatrixGatherer,
@@ -57,7 +58,7 @@ from rematbench.engine.lowering.step_blocks import (
 from rematbench.engine.lowering.step_end import emit_step_end
 from rematbench.engine.program.program import Block, Program, RankProgram, Step
 from rematbench.engine.program.storage import COPIED_OUT, SENT, Slot, Storage
-from rematbench.plan import Pass, Plan, gathers_by_layer
+from rematbench.plan import VOCABULARY, Pass, Plan, gathers_by_layer
 from rematbench.problem import Problem, gathered_bytes, tied_on_one_rank
 
 
@@ -84,6 +85,7 @@ class BlockCache:
         return self._numbers.setdefault(content, len(self._numbers))
 
 
+# Why: docs/decisions/engine.md, Do the readers of a plan interpret it themselves?
 def lower(
     plan: Plan, problem: Problem, only: Collection[int] | None = None, *, partly: bool = False
 ) -> Program:
@@ -129,7 +131,8 @@ def _apart(order: tuple[Pass, ...]) -> frozenset[int]:
     return frozenset(
         item.chunk
         for item, after in zip(order, [*order[1:], None], strict=True)
-        if item.forward and after != Pass(False, item.micro_batch, item.chunk)
+        if item.forward
+        and (after is None or after.forward or after[1:] != item[1:] or after.kind == "W")
     )
 
 
@@ -137,12 +140,19 @@ class _RankLowering:
     """Builds one rank's blocks (shared by equal micro-batches) and its steps."""
 
     def __init__(self, plan: Plan, problem: Problem, rank: int, shared: BlockCache) -> None:
+        if plan.halves and plan.transfers.reload_slots:  # slots would be full until the weights'
+            plan = replace(plan, transfers=replace(plan.transfers, reload_slots=0))
         self.plan, self.problem, self.rank, self.shared = plan, problem, rank, shared
         lay, system = problem.layout, problem.system
         self.order = rank_orders(plan, problem)[rank]
         pieces, held, apart = plan.mini_sequences, plan.held, _apart(self.order)
         self.chunks = [
-            ChunkOps.of(problem, rank, c, layers, pieces, held, backward_next=c not in apart)
+            ChunkOps.of(
+                *(problem, rank, c, layers, pieces, held),
+                backward_next=c not in apart,
+                cuts=plan.cuts,
+                shares=plan.schedule in VOCABULARY,
+            )
             for c, layers in enumerate(plan.partition[rank])
         ]
         self.blocks: list[Block] = []
@@ -189,10 +199,11 @@ class _RankLowering:
         self.steps.append(Step(self.block_index[key], item.micro_batch, item.chunk))
 
     def _place(self, key: Key, build: Callable[[], Block]) -> None:
-        if key not in self.shared.blocks:
-            self.shared.blocks[key] = build()
+        own = (*key, self.rank) if key[0] == "vocabulary" else key  # it names the other ranks
+        if own not in self.shared.blocks:
+            self.shared.blocks[own] = build()
         self.block_index[key] = len(self.blocks)
-        self.blocks.append(self.shared.blocks[key])
+        self.blocks.append(self.shared.blocks[own])
 
     # -- facts that decide the order ----------------------------------------------------------
 
@@ -216,6 +227,7 @@ class _RankLowering:
             pairs=self.problem.ep_overlaps,
             sum_first=self.sums,
             update_last=self.ready is not None,
+            barriers=VOCABULARY.get(self.plan.schedule),
         )
 
     def _classes(self, windows: tuple[Window, ...]) -> tuple[tuple[PassKind, PassFacts], ...]:
@@ -273,6 +285,14 @@ class _RankLowering:
                 return self._backward_block(
                     chunk, cls.fates, reduce, beside=beside, updates=bool(last)
                 )
+            case ("vocabulary", str(what)):
+                return SharedVocabulary(self.problem, self.rank, self.plan.schedule).block(what)
+            case ("B apart", int(number)):
+                chunk, cls = self.holders[number]
+                return self._half_block(chunk, cls.fates, None)
+            case ("W", int(number), bool(reduce)):
+                chunk, cls = self.holders[number]
+                return self._half_block(chunk, cls.fates, reduce)
         return self._copy_block(key) or self._message_block(key)
 
     def _copy_block(self, key: Key) -> Block | None:
@@ -380,6 +400,27 @@ class _RankLowering:
             return emitter(chunk, fates).block()  # buckets and pieces reach over many layers
         ahead = self._layers_ahead(chunk) if self.layerwise else 0
         return block_of(chunk, fates, plan.transfers, ahead, emitter, forward=False)
+
+    def _half_block(self, chunk: ChunkOps, fates: Fates, reduce: bool | None) -> Block:
+        """The half of a backward for gradients of inputs (`reduce` None) or of weights, which
+        reduces gradients if `reduce` says so."""
+        plan, problem, tied = self.plan, self.problem, self._tied(chunk)
+        states = plan.state("gradient"), plan.state("optimizer")
+
+        def emitter(chunk: ChunkOps, fates: Fates) -> BackwardEmitter | WeightEmitter:
+            first = BackwardEmitter(chunk, fates, plan.transfers, None, None, apart=True)
+            if reduce is None:
+                return first
+            reducer: GradReducer | None = None
+            if reduce and self.buckets is not None:
+                reducer = BucketReducer(*states, problem, tied, self.buckets, None)
+            elif reduce:
+                reducer = GradReducer(*states, problem.system, problem.layout, self.width, tied)
+            return WeightEmitter(first, reducer)
+
+        if reduce and self.buckets is not None:
+            return emitter(chunk, fates).block()
+        return block_of(chunk, fates, plan.transfers, 0, emitter, forward=False)
 
     def _updater(self, chunk: ChunkOps) -> Callable[[BlockWriter], ReadyWriter]:
         """Makes the writer of the updates that start in a chunk's last backward."""

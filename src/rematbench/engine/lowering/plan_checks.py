@@ -5,8 +5,8 @@ from collections.abc import Collection, Mapping, Sequence
 from msgspec.structs import asdict
 
 from rematbench.costs.operators.ops import ACTIVATIONS
-from rematbench.costs.states import shard
 from rematbench.engine.lowering.states.state_pieces import master_bytes
+from rematbench.engine.lowering.states.state_shards import rank_sharded
 from rematbench.inputs.configfile import closest
 from rematbench.inputs.stages import stages_of
 from rematbench.plan import (
@@ -22,8 +22,10 @@ from rematbench.plan import (
     Select,
     Split,
     gathers_by_layer,
+    passes_refusal,
+    vocabulary_refusal,
 )
-from rematbench.problem import Problem, completed_after_backward, rank_parameters
+from rematbench.problem import Problem, completed_after_backward, head_parameters
 
 
 def check_plan(plan: Plan, problem: Problem) -> None:
@@ -35,8 +37,13 @@ def check_plan(plan: Plan, problem: Problem) -> None:
         raise PlanError(
             "parameters gathered per layer must be released in the forward or the backward"
         )
+    _check_cuts(plan, problem)
     _check_host_states(plan)
     _check_pieces(plan, problem)
+    if refused := passes_refusal(plan, lay, problem.system, problem.workload.model):
+        raise PlanError(refused)
+    if refused := vocabulary_refusal(plan, lay, problem.system, problem.workload):
+        raise PlanError(refused)
     if refused := graph_conflict(plan, problem):
         raise PlanError(refused)
     late = completed_after_backward(problem)
@@ -75,6 +82,27 @@ def _check_partition(plan: Plan, problem: Problem) -> None:
         raise PlanError("partition has a chunk that holds nothing: give it a layer")
 
 
+def _check_cuts(plan: Plan, problem: Problem) -> None:
+    """Raise PlanError for cuts that are no virtual stages, or beside what is not modelled."""
+    stages, model = problem.layout.num_chunks, problem.workload.model
+    if any(cut >= stages for cut in plan.cuts):
+        raise PlanError(f"cuts {plan.cuts} must be among the virtual stages 1 to {stages - 1}")
+    beside = {
+        "experts": model.experts is not None,
+        "layers that predict more tokens": model.mtp_layers > 0,
+        "weights that do not train": problem.workload.partly,
+        "weight gradients in passes of their own": plan.halves,
+        "parameters gathered per layer": plan.state("parameter").gather == "layer",
+    }
+    found = [name for name, is_so in beside.items() if is_so]
+    if plan.cuts and found:
+        head = head_parameters(problem)[0] / 1e6
+        raise PlanError(
+            f"cuts are not modelled with {found[0]}; each would add a head of {head:,.1f} M "
+            "parameters"
+        )
+
+
 def _check_host_states(plan: Plan) -> None:
     gradient, optimizer = plan.state("gradient"), plan.state("optimizer")
     if optimizer.home == "host" and optimizer.update == "backward":
@@ -110,10 +138,7 @@ def _check_pieces(plan: Plan, problem: Problem) -> None:
             f"wire master: system {problem.system.name} has no master weights wider than its "
             f"{problem.system.states.param_bytes}-byte weights; wire must be param"
         )
-    shares = [
-        shard(rank_parameters(problem, plan, rank, trained=True), optimizer.shards)
-        for rank in range(problem.layout.pp)
-    ]
+    shares = [rank_sharded(problem, plan, rank, optimizer) for rank in range(problem.layout.pp)]
     if away and pieces.size > min(shares):
         raise PlanError(
             f"pieces of {pieces.size:,} parameters are larger than a rank's share of optimizer "

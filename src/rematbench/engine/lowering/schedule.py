@@ -1,16 +1,14 @@
-"""The order of forward and backward passes on each pipeline rank: GPipe, 1F1B, interleaved 1F1B."""
+"""The order of forward and backward passes on each pipeline rank: GPipe, 1F1B, interleaved 1F1B,
+and zero-bubble schedules."""
 
 from functools import lru_cache
-from typing import Literal
 
-from rematbench.plan import Pass, Phase
-
-ScheduleName = Literal["gpipe", "1f1b", "interleaved_1f1b"]
+from rematbench.plan import VOCABULARY, ZERO_BUBBLE, Pass, Phase, Schedule
 
 
 @lru_cache(maxsize=512)
 def passes(
-    schedule: ScheduleName, rank: int, pp: int, vpp: int, num_micro_batches: int
+    schedule: Schedule, rank: int, pp: int, vpp: int, num_micro_batches: int
 ) -> tuple[Pass, ...]:
     """Return all passes of a rank in issue order.
 
@@ -21,6 +19,13 @@ def passes(
     megatron-core 0.16.1 has no such rule (`interleaved`).
     """
     total = num_micro_batches * vpp
+    if schedule in ZERO_BUBBLE:
+        return _zero_bubble(ZERO_BUBBLE[schedule], rank, pp, total)
+    if schedule in VOCABULARY:
+        barriers = VOCABULARY[schedule]
+        if not barriers:
+            return _interlaced(rank, pp, total)
+        return _shared_vocabulary(barriers, rank, pp, total)
     if schedule == "interleaved_1f1b" and num_micro_batches != pp:
         return interleaved(rank, pp, vpp, num_micro_batches)
     warmup = min(pp - rank - 1, total) if schedule == "1f1b" else total
@@ -34,23 +39,104 @@ def interleaved(rank: int, pp: int, vpp: int, num_micro_batches: int) -> tuple[P
     return _ordered(min((vpp - 1) * pp + 2 * (pp - rank - 1), total), total, pp, vpp)
 
 
-def _ordered(warmup: int, total: int, pp: int, vpp: int) -> tuple[Pass, ...]:
+def _zero_bubble(step: int, rank: int, pp: int, total: int) -> tuple[Pass, ...]:
+    """Return the order of ZB-H1 (`step` 1) or ZB-H2 (2) of Qi et al. 2024 (arXiv 2401.10241),
+    figures 2 and 3, with one chunk on each rank.
+
+    Rank r runs step (pp - r - 1) forwards before 1F1B begins, and the weight gradients of a
+    micro-batch after the input gradients of the micro-batch that comes step r later.  Every rank
+    thus keeps step (pp - 1) + 1 micro-batches.  With seconds F >= W, rank 0 is idle for (pp - 1)
+    (F + B - step W) seconds.
+    """
+    warmup, lag = min(step * (pp - rank - 1), total), step * rank
+    order = [Pass(True, i, 0) for i in range(warmup)]
+    for i in range(total):
+        if warmup + i < total:
+            order.append(Pass(True, warmup + i, 0))
+        order.append(Pass("B", i, 0))
+        if i >= lag:
+            order.append(Pass("W", i - lag, 0))
+    return (*order, *(Pass("W", i, 0) for i in range(max(0, total - lag), total)))
+
+
+def _shared_vocabulary(barriers: int, rank: int, pp: int, total: int) -> tuple[Pass, ...]:
+    """Return 1F1B with a vocabulary that all stages share (`shared_vocabulary`): a micro-batch's
+    backward comes as many periods after its logits as there are barriers, so rank r keeps pp - r +
+    barriers micro-batches.  All stages work on the same logits at one time: rank r's backward is pp
+    - 1 - r backwards, two thirds of so many periods, behind the last's."""
+    behind = pp - 1 - rank
+    after = behind % 3 > 0  # the logits come during a backward, which ends first
+    lag = (2 * behind + 2 * after) // 3
+    order = [Pass(True, i, 0) for i in range(min(pp - rank, total))]
+
+    def share(i: int) -> list[Pass]:
+        before = [Pass("T", i - 1, 0)] if 0 < i <= total else []
+        return [*before, Pass("S", i, 0)] if i < total else before
+
+    for i in range(barriers + lag):
+        order += share(i)
+        if i < barriers - 1 and pp - rank + i < total:
+            order.append(Pass(True, pp - rank + i, 0))
+    for i in range(total):
+        forward = pp - rank + barriers - 1 + i
+        order += [Pass(True, forward, 0)] * (forward < total)
+        shared, backward = share(i + barriers + lag), [Pass(False, i, 0)]
+        order += [*backward, *shared] if after else [*shared, *backward]
+    return tuple(order)
+
+
+def _interlaced(rank: int, pp: int, total: int) -> tuple[Pass, ...]:
+    """Return the interlaced pipeline (nnScaler, Lin et al. 2024): all stages compute the logits and
+    their gradients of a micro-batch at one time, and between two such passes each stage runs a
+    forward and a backward, of two neighbours in another order.  A micro-batch goes down two stages
+    and up one between two passes, so rank 0 keeps 1.5 pp."""
+    last = (pp - 1) // 2
+    down, up = rank // 2, last + pp - rank
+    order: list[Pass] = []
+    for turn in range(total + last + pp + 1):
+        i = turn - 1 - last
+        order += [Pass("S", i, 0), Pass("T", i, 0)] * (0 <= i < total)
+        forward = [Pass(True, turn - down, 0)] * (0 <= turn - down < total)
+        backward = [Pass(False, turn - up, 0)] * (0 <= turn - up < total)
+        order += [*backward, *forward] if rank % 2 else [*forward, *backward]
+    return tuple(order)
+
+
+def grouped(rank: int, pp: int, vpp: int, group: int, num_micro_batches: int) -> tuple[Pass, ...]:
+    """Return generalised interleaving (Wan et al. 2025, arXiv 2503.01328): micro-batches go through
+    the chunks in groups of `group` (at least half of pp; num_micro_batches is a multiple of it),
+    and weight gradients follow input gradients, whose message does not wait for them.
+
+    Rank r keeps group (vpp - 1) + pp - r chunks, and the bubble is 2 (pp - 1) + (pp - group) (vpp -
+    1) passes of a chunk with equal seconds, of which a backward has two.
+    """
+    total = num_micro_batches * vpp
+    warmup = min(group * (vpp - 1) + pp - rank - 1, total)
+    order: list[Pass] = []
+    for item in _ordered(warmup, total, group, vpp):
+        halves = (item._replace(kind="B"), item._replace(kind="W"))
+        order += [item] if item.forward else halves
+    return tuple(order)
+
+
+def _ordered(warmup: int, total: int, group: int, vpp: int) -> tuple[Pass, ...]:
     """The warm-up forwards, then forwards and backwards in turn, then the remaining backwards."""
-    forwards = [_place(i, pp, vpp, True) for i in range(total)]
-    backwards = [_place(i, pp, vpp, False) for i in range(total)]
+    forwards = [_place(i, group, vpp, True) for i in range(total)]
+    backwards = [_place(i, group, vpp, False) for i in range(total)]
     order = list(forwards[:warmup])
     for i in range(total - warmup):
         order += [forwards[warmup + i], backwards[i]]
     return (*order, *backwards[total - warmup :])
 
 
-def _place(i: int, pp: int, vpp: int, forward: bool) -> Pass:
-    """The micro-batch and chunk of a rank's i-th forward or backward."""
+def _place(i: int, size: int, vpp: int, forward: bool) -> Pass:
+    """The micro-batch and chunk of a rank's i-th forward or backward, in groups of `size`
+    micro-batches."""
     if vpp == 1:
         return Pass(forward, i, 0)
-    group, within = divmod(i, pp * vpp)
-    chunk = within // pp
-    return Pass(forward, group * pp + within % pp, chunk if forward else vpp - 1 - chunk)
+    group, within = divmod(i, size * vpp)
+    chunk = within // size
+    return Pass(forward, group * size + within % size, chunk if forward else vpp - 1 - chunk)
 
 
 @lru_cache(maxsize=256)
@@ -58,13 +144,13 @@ def phases(order: tuple[Pass, ...]) -> dict[tuple[int, int], Phase]:
     """Return the phase of each (micro-batch, chunk).  Warmup: its forward precedes the rank's first
     backward (except the forward directly before that backward).  Cooldown: its backward follows the
     backward of the last forward.  Otherwise: steady."""
-    first_backward = next((i for i, p in enumerate(order) if not p.forward), len(order))
+    first_backward = next((i for i, p in enumerate(order) if p.backward), len(order))
     last_forward = max((i for i, p in enumerate(order) if p.forward), default=-1)
     phase: dict[tuple[int, int], Phase] = {}
     for i, step in enumerate(order):
         where = (step.micro_batch, step.chunk)
         if step.forward:
             phase[where] = "warmup" if i < first_backward - 1 else "steady"
-        elif i > last_forward + 1 and phase[where] == "steady":
+        elif step.backward and i > last_forward + 1 and phase[where] == "steady":
             phase[where] = "cooldown"
     return phase

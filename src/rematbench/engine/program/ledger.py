@@ -79,6 +79,7 @@ def _slotted(parts: Sequence[Part], pieces: int, layers: int) -> Iterator[tuple[
             yield from _slotted(part.inside, pieces * part.times, layers)
 
 
+# Why: docs/decisions/engine.md, Is there a closed formula of peak memory for every method?
 def issue_order(program: Program) -> tuple[RankLedger, ...]:
     """Return the peaks of every rank, with all actions applied in issue order."""
     tables = program_profiles(program)

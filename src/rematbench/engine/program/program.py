@@ -115,6 +115,7 @@ def _counted(parts: tuple[Part, ...], times: int) -> Iterator[tuple[Action, int]
             yield from zip(part.written, repeat(times))
 
 
+# Why: docs/decisions/engine.md, Does a step of a few micro-batches extrapolate to all?
 class Block(Struct, frozen=True, dict=True):
     """Actions issued together.  `label` names their purpose (F, B, D2H, RECV, ...).  `written`: all
     actions, but of `periods` only the first period."""
@@ -161,6 +162,7 @@ class LateUnit(Struct, frozen=True, kw_only=True, gc=False):
     scratch: tuple[int, ...] = ()
 
 
+# Why: docs/decisions/engine.md, Do Megatron-core's optimizer moments come late?
 class Late(Struct, frozen=True, kw_only=True):
     """The late tensors of a rank, by (chunk, unit).  They are allocated between activations, where
     the allocator has room.  A unit is E, L<i> or H."""
@@ -179,6 +181,7 @@ class Late(Struct, frozen=True, kw_only=True):
         return sum(sum(tensors) for unit in kept for tensors in unit)
 
 
+# Why: docs/decisions/engine.md, Is a program an event graph without issue order?
 class RankProgram(Struct, frozen=True, kw_only=True, dict=True):
     """All actions of a pipeline rank in issue order.  `late`: the tensors that the rank allocates
     between its activations, if the stack does so."""

@@ -119,6 +119,7 @@ def _ends(block: Block) -> dict[int, ModelPart]:
     return {index: part for part, index in last.items()}
 
 
+# Why: docs/decisions/engine.md, Over how many steps is the allocator replayed?
 def replay(
     rank: RankProgram,
     resident_bytes: tuple[int, ...],

@@ -31,6 +31,7 @@ class OpSeconds(NamedTuple):
     weights_s: float
 
 
+# Why: docs/decisions/engine.md, How is an exchange of experts beside another micro-batch
 def op_seconds(problem: Problem, op: Op, rank: int, comm_s: CommSeconds) -> OpSeconds:
     """Seconds of an operator with its collectives before, after or beside its kernels, as emit_op
     and emit_backward place them.  `comm_s`: seconds of a collective on a rank."""

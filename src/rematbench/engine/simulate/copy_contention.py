@@ -32,6 +32,7 @@ PASSES = ("F", "B")
 """The labels of blocks with kernels."""
 
 
+# Why: docs/decisions/engine.md, Do rates change while streams share a resource?
 def copy_traffic(
     problem: Problem, program: Program, kernel_s: Callable[[Action, int], float]
 ) -> CopyTraffic:

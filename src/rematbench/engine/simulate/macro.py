@@ -35,6 +35,7 @@ class Terms(NamedTuple):
     terms: AffineTerms
 
 
+# Why: docs/decisions/engine.md, Is a macro a duration with fixed offsets?
 class Macro(NamedTuple):
     """A block as a (max, +) map: the ends of streams, the times of events and messages (by
     direction), the external events for which the block waits, and the messages among these

@@ -10,6 +10,8 @@ from rematbench.costs.copies import NO_TRAFFIC, CopyTraffic
 from rematbench.costs.operators.experts import ROUTED
 from rematbench.costs.operators.launches import COUNTS
 from rematbench.costs.operators.ops import Comm, Group, Op, OpTable
+from rematbench.engine.lowering.blocks.chunk_ops import uncaptured
+from rematbench.engine.lowering.states.state_shards import quantised_weights
 from rematbench.engine.program.action import (
     HOST_UPDATE,
     STALL,
@@ -23,7 +25,13 @@ from rematbench.engine.program.action import (
 from rematbench.engine.program.program import Program
 from rematbench.engine.simulate.beside import Exposed, exposed_shares
 from rematbench.engine.simulate.copy_contention import PieceTraffic, copy_traffic, piece_traffic
-from rematbench.engine.simulate.op_level import NO_TIME, ORDERING, RankedSeconds, Timing
+from rematbench.engine.simulate.op_level import (
+    NO_TIME,
+    OF_VOCABULARY,
+    ORDERING,
+    RankedSeconds,
+    Timing,
+)
 from rematbench.problem import Problem
 
 DIRECTION: dict[Kind, Direction] = {
@@ -54,10 +62,16 @@ class ActionCosts:
         self._shares: dict[tuple[int, int], Mapping[str, Exposed]] = {}  # by layer and rank
         system, vpp = problem.system, problem.layout.vpp
         whole = system.kernels.cuda_graphs or system.kernels.compiled
-        begins = _graph_begins if system.kernels.cuda_graphs else _region_begins
-        self._begins = [begins(table) for table in problem.layer_kinds if whole]
+        kinds = problem.layer_kinds if whole else ()
+        self._eager = [frozenset[str]() for _ in kinds]
+        """The operators of each kind of layer that are in no graph."""
+        if system.kernels.cuda_graphs:
+            self._eager = [uncaptured(problem, table) for table in kinds]
+            self._begins = [*map(_graph_begins, kinds, self._eager)]
+        else:
+            self._begins = [_region_begins(table) for table in kinds]
         self._waits_for_messages = system.holds_host(vpp)
-        self._blocks = system.kernels.launch_blocking
+        self._blocks = system.host.launch_blocking
         layout, experts = problem.layout, problem.workload.model.experts
         alone = layout.ep * layout.expert_tp == 1
         padded = problem.workload.expert_padding == "capacity"
@@ -126,7 +140,8 @@ class ActionCosts:
         op, direction = self._op(action, rank), DIRECTION[action.kind]
         calls, loops_s = self.cost.calls(op, direction), self.cost.loops_s(op, direction)
         if self._begins and action.part.letter == "L":
-            calls, loops_s = min(1, calls), 0.0
+            eager = action.op in self._eager[action.variant]
+            calls, loops_s = (calls, loops_s) if eager else (min(1, calls), 0.0)
         return calls * launch_s + loops_s
 
     def _inside(self, action: Action) -> bool:
@@ -212,13 +227,19 @@ class ActionCosts:
         key = (part, action.variant, action.op)
         if key not in self._ops:
             problem = self.problem
-            tables = {"E": problem.embedding, "H": problem.head}
-            table = tables[part] if part in tables else problem.layer_kinds[action.variant]
+            if part == "V":
+                table = problem.shared.share
+            else:
+                tables = {"E": problem.embedding, "H": problem.head}
+                table = tables[part] if part in tables else problem.layer_kinds[action.variant]
             self._ops[key] = table.op(action.op)
         return self._ops[key]
 
     def _send_s(self, action: Action, rank: int) -> float:
         pp, ends = self.problem.layout.pp, self.problem.embedding_ranks or (0, 0)
+        if action.op != "tied" and action.op[0] in OF_VOCABULARY:
+            other = int(action.op[1:])
+            return self.cost.p2p_s(action.nbytes, rank, other) if action.nbytes else 0.0
         peer = {"f": rank + 1, "b": rank - 1, "tied": sum(ends) - rank}[action.op]
         shared = action.op != "tied" and not self.problem.layout.sp
         return self.cost.p2p_s(action.nbytes, rank, peer % pp, replicated=shared)
@@ -239,12 +260,14 @@ class ActionCosts:
     def _device_copy_s(self, action: Action, _: int) -> float:
         return self.cost.device_copy_s(action.nbytes)
 
-    def _optimizer_s(self, action: Action, _: int) -> float:
-        """Seconds of an update, on the device or the host; the action's `nbytes` are the bytes of
-        the updated parameters in compute precision."""
+    def _optimizer_s(self, action: Action, rank: int) -> float:
+        """Seconds of an update, on the device or the host, and of the quantised copies of weights
+        that follow it (deviation: those of the layers that the base plan gives to the rank); the
+        action's `nbytes` are the bytes of the updated parameters in compute precision."""
         count = action.nbytes // self.problem.system.states.param_bytes
         if action.stream != HOST_UPDATE:
-            return self.cost.optimizer_s(count)
+            held = quantised_weights(self.problem, self.problem.base_plan, rank)
+            return self.cost.optimizer_s(count) + self.cost.quantise_s(0 if action.part else held)
         if not self.pieces.beside:
             return self.cost.host_update_s(count)
         return self.cost.host_update_beside_s(count, self.pieces.visiting_bytes)
@@ -265,12 +288,14 @@ Begins = dict[Kind, frozenset[str]]
 """The operators of a layer whose action of a kind is a launch."""
 
 
-def _graph_begins(table: OpTable) -> Begins:
+def _graph_begins(table: OpTable, eager: frozenset[str]) -> Begins:
     """The operators that a layer's CUDA graphs begin with: the first operator with a forward, and
-    the last operator with an input gradient."""
-    forward = next(op.name for op in table.ops if op.forward)
-    backward = next(op.name for op in reversed(table.ops) if op.backward_input)
-    return {Kind.FORWARD: frozenset({forward}), Kind.BACKWARD_INPUT: frozenset({backward})}
+    the last operator with an input gradient; and those in no graph, which are launched each."""
+    inside = [op for op in table.ops if op.name not in eager]
+    forward = next(op.name for op in inside if op.forward)
+    backward = next(op.name for op in reversed(inside) if op.backward_input)
+    apart = dict.fromkeys((Kind.RECOMPUTE, Kind.BACKWARD_WEIGHT), eager) if eager else {}
+    return {Kind.FORWARD: eager | {forward}, Kind.BACKWARD_INPUT: eager | {backward}, **apart}
 
 
 def _region_begins(table: OpTable) -> Begins:

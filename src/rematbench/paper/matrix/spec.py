@@ -87,11 +87,11 @@ class MatrixSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     def all_arms(self, registry: Registry) -> tuple[Arm, ...]:
         """The declared arms, then an arm for every discovered method of activations that no arm
-        names (search tries methods that place training states only where they are named);
-        ConfigError for an arm with the name of such a method."""
+        names (those that place training states or move passes are tried only where they are
+        named); ConfigError for an arm with the name of such a method."""
         plain = {arm.method for arm in self.arms}
         entries = registry.methods.items()
-        more = [name for name, one in entries if name not in plain and not one.moves_states]
+        more = [name for name, one in entries if name not in plain and not one.waits]
         for arm in self.arms:
             if arm.name in more:
                 raise ConfigError(

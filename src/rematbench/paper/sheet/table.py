@@ -12,6 +12,7 @@ import msgspec
 import pandas as pd
 from msgspec import Struct
 
+from rematbench.costs.flops import over_peak
 from rematbench.host.files import write_atomically
 from rematbench.host.table import GIB, SUFFIXES, TableText
 
@@ -40,8 +41,9 @@ def signed_percent(value: Any) -> str:
 
 
 def gib(value: Any) -> str:
-    """Bytes in GiB with two decimals."""
-    return f"{float(value) / GIB:.2f}"
+    """Bytes in GiB with two decimals; less than 0.1 GiB as MiB, with the unit."""
+    amount = float(value) / GIB
+    return f"{1024 * amount:.3g} MiB" if 0 < abs(amount) < 0.1 else f"{amount:.2f}"
 
 
 def seconds(value: Any) -> str:
@@ -148,10 +150,21 @@ class Table(Struct, frozen=True, kw_only=True):
 
     @property
     def full_note(self) -> str:
-        """The note, and the number of omitted rows."""
+        """The note, why an MFU is over 100 %, and the number of omitted rows."""
         cut = len(self.rows) - self.shown if self.shown else 0
         more = f"{cut} more rows in {self.name}.csv." if cut > 0 else ""
-        return " ".join(part for part in (self.note, more) if part)
+        return " ".join(part for part in (self.note, self._over_peak, more) if part)
+
+    @property
+    def _over_peak(self) -> str:
+        """Why a shown MFU is over 100 %; empty if none is."""
+        shown = {column.key for column in self.columns if column.heading}
+        causal, dense = (
+            max((float(row.get(key) or 0.0) for row in self.rows if key in shown), default=0.0)
+            for key in ("mfu_causal", "mfu_dense")
+        )
+        why = over_peak(causal, dense)
+        return f"MFU {why}." if why else ""
 
     def printed(self) -> TableText:
         """The table as formatted text."""

@@ -61,7 +61,7 @@ def claims_table(rows: Sequence[Row], claims: Claims, answers: list[StudyAnswer]
             Column("what", "claim"),
             *columns("asked"),
             Column("how", "how we test it"),
-            *columns("published"),
+            Column("published", "published", _as_printed),
             Column("ours", "ours", _short),
             *columns("unit error world basis"),
             Column("tolerance", "tolerance %", lambda value: f"{100 * float(value):g}"),
@@ -76,8 +76,9 @@ def claims_table(rows: Sequence[Row], claims: Claims, answers: list[StudyAnswer]
 
 
 NOTE = (
-    "A claim counts once, with its headline and the other numbers of its row; further questions "
-    "do not count. An inequality is met or not, without a tolerance. Written down: whether the "
+    "Each line is a number; a claim counts once, with its headline and the other numbers of its "
+    "row, and further questions do not count for it. An inequality is met or not, without a "
+    "tolerance. Written down: whether the "
     "claim was recorded before or after we computed our value. config/claims.yaml has the "
     "tolerances, their reasons and the formulas of our numbers. Basis: fitted (shaped a "
     "constant), in-sample (its source shaped a "
@@ -93,15 +94,20 @@ CLAIM_VERDICTS = (
 
 
 def in_short(lines: Sequence[Mapping[str, Any]]) -> str:
-    """How many claims have which verdict, from the lines of the table."""
+    """How many numbers and claims have which verdict, from the lines of the table."""
     claims: dict[str, list[Mapping[str, Any]]] = {}
     for line in lines:
         claims.setdefault(line["id"], []).append(line)
     counts = Counter(map(claim_verdict, claims.values()))
     summary = ", ".join(f"{counts[word]} {word}" for word in CLAIM_VERDICTS)
-    return f"Of {len(claims)} claims: {summary}"
+    within = sum(line["verdict"] == WITHIN for line in lines)
+    return (
+        f"Of the papers' {len(lines)} numbers {within} are {WITHIN}; of {len(claims)} claims: "
+        f"{summary}"
+    )
 
 
+# Why: docs/decisions/paper.md, Which question counts for a claim?
 def claim_verdict(lines: Sequence[Mapping[str, Any]]) -> str:
     """The verdict of one claim, one of CLAIM_VERDICTS, from the lines that count. A number after
     the headline that is not comparable does not change the verdict."""
@@ -122,10 +128,17 @@ def _agrees(text: str) -> bool | None:
 
 
 def _short(value: Any) -> str:
-    """Four significant digits, with separators for large numbers. Amounts of 1e9 and more (bytes of
-    whole models) have an exponent, because they are wider than a column."""
+    """Four significant digits, with separators for large numbers; in billions from 1e9 on."""
     amount = float(value)
-    return f"{amount:,.0f}" if 1e3 <= abs(amount) < 1e9 else f"{amount:.4g}"
+    if abs(amount) >= 1e9:
+        return f"{amount / 1e9:,.4g} billion"
+    return f"{amount:,.0f}" if abs(amount) >= 1e3 else f"{amount:.4g}"
+
+
+def _as_printed(text: str) -> str:
+    """A published number as its source prints it; without an exponent."""
+    word, _, value = text.rpartition(" ")
+    return f"{word} {_short(value)}".strip() if "e+" in value else text
 
 
 def claim_lines(

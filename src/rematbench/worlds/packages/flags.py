@@ -37,7 +37,7 @@ class FlagsAnswer(Struct, frozen=True, kw_only=True):
     policy, and the `plan` of that policy.  `missing` names the differences of the policy's plan,
     and the features of the problem that the baseline cannot express; empty if the plans are
     equal.  `assumed`: facts of the stack that no option gives.  `not_run`: why this baseline does
-    not run the job, although the job has options."""
+    not run the job, although the job has options.  `remarks`: what the options leave out."""
 
     baseline: str
     settings: dict[str, Any] = {}
@@ -45,6 +45,7 @@ class FlagsAnswer(Struct, frozen=True, kw_only=True):
     missing: tuple[str, ...] = ()
     assumed: tuple[str, ...] = ()
     not_run: tuple[str, ...] = ()
+    remarks: tuple[str, ...] = ()
     plan: Plan | None = None
 
 
@@ -87,6 +88,7 @@ def flags_of(problem: Problem, plan: Plan, baseline: str, *, whole: bool = False
     said: dict[str, Any] = {
         "baseline": baseline,
         "assumed": assumed_facts(problem, plan, cls.facts_with_options(problem)),
+        "remarks": () if whole else getattr(cls, "remarks", lambda _: ())(problem),
         "not_run": tuple(reason for reason in reasons if reason.endswith(NOT_RUN)),
     }
     base = problem.base_plan
@@ -130,6 +132,12 @@ def candidate_plans(
         made = candidate.plan(problem, base)
         if not isinstance(made, Unsupported):
             yield candidate, made
+
+
+def alike(problem: Problem, plan: Plan, other: Plan) -> bool:
+    """Whether two plans are equal: every fate, and what else `flags` compares."""
+    mine, theirs = fates(problem, plan), fates(problem, other)
+    return mine == theirs and not _rest(plan, other, offloads_any(mine))
 
 
 def fates(problem: Problem, plan: Plan) -> Table:

@@ -15,6 +15,7 @@ Reason = tuple[bool, str]
 """(whether the reason holds, the feature that the baseline then does not run)."""
 
 
+QUANTISED = "quantised linears"
 NOT_RUN = "not run here)"
 """End of a reason for a job that has options, and that this baseline does not run."""
 
@@ -30,10 +31,14 @@ class Setup(NamedTuple):
     @property
     def special_features(self) -> tuple[str, ...]:
         """The features, in words, that no baseline runs unless it names them: those of the model,
-        weights that do not train, and another optimizer than Adam."""
+        weights that do not train, quantised linears, and another optimizer than Adam."""
         kind = self.optimizer_kind
-        frozen = () if self.work.trains_all else ("weights that do not train",)
-        return (*self.model.special_features, *frozen, *([f"the optimizer {kind}"] if kind else ()))
+        others = {
+            "weights that do not train": not self.work.trains_all,
+            QUANTISED: self.work.recipe != "none",
+            f"the optimizer {kind}": kind is not None,
+        }
+        return (*self.model.special_features, *(words for words, holds in others.items() if holds))
 
     @property
     def model(self) -> Model:

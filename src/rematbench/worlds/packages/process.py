@@ -72,14 +72,20 @@ class PackageJob(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     options: str = ""
 
 
-@cache
 def baselines() -> dict[str, MethodEntry]:
-    """Every baseline's policy by name; BaselineError for a plan.py that cannot be loaded."""
-    found, broken = load_baselines()
-    if broken:
-        path_name, reason = next(iter(broken.items()))
-        raise BaselineError(f"{path_name}: {reason}")
-    return found
+    """Every whole baseline's policy by name."""
+    return loaded()[0]
+
+
+@cache
+def loaded() -> tuple[dict[str, MethodEntry], dict[str, str]]:
+    """Whole baselines by name, and why others are left out."""
+    return load_baselines()
+
+
+def broken_baselines() -> dict[str, str]:
+    """Why baselines are left out, by file."""
+    return loaded()[1]
 
 
 def policy(name: str, settings: Mapping[str, Value] | None = None) -> Composition:
@@ -87,6 +93,9 @@ def policy(name: str, settings: Mapping[str, Value] | None = None) -> Compositio
     baseline, MethodError for an unknown setting."""
     known = baselines()
     if name not in known:
+        for path, reason in broken_baselines().items():
+            if Path(path).parent.name == name:
+                raise BaselineError(f"{path}: {reason}")
         hint = closest(name, known)
         raise BaselineError(f"unknown baseline {name!r}{hint} (known: {', '.join(known)})")
     fields = list(known[name].parameters)
@@ -180,6 +189,8 @@ def _failed(job: PackageJob, status: Status, reason: str) -> Record:
 def _run(name: str, jobs: Sequence[PackageJob], place: Path) -> "subprocess.CompletedProcess[str]":
     """Run the baseline's process on jobs; its records are in `place`.  ProcessTimeout at the
     limit."""
+    if not (data_dir("baselines") / name / "run.py").is_file():
+        raise BaselineError(f"baselines/{name} has no run.py, which its process runs")
     place.mkdir(parents=True, exist_ok=True)
     _empty(place)
     (place / "jobs.json").write_bytes(msgspec.json.encode(list(jobs)))

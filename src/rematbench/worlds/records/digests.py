@@ -112,6 +112,7 @@ def method_digest(origins: Iterable[str]) -> str:
     return digest(found) + "".join(sorted(names))
 
 
+# Why: docs/decisions/worlds.md, Does an executed cell's key hash all of src?
 @cache
 def code_digest(world: str) -> str:
     """The digest of the code that makes the records of a world."""

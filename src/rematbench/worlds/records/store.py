@@ -11,6 +11,7 @@ from pathlib import Path
 from rematbench.host.files import write_atomically
 
 
+# Why: docs/decisions/worlds.md, Does Snakemake's lock guard executed cells?
 class Store:
     """A folder of finished cells (`KEY.json`)."""
 

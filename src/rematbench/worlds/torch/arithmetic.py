@@ -9,6 +9,8 @@ beyond their result. A CPU has no such kernels, so the operators are written out
 tensors) behave like GPUs.
 """
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -19,6 +21,12 @@ _aten = torch.ops.aten
 IGNORED = -100
 """A label that counts neither in the loss nor in the mean of the loss."""
 PARTS = 8
+
+
+def kept(rows: Tensor, columns: Tensor, rate: float) -> Tensor:
+    """Which elements dropout keeps, by their places: 1 - rate of them, spread evenly."""
+    places = rows[:, None].double() * 0.6180339887 + columns * 0.7548776662
+    return (places.frac() >= rate).to(torch.uint8)
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
@@ -105,6 +113,47 @@ def fused_layer_norm_backward(
     bias, every = weight, [True, True, True]  # the kernel reads only the dtype of a bias
     dx, dw, db = _aten.native_layer_norm_backward(grad, x, shape, mean, scale, weight, bias, every)
     return dx, dw, db
+
+
+def split_norm(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    columns: int,
+    total: Callable[[Tensor], None],
+) -> Tensor:
+    """RMSNorm, or with a bias LayerNorm, of rows of which several ranks each have some columns;
+    `total` sums over these ranks in place."""
+    y, _ = _normed(x, bias is not None, columns, total)
+    return y * weight if bias is None else y * weight + bias
+
+
+def _normed(
+    x: Tensor, centred: bool, columns: int, total: Callable[[Tensor], None]
+) -> tuple[Tensor, Tensor]:
+    """(the rank's columns of the normed rows, the factor of each row)."""
+    sums = torch.stack([x.square().sum(-1), *([x.sum(-1)] if centred else [])]).div_(columns)
+    total(sums)
+    mean = sums[1][:, None] if centred else torch.zeros_like(sums[0][:, None])
+    scale = torch.rsqrt(sums[0][:, None] - mean.square() + NORM_EPS)
+    return (x - mean) * scale, scale
+
+
+def split_norm_backward(
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    centred: bool,
+    columns: int,
+    total: Callable[[Tensor], None],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(input, weight and bias gradients) of `split_norm`."""
+    y, scale = _normed(x, centred, columns, total)
+    g = grad * weight
+    sums = torch.stack([(g * y).sum(-1), *([g.sum(-1)] if centred else [])]).div_(columns)
+    total(sums)
+    g = g - y * sums[0][:, None] - (sums[1][:, None] if centred else 0.0)
+    return g * scale, (grad * y).sum(0), grad.sum(0)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -154,7 +154,7 @@ def combine(case: Case, ranks: list[RankResult]) -> Result:
         status="ok",
         losses=[sum(r.losses[step] for r in ranks if r.place.tp == 0) for step in steps],
         gradient_norms=norms,
-        gradients=[_gradients(ranks, step) for step in steps] if case.gradients else [],
+        gradients=[_gradients(case, ranks, step) for step in steps] if case.gradients else [],
         ranks=ranks,
     )
 
@@ -184,7 +184,7 @@ def _norms(ranks: list[RankResult], step: int) -> dict[str, float]:
     return found
 
 
-def _gradients(ranks: list[RankResult], step: int) -> dict[str, Tensor]:
+def _gradients(case: Case, ranks: list[RankResult], step: int) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     for name in _names(ranks):
         parts = [
@@ -193,6 +193,10 @@ def _gradients(ranks: list[RankResult], step: int) -> dict[str, Tensor]:
         spec = ranks[0].gradients[step].get(name) or next(
             r.gradients[step][name] for r in ranks if name in r.gradients[step]
         )
+        if (inner := spec.spec.columns) is not None:  # parts of a row of the grid are neighbours
+            count = case.problem.layout.tp_columns
+            rows = [parts[at : at + count] for at in range(0, len(parts), count)]
+            parts = [torch.cat(row, inner) for row in rows]
         full = torch.cat(parts, spec.spec.split) if spec.spec.split is not None else parts[0]
         found[name] = full[: spec.spec.shape[0]]  # without padded rows
     return found

@@ -218,8 +218,10 @@ class Groups:
         self.by_name: dict[str, Group] = {
             name: self._group(name, members(layout, order, along))
             for name, along in DIMENSIONS.items()
+            if name != "tp" or layout.tp_columns == 1
         }
-        for axis in EXPERT_GROUPS if experts else ():
+        nested: tuple[GroupName, ...] = ("tp", "columns") if layout.tp_columns > 1 else ()
+        for axis in (*nested, *(EXPERT_GROUPS if experts else ())):
             by_stage = (group_ranks(layout, axis, stage, order) for stage in range(layout.pp))
             ranks = [list(ranks) for each in by_stage for ranks in each]
             self.by_name[axis] = self._group(axis, ranks)

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from rematbench.costs.operators.ops import Part
 from rematbench.inputs.layout import Layout
-from rematbench.workload import Experts, Latent, Model, Trained
+from rematbench.workload import Experts, Latent, Memory, Model, Trained
 from rematbench.worlds.torch.arithmetic import fused, wide
 
 INIT_STD = 0.05
@@ -36,7 +36,8 @@ class ParameterSpec(NamedTuple):
     replicated), `rows` the number of rows after padding (of a vocabulary; 0: no padding),
     `own_rows` whether a tensor-parallel rank has only the gradient of its own rows (norms and
     routers), `mean` the mean of its initial values. `expert`: it belongs to an expert, which only
-    some ranks hold. `trained`: it has a gradient and states."""
+    some ranks hold. `trained`: it has a gradient and states. `columns`: the dimension that the
+    ranks of a matrix's other side split."""
 
     name: str
     shape: tuple[int, ...]
@@ -46,6 +47,7 @@ class ParameterSpec(NamedTuple):
     mean: float = 0.0
     expert: bool = False
     trained: bool = True
+    columns: int | None = None
 
     def parts(self, layout: Layout) -> int:
         """The number of ranks over which the parameter is split."""
@@ -89,7 +91,8 @@ def unit_specs(
     if not work.lora_rank:
         return specs
     frozen = {local: spec._replace(trained=False) for local, spec in specs.items()}
-    return frozen | (_adapter_specs(work, f"layers.{layer}", specs) if part == "layer" else {})
+    name = f"layers.{model.owner(layer)}"
+    return frozen | (_adapter_specs(work, name, specs) if part == "layer" else {})
 
 
 def _adapter_specs(
@@ -122,11 +125,18 @@ def _model_specs(
         case "embedding":
             return _embedding_specs(model, vocab)
         case "head":
-            head = "embedding.weight" if model.tied_embeddings else "lm_head.weight"
-            norm = _norm_specs(model, "final_norm", "final_norm")
+            local = f"local.{-2 - layer}." if layer < -1 else ""
+            tied = model.tied_embeddings and not local
+            head = "embedding.weight" if tied else f"{local}lm_head.weight"
+            norm = _norm_specs(model, "final_norm", f"{local}final_norm")
+            norm = {} if model.mtp_layers else norm
             return norm | {"lm_head": ParameterSpec(head, (model.vocab, model.hidden), 0, vocab)}
-    prefix = f"layers.{layer}"
+    prefix = f"layers.{model.owner(layer)}"
     specs = _attention_specs(model, prefix)
+    if layer >= model.num_layers:
+        specs |= _prediction_specs(model, prefix, vocab)
+    if model.memory is not None and model.memory_of(layer):
+        return specs | _memory_specs(model, model.memory, prefix)
     if model.experts is None or model.is_dense(layer):
         return specs | _mlp_specs(model, prefix, model.ffn)
     held = range(model.experts.count) if experts is None else experts
@@ -155,6 +165,16 @@ def _embedding_specs(model: Model, vocab: int) -> dict[str, ParameterSpec]:
         shape = (model.max_positions, model.hidden)
         specs["position"] = ParameterSpec("position.weight", shape)
     return specs
+
+
+def _prediction_specs(model: Model, prefix: str, vocab: int) -> dict[str, ParameterSpec]:
+    """What a layer that predicts one more token has beside a decoder's: the final norm, norms of
+    what it joins and of what it makes, the linear that joins, and the model's embedding."""
+    specs = _norm_specs(model, "final_norm", "final_norm")
+    for norm in ("next_norm", "hidden_norm", "predict_norm"):
+        specs |= _norm_specs(model, norm, f"{prefix}.{norm}")
+    specs |= _linear_specs(prefix, "join", (model.hidden, 2 * model.hidden), 0, bias=False)
+    return specs | {"embedding": _embedding_specs(model, vocab)["embedding"]}
 
 
 def _norm_specs(model: Model, local: str, name: str, width: int = 0) -> dict[str, ParameterSpec]:
@@ -231,6 +251,20 @@ def _mlp_specs(
     return specs
 
 
+def _memory_specs(model: Model, given: Memory, prefix: str) -> dict[str, ParameterSpec]:
+    """The linears and keys of a memory layer, and the table, which all such layers share."""
+    hidden, half = model.hidden, given.key_dim // 2
+    shapes = {
+        "memory_query": (given.heads * given.key_dim, hidden),
+        "memory_keys": (2 * given.heads * given.keys, half),
+        "memory_gate_out": (hidden, hidden),
+        "memory_proj": (hidden, hidden),
+    }
+    specs = {n: ParameterSpec(f"{prefix}.{n}.weight", shape) for n, shape in shapes.items()}
+    table = ParameterSpec("memory_values.weight", (given.rows, hidden))
+    return {**specs, "memory_values": table}
+
+
 def _expert_specs(
     model: Model, experts: Experts, prefix: str, held: range
 ) -> dict[str, ParameterSpec]:
@@ -297,6 +331,9 @@ class Owner(NamedTuple):
     """The number of ranks that share optimizer states: 1 without ZeRO."""
     span: tuple[int, int] | None = None
     """The ZeRO shard of the parameter, if it is not an equal part of the parameter."""
+    column: int = 0
+    columns: int = 1
+    """The rank's place among those that split the other dimension, and their number."""
 
 
 class HostShard(NamedTuple):
@@ -418,6 +455,8 @@ def build(
     if full is None:
         full = full_weight(spec, seed) if device.type != "meta" else _unknown(spec)
     own = shard(padded(full, spec), spec, owner.tp_rank, owner.tp)
+    if spec.columns is not None:
+        own = own.chunk(owner.columns, spec.columns)[owner.column]
     size, (start, stop) = own.numel(), owner.span or (0, 0)
     if owner.span is None and spec.trained:
         part = -(-size // owner.state_shards)

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from rematbench.engine.program.action import STREAMS
 
 
+# Why: docs/decisions/worlds.md, Has every stream a memory pool of its own?
 class PendingMessage(Protocol):
     """A message in flight: torch's handle, or an event that is recorded at the end of the
     message."""

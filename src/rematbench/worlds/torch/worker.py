@@ -44,7 +44,7 @@ from rematbench.worlds.torch.draws import drawing_threads
 from rematbench.worlds.torch.exchanges import reordered_channel, used_channels
 from rematbench.worlds.torch.executor import Executor
 from rematbench.worlds.torch.groups import Groups, default_backend
-from rematbench.worlds.torch.parameters import Parameter, square_sum
+from rematbench.worlds.torch.parameters import Owner, Parameter, ParameterSpec, square_sum
 from rematbench.worlds.torch.rank_model import NotExecutable, RankModel, require_executable
 
 
@@ -102,7 +102,7 @@ def _groups(case: Case, rank: int, groups: dict[tuple[object, ...], Groups]) -> 
     lay, order = case.problem.layout, case.problem.system.parallel.rank_order
     experts = case.problem.workload.model.experts is not None
     folded = (lay.ep, lay.expert_tp) if experts else ()
-    degrees = (lay.tp, lay.cp, lay.ulysses, lay.dp, lay.pp, folded, order)
+    degrees = (lay.tp, lay.tp_columns, lay.cp, lay.ulysses, lay.dp, lay.pp, folded, order)
     if degrees not in groups:
         groups[degrees] = Groups(lay, order, rank, experts=experts)
     return groups[degrees]
@@ -126,6 +126,7 @@ def run_case(
     program = lowered.ranks[groups.place.pp]
     streams = case.streams(rank) if case.streams else None
     tracker = Tracker(device) if case.measure and streams is None else None
+    model.columns = groups.by_name.get("columns")
     executor = Executor(
         program, model, groups, tracker=tracker, optimizer=case.optimizer, streams=streams
     )
@@ -206,7 +207,8 @@ def _load(case: Case, executor: Executor, step: int) -> Batch:
     """The batch of a step, after loading this rank's micro-batches of it into the model."""
     batch, model = _batch(case, step), executor.model
     place = executor.groups.place
-    model.batches = micro_batches(batch, case.problem.layout, place, model.device)
+    ahead = model.kind.mtp_layers > 0
+    model.batches = micro_batches(batch, case.problem.layout, place, model.device, ahead=ahead)
     return batch
 
 
@@ -255,6 +257,12 @@ def record_bytes(executor: Executor, result: RankResult) -> None:
         result.reserved_bytes = torch.cuda.max_memory_reserved(executor.model.device)
 
 
+def _part(spec: ParameterSpec, owner: Owner) -> int:
+    """The number of a rank's part of a parameter; parts of a row of the grid are neighbours."""
+    row = 0 if spec.split is None else owner.tp_rank
+    return row if spec.columns is None else row * owner.columns + owner.column
+
+
 def _shards(case: Case, parameters: list[Parameter]) -> dict[str, GradientShard]:
     """This rank's part of the summed gradients: its ZeRO shard, or the whole gradient."""
     found = {}
@@ -262,7 +270,7 @@ def _shards(case: Case, parameters: list[Parameter]) -> dict[str, GradientShard]
         own, owner = parameter.own_grad, parameter.owner
         found[parameter.spec.name] = GradientShard(
             spec=parameter.spec,
-            part=0 if parameter.spec.split is None else owner.tp_rank,
+            part=_part(parameter.spec, owner),
             number=owner.state_rank,
             shape=tuple(parameter.shape),
             square_sum=square_sum(own),

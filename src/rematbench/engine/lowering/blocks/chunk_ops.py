@@ -5,6 +5,7 @@ from functools import cached_property
 from typing import NamedTuple, cast
 from weakref import ProxyType, proxy
 
+from rematbench.costs.operators.launches import COUNTS
 from rematbench.costs.operators.ops import Activation, OpTable, Part, with_saved, without_activation
 from rematbench.engine.lowering.blocks.fates import (
     ChunkPlace,
@@ -15,7 +16,7 @@ from rematbench.engine.lowering.blocks.fates import (
     phased,
     resolve,
 )
-from rematbench.engine.lowering.blocks.mini_sequences import MiniRun, mini_runs
+from rematbench.engine.lowering.blocks.mini_sequences import MiniRun, mini_runs, piece_bytes
 from rematbench.engine.program.storage import (
     EMBEDDING,
     HEAD,
@@ -59,7 +60,7 @@ class Unit(NamedTuple):
     prefix: ModelPart
     table: OpTable
     place: int  # inside the chunk
-    layer: int  # global layer, -1 for embedding and head
+    layer: int  # global layer, -1 for embedding and head, -2 - n for the head of a virtual stage n
     parameters: int  # on one rank, before any ZeRO sharding
     trained: int  # of these, those with a gradient
     variant: int = 0  # index into the problem's distinct layers
@@ -82,22 +83,27 @@ class Unit(NamedTuple):
 
 
 class ChunkEnds(NamedTuple):
-    """Whether a chunk is the first or the last of the model; its output; the activation whose
-    gradient it sends back (where layers pass one gradient on, that is its output too); and whether
-    its input and its output are wide, behind a prediction."""
+    """Whether a chunk is the first or the last of the model; its output and its input; the
+    activation whose gradient it sends back (where layers pass one gradient on, that is its output
+    too, unless a later pass reads it); whether its input and its output are wide, behind a
+    prediction; and whether no gradient crosses its input (`cut`), or its output, which it keeps for
+    a loss of its own (`local`)."""
 
     first: bool
     last: bool
     output: Storage
+    input: Storage
     back: Storage
     wide_in: bool = False
     wide_out: bool = False
+    cut: bool = False
+    local: bool = False
 
 
 class ChunkOps:
     """A chunk of a stage: its units, the storage of each activation, and its boundary."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  # facts of a plan, each with its default
         self,
         problem: Problem,
         stage: int,
@@ -107,13 +113,18 @@ class ChunkOps:
         held: tuple[str, ...] = (),
         *,
         backward_next: bool = False,
+        cuts: tuple[int, ...] = (),
+        shares: bool = False,
     ) -> None:
-        self.mini_sequences, self.held = mini_sequences, held
+        self.mini_sequences, self.held, self.cuts = mini_sequences, held, cuts
+        self.shares = shares
         pp, vpp = problem.layout.pp, problem.layout.vpp
         self.problem, self.stage, self.chunk, self.layers = problem, stage, chunk, layers
         self.backward_next = backward_next  # each forward is followed by its own backward
         self.first = stage == 0 and chunk == 0
         self.last = stage == pp - 1 and chunk == vpp - 1
+        virtual = chunk * pp + stage
+        self.cut, self.local = virtual in cuts, virtual + 1 in cuts
         self._logits = True
         self._names: dict[str, dict[str, Storage]] = {}  # by unit and activation
         self._stored: tuple[Mapping[Site, Resolved], dict[Site, list[StoredPart]]] = ({}, {})
@@ -127,15 +138,20 @@ class ChunkOps:
             table = kinds[variant]
             counts = table.parameters, table.trained
             self.units.append(Unit(part_of("L", i), table, i, layer, *counts, variant))
-        if self.last:
+        if self.last or self.local:
             # A training loop cannot hold logits that are computed in pieces.
             pieces = any("loss" in run.ops and run.count > 1 for run in mini_sequences)
             head = without_activation(problem.head, "logits_held") if pieces else problem.head
             self._logits = not pieces
-            self.units.append(Unit(HEAD, head, 0, -1, *head_parameters(problem)))
+            which = -2 - virtual if self.local else -1
+            counts = head_parameters(problem)
+            if shares:  # the vocabulary has passes of its own
+                head = problem.shared.norm
+                counts = head.parameters, head.trained
+            self.units.append(Unit(HEAD, head, 0, which, *counts))
 
     @classmethod
-    def of(
+    def of(  # noqa: PLR0913  # as above
         cls,
         problem: Problem,
         stage: int,
@@ -145,12 +161,17 @@ class ChunkOps:
         held: tuple[str, ...] = (),
         *,
         backward_next: bool = False,
+        cuts: tuple[int, ...] = (),
+        shares: bool = False,
     ) -> "ChunkOps":
-        """Return the chunk, which all plans of the problem share."""
-        key = (stage, chunk, layers, mini_sequences, held, backward_next)
+        """Return the chunk, which all plans of the problem share.  `shares`: its rank has a share
+        of the vocabulary, in passes of their own."""
+        what = (stage, chunk, layers, mini_sequences, held)
+        key = (*what, backward_next, cuts, shares)
         found = problem.chunks.get(key)
         if not isinstance(found, cls):
-            found = cls(_weak(problem), *key[:-1], backward_next=backward_next)
+            weak = _weak(problem)
+            found = cls(weak, *what, backward_next=backward_next, cuts=cuts, shares=shares)
             problem.chunks[key] = found
         return found
 
@@ -158,8 +179,9 @@ class ChunkOps:
         """Return the chunk with only the layers at the given places."""
         layers = tuple([self.layers[place] for place in places])
         pieces, held = self.mini_sequences, self.held
-        where, after = (self.problem, self.stage, self.chunk), self.backward_next
-        return ChunkOps.of(*where, layers, pieces, held, backward_next=after)
+        what = (self.problem, self.stage, self.chunk, layers, pieces, held)
+        after, cuts = self.backward_next, self.cuts
+        return ChunkOps.of(*what, backward_next=after, cuts=cuts, shares=self.shares)
 
     @property
     def where(self) -> ChunkPlace:
@@ -170,7 +192,7 @@ class ChunkOps:
     def shape(self) -> tuple[object, ...]:
         """The facts that determine the chunk's blocks.  Chunks of equal shape have equal blocks."""
         units = tuple((u.prefix, u.variant) for u in self.units)
-        return (self.first, self.last, self.backward_next, units)
+        return (self.first, self.last, self.backward_next, self.shares, units, self.cut, self.local)
 
     @property
     def input(self) -> Storage:
@@ -206,7 +228,8 @@ class ChunkOps:
         wide_in = predicts and not self.layers and not self.first
         back = self.output if self.predicts is None else _layer_input(self.predicts)
         return ChunkEnds(
-            self.first, self.last, self.output, back, wide_in, self.predicts is not None
+            *(self.first, self.last, self.output, self.input, back),
+            *(wide_in, self.predicts is not None, self.cut, self.local),
         )
 
     def storage(self, unit: Unit, activation: str) -> Storage:
@@ -254,12 +277,32 @@ class ChunkOps:
         rules, known = plan.rules, RecentFates.of(self.problem)
         windows = any(rule.select.micro_batches is not None for rule in rules)
         when = (phase if phased(rules) else "", micro_batch if windows else 0)
-        key = (self.stage, self.chunk, self.layers, self.held, self._logits, rules, when)
+        again = self.mini_sequences if self._computes_again else ()
+        ends = self._logits, self.local, self.shares
+        key = (self.stage, self.chunk, self.layers, self.held, *ends, rules, when, again)
         found = known.get(key)
         if found is None:
             if len(known) >= MAX_RECENT_FATES:
                 known.clear()
-            found = known[key] = resolve(plan, self.sites, phase, micro_batch)
+            fates, matched = resolve(plan, self.sites, phase, micro_batch)
+            found = known[key] = (self._with_again(fates) if again else fates), matched
+        return found
+
+    @cached_property
+    def _computes_again(self) -> bool:
+        """Whether some pieces compute tensors again in their own backward."""
+        runs = [run for unit in self.units for run in self.runs(unit).values()]
+        return any(run.again for run in runs)
+
+    def _with_again(self, fates: Fates) -> Fates:
+        """The fates where pieces compute some tensors again in their own backward."""
+        found = dict(fates)
+        for unit in self.units:
+            for run in self.runs(unit).values():
+                for name in run.again:
+                    fate = found.get(site := self.site(unit, name))
+                    if fate is not None and not fate.offload_bytes:
+                        found[site] = Resolved(0, 0, fate.nbytes)
         return found
 
     def saved(self, unit: Unit) -> list[tuple[str, Storage, Site]]:
@@ -281,7 +324,11 @@ class ChunkOps:
     def _runs(self) -> dict[tuple[Part, int], dict[str, MiniRun]]:
         """The mini-sequence runs of each operator table; layers share few tables."""
         tables = {(unit.table.part, unit.variant): unit.table for unit in self.units}
-        return {key: mini_runs(table, self.mini_sequences) for key, table in tables.items()}
+        again = self.problem.system.kernels.tiles_again
+        return {
+            key: mini_runs(table, self.mini_sequences, again=again and table.part == "layer")
+            for key, table in tables.items()
+        }
 
     def run_of(self, unit: Unit, activation: str) -> MiniRun | None:
         """Return the mini-sequence run inside which an activation exists only in pieces, or
@@ -317,7 +364,7 @@ class ChunkOps:
         tensor = unit.table.activations[activation]
         return [
             StoredPart(
-                storage.of_piece(piece.number), piece_bytes(tensor, piece.fraction), offload=False
+                storage.of_piece(piece.number), run.nbytes(tensor, piece.fraction), offload=False
             )
             for piece in run.pieces
         ]
@@ -342,6 +389,16 @@ class ChunkOps:
 def is_captured(problem: Problem, unit: Unit) -> bool:
     """Whether a unit's passes are CUDA graphs.  True for layers if the stack captures graphs."""
     return problem.system.kernels.cuda_graphs and unit.table.part == "layer"
+
+
+def uncaptured(problem: Problem, table: OpTable) -> frozenset[str]:
+    """The operators of a layer that its CUDA graphs leave out: those behind the counts of experts'
+    tokens, from which the host learns sizes unless experts are padded (Megatron-core 0.16.1,
+    transformer_config.py, cuda_graph_scope: attn, moe_router and moe_preprocess)."""
+    names = [op.name for op in table.ops]
+    if COUNTS not in names or problem.workload.expert_padding != "none":
+        return frozenset()
+    return frozenset(names[names.index(COUNTS) + 1 :])
 
 
 def graph_of(unit: Unit) -> Storage:
@@ -400,9 +457,11 @@ def stored_parts(storage: Storage, fate: Resolved) -> list[StoredPart]:
     return parts
 
 
-def piece_bytes(tensor: Activation, fraction: float) -> int:
-    """Return the bytes of a share of a tensor's rows, rounded down to whole rows."""
-    return int(tensor.rows * fraction + 1e-6) * tensor.row_bytes
+def bytes_of(chunk: ChunkOps, unit: Unit, name: str, fraction: float) -> int:
+    """Return the bytes of an activation in a share of its rows, or of its heads inside a run of
+    pieces of heads."""
+    tensor, run = unit.table.activations[name], chunk.run_of(unit, name)
+    return piece_bytes(tensor, fraction) if run is None else run.nbytes(tensor, fraction)
 
 
 def rows_of(fates: list[Resolved]) -> float:

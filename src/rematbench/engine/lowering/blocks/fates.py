@@ -190,9 +190,19 @@ def _exact(fate: Fate, tensor: Activation, shard_rows: int) -> Resolved:
             row_bytes = tensor.nbytes // shard_rows  # the same rows before and after a gather
             off = int(shard_rows * fate.offload + 1e-9) * row_bytes
             rebuilt = int(shard_rows * fate.recompute + 1e-9) * row_bytes
+            _require_blocks(tensor, shard_rows, off // row_bytes, rebuilt // row_bytes)
             return Resolved(whole - off - rebuilt, off, rebuilt, fate.scope)
         case ByteBudget():
             raise PlanError("a byte budget applies to a chunk, not to one tensor")
+
+
+def _require_blocks(tensor: Activation, rows: int, *parts: int) -> None:
+    """Raise PlanError for parts of a quantised tensor, in rows of the shard, that are not whole
+    blocks of rows with scales of their own."""
+    block = tensor.block_rows * rows // tensor.rows or tensor.block_rows
+    if any(part % (block or rows) for part in parts):
+        own = f"scales of {block} rows" if block else "one scale, which no part of its rows has"
+        raise PlanError(f"{tensor.name} has {own}: keep, offload or rebuild it by whole blocks")
 
 
 def _check_groups(where: ChunkSites, table: Mapping[Site, Resolved]) -> None:

@@ -1,34 +1,54 @@
-"""Mini-sequences: runs of row-local operators that are computed in pieces of rows.
+"""Mini-sequences: runs of operators that are computed in pieces of rows, or of heads.
 
 Tensors between the operators of a run exist one piece at a time (`X%j`).  The run's inputs are
 read, and its outputs written, as slices of whole storages.  The sizes of pieces differ by at most
-one row.
+one row.  Pieces of heads are equal; of fewer heads of keys than pieces, some pieces share a head.
 """
 
+from math import gcd
 from typing import NamedTuple
 
-from rematbench.costs.operators.ops import Op, OpTable
+from rematbench.costs.operators.kernels import Attention
+from rematbench.costs.operators.ops import Activation, Op, OpTable
+from rematbench.engine.program.action import Rows
 from rematbench.engine.program.storage import Storage
 from rematbench.plan import MiniSequence, PlanError
 
+KEYS = ("k", "v", "k_rows", "v_rows")
+"""The tensors with a column for each head of keys, of which there may be few."""
+
 
 class Piece(NamedTuple):
-    """A piece of a mini-sequence: its number, its share of the rows, and the share of rows before
-    it."""
+    """A piece of a mini-sequence: its number, its share of the rows (or heads), and the share of
+    rows before it."""
 
     number: int
     fraction: float
     offset: float
 
+    @property
+    def rows(self) -> Rows:
+        """The rows on which the piece's actions work."""
+        return Rows(self.fraction, self.offset)
+
 
 class MiniRun(NamedTuple):
     """Contiguous operators of a table, with the interior tensors (which exist in pieces), the
-    outputs, and the pieces."""
+    outputs, and the pieces; `again`: the tensors that each piece computes again in its backward;
+    `key_pieces`: the pieces of heads of keys (0: the pieces are of rows)."""
 
     ops: tuple[Op, ...]
     interior: frozenset[str]
     outputs: tuple[str, ...]
     pieces: tuple[Piece, ...]
+    again: frozenset[str] = frozenset()
+    key_pieces: int = 0
+
+    def nbytes(self, tensor: Activation, fraction: float) -> int:
+        """Bytes of a piece of an interior tensor: of whole rows, or of heads."""
+        if not self.key_pieces:
+            return piece_bytes(tensor, fraction)
+        return tensor.nbytes // (self.key_pieces if tensor.name in KEYS else len(self.pieces))
 
     @property
     def inputs(self) -> tuple[str, ...]:
@@ -43,9 +63,17 @@ class MiniRun(NamedTuple):
         return whole | {name: whole[name].of_piece(piece.number) for name in self.interior}
 
 
-def mini_runs(table: OpTable, sequences: tuple[MiniSequence, ...]) -> dict[str, MiniRun]:
-    """Return the runs of an operator table, by first operator.  Raise PlanError for operators that
-    cannot run in pieces."""
+def piece_bytes(tensor: Activation, fraction: float) -> int:
+    """Return the bytes of a share of a tensor's rows, rounded down to whole rows."""
+    return int(tensor.rows * fraction + 1e-6) * tensor.row_bytes
+
+
+def mini_runs(
+    table: OpTable, sequences: tuple[MiniSequence, ...], *, again: bool = False
+) -> dict[str, MiniRun]:
+    """Return the runs of an operator table, by first operator.  `again`: pieces of rows compute
+    what is inside again in their own backward.  Raise PlanError for operators that cannot run in
+    pieces."""
     runs: dict[str, MiniRun] = {}
     names = [op.name for op in table.ops]
     for sequence in sequences:
@@ -58,15 +86,15 @@ def mini_runs(table: OpTable, sequences: tuple[MiniSequence, ...]) -> dict[str, 
         ops = table.ops[first : first + len(present)]
         taken = [op for run in runs.values() for op in run.ops]
         for op in ops:
-            _require_piecewise(op, taken)
-        runs[present[0]] = _run(table, ops, sequence.count)
+            _require_piecewise(op, taken, heads=sequence.of == "heads")
+        runs[present[0]] = _run(table, ops, sequence, again=again)
     return runs
 
 
-def _require_piecewise(op: Op, taken: list[Op]) -> None:
+def _require_piecewise(op: Op, taken: list[Op], *, heads: bool) -> None:
     """Raise PlanError for an operator that cannot be computed or differentiated in pieces, or that
     is in two runs."""
-    if not op.row_local:
+    if not op.row_local and not heads:
         raise PlanError(f"mini-sequence: {op.name} is not row-local")
     if op.alias_inputs:
         raise PlanError(
@@ -76,14 +104,40 @@ def _require_piecewise(op: Op, taken: list[Op]) -> None:
         raise PlanError(f"{op.name} is in two mini-sequences")
 
 
-def _run(table: OpTable, ops: tuple[Op, ...], count: int) -> MiniRun:
+def _run(table: OpTable, ops: tuple[Op, ...], sequence: MiniSequence, *, again: bool) -> MiniRun:
+    count = sequence.count
     made = [name for op in ops for name in op.outputs]
     read_after = {name for op in table.ops if op not in ops for name in (*op.inputs, *op.saves)}
     outputs = tuple(name for name in made if name in read_after)
+    interior = frozenset(made) - frozenset(outputs)
+    if sequence.of == "heads":
+        return _run_of_heads(ops, sequence, interior, outputs)
     tensors = [tensor for tensor in table.activations.values() if tensor.differentiable]
     rows = min(tensor.rows for tensor in tensors)  # of the rank's own shard
     if count > rows:
         raise PlanError(f"mini-sequence of {ops[0].name}: {count} pieces of {rows} rows")
     sizes = [rows // count + (1 if j < rows % count else 0) for j in range(count)]
+    blocks = max([table.activations[name].block_rows for name in made])
+    if any(size % blocks for size in sizes):
+        raise PlanError(f"mini-sequence of {ops[0].name}: pieces must be of {blocks} rows each")
     pieces = tuple(Piece(j, size / rows, sum(sizes[:j]) / rows) for j, size in enumerate(sizes))
-    return MiniRun(ops, frozenset(made) - frozenset(outputs), outputs, pieces)
+    return MiniRun(ops, interior, outputs, pieces, interior if again else frozenset())
+
+
+def _run_of_heads(
+    ops: tuple[Op, ...], sequence: MiniSequence, interior: frozenset[str], outputs: tuple[str, ...]
+) -> MiniRun:
+    count = sequence.count
+    kernels = [one for op in ops for one in op.forward if isinstance(one, Attention)]
+    if not kernels or any(op.gather for op in ops):
+        raise PlanError(
+            f"mini-sequence {sequence.ops} of heads: its operators must go from the projection to "
+            "queries to the end of attention, on ranks that gather nothing for it"
+        )
+    heads, keys = kernels[0].heads, kernels[0].kv_heads
+    if heads % count:
+        raise PlanError(f"mini-sequence of {ops[0].name}: {count} pieces of {heads} heads")
+    pieces = tuple(Piece(j, 1 / count, j / count) for j in range(count))
+    kept = {name for op in ops if op.name == "attention" for name in op.outputs}
+    again = interior.union(outputs) - kept
+    return MiniRun(ops, interior, outputs, pieces, again, gcd(count, keys))

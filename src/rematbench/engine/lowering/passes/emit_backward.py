@@ -8,9 +8,9 @@ from rematbench.costs.operators.ops import Op
 from rematbench.engine.lowering.blocks.chunk_ops import (
     ChunkOps,
     Unit,
+    bytes_of,
     graph_of,
     is_captured,
-    piece_bytes,
 )
 from rematbench.engine.lowering.blocks.fates import Fates
 from rematbench.engine.lowering.blocks.mini_sequences import MiniRun, Piece
@@ -21,18 +21,20 @@ from rematbench.engine.lowering.passes.emit_recompute import Rebuilder, Recomput
 from rematbench.engine.lowering.passes.emit_reload import Reloader
 from rematbench.engine.lowering.states.emit_states import GradReducer, ParameterGatherer, Reduced
 from rematbench.engine.lowering.states.ready_pieces import ReadyWriter
-from rematbench.engine.program.action import COMPUTE, WHOLE, Action, Alloc, Kind, Rows
+from rematbench.engine.program.action import COMPUTE, WHOLE, Action, Alloc, Kind
 from rematbench.engine.program.program import Block
 from rematbench.engine.program.storage import (
     ENDED,
     NO_PART,
     RECEIVED,
+    SENT,
+    SHARED_OUT,
     Event,
     Role,
     Storage,
     storage_of,
 )
-from rematbench.plan import Transfers
+from rematbench.plan import PlanError, Transfers
 
 Storages = list[Storage]
 
@@ -47,6 +49,16 @@ class InputGradients(NamedTuple):
     written: list[Alloc]
     summed: list[Alloc]
     reduced: list[Alloc]
+
+
+class Deferred(NamedTuple):
+    """An operator whose weight gradients are computed in a later pass, and what their kernels
+    read."""
+
+    unit: Unit
+    op: Op
+    reads: list[Storage]
+    saved: list[Storage]
 
 
 def _wait_for_inputs(
@@ -71,8 +83,10 @@ class BackwardEmitter:
         updater: Callable[[BlockWriter], ReadyWriter] | None = None,
         *,
         beside: bool = False,
+        apart: bool = False,
     ) -> None:
-        self.chunk, self.fates = chunk, fates
+        self.chunk, self.fates, self.apart = chunk, fates, apart
+        self.deferred: list[Deferred] = []
         self.gatherer, self.reducer = gatherer, reducer
         self.w = BlockWriter()
         self.w.beside = "forward" * beside
@@ -84,6 +98,8 @@ class BackwardEmitter:
         self.reload = Reloader(chunk, fates, transfers, self.w)
         ready = partial(_wait_for_inputs, self.w, self.reload, gatherer)
         self.rebuild = Rebuilder(self.recomputer, ready)
+        self.held: list[Storage] = []  # what FSDP's root and its hooks keep until the end
+        self.graphs = self._graphs()
         self.overlap = chunk.problem.tp_overlap in ("backward", "gemm")
 
     def block(self) -> Block:
@@ -94,9 +110,13 @@ class BackwardEmitter:
         order = list(reversed(chunk.units))
         for position in range(len(order)):
             self._unit(order, position)
-        if w.beside:
-            w.free(BESIDE)
-        survivors = set() if chunk.first else {self.grads[chunk.input]}
+        if w.beside or self.held:
+            w.free(*[BESIDE][: bool(w.beside)], *self.held)
+        survivors = set() if chunk.first or chunk.cut else {self.grads[chunk.input]}
+        if self.apart and survivors - {chunk.input.gradient}:
+            raise PlanError("weight gradients apart: pieces that add to a chunk's first gradient")
+        survivors |= {chunk.output} if chunk.local else set()
+        survivors.update(*(each.reads for each in self.deferred))
         if self.reducer:
             survivors |= self.reducer.survivors
         if self.updater:  # the message to the stage before does not wait for the last pieces
@@ -122,6 +142,7 @@ class BackwardEmitter:
             w.free(graph_of(unit))
         self.reload.after(unit)
         if self.gatherer:
+            self._hold(unit, self.gatherer)
             self.gatherer.after(w, unit)
         last = position == len(order) - 1
         if last:  # the message to the stage before does not wait for the last reduction
@@ -130,6 +151,30 @@ class BackwardEmitter:
             self.reducer.after(w, unit, last=last)
         if self.updater and unit is not order[-1]:
             self._start_pieces(self.updater, unit)
+
+    def _graphs(self) -> set[int]:
+        """The places of sharded layers that are rebuilt as graphs of their own (`Zero.reentrant`).
+        FSDP knows of none of them before, and gathers none ahead."""
+        zero, gatherer = self.chunk.problem.system.zero, self.gatherer
+        fsdp = zero.reentrant and zero.data_parallel == "fsdp"
+        if not (fsdp and gatherer and gatherer.layerwise and gatherer.peers):
+            return set()
+        rebuilt = (site for site, fate in self.fates.items() if fate.recompute_bytes)
+        found = {place for part, place, _ in rebuilt if part == "layer"}
+        gatherer.in_turn, gatherer.keeps_ends = bool(found), True
+        return found
+
+    def _hold(self, unit: Unit, gatherer: ParameterGatherer) -> None:
+        """Keep until the end of the backward the parameters of embedding and head, which are one
+        unit of FSDP, and the input of a frozen layer and its gradient."""
+        work = self.chunk.problem.workload
+        frozen = work.lora_rank > 0 and not work.trains("norms")
+        if unit.layer < 0 and gatherer.keeps_ends:
+            self.held += gatherer.own(unit)
+        elif unit.layer >= 0 and unit.place in self.graphs and frozen:
+            self.held.append(storage_of(unit.prefix, "held"))
+            size = unit.table.activations["layer_input"].nbytes
+            emit_alloc(self.w, self.held[-1], 2 * size)
 
     def _beside_bytes(self) -> int:
         """Bytes that a layer of the forward beside this backward keeps before the backward's layer
@@ -158,11 +203,17 @@ class BackwardEmitter:
         if self.gatherer and self.gatherer.layerwise:
             self.arrivals |= self.gatherer.arrive(w, chunk.units)
         self.rebuild.before_receive()
-        if not chunk.last:
+        if not chunk.last and not chunk.local:
             w.wait(COMPUTE, RECEIVED["b"])
             gradient = chunk.output.gradient
             self.grads[chunk.output] = gradient
             self.arrivals.add(gradient)
+        elif chunk.shares:
+            w.wait(COMPUTE, SHARED_OUT)
+            w.wait(COMPUTE, SENT["x"])
+            output = chunk.storage(chunk.units[-1], "final_norm_out")
+            self.grads[output] = output.gradient
+            self.arrivals.add(output.gradient)
 
     # -- gradients ------------------------------------------------------------------------------
 
@@ -178,7 +229,7 @@ class BackwardEmitter:
     def _run(self, unit: Unit, run: MiniRun) -> None:
         """The backward of a mini-sequence run: each piece is rebuilt (if dropped), then
         differentiated."""
-        for name in run.inputs:
+        for name in map(unit.table.of_gradient, run.inputs):
             storage, tensor = self.chunk.storage(unit, name), unit.table.activations[name]
             if storage not in self.grads and tensor.differentiable:
                 self.grads[storage] = storage.gradient
@@ -186,7 +237,7 @@ class BackwardEmitter:
 
         def write(piece: Piece) -> None:
             self.recomputer.run, self.recomputer.piece = run, piece
-            self.rows = Rows(piece.fraction, piece.offset)
+            self.rows = piece.rows
             for op in reversed(run.ops):
                 self._backward_op(unit, op)
 
@@ -202,7 +253,7 @@ class BackwardEmitter:
         incoming = [self.grads[o] for o in outputs if o in self.grads]
         for name in op.alias_inputs:
             self.grads[storages[name]] = incoming[0]
-        if op.exchanges:
+        if op.moves:
             self._exchange(unit, op, incoming)
             self.rebuild.settle()
         if not op.backward_input and not op.backward_weight:
@@ -222,18 +273,28 @@ class BackwardEmitter:
             else:
                 w.wait(COMPUTE, event)
             incoming = [full] if gathered else incoming
+        here = self.recomputer.run is not None  # in pieces, which no later pass knows
+        if self.apart and not here and op.is_matrix and op.backward_weight:
+            self.deferred.append(Deferred(unit, op, [*incoming, *saved], saved))
+            if op.backward_input:
+                self._input_gradient(unit, op, [*incoming, *saved], [], overlapping)
+            self.rebuild.settle()
+            return
         pending, regathered = self._regather(unit, op, saved)
         pending = pending or overlapping
         self._kernels(unit, op, [*incoming, *saved], regathered, pending)
         self.rebuild.settle()
 
     def _exchange(self, unit: Unit, op: Op, incoming: list[Storage]) -> None:
-        """The backward of an all-to-all exchange: the gradients return by the same collective."""
-        assert op.grad_gather is not None
+        """The backward of an operator that only moves rows: the gradients return by a collective,
+        if the input has any."""
+        if op.grad_gather is None:
+            return
         reads = [*incoming, *self._accumulated(unit, op)]
         made = self._gradients(unit, op).written
         event = self.w.collective(op.grad_gather, unit.prefix, op.name, reads, made, self.rows)
-        self.w.run_beside(unit.variant)
+        if op.exchanges:
+            self.w.run_beside(unit.variant)
         self.rebuild.window(unit, op.name, "backward")
         self.w.wait(COMPUTE, event)
 
@@ -303,24 +364,40 @@ class BackwardEmitter:
         w.wait(COMPUTE, event)
         return None
 
+    def _adds_in_place(self, op: Op, storage: Storage) -> bool:
+        """Whether an operator adds to the gradient that an activation has, and no later pass reads
+        it.  Pieces add to whole gradients."""
+        total = self.grads[storage]
+        if total is storage.gradient:
+            return True
+        pieces = self.recomputer.run is not None
+        read = any(total in each.reads for each in self.deferred)
+        if (pieces and read) or (op.grad_reduce is not None and not pieces):
+            raise PlanError(f"weight gradients apart: {op.name} adds to a residual's gradient")
+        return pieces
+
     def _accumulated(self, unit: Unit, op: Op) -> list[Storage]:
         """Existing gradients that this operator adds to in place (residual branches, slices)."""
         storages, grads = self.recomputer.storages(unit), self.grads
-        return [grads[storages[n]] for n in op.inputs if storages[n] in grads]
+        names = (unit.table.of_gradient(name) for name in op.inputs)
+        return [grads[storages[n]] for n in names if storages[n] in grads]
 
     def _gradients(self, unit: Unit, op: Op) -> InputGradients:
         """The gradients that this operator is the first to write.  With a reduce-scatter the
         collective makes all of them except the query's gradient, because the query was never
-        gathered."""
+        gathered.  Where a later pass computes weight gradients, the residual's gradient of an
+        operator's output stays as it is, and the sum with another gradient is new."""
         tensors, storages = unit.table.activations, self.recomputer.storages(unit)
         fresh: dict[str, Alloc] = {}
-        for name in op.inputs:
+        for name in map(unit.table.of_gradient, op.inputs):
             storage = storages[name]
             known = storage in self.grads or name in op.alias_inputs
+            if known and self.apart and name not in op.alias_inputs:
+                known = self._adds_in_place(op, storage)
             if known or not tensors[name].differentiable:
                 continue
             gradient = self.grads[storage] = storage.gradient
-            nbytes = piece_bytes(tensors[name], self.rows.fraction)
+            nbytes = bytes_of(self.chunk, unit, name, self.rows.fraction)
             fresh[name] = Alloc(gradient, nbytes)
         reduced = op.grad_reduce
         if reduced is None or reduced.kind != "reduce_scatter":
@@ -330,3 +407,39 @@ class BackwardEmitter:
         part = Alloc(self._between(unit, op, Role.PARTIAL_GRADIENT), size)
         direct = [fresh.pop("q")] if "q" in fresh else []
         return InputGradients([part, *direct], [part], list(fresh.values()))
+
+
+class WeightEmitter:
+    """Builds the half of a chunk's backward that computes the gradients of weights, from what the
+    other half left.  Gathered inputs are gathered here."""
+
+    def __init__(self, first: BackwardEmitter, reducer: GradReducer | None) -> None:
+        self.first, self.reducer, self.w = first, reducer, BlockWriter()
+
+    def block(self) -> Block:
+        """Return block W."""
+        w, chunk, reducer = self.w, self.first.chunk, self.reducer
+        self.first.block()
+        order = list(reversed(chunk.units))
+        arrivals: set[Storage] = set()
+        for unit in order:
+            w.begin_unit()
+            if reducer:
+                reducer.before(w, unit)
+            for each in self.first.deferred:
+                if each.unit is unit:
+                    arrivals.update(each.reads)
+                    self._kernel(each)
+            if reducer:
+                reducer.after(w, unit, last=unit is order[-1])
+        return w.finish("W", set(reducer.survivors) if reducer else set(), arrivals)
+
+    def _kernel(self, each: Deferred) -> None:
+        w, unit, op = self.w, each.unit, each.op
+        reads = each.reads
+        if op.regather is not None:
+            full = storage_of(unit.prefix, op.name, Role.GATHERED)
+            allocs = [Alloc(full, op.gathered_bytes)] if op.gathered_bytes else []
+            w.wait(COMPUTE, w.collective(op.regather, unit.prefix, op.name, each.saved, allocs))
+            reads = [*reads, *(alloc.storage for alloc in allocs)]
+        w.compute(Kind.BACKWARD_WEIGHT, unit.prefix, unit.variant, op, reads, [])

@@ -8,6 +8,7 @@ from rematbench.engine.lowering.blocks.chunk_ops import (
     stays_in_slots,
     stored_parts,
     trailing_unit,
+    uncaptured,
 )
 from rematbench.engine.lowering.blocks.fates import Fates, Resolved
 from rematbench.engine.lowering.blocks.mini_sequences import MiniRun, Piece
@@ -15,7 +16,7 @@ from rematbench.engine.lowering.blocks.pieces import write_pieces
 from rematbench.engine.lowering.blocks.writer import BlockWriter
 from rematbench.engine.lowering.passes.emit_op import Names, emit_alloc, emit_copies_out, emit_op
 from rematbench.engine.lowering.states.emit_states import ParameterGatherer
-from rematbench.engine.program.action import COMPUTE, Action, Alloc, Kind, Rows
+from rematbench.engine.program.action import COMPUTE, Action, Alloc, Kind
 from rematbench.engine.program.program import Block
 from rematbench.engine.program.storage import COPIED_OUT, ENDED, RECEIVED, Event, Slot, Storage
 from rematbench.plan import Transfers
@@ -131,7 +132,10 @@ class ForwardEmitter:
     def _hold_graph(self, unit: Unit) -> None:
         """Allocate the memory that a layer's CUDA graph holds until the backward, in addition to
         the kept tensors."""
-        kept = (part.nbytes for _, _, site in self.chunk.saved(unit) for part in self.stored[site])
+        eager = uncaptured(self.chunk.problem, unit.table)
+        apart = {name for op in unit.table.ops if op.name in eager for name in op.outputs}
+        sites = [site for name, _, site in self.chunk.saved(unit) if name not in apart]
+        kept = (part.nbytes for site in sites for part in self.stored[site])
         share = self.chunk.problem.calibration.common.graph_bytes_share
         emit_alloc(self.w, graph_of(unit), int(share * sum(kept)))
         self.survivors.add(graph_of(unit))
@@ -169,6 +173,6 @@ def emit_run(w: BlockWriter, chunk: ChunkOps, unit: Unit, run: MiniRun, kind: Ki
         slices = {name: storages[name] for name in run.outputs}
         names = Names(storages, writes, slices, piece=piece.number)
         for op in run.ops:
-            emit_op(w, chunk, unit, op, kind, names, Rows(piece.fraction, piece.offset))
+            emit_op(w, chunk, unit, op, kind, names, piece.rows)
 
     write_pieces(w, run.pieces, write)

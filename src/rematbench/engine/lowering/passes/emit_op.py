@@ -6,7 +6,7 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from rematbench.costs.operators.ops import Comm, Op
-from rematbench.engine.lowering.blocks.chunk_ops import ChunkOps, Unit, piece_bytes
+from rematbench.engine.lowering.blocks.chunk_ops import ChunkOps, Unit, bytes_of
 from rematbench.engine.lowering.blocks.writer import BlockWriter
 from rematbench.engine.program.action import COMPUTE, WHOLE, Alloc, Kind, Rows
 from rematbench.engine.program.storage import Event, Role, Slot, Storage, storage_of
@@ -28,7 +28,7 @@ class Names(NamedTuple):
     """The storages of an operator's activations.  `reads`: the inputs; `writes`: outputs to
     allocate; `slices`: existing storages of which the operator writes a slice.  `rows`, `piece`:
     of the storages of its collectives.  `columns`: the share of output columns computed, less than
-    1 if some of several separate linears need not run."""
+    1 if some of several separate linears need not run.  `made`: the allocations of `writes`."""
 
     reads: dict[str, Storage]
     writes: dict[str, Storage]
@@ -36,6 +36,7 @@ class Names(NamedTuple):
     rows: str = ""
     piece: int | None = None
     columns: float = 1.0
+    made: Sequence[Alloc] = ()
 
     def between(self, unit: Unit, op: Op, role: Role) -> Storage:
         """Return the storage between an operator's kernels and its gather or reduction."""
@@ -53,10 +54,10 @@ def emit_op(
 ) -> None:
     """Emit an operator's gather, kernels and reduction.  With GEMM overlap, and in ring attention,
     the collectives overlap the kernels, and compute waits for them afterwards."""
-    if op.exchanges:
-        if kind is Kind.RECOMPUTE and chunk.problem.ep_overlaps:
+    if op.moves:
+        if op.exchanges and kind is Kind.RECOMPUTE and chunk.problem.ep_overlaps:
             raise PlanError(f"ep_overlap does not allow {op.name} to be recomputed: {NOT_AGAIN}")
-        _exchange(w, unit, op, names, rows)
+        _exchange(w, chunk, unit, op, names, rows)
         return
     fraction = rows.fraction
     gemm_overlap = chunk.problem.tp_overlap == "gemm"
@@ -80,6 +81,12 @@ def emit_op(
             pending = None
     if op.reduce is not None and overlaps and op.has_weight:
         stream = op.reduce.group
+    made = [
+        Alloc(names.writes[name], bytes_of(chunk, unit, name, fraction))
+        for name in op.outputs
+        if name in names.writes
+    ]
+    names = names._replace(made=made)
     index, reduced = _kernels(w, unit, op, kind, names, rows, sources, stream)
     if pending:
         w.wait(COMPUTE, pending)
@@ -89,14 +96,17 @@ def emit_op(
         w.wait(COMPUTE, done)
 
 
-def _exchange(w: BlockWriter, unit: Unit, op: Op, names: Names, rows: Rows) -> None:
+def _exchange(
+    w: BlockWriter, chunk: ChunkOps, unit: Unit, op: Op, names: Names, rows: Rows
+) -> None:
     """Emit an all-to-all without kernels, only of the tensors that `names` writes."""
     assert op.reduce is not None
     tensors = unit.table.activations
     reads, slices, allocs, moved = [], [], [], 0
     for source, out in zip(op.inputs, op.outputs, strict=True):
         if out in names.writes:
-            allocs.append(Alloc(names.writes[out], piece_bytes(tensors[out], rows.fraction)))
+            nbytes = bytes_of(chunk, unit, out, rows.fraction)
+            allocs.append(Alloc(names.writes[out], nbytes))
         elif out in names.slices:
             slices.append(names.slices[out])
         else:
@@ -108,7 +118,8 @@ def _exchange(w: BlockWriter, unit: Unit, op: Op, names: Names, rows: Rows) -> N
     comm = Comm(op.reduce.kind, op.reduce.group, moved)
     reads += slices
     done = w.collective(comm, unit.prefix, op.name, reads, allocs, rows)
-    w.run_beside(unit.variant)
+    if op.exchanges:
+        w.run_beside(unit.variant)
     w.wait(COMPUTE, done)
 
 
@@ -123,12 +134,7 @@ def _kernels(
     stream: str,
 ) -> tuple[int, tuple[list[Storage], list[Alloc]]]:
     """Emit the compute action; returns its index and the (reads, allocs) of its reduction."""
-    tensors, fraction = unit.table.activations, rows.fraction
-    allocs = [
-        Alloc(names.writes[name], piece_bytes(tensors[name], fraction))
-        for name in op.outputs
-        if name in names.writes
-    ]
+    fraction, allocs = rows.fraction, [*names.made]
     slices = [names.slices[name] for name in op.outputs if name in names.slices]
     unreduced = op.reduce is not None and op.unreduced_bytes > 0
     if unreduced:

@@ -33,6 +33,7 @@ class Recomputer:
         self.rebuilt: set[Storage] = set()  # tensors whose rebuilt rows exist
         self.run: MiniRun | None = None
         self.piece: Piece | None = None
+        self.passing = frozenset[str]()  # tensors that pieces will compute again, and do not keep
         self._whole = {unit.prefix: chunk.storages(unit) for unit in chunk.units}
         self._pieces: tuple[object, dict[str, Storage]] = (None, {})
         self._fates = {
@@ -105,6 +106,10 @@ class Recomputer:
         storage = self.storages(unit)[name]
         if storage in self.on_device or storage in self.rebuilt:
             return True
+        if self.piece is None and (run := self.chunk.run_of(unit, name)):  # in pieces, or nowhere
+            pieces = [storage.of_piece(piece.number) for piece in run.pieces]
+            if self.on_device.issuperset(pieces):
+                return True
         fate = self.fate(unit, name)
         return fate is not None and not fate.recompute_bytes
 
@@ -144,9 +149,13 @@ class Recomputer:
     ) -> None:
         for name in run.outputs:
             if any(name in op.outputs for op in ops):
-                storage = self._run_output(unit, name)
+                passes = name in run.again - missing
+                storage = self._run_output(unit, name, passes=passes)
                 emit_alloc(self.w, storage, unit.table.activations[name].nbytes)
                 made[name] = storage
+        if ops[0].exchanges:  # no kernel comes before it that its collective would wait for
+            self.w.add(Action(kind=Kind.EVENT, stream=COMPUTE, event=self.w.new_event()))
+        self.passing = run.again - missing
 
         def write(piece: Piece) -> None:
             self.run, self.piece = run, piece
@@ -156,13 +165,14 @@ class Recomputer:
 
         write_pieces(self.w, run.pieces, write, self.tensor_sets)
         self.run = self.piece = None
+        self.passing = frozenset()
 
-    def _run_output(self, unit: Unit, name: str) -> Storage:
+    def _run_output(self, unit: Unit, name: str, *, passes: bool) -> Storage:
         """The storage of a rebuilt mini-sequence output: the saved tensor's own storage if it was
-        dropped.  PlanError for a mixed fate."""
+        dropped, and does not pass.  PlanError for a mixed fate."""
         storage = self.chunk.storage(unit, name)
         fate = self.fate(unit, name)
-        if fate is None or not fate.recompute_bytes or storage in self.on_device:
+        if passes or fate is None or not fate.recompute_bytes or storage in self.on_device:
             return storage.with_rows(COPY)
         if fate.mixed:
             raise PlanError(
@@ -182,11 +192,9 @@ class Recomputer:
         slices = {
             n: made[n] for n in op.outputs if self.run and n in self.run.outputs and n in made
         }
-        writes = self._outputs(unit, op, missing) if not slices else {}
-        if self.piece:
-            rows = Rows(self.piece.fraction, self.piece.offset)
-        else:
-            rows = Rows(fraction, 1.0 - fraction)  # a partial rebuild covers the last rows
+        writes = self._outputs(unit, op, missing)
+        # A partial rebuild covers the last rows.
+        rows = self.piece.rows if self.piece else Rows(fraction, 1.0 - fraction)
         columns = self._columns(unit, op, writes)
         names = Names(reads, writes, slices, COPY, self.number, columns)
         emit_op(self.w, self.chunk, unit, op, Kind.RECOMPUTE, names, rows)
@@ -227,7 +235,7 @@ class Recomputer:
                 continue
             fate = self.fate(unit, name)
             wanted = name in missing or (fate is not None and fate.recompute_bytes > 0)
-            if not wanted:
+            if not wanted or name in self.passing:
                 writes[name] = storage.with_rows(COPY) if name == "layer_output" else storage
             elif fate is not None and fate.mixed:
                 writes[name] = storage.with_rows(REBUILT)

@@ -1,16 +1,21 @@
 """Host bytes of the states that a plan has in host memory."""
 
+from rematbench.costs.operators.ops import Op, OpTable
 from rematbench.costs.states import (
     PARAMETER_STAGE,
     HostStates,
     pieces_host_bytes,
-    shard,
+    tensors_host_bytes,
     zero1_host_states,
     zero3_host_states,
 )
-from rematbench.engine.lowering.states.state_shards import operator_tensors
+from rematbench.engine.lowering.states.state_shards import (
+    operator_tensors,
+    rank_sharded,
+    sharded,
+)
 from rematbench.plan import Plan
-from rematbench.problem import Problem, rank_parameters, trained_operators
+from rematbench.problem import Problem, trained_operators
 
 
 def host_states(problem: Problem, plan: Plan, rank: int) -> HostStates:
@@ -20,19 +25,19 @@ def host_states(problem: Problem, plan: Plan, rank: int) -> HostStates:
     optimizer = plan.state("optimizer")
     sizes = (system.states.param_bytes, system.states.grad_bytes, system.states.optimizer_bytes)
     hosted, leaves = (state.home == "host" for state in (optimizer, parameter))
-    held = rank_parameters(problem, plan, rank)
-    count = rank_parameters(problem, plan, rank, trained=True)
+    counts = [rank_sharded(problem, plan, rank, one) for one in (parameter, gradient, optimizer)]
+    if hosted and system.host.host_tensors:
+        return HostStates(held=_of_tensors(problem, plan, rank))
     if optimizer.pieces is not None:
-        places = optimizer.cut(shard(count, optimizer.shards))
+        places = optimizer.cut(counts[2])
         updated = [piece.count for piece in places if piece.place == "host"]
         visiting = [piece.count for piece in places if piece.place == "visit"]
-        weights = shard(held, parameter.shards) * system.states.param_bytes * leaves
+        weights = counts[0] * system.states.param_bytes * leaves
         weights += pieces_host_bytes(updated, visiting, system)
         return HostStates(held=weights, update=0)
     if not (hosted or leaves) or not system.host.host_gradients:
-        states = zip((parameter, gradient, optimizer), (held, count, count), sizes, strict=True)
-        away = [shard(many, state.shards) * n for state, many, n in states if state.home == "host"]
-        return HostStates(held=sum(away))
+        states = zip((parameter, gradient, optimizer), counts, sizes, strict=True)
+        return HostStates(held=sum(many * n for state, many, n in states if state.home == "host"))
     tensors = rank_tensors(problem, plan, rank)
     if layout.zero_stage == PARAMETER_STAGE:
         shards = optimizer.shards
@@ -41,30 +46,48 @@ def host_states(problem: Problem, plan: Plan, rank: int) -> HostStates:
     return zero1_host_states(tensors, optimizer.shards, system, accumulates=accumulates)
 
 
-def on_device(plan: Plan, held: int) -> dict[str, int]:
-    """The parameters of a rank, which trains `held` before any sharding, whose states of a kind at
-    home on the host stay on the device: optimizer states of resident pieces, and the gradients of
-    all pieces that the host does not update."""
-    optimizer = plan.state("optimizer")
-    if optimizer.pieces is None:
+def _of_tensors(problem: Problem, plan: Plan, rank: int) -> int:
+    """Host bytes where each tensor that the host updates has buffers of its own.  The experts of an
+    operator count together, as one of them times their number (usually a power of two)."""
+    optimizer, parts = plan.state("optimizer"), list[int]()
+    for table, op in _weighted(problem, plan, rank):
+        for count in operator_tensors(problem, table, op):
+            rest, experts = (0, count) if op.of_experts else (count, 0)
+            parts.append(sharded(rest, experts, optimizer, problem.layout))
+    held = rank_sharded(problem, plan, rank, optimizer)
+    away = held - optimizer.counts(held)["device"]
+    return tensors_host_bytes(parts, problem.system) * away // max(1, held)
+
+
+def on_device(problem: Problem, plan: Plan, rank: int) -> dict[str, int]:
+    """The bytes of a rank's states of a kind at home on the host that stay on the device: optimizer
+    states of resident pieces, and the gradients of all pieces that the host does not update; and
+    what the stack leaves there of the states that the host updates."""
+    optimizer, states = plan.state("optimizer"), problem.system.states
+    if optimizer.home == "device":
         return {}
-    counts = optimizer.counts(shard(held, optimizer.shards))
-    kept = {"optimizer": counts["device"], "gradient": counts["device"] + counts["visit"]}
-    return {kind: n for kind, n in kept.items() if plan.state(kind).home == "host"}  # type: ignore[arg-type]
+    counts = optimizer.counts(rank_sharded(problem, plan, rank, optimizer))
+    left = {"optimizer": states.optimizer_bytes * counts["device"]}
+    left["optimizer"] += problem.system.host.resident_bytes * (counts["host"] + counts["visit"])
+    if plan.state("gradient").home == "host" and optimizer.pieces is not None:
+        left["gradient"] = states.grad_bytes * (counts["device"] + counts["visit"])
+    return left
 
 
 def rank_tensors(problem: Problem, plan: Plan, rank: int) -> list[int]:
     """Parameters of each tensor of a rank, in the order of the model."""
-    layers = [problem.layer(index) for chunk in plan.partition[rank] for index in chunk]
+    return [
+        count
+        for table, op in _weighted(problem, plan, rank)
+        for count in reversed(operator_tensors(problem, table, op))
+    ]
+
+
+def _weighted(problem: Problem, plan: Plan, rank: int) -> list[tuple[OpTable, Op]]:
+    """The operators of a rank that have a gradient, each with its table, in the order of the
+    model."""
     tables = [problem.embedding] if rank == 0 else []
-    tables += layers
+    tables += [problem.layer(index) for chunk in plan.partition[rank] for index in chunk]
     tables += [problem.head] if rank == problem.layout.pp - 1 else []
-    by_table = {
-        id(table): [
-            count
-            for op in trained_operators(problem, table)
-            for count in reversed(operator_tensors(problem, table, op))
-        ]
-        for table in tables
-    }
-    return [count for table in tables for count in by_table[id(table)]]
+    by_table = {id(table): trained_operators(problem, table) for table in tables}
+    return [(table, op) for table in tables for op in by_table[id(table)]]

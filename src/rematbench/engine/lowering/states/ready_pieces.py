@@ -18,6 +18,7 @@ from rematbench.engine.lowering.states.state_pieces import (
     PieceWidths,
     device_update,
     host_update,
+    rank_share,
     unit_ranges,
     visit_of,
 )
@@ -57,10 +58,9 @@ def ready_pieces(chunks: Sequence[ChunkOps], plan: Plan) -> ReadyPieces | None:
     optimizer = plan.state("optimizer")
     if optimizer.pieces is None or optimizer.pieces.start == "norm" or optimizer.home == "device":
         return None
-    held = sum(unit.trained for chunk in chunks for unit in chunk.units)
-    ranges = list(unit_ranges(chunks, optimizer.shards))
+    ranges = list(unit_ranges(chunks, optimizer))
     found: list[dict[ModelPart, tuple[Ready, ...]]] = [{} for _ in chunks]
-    for piece in optimizer.cut(-(-held // optimizer.shards)):
+    for piece in optimizer.cut(rank_share(chunks, optimizer)):
         within = [one for one in ranges if piece.within(one[2], one[3])]
         chunk, unit, _, _ = within[-1]
         units = tuple((unit.prefix, chunk.chunk) for chunk, unit, _, _ in within)

@@ -13,6 +13,7 @@ from msgspec import Struct
 
 from rematbench.engine.lowering.blocks.chunk_ops import ChunkOps, Unit
 from rematbench.engine.lowering.blocks.writer import BlockWriter
+from rematbench.engine.lowering.states.state_shards import sharded
 from rematbench.engine.program.action import (
     CAST,
     COMPUTE,
@@ -36,7 +37,7 @@ from rematbench.engine.program.storage import (
     part_of,
     storage_of,
 )
-from rematbench.plan import Piece, Pieces, Plan
+from rematbench.plan import Piece, Pieces, Plan, StateFate
 from rematbench.problem import Problem
 
 
@@ -91,25 +92,33 @@ def gradients_that_leave(chunks: Sequence[ChunkOps], plan: Plan) -> Leaving | No
     optimizer = plan.state("optimizer")
     if optimizer.pieces is None or plan.state("gradient").home == "device":
         return None
-    shards = optimizer.shards
-    held = sum(unit.trained for chunk in chunks for unit in chunk.units)
-    pieces = [p for p in optimizer.cut(-(-held // shards)) if p.place == "host"]
+    pieces = [p for p in optimizer.cut(rank_share(chunks, optimizer)) if p.place == "host"]
     found: Leaving = tuple({} for _ in chunks)
-    for chunk, unit, start, stop in unit_ranges(chunks, shards):
+    for chunk, unit, start, stop in unit_ranges(chunks, optimizer):
         leaving = sum(piece.within(start, stop) for piece in pieces)
         found[chunk.chunk][unit.prefix] = leaving
     return found
 
 
+def rank_share(chunks: Sequence[ChunkOps], optimizer: StateFate) -> int:
+    """The parameters that a rank's optimizer updates."""
+    units = [unit for chunk in chunks for unit in chunk.units]
+    experts = sum(unit.trained_experts for unit in units)
+    rest = sum(unit.trained for unit in units) - experts
+    return sharded(rest, experts, optimizer, chunks[0].problem.layout)
+
+
 def unit_ranges(
-    chunks: Sequence[ChunkOps], shards: int
+    chunks: Sequence[ChunkOps], optimizer: StateFate
 ) -> Iterator[tuple[ChunkOps, Unit, int, int]]:
     """Yield each unit of a rank with its range [start, stop) of the rank's share, in the order in
     which gradients become ready."""
     start = 0
     for chunk in reversed(chunks):
         for unit in reversed(chunk.units):
-            stop = start + -(-unit.trained // shards)
+            experts = unit.trained_experts
+            rest, layout = unit.trained - experts, chunk.problem.layout
+            stop = start + sharded(rest, experts, optimizer, layout)
             yield chunk, unit, start, stop
             start = stop
 

@@ -4,6 +4,7 @@ parameters have gradients."""
 from rematbench.costs.operators.ops import Op, OpTable
 from rematbench.costs.states import GRADIENT_STAGE, OPTIMIZER_STAGE, shard
 from rematbench.inputs.layout import Layout
+from rematbench.inputs.recipes import resident_bytes
 from rematbench.plan import Plan, StateFate
 from rematbench.problem import Problem, expert_parameters, rank_parameters
 
@@ -50,3 +51,20 @@ def operator_tensors(problem: Problem, table: OpTable, op: Op) -> list[int]:
         return [count]
     others = [count * width // sum(widths) for width in reversed(widths[1:])]
     return [*others, count - sum(others)]
+
+
+def quantised_weights(problem: Problem, plan: Plan, rank: int) -> int:
+    """Weights of one rank that products read in quantised copies."""
+    if problem.workload.recipe == "none":
+        return 0
+    layers = [problem.layer(index) for chunk in plan.partition[rank] for index in chunk]
+    return sum(table.quantised for table in layers)
+
+
+def quantised_bytes(problem: Problem, plan: Plan, rank: int) -> int:
+    """Bytes that quantised weights of one rank take beside its parameters; below 0 where they are
+    the parameters, and fewer bytes."""
+    each = resident_bytes(
+        problem.workload, problem.system, problem.cluster.generation, problem.layout.zero_stage
+    )
+    return round(each * quantised_weights(problem, plan, rank))

@@ -1,0 +1,40 @@
+"""zero_bubble: weight gradients in passes of their own, which fill the pipeline's bubble.
+
+Claim: a backward's two halves depend on different things, so 1F1B's bubble of (pp - 1)(F + B + W)
+falls to (pp - 1)(F + B - W) at the first stage's memory, and to (pp - 1)(F + B - 2 W) at twice it.
+Source: Qi et al., Zero Bubble Pipeline Parallelism, ICLR 2024 (arXiv 2401.10241), ZB-H1 and ZB-H2
+of figures 2 and 3; sail-sg/zero-bubble-pipeline-parallelism keeps, as here, a linear's input and
+its output's gradient until the weight's gradient, and gathers a split input again.
+Deviations: the orders by hand, not those of the repository's solver.  The next step starts once
+every rank has ended this one, so the shift between ranks, (pp - 1) F, stays (the paper checks the
+norm of gradients after the update).  The embedding's gradient stays with the input gradients, and
+so do the gradients of linears that a base computes in pieces.  No stack is asked whether it has the
+schedule.
+"""
+
+from typing import ClassVar, Literal
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from rematbench.plan import Plan, Settings, Unsupported, passes_refusal
+from rematbench.problem import Problem
+
+
+class ZeroBubble(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`schedule`: zb-h1 keeps pp micro-batches on every rank, zb-h2 2 pp - 1."""
+
+    name: ClassVar[str] = "zero_bubble"
+    moves_passes: ClassVar[bool] = True
+    grid: ClassVar[tuple[Settings, ...]] = ({"schedule": "zb-h2"}, {"schedule": "zb-h1"})
+    schedule: Literal["zb-h1", "zb-h2"] = "zb-h1"
+
+    def plan(self, problem: Problem, base: Plan) -> Plan | Unsupported:
+        """The base with the schedule's order of passes."""
+        lay = problem.layout
+        if lay.pp == 1 or base.schedule != "1f1b" or base.orders:
+            words = f"pp {lay.pp}, {'orders of its own' if base.orders else base.schedule}"
+            return Unsupported(f"needs stages in the order of 1F1B, not {words}")
+        made = replace(base, schedule=self.schedule)
+        refused = passes_refusal(made, problem.layout, problem.system, problem.workload.model)
+        return Unsupported(refused) if refused else made

@@ -1,0 +1,56 @@
+"""The command `fit`: does a job fit, and what would make it fit."""
+
+from typing import Annotated, Any
+
+import msgspec
+import typer
+from typer import Argument, Option
+
+from rematbench.advise.compare.estimate import estimate_job, job_of
+from rematbench.cli.options import takes_facts
+from rematbench.cli.show import heading
+from rematbench.cli.targets import Json
+from rematbench.host.console import align_left, console, gib, grid, plain, print_uncut
+from rematbench.plugins.discover import discover
+from rematbench.plugins.registry import IDENTITY
+
+
+@takes_facts("", "model")
+def fit(
+    facts: dict[str, Any],
+    config: Annotated[
+        str, Argument(metavar="CONFIG", help="A config.json, a model file or a model's name.")
+    ],
+    method: Annotated[str, Option(metavar="METHOD", help="The method of the job.")] = IDENTITY,
+    json: Json = False,
+) -> None:
+    """Does this model train on these GPUs: bytes by rank and kind, why, and what would fit.
+
+    --cluster and --seq-len are needed; without --gpus the job has one, and without --global-batch
+    one micro-batch for each stage of the pipeline.  Exit code 0 if it fits, 1 if it does not.
+
+    \b
+    Example:
+      rematbench fit config.json --cluster a100-80gb --seq-len 4096 --system huggingface-flash
+    """
+    answer = estimate_job(job_of(config, facts), method, discover())
+    if json:
+        names = ("verdict", "fits", "headroom_bytes", "margin_bytes", "ranks", "why", "options")
+        values = {name: getattr(answer, name) for name in (*names, "command")}
+        typer.echo(msgspec.json.format(msgspec.json.encode(values)).decode())
+    else:
+        out = console()
+        for line in heading(answer.result.problem):
+            out.print(plain(line))
+        first, *others = str(answer).splitlines()
+        out.print(plain(f"\n{first}"), style="bold")
+        for line in others:
+            out.print(plain(line))
+        kinds = list(dict.fromkeys(kind for rank in answer.ranks for kind in rank))
+        table = align_left(grid("rank (GiB)", *kinds), 0)
+        for index, rank in enumerate(answer.ranks):
+            cells = (gib(rank[kind]) if kind in rank else "-" for kind in kinds)
+            table.add_row(str(index), *cells)
+        print_uncut(out, table)
+    if not answer.fits:
+        raise typer.Exit(1)

@@ -1,0 +1,145 @@
+"""Recipes of quantised linears, from config/recipes.yaml: named sets of what is held in FP8."""
+
+from functools import cache
+from math import ceil
+from typing import Literal
+
+from msgspec import Struct
+
+from rematbench.inputs.configfile import convert, read_mapping
+from rematbench.inputs.constants import Number
+from rematbench.inputs.facts import CPU
+from rematbench.inputs.kernel_rates import RateError
+from rematbench.inputs.paths import data_dir
+from rematbench.inputs.system import System, with_facts
+from rematbench.workload import Work
+
+Library = Literal["transformer_engine", "torchao"]
+"""What quantises: TransformerEngine, whose linears save their input quantised, and which keeps
+copies of weights for a step; torchao, which keeps both in 16 bits and casts at each use."""
+
+
+class Recipe(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How linears are quantised.
+
+    - `bits`: of an element; `block`: elements of a row that share a scale of `scale_bytes` bytes
+      (0: a tensor has one scale).  `rows`: pieces of a tensor are quantised as the whole is if they
+      have a multiple of so many rows (0: never, as a piece has another largest element).
+    - `amax_passes`: times that a tensor is read for its largest element before it is quantised.
+    - `keeps_original`: a linear saves its input in 16 bits where another operator saves that too
+      (set_save_original_input of TransformerEngine, which delayed scales do not allow).
+    - `gathered_forms`: forms of an output's gradient that tensor parallelism gathers (by rows, and
+      by columns where their scales differ).
+    - `copies`: bytes of a weight's quantised copies by GPU generation, with the transpose where
+      products need it; other generations have no kernels.  `wide_gather`: parameters that are
+      quantised are gathered in 16 bits all the same.
+    - `gemm`: the speed of products over that of 16 bits, by GPU generation (none: not timed).
+    """
+
+    words: str
+    bits: int = 8
+    block: int = 0
+    scale_bytes: int = 4
+    rows: int = 0
+    amax_passes: int = 0
+    keeps_original: bool = True
+    gathered_forms: int = 1
+    copies: dict[str, float]
+    wide_gather: bool = False
+    gemm: dict[str, Number] = {}
+
+    def row_bytes(self, columns: int) -> int:
+        """Bytes of a row of a quantised tensor, with its scales if they are those of rows."""
+        scales = ceil(columns / self.block) * self.scale_bytes if self.block else 0
+        return ceil(columns * self.bits / 8) + scales
+
+    def forms(self, generation: str) -> int:
+        """Forms in which products read a tensor: one, or by rows and by columns, as of a weight."""
+        return max(1, round(8 * self.copies[generation] / self.bits))
+
+
+class _File(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    source: str
+    libraries: dict[str, Library]
+    recipes: dict[str, Recipe]
+
+
+@cache
+def recipe_file() -> _File:
+    path = data_dir("config") / "recipes.yaml"
+    return convert(read_mapping(path, "config/recipes.yaml"), _File, "config/recipes.yaml")
+
+
+def recipe_of(work: Work) -> Recipe | None:
+    """The recipe of a work; None where nothing is quantised."""
+    return None if work.recipe == "none" else recipe_file().recipes[work.recipe]
+
+
+def library_of(system: System) -> Library | None:
+    """What quantises the linears of a stack; None where it has none."""
+    names = (system.name, *system.constants)
+    return next((found for name in names if (found := recipe_file().libraries.get(name))), None)
+
+
+def generations() -> dict[str, tuple[str, ...]]:
+    """The recipes that have kernels, by GPU generation."""
+    known = {name for one in recipe_file().recipes.values() for name in one.copies}
+    return {
+        each: tuple(name for name, one in recipe_file().recipes.items() if each in one.copies)
+        for each in sorted(known)
+    }
+
+
+def check_recipe(work: Work, system: System, generation: str) -> None:
+    """RateError for a recipe that the GPUs or the stack lack, or that contradicts the job."""
+    recipe, own = recipe_of(work), generations().get(generation, ())
+    if recipe is None:
+        wrong = work.fp8_params or work.bf16_ends
+        problem = "fp8_params and bf16_ends need a recipe" if wrong else ""
+    elif work.recipe not in own:
+        has = f"its recipes: {', '.join(own)}" if own else "it has no recipe"
+        problem = f"recipe {work.recipe} ({recipe.words}) has no kernels on {generation} ({has})"
+    elif library_of(system) is None:
+        problem = f"recipe {work.recipe}: no quantised linears are known of stack {system.name}"
+    elif work.precision != "bf16":
+        problem = f"recipe {work.recipe} with precision {work.precision} is not modelled (bf16)"
+    elif not work.trains_all:
+        problem = f"recipe {work.recipe} with weights that do not train is not modelled"
+    elif work.bf16_ends and not recipe.keeps_original:
+        problem = "Delayed scaling does not support first / last layer in BF16"
+    else:
+        problem = ""
+    if problem:
+        raise RateError(problem)
+
+
+def untimed(work: Work, generation: str) -> str:
+    """Why products of a work's recipe have no seconds; empty if they have."""
+    recipe = recipe_of(work)
+    if recipe is None or generation in (CPU, *recipe.gemm):
+        return ""
+    return f"no published rate of products of recipe {work.recipe}"
+
+
+def with_recipe(system: System, work: Work) -> System:
+    """The stack with the bytes of gathers of quantised parameters.  Deviation: embedding, head and
+    norms, which stay in 16 bits, are sent in the width of the linears."""
+    recipe = recipe_of(work)
+    if recipe is None or not work.fp8_params or recipe.wide_gather:
+        return system
+    return with_facts(system, gather_bytes=1)
+
+
+def holds_copies(work: Work, system: System, zero_stage: int) -> bool:
+    """Whether a rank keeps quantised weights for a step.  Weights that are gathered for each pass
+    are quantised for each."""
+    return work.recipe != "none" and library_of(system) != "torchao" and zero_stage != 3
+
+
+def resident_bytes(work: Work, system: System, generation: str, zero_stage: int) -> float:
+    """Bytes that a rank holds of a quantised weight beside the stack's parameters; below 0 where it
+    takes fewer than these."""
+    recipe = recipe_of(work)
+    if recipe is None or not holds_copies(work, system, zero_stage):
+        return 0.0
+    return recipe.copies[generation] - (system.states.param_bytes if work.fp8_params else 0)

@@ -1,0 +1,191 @@
+"""Quantised linears: saved bytes and bytes of weights in closed form, refusals, seconds."""
+
+from math import ceil
+from typing import Any
+
+import pytest
+
+from rematbench.costs.operators.kernels import Gemm
+from rematbench.engine.lowering.lower import lower
+from rematbench.engine.lowering.states.state_shards import quantised_bytes, quantised_weights
+from rematbench.evaluate.evaluator import evaluate
+from rematbench.evaluate.problems import make_problem
+from rematbench.inputs.job import Job
+from rematbench.inputs.kernel_rates import RateError
+from rematbench.inputs.recipes import generations
+from rematbench.plan import MiniSequence, PlanError, Recompute, Rule, Select, Split
+from rematbench.problem import Problem
+
+HIDDEN, FFN, QKV, LAYERS = 4096, 14336, 6144, 32
+
+
+def made(system: str = "megatron-core", model: str = "llama-3.1-8b", **facts: Any) -> Problem:
+    usual = {"cluster": "h100-80gb", "gpus": 8, "seq_len": 4096, "global_batch": 8, "tp": 1}
+    return make_problem(Job(model=model, system=system, **usual | {"zero_stage": 1} | facts))
+
+
+def saved(problem: Problem, layer: int = 0) -> int:
+    """Bytes a token that a layer saves."""
+    return problem.layer(layer).saved_bytes // problem.workload.seq_len
+
+
+BLACKWELL = {"cluster": "b200-180gb"}
+
+
+@pytest.mark.parametrize(
+    ("recipe", "bytes_of", "facts"),
+    [
+        ("fp8", lambda n: n, {}),
+        ("fp8-block", lambda n: n + 4 * n // 128, {}),
+        ("mxfp8", lambda n: n + n // 32, BLACKWELL),
+        ("nvfp4", lambda n: n // 2 + n // 16, BLACKWELL),
+    ],
+)
+def test_a_linear_saves_its_input_quantised(recipe: str, bytes_of: Any, facts: Any) -> None:
+    """Both norm outputs and the input of fc2 in the recipe's bytes; the output of attention, which
+    attention saves too, stays as it is."""
+    plain, found = made(**facts), made(recipe=recipe, **facts)
+    inputs = (HIDDEN, HIDDEN, FFN)
+    assert saved(plain) - saved(found) == sum(2 * n - bytes_of(n) for n in inputs)
+    assert found.head == plain.head
+
+
+def test_delayed_scales_keep_the_output_of_attention_twice() -> None:
+    assert saved(made(recipe="fp8-delayed")) - saved(made(recipe="fp8")) == HIDDEN
+
+
+def test_torchao_saves_nothing() -> None:
+    facts = {"system": "torchtitan-compiled", "zero_stage": 3}
+    assert saved(made(**facts)) == saved(made(recipe="fp8", **facts))
+
+
+@pytest.mark.parametrize(
+    ("each", "facts"),
+    [
+        (2, {"recipe": "fp8"}),
+        (0, {"recipe": "fp8", "fp8_params": True}),
+        (1, {"recipe": "fp8", **BLACKWELL}),
+        (-1, {"recipe": "fp8", "fp8_params": True, **BLACKWELL}),
+        (2.0625, {"recipe": "mxfp8", **BLACKWELL}),
+        (0.0625, {"recipe": "mxfp8", "fp8_params": True, **BLACKWELL}),
+        (2 + 8 / 128**2, {"recipe": "fp8-block"}),
+        (0, {"recipe": "fp8", "system": "torchtitan-compiled", "zero_stage": 3}),
+    ],
+)
+def test_quantised_weights_are_held_beside_the_parameters(each: float, facts: Any) -> None:
+    """TransformerEngine's copies, on Hopper with their transpose; one form where products read
+    both layouts; by rows and by columns where scales differ."""
+    found = made(**facts)
+    weights = LAYERS * (HIDDEN * (QKV + HIDDEN) + 3 * HIDDEN * FFN)
+    assert quantised_weights(found, found.base_plan, 0) == weights
+    assert quantised_bytes(found, found.base_plan, 0) == each * weights
+    plain = made(**{name: facts[name] for name in facts if name not in ("recipe", "fp8_params")})
+    held = [evaluate(one, one.base_plan).ranks[0].parameter for one in (found, plain)]
+    assert held[0] - held[1] == each * weights
+
+
+def test_first_and_last_layers_stay_in_16_bits() -> None:
+    found = made(recipe="fp8", bf16_ends=2)
+    plain = made()
+    kinds = [found.layer(i).saved_bytes == plain.layer(i).saved_bytes for i in range(LAYERS)]
+    assert kinds == [True] * 2 + [False] * 28 + [True] * 2
+
+
+def test_experts_gradients_and_gathers_are_quantised() -> None:
+    """Gathers under sequence parallelism move the quantised bytes; a block's gradients move in two
+    forms, which are as many bytes as 16 bits."""
+    facts = {"tp": 2, "gpus": 16}
+    plain, one, two = (made(**facts, **r) for r in ({}, {"recipe": "fp8"}, {"recipe": "fp8-block"}))
+    sizes = [[p.layer(0).op(op) for p in (plain, one, two)] for op in ("qkv", "fc2")]
+    gathers, gradients = ([op.gather for op in sizes[0]], [op.grad_gather for op in sizes[1]])
+    whole = 4096 * HIDDEN * 2
+    assert [c and c.nbytes for c in gathers] == [whole, whole // 2, ceil(whole * 33 / 64)]
+    assert [c and c.nbytes for c in gradients] == [whole, whole // 2, whole]
+    table = made(model="qwen3-30b-a3b", recipe="fp8", ep=8).layer(0)
+    narrow = {op.name for op in table.ops for k in op.forward if type(k) is Gemm and k.narrow}
+    assert narrow == {"qkv", "proj", "expert_fc1", "expert_fc2"}
+    assert {"expert_in_quantised", "expert_fc2_in_quantised"} < {*table.saved}
+
+
+@pytest.mark.parametrize(
+    ("facts", "words"),
+    [
+        ({"recipe": "mxfp8"}, "recipe mxfp8 .* has no kernels on hopper"),
+        ({"recipe": "fp8", "cluster": "a100-80gb"}, "on ampere .it has no recipe"),
+        ({"recipe": "fp8", "system": "deepspeed"}, "no quantised linears are known of stack deep"),
+        ({"recipe": "fp8", "precision": "fp16"}, "with precision fp16 is not modelled"),
+        ({"recipe": "fp8", "frozen_layers": 4}, "with weights that do not train"),
+        (
+            {"recipe": "fp8-delayed", "bf16_ends": 1},
+            "Delayed scaling does not support first",
+        ),
+        ({"fp8_params": True}, "need a recipe"),
+    ],
+)
+def test_what_has_no_recipe_is_refused(facts: dict[str, Any], words: str) -> None:
+    with pytest.raises(RateError, match=words):
+        made(**facts)
+
+
+def test_nvfp4_has_bytes_and_no_seconds() -> None:
+    found = made(recipe="nvfp4", **BLACKWELL)
+    assert "no published rate of products of recipe nvfp4" in found.untimed
+    assert evaluate(found, found.base_plan).ranks[0].device_peak > 0
+    assert "nvfp4" not in generations()["hopper"]
+
+
+def test_a_tensor_with_one_scale_has_no_parts() -> None:
+    """Its pieces and fractions have another largest element; rows with scales of their own do
+    not, if blocks of rows stay whole."""
+    mlp = MiniSequence(("fc1", "act", "mul", "fc2"), 4)
+    rule = Rule(Select(activations=("fc2_in_quantised",)), Split(offload=0.5))
+
+    def refused(recipe: str, **changes: Any) -> str:
+        found = made(recipe=recipe, **(BLACKWELL if recipe == "mxfp8" else {}))
+        plan = found.base_plan
+        plan = (
+            plan.with_rules(rule)
+            if "part" in changes
+            else type(plan)(
+                partition=plan.partition,
+                schedule=plan.schedule,
+                states=plan.states,
+                mini_sequences=(changes["pieces"],),
+            )
+        )
+        try:
+            lower(plan, found)
+        except PlanError as error:
+            return str(error)
+        return ""
+
+    assert "fc2_in_quantised has one scale" in refused("fp8", part=True)
+    assert "is not row-local" in refused("fp8", pieces=mlp)
+    assert refused("fp8-block", part=True) == refused("mxfp8", part=True) == ""
+    assert refused("fp8-block", pieces=mlp) == refused("mxfp8", pieces=mlp) == ""
+    odd = MiniSequence(mlp.ops, 1024)
+    assert "pieces must be of 32 rows each" in refused("mxfp8", pieces=odd)
+
+
+def test_a_quantised_copy_is_rebuilt_without_its_linear() -> None:
+    """Dropping the input of fc2 runs the activation and the quantisation again, and no product."""
+    found = made(recipe="fp8")
+    names = ("fc2_in_quantised",)
+    plan = found.base_plan.with_rules(Rule(Select(activations=names), Recompute()))
+    again = {
+        action.op
+        for block, _ in lower(plan, found).block_runs
+        for action in block.actions
+        if action.kind.name == "RECOMPUTE"
+    }
+    assert again == {"act", *names}
+
+
+def test_narrow_experts_gain_less_than_dense_layers() -> None:
+    def gain(**facts: Any) -> float:
+        pair = [made(**facts, **recipe) for recipe in ({}, {"recipe": "fp8"})]
+        plain, quantised = (evaluate(one, one.base_plan).step_s for one in pair)
+        return plain / quantised
+
+    experts = gain(model="qwen3-30b-a3b", ep=8)
+    assert experts < 1.1 < gain() < gain(model="llama-3.1-70b", tp=4, pp=4, gpus=32)
