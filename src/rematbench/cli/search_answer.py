@@ -15,11 +15,11 @@ from rematbench.advise.search.request import Progress, Rounds
 from rematbench.advise.search.rounds import SearchJob, rounds, solve_planners
 from rematbench.advise.search.tie import of_packages, simplest
 from rematbench.cli.inverse import in_words
+from rematbench.cli.plan_table import summary
 from rematbench.cli.search_output import (
     assumed_of,
     beside_line,
     notes,
-    plan_line,
     proof_lines,
     show_plans,
     where,
@@ -92,7 +92,7 @@ class SearchAnswer:
         self.simple = simplest(self.job, best, run)
         known = list(self.results)
         if self.simple is not None:
-            self._say(f"SIMPLEST of the tied plans: {plan_line(self.simple)}")
+            self._say(f"SIMPLEST of the tied plans: {summary(self.simple, where(self.simple))}")
             known.append(with_engines(self.simple))
         _doing("searching the packages' own policies")
         for name, item in of_packages(self.job, known, run):
