@@ -12,10 +12,13 @@ from rematbench.costs.bind import CostModel
 from rematbench.costs.offload_estimate import PipelineOffloadEstimator, pipeline_offload_estimator
 from rematbench.costs.operators.adapters import Place, place_of, trained_table
 from rematbench.costs.operators.block import (
+    LayerKind,
+    SharedVocabulary,
     embedding_table,
     head_table,
     layer_table,
     prediction_table,
+    shared_vocabulary,
 )
 from rematbench.costs.operators.ops import Op, OpTable, rebuild_ops, without_weights
 from rematbench.costs.operators.quantised import quantised_table
@@ -33,10 +36,10 @@ from rematbench.inputs.kernel_rates import RateError
 from rematbench.inputs.layout import Layout, LayoutError
 from rematbench.inputs.layout_rules import check_layout, unmodelled_of_experts
 from rematbench.inputs.precision import attention_problem, peak_flop_per_s, sinks_problem
-from rematbench.inputs.recipes import check_recipe, recipe_of
+from rematbench.inputs.recipes import check_recipe, untimed
 from rematbench.inputs.stages import base_partition, prediction_rank
 from rematbench.inputs.system import AttentionBackend, StackChoice, System, TpOverlap
-from rematbench.plan import Plan, state_fates
+from rematbench.plan import VOCABULARY, Plan, state_fates
 from rematbench.workload import Workload
 
 AttentionKind = Literal["flash", "unfused"]
@@ -66,19 +69,6 @@ class Weight(NamedTuple):
 
 Evaluator = Callable[["Problem", Plan], Evaluation]
 Weigher = Callable[["Problem", Plan], Weight]
-
-
-class LayerKind(NamedTuple):
-    """A kind of layer: its attention window, whether it has one MLP, its place among what trains,
-    whether it predicts one more token, whether its linears are quantised, and whether its weights
-    are those of an earlier layer."""
-
-    window: int
-    dense: bool
-    place: Place
-    predicts: bool
-    quantised: bool = False
-    borrows: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -132,9 +122,7 @@ class Problem:
         """Why no kernel of this problem has seconds, in one line; empty if all have."""
         generation, precision = self.cluster.generation, self.workload.precision
         rates, tf32, missing = self.calibration.kernels, self.system.kernels.tf32, ""
-        missing, recipe = self.workload.model.untimed, recipe_of(self.workload)
-        if recipe is not None and generation != CPU and generation not in recipe.gemm:
-            missing = f"no published rate of products of recipe {self.workload.recipe}"
+        missing = self.workload.model.untimed or untimed(self.workload, generation)
         if not self.calibration.has_rates(generation):
             known = ", ".join(sorted(set(self.calibration.gpus) & set(rates.generations) - {CPU}))
             missing = (
@@ -164,10 +152,8 @@ class Problem:
     @property
     def chosen(self) -> StackChoice:
         """The choices that request this problem's kernels, homes and overlap of its stack."""
-        system, overlap = (
-            self.system,
-            "delayed_wgrad" if self.system.experts.delayed_wgrad else "on",
-        )
+        system = self.system
+        overlap = "delayed_wgrad" if system.experts.delayed_wgrad else "on"
         return msgspec.structs.replace(
             self.stack_choice,
             attention=self.backend or self.attention,
@@ -201,7 +187,7 @@ class Problem:
         """Whether experts' exchanges run beside the compute of another micro-batch, where a forward
         follows a backward."""
         exchanges = self.layout.ep > 1 and self.system.experts.ep_overlap != "none"
-        return exchanges and not self.system.kernels.launch_blocking
+        return exchanges and not self.system.host.launch_blocking
 
     @cached_property
     def non_torch_bytes(self) -> int:
@@ -270,6 +256,12 @@ class Problem:
         return trained_table(table, self.workload, self.system, place, self.layout.tp)
 
     @cached_property
+    def shared(self) -> SharedVocabulary:
+        """The parts of a vocabulary that all stages share."""
+        of = (self.workload, self.layout, self.system)
+        return shared_vocabulary(*of, self.embedding, self.head)
+
+    @cached_property
     def _kinds(self) -> tuple[LayerKind, ...]:
         """The kind of each layer."""
         model = self.workload.model
@@ -278,7 +270,10 @@ class Problem:
         count, quantises = model.num_layers, self.workload.quantises
         dense, place, owner = model.is_dense, self._place, model.owner
         return tuple(
-            LayerKind(window, dense(i), place(i), i >= count, quantises(i, count), owner(i) != i)
+            LayerKind(
+                *(window, dense(i), place(i), i >= count, quantises(i, count)),
+                *(owner(i) != i, model.memory_of(i)),
+            )
             for i, window in every
         )
 
@@ -288,7 +283,7 @@ class Problem:
 
     def _table(self, kind: LayerKind) -> OpTable:
         fused, of = self.attention == "flash", (self.workload, self.layout, self.system)
-        window, dense, place, predicts, quantised, borrows = kind
+        window, dense, place, predicts, quantised, borrows, memory = kind
         if quantised:
             plain = self._table(kind._replace(quantised=False))
             return quantised_table(plain, *of, self.cluster.generation)
@@ -296,7 +291,7 @@ class Problem:
             last = self.prediction_rank == self.layout.pp - 1
             copies = self.layout.pp > 1 and not (last and self.workload.model.tied_embeddings)
             return prediction_table(*of, fused_attention=fused, dense=dense, copies=copies)
-        table = layer_table(*of, fused_attention=fused, window=window, dense=dense)
+        table = layer_table(*of, fused_attention=fused, window=window, dense=dense, memory=memory)
         table = trained_table(table, self.workload, self.system, place, self.layout.tp)
         return without_weights(table) if borrows else table
 
@@ -394,11 +389,9 @@ def gathered_bytes(problem: Problem) -> int:
 def completed_after_backward(problem: Problem) -> str:
     """The reason why a gradient is incomplete at the end of its unit's backward, so that
     optimizer-in-backward would be wrong; empty if all gradients are complete."""
-    layout = problem.layout
-    if layout.num_micro_batches > 1:
-        return (
-            f"optimizer-in-backward needs one micro-batch per step, not {layout.num_micro_batches}"
-        )
+    layout, count = problem.layout, problem.layout.num_micro_batches
+    if count > 1:
+        return f"optimizer-in-backward needs one micro-batch per step, not {count}"
     if problem.embedding_ranks is not None:
         return (
             f"optimizer-in-backward with tied embeddings over {layout.pp} pipeline stages, which "
@@ -426,12 +419,17 @@ def trained_operators(problem: Problem, table: OpTable) -> list[Op]:
 
 
 def rank_parameters(problem: Problem, plan: Plan, rank: int, *, trained: bool = False) -> int:
-    """Parameters that one rank holds after tensor and pipeline parallelism; with `trained` those of
-    them with a gradient."""
+    """Parameters of one rank after tensor and pipeline parallelism; `trained`: with a gradient."""
     tables = [problem.layer(index) for chunk in plan.partition[rank] for index in chunk]
+    if plan.schedule in VOCABULARY:
+        share, norm, positions = problem.shared
+        tables += [share, *([norm] * (rank == problem.layout.pp - 1))]
+        return sum(t.parameters for t in tables) + positions * (rank == 0)
     tables += [problem.embedding] if rank == 0 else []
-    head = head_parameters(problem)[trained] if rank == problem.layout.pp - 1 else 0
-    return head + sum(t.trained if trained else t.parameters for t in tables)
+    pp, (every, learnt) = problem.layout.pp, head_parameters(problem)
+    heads = (rank == pp - 1) + sum((stage - 1) % pp == rank for stage in plan.cuts)
+    layers = sum(t.trained if trained else t.parameters for t in tables)
+    return heads * (learnt if trained else every) + layers
 
 
 class CostFacade(CostModel):

@@ -22,6 +22,7 @@ from rematbench.model import (
     Latent,
     Layers,
     Length,
+    Memory,
     MlpKind,
     Model,
     NonNegativeInt,
@@ -54,6 +55,7 @@ __all__ = [
     "Latent",
     "Layers",
     "Length",
+    "Memory",
     "MlpKind",
     "Model",
     "NonNegativeInt",
@@ -113,11 +115,6 @@ class Trained(Part, frozen=True, kw_only=True, forbid_unknown_fields=True):
     def trained(self) -> "Trained":
         """These facts alone."""
         return Trained(**{name: getattr(self, name) for name in Trained.__struct_fields__})
-
-    @property
-    def wide(self) -> bool:
-        """Whether what trains is held in fp32."""
-        return self.trained_dtype != "stack"
 
     @property
     def partly(self) -> bool:

@@ -152,7 +152,6 @@ def test_deepspeed_narrows_adapters(tmp_path: Path) -> None:
         ),
         (f"{FACTORY}finetuning_type: lora\npeft_layers_to_transform: [1]\n", "some layers"),
         (f"{TUNE}optimizer_in_bwd: true\n", "update in the backward"),
-        (f"{FACTORY}finetuning_type: lora\ntensor_model_parallel_size: 2\n", "in Megatron"),
     ],
 )
 def test_what_is_not_modelled_is_refused_by_name(tmp_path: Path, text: str, words: str) -> None:

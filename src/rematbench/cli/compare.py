@@ -12,6 +12,7 @@ from typer import Option
 from rematbench.advise.candidates.candidate import load_compare
 from rematbench.advise.compare.comparison import Comparison, Order, table
 from rematbench.advise.compare.would_fit import would_fit
+from rematbench.cli.beside import beside, without_recipe
 from rematbench.cli.options import RunOptions, request, takes_problem
 from rematbench.cli.plan_table import (
     WIDE,
@@ -28,14 +29,12 @@ from rematbench.cli.plots import Plot, need_figure, write_plot
 from rematbench.cli.show import (
     FRAGMENTS,
     UNTIMED,
-    beside,
     covers,
     heading,
     job_notes,
     nominal,
     say_notes,
     tight_line,
-    without_recipe,
     world_line,
 )
 from rematbench.cli.targets import Json, Notes, need_file

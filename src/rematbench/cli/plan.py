@@ -11,17 +11,10 @@ from rich.console import Console
 from rich.table import Table
 from typer import Option
 
+from rematbench.cli.beside import beside, without_recipe
 from rematbench.cli.options import Request, RunOptions, request, takes_run
 from rematbench.cli.plots import Plot, need_figure, write_ranks
-from rematbench.cli.show import (
-    as_json,
-    banner,
-    beside,
-    heading,
-    method_line,
-    show,
-    without_recipe,
-)
+from rematbench.cli.show import as_json, banner, heading, method_line, show
 from rematbench.cli.targets import Json, Notes, Out, need_file
 from rematbench.engine.lowering.blocks.chunk_ops import ChunkOps
 from rematbench.engine.lowering.blocks.fates import Resolved, resolve

@@ -1,17 +1,17 @@
 """Output of a run: on a terminal the verdict, speed, bytes per rank, freed bytes; and as JSON."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
-from msgspec.structs import asdict, fields
+from msgspec.structs import asdict
 from rich.console import Console, RenderableType
 from rich.table import Table
 
 from rematbench import __version__
-from rematbench.cli.options import Request, RunOptions, request
+from rematbench.cli.options import Request
 from rematbench.cli.rank_table import freed_bytes, stages
 from rematbench.costs.flops import megatron_flop_per_token, model_flop_per_token, over_peak
+from rematbench.costs.operators.memory import table_traffic
 from rematbench.costs.tiles import untiled
 from rematbench.engine.lowering.lower import lower
 from rematbench.engine.simulate.seconds import action_seconds
@@ -23,7 +23,6 @@ from rematbench.evaluate.result import (
     Band,
     Result,
     assumed,
-    evaluate_method,
     faster_attention,
     leaner_exchanges,
 )
@@ -36,7 +35,6 @@ from rematbench.inputs.system import System
 from rematbench.plan import has_exact_pins
 from rematbench.problem import Problem
 from rematbench.solve.memory_plan import BEST_FIT_TENSORS, is_placeable
-from rematbench.workload import Quantised, Trained
 
 HOST_SHARE = 0.01
 """The smallest share of a step spent waiting for the host that is printed."""
@@ -139,32 +137,6 @@ def _band_values(result: Result) -> dict[str, Any] | None:
     return {"low": low, "high": high, "outside": list(result.error_band.outside)}
 
 
-def without_recipe(run: RunOptions, method: str = "") -> Result | None:
-    """The run, or that of another method by its name, without its recipe; None if it has none."""
-    if run.problem["recipe"] == Quantised().recipe:
-        return None
-    own = [field for field in fields(Quantised) if field.name not in Trained.__struct_fields__]
-    problem = run.problem | {field.name: field.default for field in own}
-    asked = request(replace(run, problem=problem, method=method or run.method), name_broken=False)
-    return evaluate_method(asked.problem, asked.method, asked.base)
-
-
-def beside(plain: Result, result: Result) -> str:
-    """A line on the same plan without its recipe, and on what the recipe changes."""
-    work = result.problem.workload
-    words = f"in {work.precision} without recipe {work.recipe}"
-    before, after = plain.device_total_bytes, result.device_total_bytes
-    if before is None or after is None:
-        return f"{words}: {plain.reason or result.reason}"
-    change = f"{gib(abs(after - before))} {'more' if after > before else 'fewer'} with it"
-    room = f"{BANNERS[plain.status]}, {gib(before)} GiB in all ({change})"
-    if not plain.timed or not result.timed:
-        return f"{words}: {room}"
-    step_s, rate = plain.timed.step_s, rounded(plain.timed.tokens_per_s_per_gpu)
-    gain = f"{step_s / result.timed.step_s:.2f} times with it"
-    return f"{words}: step {seconds(step_s)}, {rate} tokens/s/GPU ({gain}); {room}"
-
-
 def proved(proof: Proof) -> str:
     """The facts that `--check` has proved, in one sentence."""
     return (
@@ -201,12 +173,26 @@ def job_notes(problem: Problem) -> list[str]:
     faster, leaner = faster_attention(problem), leaner_exchanges(problem)
     notes = (
         *(f"does not tile: {line}" for line in untiled_of(problem)),
+        _table_note(problem),
         f"{faster} (--attention, if the stack has it)" if faster else "",
         leaner,
         f"assumes: {assumed(problem)}",
         _versions(problem.system),
     )
     return [note for note in notes if note]
+
+
+def _table_note(problem: Problem) -> str:
+    """What a dense update moves for rows of a memory layer's table that no token reads."""
+    given = problem.workload.model.memory
+    if given is None:
+        return ""
+    every, idle = table_traffic(problem.workload, problem.layout, problem.system.states)
+    return (
+        f"memory layers: a token reads {given.picked} of {given.rows:,} rows in each; a step's "
+        f"dense update of the table moves {gib(every)} GiB, at most {gib(every - idle)} GiB of it "
+        "for rows that some token reads; no published time"
+    )
 
 
 def untiled_of(problem: Problem) -> tuple[str, ...]:

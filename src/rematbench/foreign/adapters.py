@@ -154,13 +154,9 @@ def _format(reading: Reading, data: Mapping[str, Any], key: str, double: bool) -
     """The format of the quantised weights."""
     eight = key == "load_in_8bit" or str(data.get(key)) == "8"
     method = str(data.get(_first(data, METHODS), "bnb")).lower()
-    if method == "marlin":
-        reading.refused.append(
-            f"{_first(data, METHODS)}: MARLIN's kernel has no backward (bytes: --base-dtype marlin)"
-        )
-        return "marlin"
     if method not in ("bnb", "gptq", "awq") and key in BITS:
-        reading.refused.append(f"{_first(data, METHODS)}: {method} is not modelled")
+        why = "has no backward (--base-dtype marlin)" if method == "marlin" else "is not modelled"
+        reading.refused.append(f"{_first(data, METHODS)}: {method} {why}")
     if eight or method in ("gptq", "awq") or key == "gptq":
         return "int8" if eight else "int4"
     said = next((data[name] for name in DOUBLE if data.get(name) is not None), double)

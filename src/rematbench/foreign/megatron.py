@@ -204,8 +204,7 @@ def read_factory(data: Mapping[str, Any], file: str) -> Reading:
     trainer = {key: value for key, value in data.items() if key in ours}
     reading = _read(options, Script(file=file))
     more = read_trainer(trainer, file, "LLaMA-Factory")
-    if more.get("lora_rank"):
-        more.refused.append(f"{more.keys['lora_rank']}: adapters in Megatron are not modelled")
+    more.values.pop("trained_dtype", None)  # Megatron narrows adapters
     more.facts, more.values = {}, more.values | reading.values
     reading.values |= more.values
     reading.keys |= more.keys

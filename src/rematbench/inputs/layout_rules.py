@@ -4,6 +4,7 @@ from math import lcm
 
 from rematbench.inputs.layout import Layout, LayoutError
 from rematbench.inputs.load import load_system
+from rematbench.inputs.part_rules import part_rules
 from rematbench.inputs.stackfacts import other_versions
 from rematbench.inputs.stages import prediction_rank
 from rematbench.inputs.system import System
@@ -16,10 +17,6 @@ DEGREE_WORDS = {
     "vpp": "interleaved pipelines",
     "cp": "context parallelism",
 }
-GATHERED_CHUNKS = 3
-"""Chunks of a rank that torch keeps gathered in a pipeline: a further one is resharded and gathered
-again (torch 2.13, distributed/pipelining/schedules.py, _add_unshard_reshard: max_active_stages)."""
-
 MOST_GPUS, MOST_TOKENS, MOST_PASSES = 1 << 16, 1 << 36, 1 << 18
 
 
@@ -139,11 +136,6 @@ def _stack_rules(lay: Layout, system: System) -> list[tuple[bool, str]]:
             lay.pp > 1 and stage not in system.accepts.pipeline_zero_stages,
             f"zero_stage {stage} with pp = {lay.pp}: in a pipeline, system {system.name} has only "
             f"ZeRO stages {', '.join(map(str, system.accepts.pipeline_zero_stages))}",
-        ),
-        (
-            stage > 1 and lay.vpp > GATHERED_CHUNKS,
-            f"zero_stage {stage} with vpp = {lay.vpp}: torch keeps at most {GATHERED_CHUNKS} "
-            "chunks of a rank gathered, and gathering a chunk again is not modelled",
         ),
     ]
 
@@ -386,64 +378,11 @@ def _document_rules(lay: Layout, work: Workload) -> list[tuple[bool, str]]:
     ]
 
 
-def _column_rules(lay: Layout, work: Workload) -> list[tuple[bool, str]]:
-    """Matrices that are cut both ways: what is not modelled beside."""
-    model, count = work.model, lay.tp_columns
-    others = {
-        "sequence parallelism (--no-sp)": lay.sequence_parallel,
-        "cp, pp or ulysses above 1": max(lay.cp, lay.pp, lay.ulysses) > 1,
-        "experts": model.experts is not None,
-        "latent attention": model.latent is not None,
-        "weights that do not train": work.partly,
-        "a narrow embedding": model.embedding_width > 0,
-        "norms over the width of queries": model.qk_norm and model.qk_norm_weights == "width",
-    }
-    found = [name for name, is_so in others.items() if is_so]
-    words = f"tp_columns = {count} is not modelled with {', '.join(found)}; a rank would hold "
-    share = model.parameters / (lay.tp * count) / 1e6
-    return [
-        (count > 1 and bool(found), f"{words}{share:,.1f} M parameters"),
-        (
-            count > 1 and model.hidden % count != 0,
-            f"hidden {model.hidden} must be a multiple of tp_columns = {count}",
-        ),
-    ]
-
-
-def _shared_rules(lay: Layout, work: Workload) -> list[tuple[bool, str]]:
-    """Layers that share weights, and narrow embeddings, are modelled where a rank has all of
-    both."""
-    model = work.model
-    name, shares = model.name, model.layer_groups > 0
-    whole = max(lay.tp, lay.pp) == 1
-    size = f"{name} has {model.parameters / 1e6:.1f} M parameters"
-    return [
-        (
-            shares and model.num_layers % max(1, model.layer_groups) != 0,
-            f"{model.num_layers} layers are no multiple of layer_groups = {model.layer_groups}",
-        ),
-        (
-            shares and (lay.pp > 1 or lay.zero_stage > 1 or work.frozen_layers > 0),
-            "layers that share weights are not modelled over pipeline stages, with ZeRO 2 and 3 "
-            f"or with some of them frozen; {size}",
-        ),
-        (
-            shares and (model.experts is not None or bool(model.attention_window)),
-            f"layers that share weights are not modelled with experts or attention windows; {size}",
-        ),
-        (
-            model.embedding_width > 0 and not whole,
-            f"an embedding of fewer columns is not modelled with tp or pp above 1; {size}",
-        ),
-    ]
-
-
 def _model_rules(lay: Layout, work: Workload) -> list[tuple[bool, str]]:
     model = work.model
     return [
         *_document_rules(lay, work),
-        *_shared_rules(lay, work),
-        *_column_rules(lay, work),
+        *part_rules(lay, work),
         (
             model.position == "learned" and model.max_positions < work.seq_len,
             f"seq_len {work.seq_len} exceeds the {model.max_positions} learned positions of "

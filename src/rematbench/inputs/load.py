@@ -32,7 +32,7 @@ Kind = Literal["model", "cluster", "system"]
 _FOLDERS: dict[Kind, str] = {"model": "models", "cluster": "clusters", "system": "systems"}
 
 
-PARTS = ("experts", "latent")
+PARTS = ("experts", "latent", "memory")
 """Facts of a model that are mappings."""
 LAUNCH = (".toml", ".sh")
 """Ends of the names of files that describe jobs, never models, clusters or stacks."""

@@ -80,9 +80,8 @@ def trained_table(
 def _doubled(comm: Comm | None) -> Comm | None:
     """A collective of a linear and of its adapter.  With an all-reduce the adapter's product is
     gathered, at half of an all-reduce's cost."""
-    if comm is None:
-        return None
-    return replace(comm, nbytes=comm.nbytes * (3 if comm.kind == "all_reduce" else 4) // 2)
+    halves = 3 if comm and comm.kind == "all_reduce" else 4
+    return comm and replace(comm, nbytes=comm.nbytes * halves // 2)
 
 
 class _Trainer:
@@ -95,6 +94,7 @@ class _Trainer:
         self.part, self.work, self.system, self.place = table.part, work, system, place
         self.e = work.element_bytes
         self.width = max(FP32, self.e) if work.trained_dtype == "fp32" else self.e
+        self.widens = work.trained_dtype != "stack"
         self.old, self.activations = table, dict(table.activations)
         self.widened = work.fp32_norms and work.base_dtype in PACKED_BYTES and self.e < FP32
         if self.widened:
@@ -185,7 +185,7 @@ class _Trainer:
     def _wide(self, count: int) -> int:
         """Weights that train, in parameters of the stack."""
         own = self.system.states.param_bytes
-        return ceil(count * max(FP32, own) / own) if self.work.wide else count
+        return ceil(count * max(FP32, own) / own) if self.widens else count
 
     def _frozen(self, op: Op) -> Op:
         """An operator whose own weights have no gradient."""
@@ -316,7 +316,7 @@ class _Trainer:
         columns, source = self._columns(x), x
         both = work.lora_train == "ab"
         packed = work.base_dtype in PACKED_BYTES  # its linears give adapters their own input
-        if work.lora_dropout or (work.wide and (self.width != self.e or not packed)):
+        if work.lora_dropout or (self.widens and (self.width != self.e or not packed)):
             source = self._add(f"lora_{target}_in", x, columns, self.width, live=live)
             mask: tuple[str, ...] = ()
             if work.lora_dropout:

@@ -26,7 +26,7 @@ that share sharded states of the same part of the same experts; `expert_replica`
 equal shards of these."""
 STREAMS_OF: dict[Group, str] = {
     **{"replica": "dp", "edp": "dp", "expert_replica": "dp"},
-    **{"etp": "ep", "ulysses": "cp", "columns": "tp"},
+    **{"etp": "ep", "ulysses": "cp", "columns": "tp", "pp": "dp"},
 }
 """The streams of groups that share the stream of another group."""
 Part = Literal["embedding", "layer", "head"]
@@ -127,6 +127,11 @@ class Op(Struct, frozen=True, kw_only=True):
         return self.parameters > 0 and any(isinstance(one, Gemm) for one in self.forward)
 
     @property
+    def narrow(self) -> bool:
+        """Whether the operator is a linear with quantised operands."""
+        return any(isinstance(one, Gemm) and one.narrow for one in self.forward)
+
+    @property
     def trained_parameters(self) -> int:
         """The number of weights with a gradient."""
         return self.parameters if self.trained is None else self.trained
@@ -183,8 +188,10 @@ class OpTable(Struct, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def quantised(self) -> int:
-        """The number of weights of one rank that products read in quantised copies."""
-        gemms = [one for op in self.ops for one in op.forward if isinstance(one, Gemm)]
+        """The number of weights of one rank that products read in quantised copies; weights of
+        another layer do not count."""
+        own = [op for op in self.ops if op.parameters]
+        gemms = [one for op in own for one in op.forward if isinstance(one, Gemm)]
         return sum(one.n * one.k * one.batch for one in gemms if one.narrow)
 
     def op(self, name: str) -> Op:
@@ -314,7 +321,7 @@ _EXPERTS = (
 )
 QUANTISED = "_quantised"
 """The end of the names of quantised copies."""
-_QUANTISED = (
+LINEAR_INPUTS = (
     *("layer_input", "attn_norm_out", "attn_out", "attn_residual", "mlp_norm_out", "fc2_in"),
     *("q_latent_norm_out", "kv_latent_norm_out", "expert_in", "expert_fc2_in", "shared_fc2_in"),
     "joined",
@@ -324,6 +331,7 @@ _ADAPTERS = (
     *(f"lora_{name}{kind}" for name in get_args(AdapterTarget) for kind in LORA_KINDS),
     *(f"bottleneck_{w}_{kind}" for w in ("attn", "mlp") for kind in ("low", "act", "up", "out")),
 )
+_MEMORY = tuple(f"memory_{name}" for name in ("query", "rows", "weights", "bag", "gate_out", "in"))
 _NARROW = ("embedding_narrow", "embedding_norm_out", "head_narrow", "head_act_out", "head_norm_out")
 _ENDS = ("logits", "logits_capped", "logits_held", "loss_saved")
 _PREDICTION = (
@@ -337,10 +345,11 @@ ACTIVATIONS = frozenset(
         *_EXPERTS,
         *_ENDS,
         *_NARROW,
+        *_MEMORY,
         *_PREDICTION,
         *_ADAPTERS,
         *_HEADS,
-        *(f"{name}{QUANTISED}" for name in _QUANTISED),
+        *(f"{name}{QUANTISED}" for name in LINEAR_INPUTS),
         *("q_latent", "kv_latent", "k_rope", "k_nope", "k_turned", "chosen"),
         *(f"{name}_rows" for name in _HEADS),
         *(f"{name}{order}_raw" for name in "qk" for order in ("", "_rows")),

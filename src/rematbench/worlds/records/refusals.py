@@ -5,11 +5,11 @@ from math import gcd
 from rematbench.costs.operators.ops import OpTable
 from rematbench.engine.lowering.states.state_shards import has_whole_gradients
 from rematbench.inputs.shapes import shapes
-from rematbench.plan import Plan
+from rematbench.plan import VOCABULARY, Plan
 from rematbench.problem import Problem, gathered_bytes, trained_operators
 
 EXECUTED = (
-    *("experts", "latent attention"),
+    *("experts", "latent attention", "memory layers"),
     *("layers that predict more tokens", "layers that share weights"),
 )
 """The features of blocks, of those that Llama's and GPT's lack, that the runtime has."""
@@ -28,6 +28,7 @@ def refusals(problem: Problem, plan: Plan) -> list[str]:
         "packed documents": problem.workload.packed,
         "rotary positions with an odd head_dim": model.position == "rope"
         and (model.latent.rope if model.latent else model.head_dim) % 2 != 0,
+        "a vocabulary over all stages": plan.schedule in VOCABULARY,
         "soft caps": model.attention_soft_cap != 0 or model.logit_soft_cap != 0,
         "norms over each head with tensor parallelism and without sequence parallelism": (
             model.qk_norm and lay.tp > 1 and not lay.sequence_parallel
@@ -57,7 +58,9 @@ def refusals(problem: Problem, plan: Plan) -> list[str]:
         "replicas of sharded states": lay.state_shards < lay.dp * lay.cp,
         "attention over slices of heads": any(run.of == "heads" for run in plan.mini_sequences),
         "a second tensor dimension over data-parallel ranks": lay.tp_columns > 1 and lay.has_peers,
+        "memory layers over data-parallel ranks": model.memory is not None and lay.has_peers,
         "KV heads replicated over tp": model.num_kv_heads % lay.tp != 0,
+        **_refused_of_recipes(problem),
         **_refused_of_adapters(problem),
         **_refused_of_experts(problem, plan),
         **_refused_of_predictions(problem, plan),
@@ -88,7 +91,6 @@ def _refused_of_adapters(problem: Problem) -> dict[str, bool]:
     others = bool(work.trained_parts or work.frozen_layers or work.dora or work.bottleneck)
     return {
         "weights that do not train, other than with low-rank adapters": others,
-        "dropout of adapters": work.lora_dropout > 0,
         f"frozen weights in {work.base_dtype}": work.base_dtype != "stack",
         f"what trains in {work.trained_dtype}": work.trained_dtype != "stack",
         "adapters over data-parallel ranks": work.partly and lay.has_peers,
@@ -96,6 +98,19 @@ def _refused_of_adapters(problem: Problem) -> dict[str, bool]:
         "adapters of models with experts": work.partly and work.model.experts is not None,
         f"the optimizer {problem.stack_choice.optimizer_kind}": problem.stack_choice.optimizer_kind
         is not None,
+    }
+
+
+def _refused_of_recipes(problem: Problem) -> dict[str, bool]:
+    """Refusals of quantised linears."""
+    work, lay = problem.workload, problem.layout
+    given = work.recipe != "none"
+    return {
+        "a recipe in FP4": work.recipe == "nvfp4",
+        "quantised parameters": work.fp8_params,
+        "quantised linears with tensor or context parallelism": given and lay.tp * lay.cp > 1,
+        "quantised experts": given and work.model.experts is not None,
+        "quantised projections of latent attention": given and work.model.latent is not None,
     }
 
 

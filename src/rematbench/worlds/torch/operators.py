@@ -6,8 +6,9 @@ from typing import get_args
 import torch
 from torch import Tensor
 
+from rematbench.costs.operators.ops import LINEAR_INPUTS, QUANTISED
 from rematbench.workload import AdapterTarget
-from rematbench.worlds.torch import arithmetic, ends, experts
+from rematbench.worlds.torch import arithmetic, ends, experts, memory, quantised
 from rematbench.worlds.torch import attention_backends as attn
 from rematbench.worlds.torch.groups import Group
 from rematbench.worlds.torch.operands import Call, Tensors
@@ -19,17 +20,18 @@ Weight = Callable[[Call], None]
 
 COLUMNS = (
     *("qkv", "q_up", "kv_up", "fc1", "lm_head", "shared_fc1", "q_down", "kv_down"),
-    *("join", "predict_head"),
+    *("join", "predict_head", "memory_query", "memory_gate"),
 )
 """The column-parallel operators, and the projections to few columns, which no rank splits: each
 output has its own weight, so that none is a view."""
-ROWS = ("proj", "fc2", "shared_fc2")
+ROWS = ("proj", "fc2", "shared_fc2", "memory_proj")
 """The row-parallel operators."""
 NORMS = (
     *("attn_norm", "mlp_norm", "post_attn_norm", "post_mlp_norm", "final_norm"),
     *("q_latent_norm", "kv_latent_norm", *HEAD_NORMS),
     *("next_norm", "hidden_norm", "predict_norm"),
 )
+DROPS = tuple(f"lora_{target}_in" for target in get_args(AdapterTarget))
 ADAPTERS = tuple(f"lora_{target}" for target in get_args(AdapterTarget))
 """The products with the first matrix of an adapter; the linear adds those with the second."""
 SUMS = ("attn_add", "mlp_add", "shared_add")
@@ -232,6 +234,20 @@ def _column(call: Call) -> Tensors:
     return found
 
 
+def _drop(call: Call) -> Tensors:
+    """An adapter's input without a share of it, and the mask, which follows from the places of its
+    elements, so that a recomputation finds it again."""
+    x, rate = call.input(), call.model.problem.workload.lora_dropout
+    rows, columns = call.rows(call.model.where), torch.arange(x.shape[1], device=x.device)
+    keep = arithmetic.kept(rows, columns, rate)
+    return dict(zip(call.op.outputs, (x * keep / (1.0 - rate), keep), strict=True))
+
+
+def _drop_backward(call: Call) -> Tensors:
+    keep, rate = call.tensors[call.op.saves[0]], call.model.problem.workload.lora_dropout
+    return {call.op.inputs[0]: call.grads[0] * keep / (1.0 - rate)}
+
+
 def _adapter(call: Call, name: str) -> str:
     """The adapter of a linear by the local name of its weight; empty if it has none."""
     target = next((t for t, weight in ADAPTED.items() if weight == name), name)
@@ -266,7 +282,8 @@ def _add_weight_gradient(call: Call, name: str, grad: Tensor) -> None:
         arithmetic.add_weight_gradient(call.parameter(f"{low}.b").grad, grad, call.tensors[low])
     if not call.parameter(name).spec.trained:
         return
-    arithmetic.add_weight_gradient(call.parameter(name).grad, grad, _side(call))
+    total = call.parameter(name).grad
+    arithmetic.add_weight_gradient(total, call.narrowed(grad), _side(call))
     if call.bias(name) is not None:
         call.parameter(f"{name}.bias").grad.add_(grad.sum(0))
 
@@ -333,8 +350,8 @@ def _column_backward(call: Call) -> Tensors:
             turned.copy_(grad)
         gradients.append((name, grad))
         if _differentiable(call, x):
-            weight = call.parameter(name).value
-            dx = grad @ weight if dx is None else torch.addmm(dx, grad, weight)
+            weight, narrow = call.weight(name), call.narrowed(grad)
+            dx = narrow @ weight if dx is None else torch.addmm(dx, narrow, weight)
     return ({} if dx is None else {x: _whole_side(call, dx)}) | _low_gradients(call, gradients)
 
 
@@ -355,12 +372,19 @@ def _row(call: Call) -> Tensors:
 def _row_backward(call: Call) -> Tensors:
     x, dx = call.op.inputs[0], Tensors()
     if _differentiable(call, x):
-        dx[x] = call.grads[0] @ call.parameter(call.op.name).value
+        dx[x] = call.narrowed(call.grads[0]) @ call.weight(call.op.name)
     return dx | _low_gradients(call, [(call.op.name, call.grads[0])])
 
 
 def _row_weight(call: Call) -> None:
     _add_weight_gradient(call, call.op.name, call.grads[0])
+
+
+def _quantise(call: Call) -> Tensors:
+    """The quantised copy of a linear's input; its scale, if it has one, stays with the model."""
+    (out,) = call.op.outputs
+    data, call.model.scales[call.scale_key(out)] = quantised.packed(call.input(), call.recipe)
+    return {out: data}
 
 
 # -- pointwise ------------------------------------------------------------------------------------
@@ -414,30 +438,36 @@ FORWARD: dict[str, Forward] = {
     **dict.fromkeys(NORMS, _norm),
     **dict.fromkeys(COLUMNS, _column),
     **dict.fromkeys((*ROWS, *ADAPTERS), _row),
+    **dict.fromkeys(DROPS, _drop),
     **dict.fromkeys(SUMS, _residual),
+    **dict.fromkeys((f"{name}{QUANTISED}" for name in LINEAR_INPUTS), _quantise),
     "k_turn": _turn,
     "k_join": _join,
     "attention": attention,
-    **dict.fromkeys(("act", "shared_act"), _act),
+    **dict.fromkeys(("act", "shared_act", "memory_mul"), _act),
     "mul": _mul,
     **ends.FORWARD,
     **experts.FORWARD,
+    **memory.FORWARD,
 }
 BACKWARD_INPUT: dict[str, Backward] = {
     **dict.fromkeys(NORMS, _norm_backward),
     **dict.fromkeys(COLUMNS, _column_backward),
     **dict.fromkeys((*ROWS, *ADAPTERS), _row_backward),
+    **dict.fromkeys(DROPS, _drop_backward),
     "k_turn": _turn_backward,
     "k_join": _join_backward,
     "attention": attention_backward,
-    **dict.fromkeys(("act", "shared_act"), _act_backward),
+    **dict.fromkeys(("act", "shared_act", "memory_mul"), _act_backward),
     "mul": _mul_backward,
     **ends.BACKWARD_INPUT,
     **experts.BACKWARD_INPUT,
+    **memory.BACKWARD_INPUT,
 }
 BACKWARD_WEIGHT: dict[str, Weight] = {
     **dict.fromkeys(COLUMNS, _column_weight),
     **dict.fromkeys((*ROWS, *ADAPTERS), _row_weight),
     **ends.BACKWARD_WEIGHT,
     **experts.BACKWARD_WEIGHT,
+    **memory.BACKWARD_WEIGHT,
 }

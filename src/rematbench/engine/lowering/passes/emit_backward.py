@@ -27,6 +27,8 @@ from rematbench.engine.program.storage import (
     ENDED,
     NO_PART,
     RECEIVED,
+    SENT,
+    SHARED_OUT,
     Event,
     Role,
     Storage,
@@ -110,9 +112,10 @@ class BackwardEmitter:
             self._unit(order, position)
         if w.beside or self.held:
             w.free(*[BESIDE][: bool(w.beside)], *self.held)
-        survivors = set() if chunk.first else {self.grads[chunk.input]}
+        survivors = set() if chunk.first or chunk.cut else {self.grads[chunk.input]}
         if self.apart and survivors - {chunk.input.gradient}:
             raise PlanError("weight gradients apart: pieces that add to a chunk's first gradient")
+        survivors |= {chunk.output} if chunk.local else set()
         survivors.update(*(each.reads for each in self.deferred))
         if self.reducer:
             survivors |= self.reducer.survivors
@@ -200,11 +203,17 @@ class BackwardEmitter:
         if self.gatherer and self.gatherer.layerwise:
             self.arrivals |= self.gatherer.arrive(w, chunk.units)
         self.rebuild.before_receive()
-        if not chunk.last:
+        if not chunk.last and not chunk.local:
             w.wait(COMPUTE, RECEIVED["b"])
             gradient = chunk.output.gradient
             self.grads[chunk.output] = gradient
             self.arrivals.add(gradient)
+        elif chunk.shares:
+            w.wait(COMPUTE, SHARED_OUT)
+            w.wait(COMPUTE, SENT["x"])
+            output = chunk.storage(chunk.units[-1], "final_norm_out")
+            self.grads[output] = output.gradient
+            self.arrivals.add(output.gradient)
 
     # -- gradients ------------------------------------------------------------------------------
 
