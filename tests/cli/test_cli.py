@@ -201,6 +201,15 @@ def test_a_person_reads_the_verdict_first_and_no_op_aloud() -> None:
     assert "MFU, dense" not in short
 
 
+def test_the_bytes_of_ranks_are_drawn(tmp_path: Path) -> None:
+    drawn = tmp_path / "ranks.svg"
+    assert typed("simulate", "keep_all", *PIPE, "--plot", str(drawn)).code == 0
+    text = drawn.read_text()
+    assert all(word in text for word in ("rank 3", "optimizer", "FITS: "))
+    wrong = typed("simulate", "keep_all", *PIPE, "--plot", str(tmp_path / "ranks.txt"))
+    assert "expected a file of .pdf, .png, .svg" in wrong.err
+
+
 def test_partition_moves_layers() -> None:
     sizes = "3,4,4,5,3,4,4,5"
     ran = typed("plan", "keep_all", *PIPE, "--partition", sizes, "--rank", "3", "--json")
