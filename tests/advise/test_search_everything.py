@@ -311,10 +311,19 @@ def _nothing_faster_is_missed(one: SearchRequest) -> None:
 
 
 @pytest.mark.parametrize(
-    "seed", [18, *(pytest.param(seed, marks=pytest.mark.soak) for seed in (0, 1, 5, 8, 12, 33))]
+    ("seed", "predictions"),
+    [
+        (18, 0),
+        (0, 1),
+        *(pytest.param(seed, 0, marks=pytest.mark.soak) for seed in (0, 1, 5, 8, 12, 33)),
+        *(pytest.param(seed, 1, marks=pytest.mark.soak) for seed in (1, 4, 5, 6, 7)),
+    ],
 )
-def test_nothing_faster_is_missed_where_exchanges_overlap(seed: int) -> None:
+def test_nothing_faster_is_missed_where_exchanges_overlap(seed: int, predictions: int) -> None:
+    """Also of a layer that predicts one more token, which is paired with a layer as any other."""
     one = overlapped(seed)
+    model = replace(one.spec.model, mtp_layers=predictions)
+    one = replace(one, spec=one.spec.changed(model=model))
     found = some(one, 60)
     assert {plan.result.problem.ep_overlaps for plan in found} == {True}
     edge = at_the_edge(one, found, SHARES[3])

@@ -98,7 +98,10 @@ def test_a_command_loads_no_library_that_draws_or_fits_and_no_other_command() ->
         (["simulate", "keep_all", *DEMO, "--model", "no.json"], "no.json: no such model file"),
         (["simulate", "keep_all", *DEMO, "--gpus", "6", "--pp", "4"], "multiple of tp x cp x pp"),
         (["simulate", "keep_all", *DEMO, "--tpp", "2"], "No such option: --tpp"),
-        (["simulate", "keep_all", *DEMO, "--lora", "8"], "adapters (LoRA) are not modelled"),
+        (
+            ["simulate", "keep_all", *DEMO, "--lora", "8"],
+            "adapters are --lora-rank and --lora-targets",
+        ),
         (
             ["simulate", "keep_all", *DEMO, "--precision", "fp8-mx"],
             "FP8 is a recipe of linears: --recipe fp8",

@@ -57,6 +57,20 @@ def test_each_line_runs_again(tmp_path: Path) -> None:
         assert f'"step_s": {float(row["step_s"])}' in again.output
 
 
+def test_stages_that_no_bound_covers_are_tuned_by_layer_without_a_proof() -> None:
+    stages = "--pp 4 --layout 'E|t*12|t*12|L' --method full_recompute --by-layer"
+    words = ["search", *shlex.split(f"{WORDS} {stages}")]
+    shown = RUN.invoke(app, words)
+    assert shown.exit_code == 0, shown.output
+    assert "no bound covers these stages" in shown.output
+    assert "proved gap" not in shown.output
+    answer = json.loads(RUN.invoke(app, [*words, "--json"]).output)
+    assert answer["gap"] is None
+    assert [row["step_s"] for row in answer["rows"]] == sorted(r["step_s"] for r in answer["rows"])
+    without = RUN.invoke(app, words[:-1])
+    assert "a chunk has no layers (not searched)" in str(without.exception)
+
+
 def test_two_plans_are_explained_by_parts_that_add_up() -> None:
     """`--explain` names the terms of the difference; a place that is not there is one line."""
     told = RUN.invoke(app, ["search", *shlex.split(WORDS), "--top", "2", "--explain", "1", "2"])

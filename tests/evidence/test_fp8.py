@@ -107,7 +107,7 @@ def test_experts_in_mxfp8_on_blackwell_are_predicted() -> None:
         [abs(float(row[f"pred_{SPEED}"]) / float(row[SPEED]) - 1) for row in some]
         for some in (plain, latent)
     ]
-    assert [len(found) for found in errors] == [4, 4]
+    assert min(map(len, errors)) >= 4
     assert median(errors[0]) <= 0.18
 
 

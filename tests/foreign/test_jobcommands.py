@@ -207,7 +207,8 @@ def test_a_command_replaces_values_of_its_yaml(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "refusal"),
     [
-        ("megatron sft --model m --tuner_type lora", "lora"),
+        ("megatron sft --model m --tuner_type longlora", "longlora"),
+        ("megatron sft --model m --tuner_type lora --target_regex q", "target-regex"),
         ("deepspeed train.py --model_name_or_path m --vision_tower v", "vision_tower"),
         ("deepspeed -m openrlhf.cli.train_dpo --pretrain m --micro_train_batch_size 1", "stage"),
         (f"pretrain_gpt.py {SIZES} --num-experts 8 --moe-train-capacity-factor 1", "capacity"),
@@ -388,7 +389,7 @@ def test_torchtitan_of_each_year(
         ("fsdp: [full_shard, auto_wrap]\ndeepspeed:\nattention: flash\nxformers_attention:", ""),
         ("plugins: [axolotl.integrations.cut_cross_entropy.X]", "cut_cross_entropy"),
         ("unfrozen_parameters: [a]", "frozen"),
-        ("tiled_mlp: true", "tiled_mlp"),
+        ("alst_sequence_tiling: true", "alst_sequence_tiling"),
     ],
 )
 def test_keys_of_axolotl_are_read_or_named(tmp_path: Path, text: str, words: str) -> None:

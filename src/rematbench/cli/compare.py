@@ -13,7 +13,6 @@ from rematbench.advise.candidates.candidate import load_compare
 from rematbench.advise.compare.comparison import Comparison, Order, table
 from rematbench.advise.compare.would_fit import would_fit
 from rematbench.cli.beside import beside, without_recipe
-from rematbench.cli.comparison_plot import FORMATS, write_plot
 from rematbench.cli.options import RunOptions, request, takes_problem
 from rematbench.cli.plan_table import (
     WIDE,
@@ -25,6 +24,7 @@ from rematbench.cli.plan_table import (
     outside_line,
     over_peaks,
 )
+from rematbench.cli.plots import Plot, need_figure, write_plot
 from rematbench.cli.show import (
     FRAGMENTS,
     UNTIMED,
@@ -40,7 +40,7 @@ from rematbench.cli.targets import Json, Notes, need_file
 from rematbench.evaluate.result import Result
 from rematbench.evidence.bands import ratio_band, shipped
 from rematbench.evidence.peaks import about
-from rematbench.host.console import CommandError, console, gib, percent, plain, rounded
+from rematbench.host.console import console, gib, percent, plain, rounded
 from rematbench.host.table import GIB, write_sheet
 from rematbench.problem import Problem
 from rematbench.worlds.packages.process import broken_baselines
@@ -92,13 +92,7 @@ def compare(  # noqa: PLR0913, PLR0917  # an option of the command line each
     ] = 0.0,
     json: Json = False,
     notes: Notes = False,
-    plot: Annotated[
-        Path | None,
-        Option(
-            metavar="FILE.png",
-            help="Plot speed against headroom and the parts of the step (png, pdf or svg).",
-        ),
-    ] = None,
+    plot: Plot = None,
     wide: Annotated[
         bool, Option("--wide", help="Show all columns, even if lines exceed the terminal.")
     ] = False,
@@ -120,9 +114,7 @@ def compare(  # noqa: PLR0913, PLR0917  # an option of the command line each
         --seq-len 16384 --global-batch 32 --only keep_all --only memo --also memo:alpha=0.3
     """
     need_file("-o", output)
-    need_file("--plot", plot)
-    if plot is not None and plot.suffix.lower() not in FORMATS:
-        raise CommandError(f"--plot {plot}: expected a file of {', '.join(FORMATS)}")
+    need_figure(plot)
     order = Order(tokens=tokens, price=price)
     asked = request(run, name_broken=False)
     comparison = Comparison(
@@ -252,6 +244,10 @@ class Ranking:
             self._say(f"{verdict(results)} {late}", style="bold")
         if tight is not None:
             self._say(f"FASTER but tight: {_summary(tight)}, with --reserve-gib 0")
+        shown = {result.method for result in results if result.verdict is not None}
+        for policy in self.comparison.config.policies:
+            if policy.keys and policy.name in shown:
+                self._say(f"{policy.name} is set by {policy.keys}")
         absent = left_out(results, self.comparison)
         engines = f"runs on: {self.comparison.engines.legend()}"
         more = (

@@ -22,6 +22,7 @@ from rematbench.cli.search_output import (
     plan_line,
     proof_lines,
     show_plans,
+    where,
 )
 from rematbench.cli.show import say_notes
 from rematbench.evaluate.result import Result
@@ -133,6 +134,21 @@ class SearchAnswer:
         results = (*self.results, *self.planned)
         engines = [{"runs_on": " ".join(item.runs_on)} for item in results]
         return [row | names for row, names in zip(rows, engines, strict=True)]
+
+    @property
+    def pictured(self) -> list[dict[str, Any]]:
+        """Every number of the plans, and of what packages have alone, named with their layout."""
+        alone = {name: item for name, item in self.alone.items() if item and item.fits}
+        first = {"tied_with_best": True}
+        rows = [
+            item.row() | {"name": item.method.replace("+", "\n+") + f"\n{where(item)}"}
+            for item in self.results
+        ]
+        rows[:1] = [row | first for row in rows[:1]]
+        return rows + [
+            item.row() | {"name": f"{name} alone\n{where(item)}", "alone": True}
+            for name, item in alone.items()
+        ]
 
     def json(self) -> str:
         """The answer with its proof."""

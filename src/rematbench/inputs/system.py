@@ -258,11 +258,19 @@ class Zero(Part, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """If true, the gather of parameters overlaps with compute."""
     bucket_bytes: Bytes = 0
     """The gradient bucket of an overlapped reduction has so many bytes (0: not bucketed)."""
+    reentrant: bool = False
+    """If true, a recomputed layer is a graph of its own, whose input has a gradient although
+    nothing below it trains (torch.utils.checkpoint, use_reentrant).  FSDP then gathers no layer
+    ahead in the backward, its root keeps embedding and head whole until the end, and its hooks of
+    frozen layers keep the input of each and its gradient."""
     whole_buckets: bool = False
     """If true, gradients are copied under ZeRO into buckets that are allocated whole
     (`bucket_bytes` each, two with reduce_overlap) from the first gradient of a backward whose
     gradients are reduced to its end; with sharded parameters one bucket stays.  A reduction copies
     a bucket's content (DeepSpeed's contiguous_gradients)."""
+    ddp_buckets: bool = False
+    """If true, data parallelism without ZeRO is torch's DistributedDataParallel, whose buckets hold
+    all gradients a second time (gradient_as_bucket_view is false unless a program says so)."""
     prefetch_elements: Parameters = 0
     """With parameters gathered per layer, the matrices of each operator are gathered by themselves,
     and before it runs at least so many elements of the next matrices are requested ahead

@@ -75,7 +75,7 @@ class Op(Struct, frozen=True, kw_only=True):
     `gathered_bytes` is the transient gathered input, `unreduced_bytes` the output before `reduce`.
     An operator whose `reduce` is an all-to-all has no kernel (`exchanges`): output i is input i in
     another order, or has its rows once for each rank that gets them, and `grad_gather` brings its
-    gradient back.
+    gradient back.  So does one that only gathers the rows of its input (`moves`).
 
     `of_experts`: the weights are those of the experts that the rank holds. `replicated`: each
     tensor-parallel rank has the whole weight and the gradient of its own rows.
@@ -140,6 +140,12 @@ class Op(Struct, frozen=True, kw_only=True):
     def exchanges(self) -> bool:
         """Whether the operator is only an all-to-all, which reorders each of its inputs."""
         return self.reduce is not None and self.reduce.kind == "all_to_all"
+
+    @property
+    def moves(self) -> bool:
+        """Whether the operator is only a collective: an all-to-all, or a gather whose output a
+        backward reads."""
+        return self.exchanges or (self.reduce is not None and not self.forward)
 
 
 class OpTable(Struct, frozen=True, kw_only=True, dict=True):
@@ -255,9 +261,10 @@ def memory_kernel(*nbytes: int) -> tuple[Kernel, ...]:
     return (Elementwise(hbm_bytes=sum(nbytes)),)
 
 
-LORA_KINDS = ("", "_in", "_mask", "_base", "_out")
-"""What an adapter saves: the product with its first matrix, its input where that is a copy, the
-mask of the input's dropout, and for DoRA the outputs of the linear and of the adapter."""
+LORA_KINDS = ("", "_in", "_rows", "_mask", "_base", "_out")
+"""What an adapter saves: the product with its first matrix, its input where that is a copy or
+gathered, the mask of the input's dropout, and for DoRA the outputs of the linear and of the
+adapter."""
 _HEADS = ("q", "k", "v")
 _NORMS = (
     "attn_norm",
@@ -324,6 +331,7 @@ _ADAPTERS = (
     *(f"lora_{name}{kind}" for name in get_args(AdapterTarget) for kind in LORA_KINDS),
     *(f"bottleneck_{w}_{kind}" for w in ("attn", "mlp") for kind in ("low", "act", "up", "out")),
 )
+_MEMORY = tuple(f"memory_{name}" for name in ("query", "rows", "weights", "bag", "gate_out", "in"))
 _NARROW = ("embedding_narrow", "embedding_norm_out", "head_narrow", "head_act_out", "head_norm_out")
 _ENDS = ("logits", "logits_capped", "logits_held", "loss_saved")
 _PREDICTION = (
@@ -337,6 +345,7 @@ ACTIVATIONS = frozenset(
         *_EXPERTS,
         *_ENDS,
         *_NARROW,
+        *_MEMORY,
         *_PREDICTION,
         *_ADAPTERS,
         *_HEADS,

@@ -146,7 +146,9 @@ class _RankLowering:
         self.order = rank_orders(plan, problem)[rank]
         pieces, held, apart = plan.mini_sequences, plan.held, _apart(self.order)
         self.chunks = [
-            ChunkOps.of(problem, rank, c, layers, pieces, held, backward_next=c not in apart)
+            ChunkOps.of(
+                problem, rank, c, layers, pieces, held, backward_next=c not in apart, cuts=plan.cuts
+            )
             for c, layers in enumerate(plan.partition[rank])
         ]
         self.blocks: list[Block] = []

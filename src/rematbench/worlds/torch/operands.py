@@ -18,7 +18,7 @@ from rematbench.engine.program.storage import Role, Storage, storage_of
 from rematbench.inputs.recipes import Recipe, recipe_of
 from rematbench.worlds.torch import arithmetic, quantised
 from rematbench.worlds.torch.parameters import Parameter
-from rematbench.worlds.torch.rank_model import RankModel
+from rematbench.worlds.torch.rank_model import SAVED, RankModel
 from rematbench.worlds.torch.storages import Span
 
 
@@ -95,7 +95,7 @@ def _wants(action: Action, op: Op) -> tuple[str, ...]:
     tensors; an all-reduce reads the statistics of the loss between vocabulary shards."""
     if action.kind in (Kind.FORWARD, Kind.RECOMPUTE):
         return op.inputs
-    return op.saves if action.kind is not Kind.ALL_REDUCE else ("loss_saved",)
+    return op.saves if action.kind is not Kind.ALL_REDUCE else (SAVED[op.name],)
 
 
 def _reads(action: Action, ops: ChunkOps, unit: Unit, op: Op) -> tuple[Read, ...]:

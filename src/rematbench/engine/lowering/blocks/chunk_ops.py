@@ -60,7 +60,7 @@ class Unit(NamedTuple):
     prefix: ModelPart
     table: OpTable
     place: int  # inside the chunk
-    layer: int  # global layer, -1 for embedding and head
+    layer: int  # global layer, -1 for embedding and head, -2 - n for the head of a virtual stage n
     parameters: int  # on one rank, before any ZeRO sharding
     trained: int  # of these, those with a gradient
     variant: int = 0  # index into the problem's distinct layers
@@ -85,8 +85,9 @@ class Unit(NamedTuple):
 class ChunkEnds(NamedTuple):
     """Whether a chunk is the first or the last of the model; its output and its input; the
     activation whose gradient it sends back (where layers pass one gradient on, that is its output
-    too, unless a later pass reads it); and whether its input and its output are wide, behind a
-    prediction."""
+    too, unless a later pass reads it); whether its input and its output are wide, behind a
+    prediction; and whether no gradient crosses its input (`cut`), or its output, which it keeps for
+    a loss of its own (`local`)."""
 
     first: bool
     last: bool
@@ -95,6 +96,8 @@ class ChunkEnds(NamedTuple):
     back: Storage
     wide_in: bool = False
     wide_out: bool = False
+    cut: bool = False
+    local: bool = False
 
 
 class ChunkOps:
@@ -110,13 +113,16 @@ class ChunkOps:
         held: tuple[str, ...] = (),
         *,
         backward_next: bool = False,
+        cuts: tuple[int, ...] = (),
     ) -> None:
-        self.mini_sequences, self.held = mini_sequences, held
+        self.mini_sequences, self.held, self.cuts = mini_sequences, held, cuts
         pp, vpp = problem.layout.pp, problem.layout.vpp
         self.problem, self.stage, self.chunk, self.layers = problem, stage, chunk, layers
         self.backward_next = backward_next  # each forward is followed by its own backward
         self.first = stage == 0 and chunk == 0
         self.last = stage == pp - 1 and chunk == vpp - 1
+        virtual = chunk * pp + stage
+        self.cut, self.local = virtual in cuts, virtual + 1 in cuts
         self._logits = True
         self._names: dict[str, dict[str, Storage]] = {}  # by unit and activation
         self._stored: tuple[Mapping[Site, Resolved], dict[Site, list[StoredPart]]] = ({}, {})
@@ -130,12 +136,13 @@ class ChunkOps:
             table = kinds[variant]
             counts = table.parameters, table.trained
             self.units.append(Unit(part_of("L", i), table, i, layer, *counts, variant))
-        if self.last:
+        if self.last or self.local:
             # A training loop cannot hold logits that are computed in pieces.
             pieces = any("loss" in run.ops and run.count > 1 for run in mini_sequences)
             head = without_activation(problem.head, "logits_held") if pieces else problem.head
             self._logits = not pieces
-            self.units.append(Unit(HEAD, head, 0, -1, *head_parameters(problem)))
+            which = -2 - virtual if self.local else -1
+            self.units.append(Unit(HEAD, head, 0, which, *head_parameters(problem)))
 
     @classmethod
     def of(
@@ -148,12 +155,13 @@ class ChunkOps:
         held: tuple[str, ...] = (),
         *,
         backward_next: bool = False,
+        cuts: tuple[int, ...] = (),
     ) -> "ChunkOps":
         """Return the chunk, which all plans of the problem share."""
-        key = (stage, chunk, layers, mini_sequences, held, backward_next)
+        key = (stage, chunk, layers, mini_sequences, held, backward_next, cuts)
         found = problem.chunks.get(key)
         if not isinstance(found, cls):
-            found = cls(_weak(problem), *key[:-1], backward_next=backward_next)
+            found = cls(_weak(problem), *key[:5], backward_next=backward_next, cuts=cuts)
             problem.chunks[key] = found
         return found
 
@@ -162,7 +170,7 @@ class ChunkOps:
         layers = tuple([self.layers[place] for place in places])
         pieces, held = self.mini_sequences, self.held
         where, after = (self.problem, self.stage, self.chunk), self.backward_next
-        return ChunkOps.of(*where, layers, pieces, held, backward_next=after)
+        return ChunkOps.of(*where, layers, pieces, held, backward_next=after, cuts=self.cuts)
 
     @property
     def where(self) -> ChunkPlace:
@@ -173,7 +181,7 @@ class ChunkOps:
     def shape(self) -> tuple[object, ...]:
         """The facts that determine the chunk's blocks.  Chunks of equal shape have equal blocks."""
         units = tuple((u.prefix, u.variant) for u in self.units)
-        return (self.first, self.last, self.backward_next, units)
+        return (self.first, self.last, self.backward_next, units, self.cut, self.local)
 
     @property
     def input(self) -> Storage:
@@ -210,7 +218,7 @@ class ChunkOps:
         back = self.output if self.predicts is None else _layer_input(self.predicts)
         return ChunkEnds(
             *(self.first, self.last, self.output, self.input, back),
-            *(wide_in, self.predicts is not None),
+            *(wide_in, self.predicts is not None, self.cut, self.local),
         )
 
     def storage(self, unit: Unit, activation: str) -> Storage:
@@ -259,7 +267,8 @@ class ChunkOps:
         windows = any(rule.select.micro_batches is not None for rule in rules)
         when = (phase if phased(rules) else "", micro_batch if windows else 0)
         again = self.mini_sequences if self._computes_again else ()
-        key = (self.stage, self.chunk, self.layers, self.held, self._logits, rules, when, again)
+        ends = self._logits, self.local
+        key = (self.stage, self.chunk, self.layers, self.held, *ends, rules, when, again)
         found = known.get(key)
         if found is None:
             if len(known) >= MAX_RECENT_FATES:
