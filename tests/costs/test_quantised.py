@@ -12,7 +12,6 @@ from rematbench.evaluate.evaluator import evaluate
 from rematbench.evaluate.problems import make_problem
 from rematbench.inputs.job import Job
 from rematbench.inputs.kernel_rates import RateError
-from rematbench.inputs.recipes import generations
 from rematbench.plan import (
     MiniSequence,
     Plan,
@@ -121,7 +120,7 @@ def test_experts_gradients_and_gathers_are_quantised() -> None:
     ("facts", "words"),
     [
         ({"recipe": "mxfp8"}, "recipe mxfp8 .* has no kernels on hopper"),
-        ({"recipe": "fp8", "cluster": "a100-80gb"}, "on ampere .it has no recipe"),
+        ({"recipe": "fp8", "cluster": "a100-80gb"}, "on ampere .its recipes: none"),
         ({"recipe": "fp8", "system": "deepspeed"}, "no quantised linears are known of stack deep"),
         ({"recipe": "fp8", "precision": "fp16"}, "with precision fp16 is not modelled"),
         ({"recipe": "fp8", "frozen_layers": 4}, "with weights that do not train"),
@@ -141,7 +140,6 @@ def test_nvfp4_has_bytes_and_no_seconds() -> None:
     found = made(recipe="nvfp4", **BLACKWELL)
     assert "no published rate of products of recipe nvfp4" in found.untimed
     assert evaluate(found, found.base_plan).ranks[0].device_peak > 0
-    assert "nvfp4" not in generations()["hopper"]
 
 
 def test_a_tensor_with_one_scale_has_no_parts() -> None:
