@@ -11,15 +11,20 @@ from rematbench.host.errors import UserError
 from rematbench.inputs.layout import Layout
 from rematbench.inputs.system import System
 from rematbench.model import Model
-from rematbench.workload import NonNegativeInt, PositiveInt
+from rematbench.workload import NonNegativeInt, PositiveInt, Workload
 
 Fraction = Annotated[float, Meta(ge=0.0, le=1.0)]
 Phase = Literal["warmup", "steady", "cooldown"]
 Scope = Literal["consumer", "layer"]
-Schedule = Literal["gpipe", "1f1b", "interleaved_1f1b", "zb-h1", "zb-h2"]
+Schedule = Literal[
+    "gpipe", "1f1b", "interleaved_1f1b", "zb-h1", "zb-h2", "vocab-1", "vocab-2", "interlaced"
+]
 ZERO_BUBBLE: dict[Schedule, int] = {"zb-h1": 1, "zb-h2": 2}
 """The schedules with weight gradients apart: by how many passes more than the next rank a rank
 warms up, and by how many passes its weight gradients come earlier."""
+VOCABULARY: dict[Schedule, int] = {"vocab-1": 2, "vocab-2": 1, "interlaced": 0}
+"""The schedules of 1F1B in which all stages share the vocabulary, with the barriers of a
+micro-batch that run beside other passes (interlaced: the passes wait for each other)."""
 StateKind = Literal["parameter", "gradient", "optimizer"]
 
 Settings = Mapping[str, str | int | float | bool]
@@ -248,9 +253,11 @@ class MiniSequence(Struct, frozen=True, omit_defaults=True):
 
 class Pass(NamedTuple):
     """One pass of one chunk for one micro-batch on one rank.  `kind`: a forward (True), a backward
-    (False), or one half of a backward: the gradients of inputs ("B"), or those of weights ("W")."""
+    (False), or one half of a backward: the gradients of inputs ("B"), or those of weights ("W");
+    or a part of a vocabulary that all stages share: logits and softmax ("S"), or the gradient of
+    the weights behind them ("T")."""
 
-    kind: bool | Literal["B", "W"]
+    kind: bool | Literal["B", "W", "S", "T"]
     micro_batch: int
     chunk: int
 
@@ -258,6 +265,16 @@ class Pass(NamedTuple):
     def forward(self) -> bool:
         """Whether the pass is a forward."""
         return self.kind is True
+
+    @property
+    def backward(self) -> bool:
+        """Whether the pass is a backward, or its first half."""
+        return self.kind in (False, "B")
+
+    @property
+    def of_layers(self) -> bool:
+        """Whether the pass is of a chunk's layers, not of a vocabulary that stages share."""
+        return self.kind not in ("S", "T")
 
     @property
     def last(self) -> bool:
@@ -368,6 +385,7 @@ def passes_refusal(plan: Plan, layout: Layout, system: System, model: Model) -> 
     reasons = {
         "experts": model.experts is not None,
         "layers that predict more tokens": model.mtp_layers > 0,
+        "tensor parallelism without norms before": layout.tp > 1 and not model.pre_norm,
         "CUDA graphs": system.kernels.cuda_graphs,
         "parameters gathered per layer": gathers_by_layer(plan.state("parameter"), layout),
         "sharded gradients": gradient.shards > 1 or gradient.home == "host",
@@ -377,6 +395,25 @@ def passes_refusal(plan: Plan, layout: Layout, system: System, model: Model) -> 
     found = [name for name, holds in reasons.items() if holds]
     words = "weight gradients in passes of their own are not lowered with"
     return f"{words} {found[0]}" if found else ""
+
+
+def vocabulary_refusal(plan: Plan, layout: Layout, system: System, work: Workload) -> str:
+    """Why a vocabulary that all stages share is not lowered; empty if it is."""
+    if plan.schedule not in VOCABULARY:
+        return ""
+    model = work.model
+    reasons = {
+        "one stage": layout.pp == 1,
+        "several chunks on a rank": layout.vpp > 1,
+        "tensor or data parallelism": layout.tp > 1 or layout.has_peers,
+        "tied embeddings": model.tied_embeddings,
+        "layers that predict more tokens": model.mtp_layers > 0,
+        "weights that do not train": work.partly,
+        "states that come at the first step": system.states.late_state_bytes > 0,
+        "pieces of the head": any("loss" in run.ops for run in plan.mini_sequences),
+    }
+    found = [name for name, holds in reasons.items() if holds]
+    return f"a vocabulary over all stages is not lowered with {found[0]}" if found else ""
 
 
 def has_exact_pins(system: System, plan: Plan) -> bool:

@@ -12,10 +12,13 @@ from rematbench.costs.bind import CostModel
 from rematbench.costs.offload_estimate import PipelineOffloadEstimator, pipeline_offload_estimator
 from rematbench.costs.operators.adapters import Place, place_of, trained_table
 from rematbench.costs.operators.block import (
+    LayerKind,
+    SharedVocabulary,
     embedding_table,
     head_table,
     layer_table,
     prediction_table,
+    shared_vocabulary,
 )
 from rematbench.costs.operators.ops import Op, OpTable, rebuild_ops, without_weights
 from rematbench.costs.operators.quantised import quantised_table
@@ -36,7 +39,7 @@ from rematbench.inputs.precision import attention_problem, peak_flop_per_s, sink
 from rematbench.inputs.recipes import check_recipe, untimed
 from rematbench.inputs.stages import base_partition, prediction_rank
 from rematbench.inputs.system import AttentionBackend, StackChoice, System, TpOverlap
-from rematbench.plan import Plan, state_fates
+from rematbench.plan import VOCABULARY, Plan, state_fates
 from rematbench.workload import Workload
 
 AttentionKind = Literal["flash", "unfused"]
@@ -66,20 +69,6 @@ class Weight(NamedTuple):
 
 Evaluator = Callable[["Problem", Plan], Evaluation]
 Weigher = Callable[["Problem", Plan], Weight]
-
-
-class LayerKind(NamedTuple):
-    """A kind of layer: its attention window, whether it has one MLP, its place among what trains,
-    whether it predicts one more token, whether its linears are quantised, whether its weights are
-    those of an earlier layer, and whether it owns or borrows a table in place of an MLP."""
-
-    window: int
-    dense: bool
-    place: Place
-    predicts: bool
-    quantised: bool = False
-    borrows: bool = False
-    memory: str = ""
 
 
 @dataclass(frozen=True, eq=False)
@@ -267,6 +256,12 @@ class Problem:
         return trained_table(table, self.workload, self.system, place, self.layout.tp)
 
     @cached_property
+    def shared(self) -> SharedVocabulary:
+        """The parts of a vocabulary that all stages share."""
+        of = (self.workload, self.layout, self.system)
+        return shared_vocabulary(*of, self.embedding, self.head)
+
+    @cached_property
     def _kinds(self) -> tuple[LayerKind, ...]:
         """The kind of each layer."""
         model = self.workload.model
@@ -426,6 +421,10 @@ def trained_operators(problem: Problem, table: OpTable) -> list[Op]:
 def rank_parameters(problem: Problem, plan: Plan, rank: int, *, trained: bool = False) -> int:
     """Parameters of one rank after tensor and pipeline parallelism; `trained`: with a gradient."""
     tables = [problem.layer(index) for chunk in plan.partition[rank] for index in chunk]
+    if plan.schedule in VOCABULARY:
+        share, norm, positions = problem.shared
+        tables += [share, *([norm] * (rank == problem.layout.pp - 1))]
+        return sum(t.parameters for t in tables) + positions * (rank == 0)
     tables += [problem.embedding] if rank == 0 else []
     pp, (every, learnt) = problem.layout.pp, head_parameters(problem)
     heads = (rank == pp - 1) + sum((stage - 1) % pp == rank for stage in plan.cuts)

@@ -264,6 +264,6 @@ def layer_bytes_in_flight(problem: Problem, plan: Plan) -> int:
         whole[chunk] = sum(f.keep_bytes for (part, *_), f in fates.items() if part == "layer")
     live = peak = 0
     for item in order:
-        live += whole[item.chunk] if item.forward else -whole[item.chunk]
+        live += (item.forward - item.last) * whole[item.chunk]
         peak = max(peak, live)
     return peak

@@ -184,7 +184,7 @@ def resident_bytes(problem: Problem, plan: Plan) -> tuple[int, ...]:
         kept[key] = min(stays, kept.get(key, stays))
     found = []
     for rank, order in enumerate(rank_orders(plan, problem)):
-        live = accumulate((1 if p.forward else -1) * kept[rank, p.chunk] for p in order)
+        live = accumulate((p.forward - p.last) * kept[rank, p.chunk] for p in order)
         found.append(max(live, default=0))
     return tuple(found)
 

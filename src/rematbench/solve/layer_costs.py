@@ -40,6 +40,6 @@ def layers_in_flight(problem: Problem, plan: Plan, rank: int, chosen: Collection
     sizes = [len(set(layers) & set(chosen)) for layers in plan.partition[rank]]
     live = peak = 0
     for step in rank_orders(plan, problem)[rank]:
-        live += sizes[step.chunk] if step.forward else -sizes[step.chunk]
+        live += (step.forward - step.last) * sizes[step.chunk]
         peak = max(peak, live)
     return peak

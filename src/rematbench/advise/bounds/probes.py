@@ -46,7 +46,7 @@ from rematbench.engine.program.program import Program
 from rematbench.engine.simulate.seconds import ActionCosts
 from rematbench.evaluate.evaluator import same_plan
 from rematbench.inputs.layout import LayoutError
-from rematbench.plan import Phase, Plan, PlanError, Transfers, Unsupported
+from rematbench.plan import VOCABULARY, Phase, Plan, PlanError, Transfers, Unsupported
 from rematbench.plugins.kinds import changed_kinds, copies, leaves
 from rematbench.plugins.registry import Composition
 from rematbench.problem import Problem
@@ -373,6 +373,8 @@ class Prober:
             return Refused(str(error))
         if isinstance(plan, Unsupported):
             return Refused(plan.reason)
+        if plan.schedule in VOCABULARY:
+            return Refused("search has no bound of a vocabulary over all stages: use compare")
         fewest = sizes[0] - self.dense
         if fewest < (layers := _rhythm(plan.transfers)):
             return Refused(f"copies by layer have no rhythm yet after {fewest}", layers)

@@ -164,7 +164,7 @@ class LayerLists:
         live = [0] * len(self._ordered[rank])
         found: set[Counts] = set()
         for item in rank_orders(self.trials.job.base, self.problem)[rank]:
-            live[item.chunk] += 1 if item.forward else -1
+            live[item.chunk] += item.forward - item.last
             found.add(tuple(live))
 
         def less(one: Counts, other: Counts) -> bool:

@@ -1,16 +1,33 @@
 """The operator tables of a model on one rank: embedding, decoder layer, head with loss."""
 
+from typing import NamedTuple
+
 from msgspec.structs import replace
 
+from rematbench.costs.operators.adapters import Place
 from rematbench.costs.operators.builder import Builder
 from rematbench.costs.operators.experts import add_experts
 from rematbench.costs.operators.kernels import Elementwise, Kernel, Named
 from rematbench.costs.operators.latent import add_latent
 from rematbench.costs.operators.memory import add_memory
-from rematbench.costs.operators.ops import Comm, Op, OpTable, memory_kernel
+from rematbench.costs.operators.ops import Comm, Op, OpTable, memory_kernel, with_saved
 from rematbench.inputs.layout import Layout
 from rematbench.inputs.system import System
 from rematbench.workload import Experts, Workload
+
+
+class LayerKind(NamedTuple):
+    """A kind of layer: its attention window, whether it has one MLP, its place among what trains,
+    whether it predicts one more token, whether its linears are quantised, whether its weights are
+    those of an earlier layer, and whether it owns or borrows a table in place of an MLP."""
+
+    window: int
+    dense: bool
+    place: Place
+    predicts: bool
+    quantised: bool = False
+    borrows: bool = False
+    memory: str = ""
 
 
 def embedding_table(work: Workload, layout: Layout, system: System) -> OpTable:
@@ -292,6 +309,53 @@ def head_table(work: Workload, layout: Layout, system: System) -> OpTable:
     b.column("lm_head", x, {"logits": b.s.vocab}, bias=bias, width=work.model.embedding_width)
     _loss(b, "loss", "logits", _beside_loss(b))
     return b.table("head")
+
+
+class SharedVocabulary(NamedTuple):
+    """A vocabulary that all pipeline stages share: `share` has the operators of a stage's rows,
+    `norm` those of the head that stay on the last stage.  `positions`: parameters of the embedding
+    that stay on the first."""
+
+    share: OpTable
+    norm: OpTable
+    positions: int
+
+
+def shared_vocabulary(
+    work: Workload, layout: Layout, system: System, embedding: OpTable, head: OpTable
+) -> SharedVocabulary:
+    """The parts of the embedding and the head.  Source of the loss's traffic: torch operators of
+    sail-sg/VocabularyParallelism (megatron/core/tensor_parallel/vocab_output.py): a wide copy,
+    maximum, difference, exponential, sum and quotient by the stage's own sum, in place; behind the
+    barrier a factor for the sum of all stages, and the narrow copy."""
+    model, pp = work.model, layout.pp
+    rows = system.padded_vocab(model.vocab, layout.tp * pp) // pp
+    table = head_table(replace(work, model=replace(model, vocab=rows)), layout, system)
+    looked_up = memory_kernel(2 * embedding.activations["layer_input"].nbytes)
+    lookup = Op(
+        name="lookup",
+        inputs=(),
+        outputs=(),
+        forward=looked_up,
+        backward_weight=looked_up,
+        parameters=rows * model.hidden,
+    )
+    wide, narrow = (table.activations[name].nbytes for name in ("loss_saved", "logits"))
+    loss = replace(
+        table.op("loss"),
+        forward=(Elementwise(narrow + 9 * wide, 6),),
+        backward_input=(Elementwise(narrow + 3 * wide, 2),),
+    )
+    norm = head.op("final_norm")
+    names = (*norm.inputs, *norm.outputs, *norm.saves)
+    kept = {name: tensor for name, tensor in head.activations.items() if name in names}
+    alone = OpTable(part="head", ops=(norm,), activations=kept)
+    whole = system.padded_vocab(model.vocab, layout.tp) // layout.tp * model.hidden
+    return SharedVocabulary(
+        replace(table, ops=(lookup, table.op("lm_head"), loss)),
+        with_saved(alone, norm.outputs[:1]),
+        embedding.parameters - whole,
+    )
 
 
 def _loss(b: Builder, name: str, logits: str, beside: tuple[str, ...]) -> None:

@@ -26,7 +26,7 @@ that share sharded states of the same part of the same experts; `expert_replica`
 equal shards of these."""
 STREAMS_OF: dict[Group, str] = {
     **{"replica": "dp", "edp": "dp", "expert_replica": "dp"},
-    **{"etp": "ep", "ulysses": "cp", "columns": "tp"},
+    **{"etp": "ep", "ulysses": "cp", "columns": "tp", "pp": "dp"},
 }
 """The streams of groups that share the stream of another group."""
 Part = Literal["embedding", "layer", "head"]

@@ -26,6 +26,7 @@ from rematbench.engine.lowering.rank_steps import (
 )
 from rematbench.engine.lowering.repeated_layers import block_of
 from rematbench.engine.lowering.schedule import passes
+from rematbench.engine.lowering.shared_vocabulary import SharedVocabulary
 from rematbench.engine.lowering.states.emit_buckets import BucketReducer, buckets_of
 from rematbench.engine.lowering.states.emit_fetches import (
     MatrixGatherer,
@@ -57,7 +58,7 @@ from rematbench.engine.lowering.step_blocks import (
 from rematbench.engine.lowering.step_end import emit_step_end
 from rematbench.engine.program.program import Block, Program, RankProgram, Step
 from rematbench.engine.program.storage import COPIED_OUT, SENT, Slot, Storage
-from rematbench.plan import Pass, Plan, gathers_by_layer
+from rematbench.plan import VOCABULARY, Pass, Plan, gathers_by_layer
 from rematbench.problem import Problem, gathered_bytes, tied_on_one_rank
 
 
@@ -147,7 +148,10 @@ class _RankLowering:
         pieces, held, apart = plan.mini_sequences, plan.held, _apart(self.order)
         self.chunks = [
             ChunkOps.of(
-                problem, rank, c, layers, pieces, held, backward_next=c not in apart, cuts=plan.cuts
+                *(problem, rank, c, layers, pieces, held),
+                backward_next=c not in apart,
+                cuts=plan.cuts,
+                shares=plan.schedule in VOCABULARY,
             )
             for c, layers in enumerate(plan.partition[rank])
         ]
@@ -195,10 +199,11 @@ class _RankLowering:
         self.steps.append(Step(self.block_index[key], item.micro_batch, item.chunk))
 
     def _place(self, key: Key, build: Callable[[], Block]) -> None:
-        if key not in self.shared.blocks:
-            self.shared.blocks[key] = build()
+        own = (*key, self.rank) if key[0] == "vocabulary" else key  # it names the other ranks
+        if own not in self.shared.blocks:
+            self.shared.blocks[own] = build()
         self.block_index[key] = len(self.blocks)
-        self.blocks.append(self.shared.blocks[key])
+        self.blocks.append(self.shared.blocks[own])
 
     # -- facts that decide the order ----------------------------------------------------------
 
@@ -222,6 +227,7 @@ class _RankLowering:
             pairs=self.problem.ep_overlaps,
             sum_first=self.sums,
             update_last=self.ready is not None,
+            barriers=VOCABULARY.get(self.plan.schedule),
         )
 
     def _classes(self, windows: tuple[Window, ...]) -> tuple[tuple[PassKind, PassFacts], ...]:
@@ -279,6 +285,8 @@ class _RankLowering:
                 return self._backward_block(
                     chunk, cls.fates, reduce, beside=beside, updates=bool(last)
                 )
+            case ("vocabulary", str(what)):
+                return SharedVocabulary(self.problem, self.rank, self.plan.schedule).block(what)
             case ("B apart", int(number)):
                 chunk, cls = self.holders[number]
                 return self._half_block(chunk, cls.fates, None)

@@ -61,6 +61,7 @@ class StepFacts(NamedTuple):
     reduce_last: bool  # gradients are reduced in each chunk's last backward
     sum_first: bool  # each chunk's first backward allocates sums of gradients
     pairs: bool = False  # a backward and the forward after it overlap their exchanges
+    barriers: int | None = None  # of a vocabulary that all stages share
     update_last: bool = False  # pieces of states are updated from each chunk's last backward on
 
 
@@ -97,12 +98,13 @@ def _kinds(order: tuple[Pass, ...], windows: tuple[Window, ...]) -> dict[tuple[i
 
 def first_passes(order: tuple[Pass, ...], *, forward: bool) -> dict[int, Pass]:
     """Return the first forward, or the first backward, of each chunk."""
-    return {item.chunk: item for item in reversed(order) if item.forward is forward}
+    own = (item for item in reversed(order) if item.of_layers)
+    return {item.chunk: item for item in own if item.forward is forward}
 
 
 def last_backwards(order: tuple[Pass, ...]) -> dict[int, Pass]:
     """Return the last backward of each chunk, after which its gradients are complete."""
-    return {item.chunk: item for item in order if not item.forward}
+    return {item.chunk: item for item in order if item.of_layers and not item.forward}
 
 
 @lru_cache(maxsize=256)
@@ -145,6 +147,8 @@ class _Walk:
             elif item.kind == "W":
                 reduce = self.facts.reduce_last and item in self.final
                 self._add(("W", self.class_of[item[1:]].number, reduce), item)
+            elif not item.of_layers:
+                self._shared(item)
             else:
                 self._backward(item, position)
             for _, key, of in self.due.pop(position, ()):
@@ -170,7 +174,7 @@ class _Walk:
             where = (item.micro_batch, item.chunk)
             if item.forward:
                 forward_at[where] = index
-            if item.forward or item.kind == "W":
+            if not item.backward:
                 continue
             cls = self.class_of[where]
             if cls.leaves:
@@ -187,6 +191,8 @@ class _Walk:
         gather = facts.gather or (facts.gather_first and item in self.opening)
         beside = facts.pairs and position > 0 and not facts.order[position - 1].forward
         self._add(("F", number, gather, beside), item)
+        if facts.barriers is not None and ends.last:
+            self._add(("vocabulary", "send_x"), item)
         if leaves:
             if whole:
                 self._add(("D2H", number), item)
@@ -208,6 +214,8 @@ class _Walk:
         if leaves:
             self._release_copies(item)
         back = ends.back if item.kind is False else ends.input
+        if facts.barriers == 2:
+            self._add(("vocabulary", "sum_t"), item)
         if not ends.last and not ends.local:
             self._add(("recv_b", ends.output, *WIDE[ends.wide_out]), item)
         reduce = facts.reduce or (facts.reduce_last and item in self.final)
@@ -224,6 +232,14 @@ class _Walk:
             self._add(("free_f" if waits else "free_held", ends.output), item)
         if not ends.first and not ends.cut:
             self._send(item, position, ("send_b", "free_b"), (back, ends.wide_in))
+
+    def _shared(self, item: Pass) -> None:
+        """A pass of a vocabulary that all stages share, behind what it waits for."""
+        if item.kind == "S" and not self.facts.chunks[0].last:
+            self._add(("vocabulary", "recv_x"), item)
+        if item.kind == "T":
+            self._add(("vocabulary", "sum_s"), item)
+        self._add(("vocabulary", str(item.kind)), item)
 
     def _hold_send(self, item: Pass) -> None:
         """In the plan's phases, the copy that runs during this pass ends before its send starts."""

@@ -3,7 +3,7 @@ and zero-bubble schedules."""
 
 from functools import lru_cache
 
-from rematbench.plan import ZERO_BUBBLE, Pass, Phase, Schedule
+from rematbench.plan import VOCABULARY, ZERO_BUBBLE, Pass, Phase, Schedule
 
 
 @lru_cache(maxsize=512)
@@ -21,6 +21,11 @@ def passes(
     total = num_micro_batches * vpp
     if schedule in ZERO_BUBBLE:
         return _zero_bubble(ZERO_BUBBLE[schedule], rank, pp, total)
+    if schedule in VOCABULARY:
+        barriers = VOCABULARY[schedule]
+        if not barriers:
+            return _interlaced(rank, pp, total)
+        return _shared_vocabulary(barriers, rank, pp, total)
     if schedule == "interleaved_1f1b" and num_micro_batches != pp:
         return interleaved(rank, pp, vpp, num_micro_batches)
     warmup = min(pp - rank - 1, total) if schedule == "1f1b" else total
@@ -52,6 +57,49 @@ def _zero_bubble(step: int, rank: int, pp: int, total: int) -> tuple[Pass, ...]:
         if i >= lag:
             order.append(Pass("W", i - lag, 0))
     return (*order, *(Pass("W", i, 0) for i in range(max(0, total - lag), total)))
+
+
+def _shared_vocabulary(barriers: int, rank: int, pp: int, total: int) -> tuple[Pass, ...]:
+    """Return 1F1B with a vocabulary that all stages share (`shared_vocabulary`): a micro-batch's
+    backward comes as many periods after its logits as there are barriers, so rank r keeps pp - r +
+    barriers micro-batches.  All stages work on the same logits at one time: rank r's backward is pp
+    - 1 - r backwards, two thirds of so many periods, behind the last's."""
+    behind = pp - 1 - rank
+    after = behind % 3 > 0  # the logits come during a backward, which ends first
+    lag = (2 * behind + 2 * after) // 3
+    order = [Pass(True, i, 0) for i in range(min(pp - rank, total))]
+
+    def share(i: int) -> list[Pass]:
+        before = [Pass("T", i - 1, 0)] if 0 < i <= total else []
+        return [*before, Pass("S", i, 0)] if i < total else before
+
+    for i in range(barriers + lag):
+        order += share(i)
+        if i < barriers - 1 and pp - rank + i < total:
+            order.append(Pass(True, pp - rank + i, 0))
+    for i in range(total):
+        forward = pp - rank + barriers - 1 + i
+        order += [Pass(True, forward, 0)] * (forward < total)
+        shared, backward = share(i + barriers + lag), [Pass(False, i, 0)]
+        order += [*backward, *shared] if after else [*shared, *backward]
+    return tuple(order)
+
+
+def _interlaced(rank: int, pp: int, total: int) -> tuple[Pass, ...]:
+    """Return the interlaced pipeline (nnScaler, Lin et al. 2024): all stages compute the logits and
+    their gradients of a micro-batch at one time, and between two such passes each stage runs a
+    forward and a backward, of two neighbours in another order.  A micro-batch goes down two stages
+    and up one between two passes, so rank 0 keeps 1.5 pp."""
+    last = (pp - 1) // 2
+    down, up = rank // 2, last + pp - rank
+    order: list[Pass] = []
+    for turn in range(total + last + pp + 1):
+        i = turn - 1 - last
+        order += [Pass("S", i, 0), Pass("T", i, 0)] * (0 <= i < total)
+        forward = [Pass(True, turn - down, 0)] * (0 <= turn - down < total)
+        backward = [Pass(False, turn - up, 0)] * (0 <= turn - up < total)
+        order += [*backward, *forward] if rank % 2 else [*forward, *backward]
+    return tuple(order)
 
 
 def grouped(rank: int, pp: int, vpp: int, group: int, num_micro_batches: int) -> tuple[Pass, ...]:
@@ -96,13 +144,13 @@ def phases(order: tuple[Pass, ...]) -> dict[tuple[int, int], Phase]:
     """Return the phase of each (micro-batch, chunk).  Warmup: its forward precedes the rank's first
     backward (except the forward directly before that backward).  Cooldown: its backward follows the
     backward of the last forward.  Otherwise: steady."""
-    first_backward = next((i for i, p in enumerate(order) if not p.forward), len(order))
+    first_backward = next((i for i, p in enumerate(order) if p.backward), len(order))
     last_forward = max((i for i, p in enumerate(order) if p.forward), default=-1)
     phase: dict[tuple[int, int], Phase] = {}
     for i, step in enumerate(order):
         where = (step.micro_batch, step.chunk)
         if step.forward:
             phase[where] = "warmup" if i < first_backward - 1 else "steady"
-        elif step.kind != "W" and i > last_forward + 1 and phase[where] == "steady":
+        elif step.backward and i > last_forward + 1 and phase[where] == "steady":
             phase[where] = "cooldown"
     return phase

@@ -41,10 +41,12 @@ def tied_recv_block(nbytes: int) -> Block:
     return Block("tied_recv", (recv, *w.actions))
 
 
-def recv_block(tensor: Activation, storage: Storage, *, forward: bool) -> Block:
+def recv_block(
+    tensor: Activation, storage: Storage, *, forward: bool, direction: str = ""
+) -> Block:
     """Receive a boundary activation (or its gradient) into new memory.  The event is its
-    arrival."""
-    direction = "f" if forward else "b"
+    arrival.  `direction`: of another message than those between neighbours."""
+    direction = direction or ("f" if forward else "b")
     action = Action(
         kind=Kind.RECV,
         stream="pp_recv",

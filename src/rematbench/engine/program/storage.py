@@ -234,10 +234,14 @@ class Event(Named, frozen=True, eq=False, gc=False):
         return local_event(self.number + by) if self.is_local else self
 
 
+ARRIVED = "recv_"
+
+
 @_one_object
 def event_of(text: str) -> Event:
     """Return the event of a (micro-batch, chunk) with this name; see `Event`."""
-    return Event(text, -1, _MESSAGES.get(text, ""), is_local=False)
+    message = text.removeprefix(ARRIVED) if text.startswith(ARRIVED) else ""
+    return Event(text, -1, message, is_local=False)
 
 
 @_one_object
@@ -246,12 +250,20 @@ def local_event(number: int) -> Event:
     return Event(f"e{number}", number, "", is_local=True)
 
 
-_MESSAGES = {f"recv_{direction}": direction for direction in "fbe"}
-RECEIVED = {direction: event_of(text) for text, direction in _MESSAGES.items()}
-SENT = {direction: event_of(f"sent_{direction}") for direction in "fbe"}
-"""The arrival and the end of a message: forward, backward, of a tied embedding's gradient."""
+def received(message: str) -> Event:
+    """Return the arrival of a message: forward, backward, of a tied embedding's gradient, of the
+    last stage's output (x), or the end of another stage's part of a vocabulary (s, t and the
+    stage)."""
+    return event_of(f"{ARRIVED}{message}")
+
+
+RECEIVED = {direction: received(direction) for direction in "fbex"}
+SENT = {direction: event_of(f"sent_{direction}") for direction in "fbex"}
+"""The arrival and the end of a message; see `received`."""
 ENDED = {"f": event_of("f_end"), "b": event_of("b_end")}
 """The end of a forward and of a backward."""
+SHARED_OUT = event_of("vocabulary")
+"""The end of the sum of the output's gradient, where all stages share the vocabulary."""
 COPIED_OUT, COPIED_IN, REDUCED = event_of("d2h"), event_of("h2d"), event_of("reduced")
 """The end of the copies of activations to the host and back, and of the reduction of gradients."""
 

@@ -100,6 +100,10 @@ APART = 1 << 20
 pipeline."""
 
 
+OF_VOCABULARY = "xst"
+"""Messages between any two stages that share a vocabulary: the output, and the ends of parts."""
+
+
 def pass_number(micro_batch: int, chunk: int, pp: int) -> int:
     """Return the number of a (micro-batch, chunk): the chunk's virtual stage on rank 0, plus APART
     for each micro-batch."""
@@ -125,6 +129,9 @@ class Clock:
         """Return the message whose arrival is the event of a RECV."""
         if event.message == "e":
             return 0, -1 - (sum(self.embedding) - self.rank)
+        if event.message[0] in OF_VOCABULARY:
+            sender = int(event.message[1:] or self.pp - 1)
+            return self._of_vocabulary(event.message[0], sender, self.rank)
         return 2, 2 * self.rank + (event.message == "b")
 
     def outgoing(self, op: str) -> MessageNumber:
@@ -132,7 +139,13 @@ class Clock:
         or, for a token embedding, from this rank to the other rank that has it."""
         if op == "tied":
             return 0, -1 - self.rank
+        if op[0] in OF_VOCABULARY:
+            return self._of_vocabulary(op[0], self.rank, int(op[1:]))
         return (2, 2 * self.rank + 2) if op == "f" else (2, 2 * self.rank - 1)
+
+    def _of_vocabulary(self, kind: str, sender: int, receiver: int) -> MessageNumber:
+        pairs = OF_VOCABULARY.index(kind) * self.pp + sender
+        return 2, APART + pairs * self.pp + receiver
 
 
 def _named(message: int) -> tuple[str, int, int]:

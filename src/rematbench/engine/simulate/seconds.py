@@ -25,7 +25,13 @@ from rematbench.engine.program.action import (
 from rematbench.engine.program.program import Program
 from rematbench.engine.simulate.beside import Exposed, exposed_shares
 from rematbench.engine.simulate.copy_contention import PieceTraffic, copy_traffic, piece_traffic
-from rematbench.engine.simulate.op_level import NO_TIME, ORDERING, RankedSeconds, Timing
+from rematbench.engine.simulate.op_level import (
+    NO_TIME,
+    OF_VOCABULARY,
+    ORDERING,
+    RankedSeconds,
+    Timing,
+)
 from rematbench.problem import Problem
 
 DIRECTION: dict[Kind, Direction] = {
@@ -221,13 +227,19 @@ class ActionCosts:
         key = (part, action.variant, action.op)
         if key not in self._ops:
             problem = self.problem
-            tables = {"E": problem.embedding, "H": problem.head}
-            table = tables[part] if part in tables else problem.layer_kinds[action.variant]
+            if part == "V":
+                table = problem.shared.share
+            else:
+                tables = {"E": problem.embedding, "H": problem.head}
+                table = tables[part] if part in tables else problem.layer_kinds[action.variant]
             self._ops[key] = table.op(action.op)
         return self._ops[key]
 
     def _send_s(self, action: Action, rank: int) -> float:
         pp, ends = self.problem.layout.pp, self.problem.embedding_ranks or (0, 0)
+        if action.op[0] in OF_VOCABULARY:
+            other = int(action.op[1:])
+            return self.cost.p2p_s(action.nbytes, rank, other) if action.nbytes else 0.0
         peer = {"f": rank + 1, "b": rank - 1, "tied": sum(ends) - rank}[action.op]
         shared = action.op != "tied" and not self.problem.layout.sp
         return self.cost.p2p_s(action.nbytes, rank, peer % pp, replicated=shared)

@@ -42,7 +42,7 @@ from rematbench.inputs.load import (
 from rematbench.inputs.stages import partition_of_sizes, stages_of, stages_text
 from rematbench.inputs.system import StackChoice, System, ZeroStage, with_facts
 from rematbench.plan import Unsupported
-from rematbench.plugins.registry import MethodError, Registry, Value
+from rematbench.plugins.registry import IDENTITY, MethodError, Registry, Value
 from rematbench.problem import Problem
 from rematbench.solve.recompute_modules import MODULES
 from rematbench.workload import GATED, Experts, Latent, Model, Work
@@ -120,6 +120,10 @@ def read_case(row: Row, registry: Registry) -> PublishedCase:
     system = _system(row, words.stack)
     layout = _layout(row, system, words.job.pop("instances", 1))
     method, settings = _policy(row, registry)
+    if shared := words.job.pop("vocabulary", ""):
+        if method != IDENTITY:
+            raise RowError("unsupported", f"{shared} with {method} is not predicted from rows")
+        method, settings = "vocabulary_parallel", {"schedule": shared}
     if system.kernels.compiled and "held" in settings:
         settings = {key: value for key, value in settings.items() if key != "held"}
     cluster = words.job.pop("cluster", text(row, "cluster"))
@@ -132,7 +136,8 @@ def read_case(row: Row, registry: Registry) -> PublishedCase:
     model, assumed = _model(row, words.model)
     if model.experts and "forced" not in text(row, "router"):
         assumed = "; ".join(filter(None, (assumed, "experts balanced")))
-    stages = _stages(row, model.num_layers, layout, words.job.pop("ends", 0))
+    moved = whole(row, "layers_of_last_stage") if words.job.pop("moved", 0) else None
+    stages = _stages(row, model.num_layers, layout, words.job.pop("ends", 0), moved)
     return PublishedCase.at(
         replace(layout, stages=stages),
         model=model,
@@ -395,11 +400,16 @@ def _layout(row: Row, system: System, instances: int) -> Layout:
     return Layout(**{**given, "zero_stage": stage})
 
 
-def _stages(row: Row, layers: int, layout: Layout, ends: int) -> str:
+def _stages(row: Row, layers: int, layout: Layout, ends: int, last: int | None) -> str:
     """The stages of a row whose layout says more than their number, as text.  `ends`: the layers by
-    which the first and the last chunk are smaller than the others."""
+    which the first and the last chunk are smaller than the others.  `last`: layers of the last
+    stage (Megatron's decoder-last-pipeline-num-layers); of the others the last have one more, where
+    the rest does not divide."""
     cells = text(row, "partition").split(",")
-    if cells != [""]:
+    if last is not None:
+        each, more = divmod(layers - last, layout.pp - 1)
+        sizes = [each + (stage >= layout.pp - 1 - more) for stage in range(layout.pp - 1)] + [last]
+    elif cells != [""]:
         sizes = [int(word) if word.strip().isdigit() else -1 for word in cells]
     else:
         size, rest = divmod(layers + 2 * ends, layout.num_chunks)

@@ -16,6 +16,7 @@ from typing import NamedTuple, cast
 from msgspec import Struct
 from msgspec.structs import replace
 
+from rematbench.costs.operators.block import LayerKind
 from rematbench.costs.operators.ops import Activation, Op, OpTable, Part
 from rematbench.engine.lowering.lower import lower
 from rematbench.engine.program.program import RankProgram
@@ -30,7 +31,7 @@ from rematbench.inputs.system import with_facts
 from rematbench.plan import Plan, Unsupported
 from rematbench.plugins.discover import load_baseline
 from rematbench.plugins.registry import Composition, Method
-from rematbench.problem import Evaluator, LayerKind, Problem
+from rematbench.problem import Evaluator, Problem
 from rematbench.worlds.packages.process import baselines
 
 

@@ -103,7 +103,7 @@ class ChunkEnds(NamedTuple):
 class ChunkOps:
     """A chunk of a stage: its units, the storage of each activation, and its boundary."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  # facts of a plan, each with its default
         self,
         problem: Problem,
         stage: int,
@@ -114,8 +114,10 @@ class ChunkOps:
         *,
         backward_next: bool = False,
         cuts: tuple[int, ...] = (),
+        shares: bool = False,
     ) -> None:
         self.mini_sequences, self.held, self.cuts = mini_sequences, held, cuts
+        self.shares = shares
         pp, vpp = problem.layout.pp, problem.layout.vpp
         self.problem, self.stage, self.chunk, self.layers = problem, stage, chunk, layers
         self.backward_next = backward_next  # each forward is followed by its own backward
@@ -142,10 +144,14 @@ class ChunkOps:
             head = without_activation(problem.head, "logits_held") if pieces else problem.head
             self._logits = not pieces
             which = -2 - virtual if self.local else -1
-            self.units.append(Unit(HEAD, head, 0, which, *head_parameters(problem)))
+            counts = head_parameters(problem)
+            if shares:  # the vocabulary has passes of its own
+                head = problem.shared.norm
+                counts = head.parameters, head.trained
+            self.units.append(Unit(HEAD, head, 0, which, *counts))
 
     @classmethod
-    def of(
+    def of(  # noqa: PLR0913  # as above
         cls,
         problem: Problem,
         stage: int,
@@ -156,12 +162,16 @@ class ChunkOps:
         *,
         backward_next: bool = False,
         cuts: tuple[int, ...] = (),
+        shares: bool = False,
     ) -> "ChunkOps":
-        """Return the chunk, which all plans of the problem share."""
-        key = (stage, chunk, layers, mini_sequences, held, backward_next, cuts)
+        """Return the chunk, which all plans of the problem share.  `shares`: its rank has a share
+        of the vocabulary, in passes of their own."""
+        what = (stage, chunk, layers, mini_sequences, held)
+        key = (*what, backward_next, cuts, shares)
         found = problem.chunks.get(key)
         if not isinstance(found, cls):
-            found = cls(_weak(problem), *key[:5], backward_next=backward_next, cuts=cuts)
+            weak = _weak(problem)
+            found = cls(weak, *what, backward_next=backward_next, cuts=cuts, shares=shares)
             problem.chunks[key] = found
         return found
 
@@ -169,8 +179,9 @@ class ChunkOps:
         """Return the chunk with only the layers at the given places."""
         layers = tuple([self.layers[place] for place in places])
         pieces, held = self.mini_sequences, self.held
-        where, after = (self.problem, self.stage, self.chunk), self.backward_next
-        return ChunkOps.of(*where, layers, pieces, held, backward_next=after, cuts=self.cuts)
+        what = (self.problem, self.stage, self.chunk, layers, pieces, held)
+        after, cuts = self.backward_next, self.cuts
+        return ChunkOps.of(*what, backward_next=after, cuts=cuts, shares=self.shares)
 
     @property
     def where(self) -> ChunkPlace:
@@ -181,7 +192,7 @@ class ChunkOps:
     def shape(self) -> tuple[object, ...]:
         """The facts that determine the chunk's blocks.  Chunks of equal shape have equal blocks."""
         units = tuple((u.prefix, u.variant) for u in self.units)
-        return (self.first, self.last, self.backward_next, units, self.cut, self.local)
+        return (self.first, self.last, self.backward_next, self.shares, units, self.cut, self.local)
 
     @property
     def input(self) -> Storage:
@@ -267,7 +278,7 @@ class ChunkOps:
         windows = any(rule.select.micro_batches is not None for rule in rules)
         when = (phase if phased(rules) else "", micro_batch if windows else 0)
         again = self.mini_sequences if self._computes_again else ()
-        ends = self._logits, self.local
+        ends = self._logits, self.local, self.shares
         key = (self.stage, self.chunk, self.layers, self.held, *ends, rules, when, again)
         found = known.get(key)
         if found is None:

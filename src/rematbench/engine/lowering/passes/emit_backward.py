@@ -27,6 +27,8 @@ from rematbench.engine.program.storage import (
     ENDED,
     NO_PART,
     RECEIVED,
+    SENT,
+    SHARED_OUT,
     Event,
     Role,
     Storage,
@@ -206,6 +208,12 @@ class BackwardEmitter:
             gradient = chunk.output.gradient
             self.grads[chunk.output] = gradient
             self.arrivals.add(gradient)
+        elif chunk.shares:
+            w.wait(COMPUTE, SHARED_OUT)
+            w.wait(COMPUTE, SENT["x"])
+            output = chunk.storage(chunk.units[-1], "final_norm_out")
+            self.grads[output] = output.gradient
+            self.arrivals.add(output.gradient)
 
     # -- gradients ------------------------------------------------------------------------------
 
