@@ -187,7 +187,7 @@ class Problem:
         """Whether experts' exchanges run beside the compute of another micro-batch, where a forward
         follows a backward."""
         exchanges = self.layout.ep > 1 and self.system.experts.ep_overlap != "none"
-        return exchanges and not self.system.kernels.launch_blocking
+        return exchanges and not self.system.host.launch_blocking
 
     @cached_property
     def non_torch_bytes(self) -> int:

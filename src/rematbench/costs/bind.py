@@ -318,7 +318,7 @@ class CostModel(KernelCosts):
         NCCL's kernels take SMs and HBM rate from compute.  The factor is 1 for point-to-point
         transfers and copies, which run on copy engines, and if launches block, so that nothing
         overlaps."""
-        if self.system.kernels.launch_blocking:
+        if self.system.host.launch_blocking:
             return 1.0
         tp_stall, dp_stall = self.stack.tp_stall, self.stack.dp_stall
         stalls = {"tp": tp_stall, "cp": tp_stall, "ep": tp_stall, "dp": dp_stall}

@@ -207,9 +207,6 @@ class Kernels(Part, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """If true, each layer's forward and each layer's backward is a captured CUDA graph that the
     host issues with one launch (Megatron-core's cuda_graph_impl local); embedding and head are not
     captured."""
-    launch_blocking: bool = False
-    """If true, the host waits for the end of each kernel, collective and copy before it issues the
-    next (CUDA_LAUNCH_BLOCKING=1), so that nothing overlaps on a rank."""
     tf32: bool = False
     """If true, fp32 matrix products run in TF32 (torch: set_float32_matmul_precision; its default,
     highest, is full fp32)."""
@@ -285,7 +282,7 @@ class Zero(Part, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Host(Part, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """States in host memory, and copies from and to it."""
+    """States in host memory, copies from and to it, and what the host waits for."""
 
     optimizer_on_host: bool = False
     """If true, the optimizer states are in host memory unless a run says otherwise."""
@@ -315,6 +312,9 @@ class Host(Part, frozen=True, kw_only=True, forbid_unknown_fields=True):
     blocking_copies: bool = False
     """If true, the host waits for the end of each copy of activations between device and host (a
     copy from or to memory that is not pinned, or `Tensor.cpu()`); copies of states do not block."""
+    launch_blocking: bool = False
+    """If true, the host waits for the end of each kernel, collective and copy before it issues the
+    next (CUDA_LAUNCH_BLOCKING=1), so that nothing overlaps on a rank."""
 
 
 class ExpertExchange(Part, frozen=True, kw_only=True, forbid_unknown_fields=True):
