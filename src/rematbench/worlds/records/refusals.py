@@ -93,7 +93,9 @@ def _refused_of_adapters(problem: Problem) -> dict[str, bool]:
         "weights that do not train, other than with low-rank adapters": others,
         f"frozen weights in {work.base_dtype}": work.base_dtype != "stack",
         f"what trains in {work.trained_dtype}": work.trained_dtype != "stack",
-        "adapters over data-parallel ranks": work.partly and lay.has_peers,
+        f"adapters with ZeRO {lay.zero_stage}": work.partly
+        and lay.has_peers
+        and lay.zero_stage > 1,
         "adapters over tensor-parallel ranks": work.partly and lay.tp > 1,
         "adapters of models with experts": work.partly and work.model.experts is not None,
         f"the optimizer {problem.stack_choice.optimizer_kind}": problem.stack_choice.optimizer_kind

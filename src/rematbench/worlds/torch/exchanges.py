@@ -324,7 +324,7 @@ class Exchanges:
         parameters = self._sharing(action, chunk, prefixes)
 
         def work() -> None:
-            for parameter in parameters:
+            for parameter in (one for one in parameters if one.spec.trained):
                 group.all_gather(parameter.flat, parameter.flat[parameter.start : parameter.stop])
 
         self.streams.run(action.stream, work)
