@@ -110,7 +110,7 @@ def attention(call: Call) -> Tensors:
     q = _heads(call, call.tensors["q"], shape.heads)
     k, v = _whole_kv(call, "k"), _whole_kv(call, "v")
     pairs = sum((b.q1 - b.q0) * (b.k1 - b.k0) / (1 + b.causal)
-                for g in attn.blocks(shape.rows, model.slices) for b in g)  # fmt: skip
+                for g in attn.blocks(q.shape[2], model.slices, k.shape[2]) for b in g)  # fmt: skip
     model.flop += 2.0 * pairs * shape.heads * (shape.head_dim + shape.v_dim) * shape.batch
     if "attn_probs" in call.op.outputs:
         probs = attn.probabilities(q, k)
@@ -145,23 +145,23 @@ def attention_backward(call: Call) -> Tensors:
 
 def embedding(call: Call) -> Tensors:
     model = call.model
-    ids = model.batches[call.span.micro_batch].ids
+    ids = call.rows(model.batches[call.span.micro_batch].ids)
     table = call.parameter("embedding").value
     out = arithmetic.embed(ids, table, model.vocab_start, whole=model.problem.layout.tp == 1)
     if model.kind.position == "learned" and model.tp_rank == 0:  # by one rank of the group
-        out = out + call.parameter("position").value[model.where]
+        out = out + call.parameter("position").value[call.rows(model.where)]
     return {"layer_input": out}
 
 
 def embedding_weight(call: Call) -> None:
     model = call.model
-    ids = model.batches[call.span.micro_batch].ids
+    ids = call.rows(model.batches[call.span.micro_batch].ids)
     total = call.parameter("embedding").grad
     whole = model.problem.layout.tp == 1
     arithmetic.embed_backward(total, call.grads[0], ids, model.vocab_start, whole=whole)
     if model.kind.position == "learned":
         total = call.parameter("position").grad
-        total.index_add_(0, model.where, call.grads[0].to(total.dtype))
+        total.index_add_(0, call.rows(model.where), call.grads[0].to(total.dtype))
 
 
 def loss(call: Call) -> Tensors:
