@@ -15,14 +15,18 @@ from rematbench.engine.program.ledger import issue_order, live_bytes
 from rematbench.engine.program.program import Program
 from rematbench.engine.simulate.op_level import simulate
 from rematbench.evaluate.evaluation import evaluate
+from rematbench.evaluate.problems import make_problem
 from rematbench.evaluate.proof import CheckError, check
+from rematbench.evidence.published.words import committed
+from rematbench.inputs.job import Job
+from rematbench.inputs.load import load_model
 from rematbench.inputs.shapes import causal_pairs
 from rematbench.plan import Plan, PlanError, Select
 from rematbench.problem import Problem
 from rematbench.solve.slices import equal_work, least_time
 from rematbench.worlds.records.record import plan_hash
 from tests.engine.twin.interpreter import interpret
-from tests.problems import BALANCED, FULL, GPT, LLAMA, half, layers, problem, remade
+from tests.problems import BALANCED, FULL, GPT, LLAMA, all_methods, half, layers, problem, remade
 
 
 def cut(given: Problem, *slices: int, schedule: Any = "1f1b") -> Plan:
@@ -186,3 +190,43 @@ def test_what_slices_do_not_go_with_is_named(
     given = problem(model=layers(4), global_batch=4, **changes)
     with pytest.raises(PlanError, match=words):
         lower(replace(given.base_plan, slices=slices), given)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("gpus", "hidden", "tp", "pp", "lengths"),
+    [(8, 2560, 1, 8, (16384, 24576, 32768)), (32, 4096, 8, 4, (32768, 65536, 131072))],
+)
+def test_schedules_of_published_cells(
+    gpus: int, hidden: int, tp: int, pp: int, lengths: tuple[int, ...]
+) -> None:
+    """Seq1F1B's figure of memory prints no layout; at the layout whose bytes are nearest, plain,
+    interleaved and sliced schedules come in the published order, and run out of memory where they
+    did."""
+    rows = [
+        row
+        for row in committed("pipeline_slices.csv")
+        if row["gpus"] == str(gpus)
+        and "figure" in row["source"]
+        and "seq1f1b-" not in row["schedule"]
+    ]
+    shape: dict[str, Any] = {"num_layers": 32, "hidden": hidden, "num_heads": 32}
+    shape |= {"num_kv_heads": 32, "head_dim": hidden // 32, "ffn": 4 * hidden}
+    model = replace(load_model("gpt-1.3b"), name="published", **shape)
+    for seq_len in lengths:
+        found: dict[str, tuple[float, float]] = {}
+        for row in (one for one in rows if one["seq_len"] == str(seq_len)):
+            spec = Job(
+                model=model, cluster="a100-80gb", system="megatron-lm", attention="fa2",
+                seq_len=seq_len, gpus=gpus, global_batch=8, micro_batch=1, tp=tp, pp=pp, sp=tp > 1,
+                vpp=1 + row["schedule"].endswith("interleaved"),
+            )  # fmt: skip
+            given = make_problem(spec)
+            method = "seq1f1b" if row["schedule"] == "seq1f1b" else "keep_all"
+            plan = all_methods().resolve(method).plan(given)
+            assert isinstance(plan, Plan)
+            ours = max(evaluate(given, plan).peak_device_bytes)
+            assert (ours <= given.usable_bytes) == (row["status"] == "ok")
+            found[row["schedule"]] = (float(row["peak_gb"] or "inf"), ours)
+        both = [found[name] for name in ("seq1f1b", "1f1b", "1f1b-interleaved")]
+        assert both == sorted(both)
