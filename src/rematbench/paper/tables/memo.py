@@ -1,4 +1,4 @@
-"""Tables of MEMO: alpha over the sequence length, longest sequences, averages, fragmentation."""
+"""Tables of MEMO: longest sequences, fragmentation."""
 
 from pathlib import Path
 
@@ -7,9 +7,7 @@ from rematbench.paper.sheet.table import (
     Column,
     Table,
     columns,
-    fixed,
     gib,
-    percent,
     signed_percent,
     whole,
 )
@@ -18,11 +16,8 @@ from rematbench.paper.studies.declarations import load_claims
 from rematbench.paper.studies.rows import (
     METHOD,
     SIMULATED,
-    STEP,
-    VERDICT,
     WORKLOAD,
     PublishedNumbers,
-    best,
     number_of,
     of,
     published_number,
@@ -32,46 +27,14 @@ from rematbench.paper.studies.rows import (
 
 INPUTS = {"answers": "results/paper/studies/memo.json", "published": "results/published/claims.csv"}
 READS = ("config/claims.yaml",)
-TABLES = ("memo_average", "memo_fragmentation", "memo_lengths", "memo_longest")
+TABLES = ("memo_fragmentation", "memo_longest")
 
 
 def build(answers: Path, published: Path) -> list[Table]:
     """All tables of the study."""
     found = load_answers([answers])
     numbers = published_numbers(read_sheet(published), load_claims())
-    return [
-        memo_lengths(found),
-        memo_longest(found, numbers),
-        memo_average(found),
-        fragmentation_table(found),
-    ]
-
-
-def memo_lengths(answers: list[StudyAnswer]) -> Table:
-    """alpha, the binding limit, host bytes and both MFUs by sequence length, for 7B on 8 A800."""
-    runs = [a for a in of(answers, "run") if "average" not in a.workload]
-    return Table(
-        name="memo_lengths",
-        title="MEMO: 7B on eight A800 over the sequence length (tp 8)",
-        columns=(
-            WORKLOAD,
-            METHOD,
-            VERDICT,
-            Column("plan.alpha", "alpha", fixed(3)),
-            Column("plan.alpha_bandwidth", "alpha by PCIe", fixed(2)),
-            Column("plan.alpha_host", "alpha by host", fixed(2)),
-            Column("plan.bound", "binds"),
-            *columns("host_node_bytes"),
-            STEP,
-            *columns("mfu_causal mfu_dense peak_device_bytes reserved_bytes"),
-            Column("reason", "short of"),
-        ),
-        rows=tuple(line(answer) for answer in runs),
-        note=SIMULATED
-        + "Published at 1,024K: 52.30 % MFU; the paper does not define it. Dense counts all of "
-        "attention, causal counts half. An alpha above 1 is not a limit. memo+mst computes "
-        "the LM head in pieces; without that, fp32 logits of 1M tokens do not fit our stack.",
-    )
+    return [memo_longest(found, numbers), fragmentation_table(found)]
 
 
 def memo_longest(answers: list[StudyAnswer], numbers: PublishedNumbers) -> Table:
@@ -99,47 +62,6 @@ def memo_longest(answers: list[StudyAnswer], numbers: PublishedNumbers) -> Table
     )
 
 
-def memo_average(answers: list[StudyAnswer]) -> Table:
-    """The ratio of MEMO's MFU to its baselines' MFU on our own grid, each system at its best
-    layout."""
-    runs = [a for a in of(answers, "run") if "average" in a.workload]
-    rows = []
-    names = [n for n in dict.fromkeys(a.workload for a in runs) if not n.endswith("-deepspeed")]
-    for name in names:
-        memo = best(runs, name, ("memo",))
-        megatron = best(runs, name, ("full recompute",))
-        deepspeed = best(runs, f"{name}-deepspeed", ("full recompute",))
-        own, first, second = (number_of(a, "mfu_causal") for a in (memo, megatron, deepspeed))
-        rows.append(
-            {
-                "workload": name.removesuffix("-average"),
-                "layout": memo.layout if memo else "none fits",
-                "memo": own,
-                "megatron": first,
-                "deepspeed": second,
-                "over_megatron": ratio(own, first),
-                "over_deepspeed": ratio(own, second),
-            }
-        )
-    return Table(
-        name="memo_average",
-        title="MEMO: MFU against its baselines on a grid of ours",
-        columns=(
-            WORKLOAD,
-            Column("layout", "MEMO's layout"),
-            Column("memo", "MEMO, MFU causal %", percent),
-            Column("megatron", "Megatron-LM, MFU causal %", percent),
-            Column("deepspeed", "DeepSpeed, MFU causal %", percent),
-            Column("over_megatron", "over Megatron-LM", fixed(2)),
-            Column("over_deepspeed", "over DeepSpeed", fixed(2)),
-        ),
-        rows=tuple(rows),
-        note=SIMULATED
-        + "The baselines use full recomputation. Published averages, on a grid that we could not "
-        "read: 1.97x and 1.80x (v3), 2.42x and 2.26x (v1).",
-    )
-
-
 def fragmentation_table(answers: list[StudyAnswer]) -> Table:
     """Bytes of a caching allocator compared with the static plan, for MEMO and its baselines."""
     rows = []
@@ -159,7 +81,7 @@ def fragmentation_table(answers: list[StudyAnswer]) -> Table:
         columns=(
             WORKLOAD,
             METHOD,
-            VERDICT,
+            Column("status", "verdict"),
             Column("live_bytes", "alive at the peak GiB", gib),
             Column("planned_bytes", "planned GiB", gib),
             Column("plan_waste", "planned over alive %", signed_percent),

@@ -1,15 +1,14 @@
-"""Tables of MsT: longest sequences, the memory ladder, bytes of operators, throughput."""
+"""The table of MsT: longest sequences."""
 
 from pathlib import Path
 
 from rematbench.evidence.published.sheets import read_sheet
-from rematbench.paper.sheet.table import Column, Show, Table, columns, fixed, gib, whole
+from rematbench.paper.sheet.table import Column, Table, columns, fixed, whole
 from rematbench.paper.studies.answers import StudyAnswer, line, load_answers
 from rematbench.paper.studies.declarations import load_claims
 from rematbench.paper.studies.rows import (
     METHOD,
     SIMULATED,
-    VERDICT,
     WORKLOAD,
     PublishedNumbers,
     number_of,
@@ -21,15 +20,15 @@ from rematbench.paper.studies.rows import (
 
 INPUTS = {"answers": "results/paper/studies/mst.json", "published": "results/published/claims.csv"}
 READS = ("config/claims.yaml",)
-TABLES = ("mst_longest", "mst_memory")
+TABLES = ("mst_longest",)
 EARLY = ", early update"
 
 
-def build(answers: Path, published: Path) -> list[Table]:
-    """All tables of the study."""
+def build(answers: Path, published: Path) -> Table:
+    """The table of the study."""
     found = load_answers([answers])
     numbers = published_numbers(read_sheet(published), load_claims())
-    return [mst_longest(found, numbers), mst_memory(found, numbers)]
+    return mst_longest(found, numbers)
 
 
 def mst_longest(answers: list[StudyAnswer], numbers: PublishedNumbers) -> Table:
@@ -73,45 +72,4 @@ def mst_longest(answers: list[StudyAnswer], numbers: PublishedNumbers) -> Table:
         + "Early update means an optimizer in the backward; ratios compare two rows with it or "
         "two rows without it. Published lengths are in thousands of tokens. The real stack also "
         "loses memory to fragmentation, which this table does not model.",
-    )
-
-
-def mst_memory(answers: list[StudyAnswer], numbers: PublishedNumbers) -> Table:
-    """The memory ladder at 4K tokens, the bytes of head and MLP at 80K, and throughput at 8K."""
-    metrics: tuple[tuple[str, str, Show], ...] = (
-        ("peak_device_bytes", "peak, GiB", gib),
-        ("tokens_per_s_per_gpu", "tokens/s", whole),
-        ("head_bytes", "LM head and loss, GiB", gib),
-        ("mlp_bytes", "one MLP, GiB", gib),
-    )
-    rows = []
-    for answer in answers:
-        for metric, name, show in metrics if answer.ask in ("run", "parts") else ():
-            ours, claimed = number_of(answer, metric), published_number(numbers, answer, metric)
-            if ours is None or (answer.workload == "llama3-8b" and metric != metrics[0][0]):
-                continue
-            rows.append(
-                {
-                    "workload": answer.workload,
-                    "method": answer.method,
-                    "status": answer.status,
-                    "quantity": name,
-                    "ours": show(ours),
-                    "published": show(claimed) if claimed else None,
-                    "error": ours / claimed - 1 if claimed else None,
-                }
-            )
-    return Table(
-        name="mst_memory",
-        title="MsT: memory at 4,096 tokens, operators at 80,000, throughput at 8,192",
-        columns=(
-            WORKLOAD,
-            METHOD,
-            VERDICT,
-            *columns("quantity ours published error"),
-        ),
-        rows=tuple(rows),
-        note=SIMULATED + "The paper's GB are 2^30 bytes. Its ladder reads 75, 74, 52 and 47. An "
-        "operator's bytes are those of its tensors, weights and gradients together; the paper "
-        "does not say which of these it counts.",
     )
