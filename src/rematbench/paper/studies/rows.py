@@ -1,18 +1,13 @@
 """Shared code of the studies' tables: published numbers of answers."""
 
 from collections.abc import Iterable, Mapping
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
-from rematbench.paper.sheet.table import columns
 from rematbench.paper.studies.answers import StudyAnswer
 from rematbench.paper.studies.declarations import Claims, published
 
-Line = dict[str, Any]
 PublishedNumbers: TypeAlias = Mapping[tuple[str, str, str, str, str], float]
 """Published numbers in our units, by (study, ask, workload, method, metric)."""
-
-SIMULATED = "World: simulated. "
-WORKLOAD, METHOD = columns("workload method")
 
 
 def published_numbers(rows: Iterable[Mapping[str, str]], claims: Claims) -> PublishedNumbers:
@@ -35,11 +30,6 @@ def published_numbers(rows: Iterable[Mapping[str, str]], claims: Claims) -> Publ
 def published_number(numbers: PublishedNumbers, answer: StudyAnswer, metric: str) -> float | None:
     """The published number for one metric of an answer; None if it was not published."""
     return numbers.get((answer.study, answer.ask, answer.workload, answer.method, metric))
-
-
-def of(answers: Iterable[StudyAnswer], ask: str) -> list[StudyAnswer]:
-    """The answers to one kind of question."""
-    return [answer for answer in answers if answer.ask == ask]
 
 
 def ratio(numerator: float | None, denominator: float | None) -> float | None:
