@@ -13,7 +13,6 @@ Layers = Annotated[int, Meta(gt=0, le=1 << 12)]
 Length = Annotated[int, Meta(ge=0, le=1 << 36)]
 Cap = Annotated[float, Meta(ge=0.0, le=1e9)]
 Probability = Annotated[float, Meta(ge=0.0, lt=1.0)]
-
 Share = Annotated[float, Meta(ge=0.0, le=1.0)]
 Imbalance = Annotated[float, Meta(ge=1.0, le=1e6)]
 Capacity = Annotated[float, Meta(ge=0.0, le=1e6)]
@@ -29,7 +28,6 @@ HeadNormWeights = Literal["head", "each_head", "width", "none"]
 RouterKind = Literal["softmax", "sigmoid"]
 Precision = Literal["bf16", "fp16", "fp32", "fp64"]
 RecipeName = Literal["none", "fp8", "fp8-delayed", "fp8-block", "mxfp8", "nvfp4"]
-
 BaseDtype = Literal[
     "stack", "bf16", "fp32", "nf4", "nf4_double", "int4", "int4_ungrouped", "marlin", "int8"
 ]
@@ -50,12 +48,10 @@ PACKED_BYTES: dict[str, Fraction] = {
     "marlin": Fraction(1, 2) + Fraction(2, 128),
     "int8": 1 + Fraction(2, 128) + Fraction(1, 128),
 }
-"""Bytes of a weight of a linear, by format, with its scales and zeros.  nf4: blocks of 64 with an
-fp32 scale, or with the scale in 8 bits and one in fp32 for 256 of them (bitsandbytes,
-functional.py: quantize_4bit).  int4, int8: groups of 128 with an fp16 scale and a zero of the
-weight's bits (AutoGPTQ @058fd80a, qlinear_cuda_old.py), or one scale for a column (ungrouped: those
-bytes are left out).  marlin: groups of 128 without zeros
-(IST-DASLab/marlin @0f102e1)."""
+"""Bytes of a weight of a linear, by format, with its scales and zeros.  nf4: blocks of 64, an fp32
+scale or one in 8 bits and one in fp32 for 256 (bitsandbytes, functional.py: quantize_4bit).  int4,
+int8: groups of 128, an fp16 scale and a zero (AutoGPTQ @058fd80a, qlinear_cuda_old.py); ungrouped:
+one for a column, left out.  marlin: groups of 128 without zeros (IST-DASLab/marlin @0f102e1)."""
 
 BYTES_PER_ELEMENT: dict[str, int] = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
 
@@ -120,11 +116,8 @@ class Latent(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 class Memory(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Layers whose MLP is a lookup in one table of keys x keys rows, each of the hidden columns.
-
-    - `layers`: these layers (global indices, ascending); the first has the table.
-    - `heads`: queries of a token, each of `key_dim` columns; `keys`: sub-keys of each half of a
-      head; `top`: rows that a head reads.
-    """
+    `layers`: global indices, ascending; the first has the table.  `heads`: queries of a token, of
+    `key_dim` columns each; `keys`: sub-keys of each half of a head; `top`: rows that it reads."""
 
     layers: Annotated[tuple[NonNegativeInt, ...], Meta(min_length=1)]
     heads: Width
@@ -436,9 +429,8 @@ class Model(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             sparse = self.expert_layers + self.mtp_layers
             total += sparse * (self.mlp_matrix_parameters(width) + router)
         if self.memory is not None:
-            count = len(self.memory.layers)
-            total += count * self.memory.matrix_parameters(self.hidden)
-            every -= count
+            total += len(self.memory.layers) * self.memory.matrix_parameters(self.hidden)
+            every -= len(self.memory.layers)
         return total + (every - sparse) * self.mlp_matrix_parameters(self.ffn)
 
     @property

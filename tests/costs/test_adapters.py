@@ -252,6 +252,25 @@ def test_all_published_peaks_of_adapters() -> None:
     assert {row["pred_status"] for row in rows if row["status"] != "ok"} == {"oom"}
 
 
+@pytest.mark.full
+def test_published_ratios_of_speeds() -> None:
+    """LoRA over full training, and QLoRA over LoRA, of the same kernels, GPUs and micro-batches."""
+    rows = [row for row in committed("adapters.csv") if row["model"] == "mistral-7b"]
+    found = [row for row in predicted(rows) if row["status"] == "ok"]
+    alike = ("kernels", "gpus", "micro_batch")
+    speed, compared = "tokens_per_s_per_gpu", 0
+    for over, under in (("lora", "full"), ("qlora", "lora")):
+        by = {tuple(row[key] for key in alike): row for row in found if row["method"] == under}
+        for row in found:
+            if row["method"] == over:
+                other = by[tuple(row[key] for key in alike)]
+                published = float(row[speed]) / float(other[speed])
+                ours = float(row[f"pred_{speed}"]) / float(other[f"pred_{speed}"])
+                assert ours == pytest.approx(published, rel=0.10), row["row"]
+                compared += 1
+    assert compared == 28
+
+
 def test_reentrant_units_of_fsdp_keep_frozen_inputs_and_gradients() -> None:
     """At the peak 2 h bytes a token more for each layer but the first, beside embedding and head,
     and no layer gathered ahead; with norms that train, no layer is frozen whole."""

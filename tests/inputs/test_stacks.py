@@ -316,7 +316,7 @@ def test_versions_of_a_stack_name_a_shipped_stack_and_differ_from_it() -> None:
 
 def test_the_commands_default_is_todays_megatron_core() -> None:
     assert DEFAULT_SYSTEM == "megatron-core-0.16"
-    own = {"loss_keeps_logits", "cudnn_first", "features", "host_tensors", "resident_bytes"}
+    own = {"loss_keeps_logits", "cudnn_first", "features", "host_tensors"}
     assert differences(DEFAULT_SYSTEM).keys() == own
     kernels = {one: load_system(DEFAULT_SYSTEM).attention_on(one) for one in GENERATIONS}
     assert kernels == {"ampere": "fa2", "hopper": "cudnn", "blackwell": "cudnn"}
@@ -419,6 +419,7 @@ def test_a_fact_of_a_stack_that_none_of_its_models_has_is_said() -> None:
     llama = {name: unread_facts(made(system=name, **alone)).keys() for name in names("system")}
     assert {name: set(keys) for name, keys in llama.items() if keys} == {
         "megatron-lm": {"norm", "rope", "fused_swiglu"},
+        "megatron-lm-vocabulary": {"norm", "rope", "fused_swiglu"},
         "megatron-deepspeed": {"norm", "fused_swiglu"},
         "llm-foundry": {"rope", "fused_swiglu"},
     }

@@ -38,7 +38,6 @@ from rematbench.host.console import (
     seconds,
     worded,
 )
-from rematbench.inputs.job import DEFAULT_SYSTEM
 from rematbench.inputs.stages import Stage, stages_of, stages_text
 from rematbench.plan import Phase, Plan, Unsupported
 from rematbench.worlds.records.plan_replay import Replay, replay, replay_plan
@@ -304,7 +303,6 @@ def _replayed(run: RunOptions) -> Replay:
     path = Path(run.method)
     if path.suffix == ".json" or path.is_file():
         named = {what: str(run.problem[what] or "") for what in ("cluster", "system")}
-        named["system"] *= named["system"] != DEFAULT_SYSTEM
         return replay(read_record(path), timeline=True, **named)
     asked = request(run)
     planned = asked.method.plan(asked.problem, asked.base)

@@ -141,7 +141,7 @@ def search(  # noqa: PLR0913, PLR0917  # an option of the command line each
     if explain is not None and not all(1 <= place <= top for place in explain):
         raise CommandError(f"--explain: places of 1 to {top} (--top shows more), not {explain}")
     require(facts)
-    if facts["system"] == DEFAULT_SYSTEM:
+    if not facts["system"]:
         facts["system"] = package_system(engine, DEFAULT_SYSTEM)
     fixed = Fixed(**{name: facts.pop(name) for name in Fixed.__struct_fields__})
     spec = Job(**facts)

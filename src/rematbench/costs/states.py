@@ -72,10 +72,8 @@ def unsharded_scales(work: Workload, layout: Layout, system: System) -> int:
     """Bytes of the scales of packed weights that a rank holds beside its share of them.  Scales are
     no parameters (bitsandbytes, nn/modules.py, Params4bit.quant_state; AutoGPTQ's buffers), so FSDP
     does not shard them."""
-    packed = PACKED_BYTES.get(work.base_dtype)
-    if packed is None or not fsdp_shards(layout, system):
-        return 0
-    beside = packed % Fraction(1, 2) * (1 - Fraction(1, layout.state_shards))
+    scales = PACKED_BYTES.get(work.base_dtype, Fraction()) % Fraction(1, 2)
+    beside = scales * (1 - Fraction(1, layout.state_shards)) * fsdp_shards(layout, system)
     return int(beside * work.model.active_layer_matrices)
 
 

@@ -102,9 +102,7 @@ def trainer_of(script: Script, words: list[str]) -> Package | None:
     """The package whose trainer a command starts; None for every other command."""
     options = {name.replace("-", "_") for name in options_of(words)}
     programs = [word.rsplit("/", 1)[-1] for word in words if not word.startswith("-")]
-    if any(word.startswith("verl.trainer.") for word in words):
-        return "Transformers"
-    if UNSLOTH in programs:
+    if any(word.startswith("verl.trainer.") for word in words) or UNSLOTH in programs:
         return "Transformers"
     for pair in pairwise(programs):
         if pair in PROGRAMS:

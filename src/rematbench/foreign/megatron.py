@@ -150,10 +150,10 @@ def _states(reading: Reading, options: Options) -> None:
     if "use-precision-aware-optimizer" in options:
         moments = sum(MOMENT_BYTES.get(first_value(options, name), 4) for name in MOMENTS)
         copy = 2 if reading.get("precision") == "bf16" else 4
-        if hosted:  # the hybrid optimizer has fp32 copies and moments of its own
-            reading.facts["resident_bytes"] = 0
-        elif copy + moments != ADAM_BYTES:
+        if copy + moments != ADAM_BYTES and not hosted:  # whose copies and moments are fp32
             reading.facts["optimizer_bytes"] = copy + moments
+    elif hosted:  # distrib_optimizer.py: the fp32 shard stays, and the host has a copy of it
+        reading.facts["resident_bytes"] = 4
     if not hosted:
         return
     option = "optimizer-offload-fraction"

@@ -106,6 +106,18 @@ def test_frozen_weights_stay_bit_by_bit_and_adapters_move() -> None:
         assert bool(parameter.grad_flat.numel()) == parameter.spec.trained
 
 
+def test_ranks_that_share_adapters_equal_autograd() -> None:
+    cases_of = []
+    for stage in (0, 1):
+        made = problem(model=cases.TINY, seq_len=cases.SEQ, global_batch=4, dp=2, zero_stage=stage)
+        work = replace(made.workload, precision="fp64", **SETS["all"])
+        made = dataclasses.replace(made, workload=work, evaluator=evaluate)
+        cases_of.append(dataclasses.replace(case_of(made, "keep"), name=f"zero {stage}"))
+    for case, result in laws.launch(cases_of).values():
+        assert laws.gradient_error(case, result) < TOLERANCE
+        assert not laws.bytes_differ(case, result)
+
+
 def test_what_is_not_executed_is_refused_by_name() -> None:
     made = adapted("all")
     work = replace(made.workload, lora_dropout=0.1, base_dtype="nf4")

@@ -77,6 +77,11 @@ def trained_table(
     return table if work.trains_all else _Trainer(table, work, system, place, tp).table()
 
 
+def _is_wide(name: str) -> bool:
+    """Whether fp32 norms make a tensor of a layer fp32."""
+    return name in WIDE or name.endswith("norm_out")
+
+
 def _doubled(comm: Comm | None) -> Comm | None:
     """A collective of a linear and of its adapter.  With an all-reduce the adapter's product is
     gathered, at half of an all-reduce's cost."""
@@ -97,8 +102,9 @@ class _Trainer:
         self.widens = work.trained_dtype != "stack"
         self.old, self.activations = table, dict(table.activations)
         self.widened = work.fp32_norms and work.base_dtype in PACKED_BYTES and self.e < FP32
-        if self.widened:
-            self._widen()
+        for name in filter(_is_wide, self.activations if self.widened else ()):
+            one = self.activations[name]
+            self.activations[name] = replace(one, row_bytes=2 * one.row_bytes)
         self.first = {"layer": "layer_input", "head": "layer_output"}.get(table.part, "")
         self.live = {self.first} if place.differentiated else set[str]()
         if self.first and not place.differentiated:
@@ -106,12 +112,6 @@ class _Trainer:
         self.adapted = work.targets if table.part == "layer" and place.trains else ()
         self.unmade: list[str] = []
         self.behind: dict[str, str] = {}  # outputs of bottleneck adapters, by their input
-
-    def _widen(self) -> None:
-        """Make what norms, linears behind them and layers write fp32."""
-        for name, one in self.activations.items():
-            wide = name in WIDE or name.endswith("norm_out")
-            self.activations[name] = replace(one, row_bytes=one.row_bytes * (1 + wide))
 
     def table(self) -> OpTable:
         """The part with what trains."""
@@ -216,7 +216,9 @@ class _Trainer:
         if packed is None or self.part != "layer" or op.replicated:
             return ()
         count = sum(one.n * one.k * one.batch for one in op.forward if isinstance(one, Gemm))
-        return memory_kernel(ceil(count * (packed + self.e)))
+        names = (*op.inputs[:1], *op.outputs) if self.widened else ()
+        casts = sum(self.activations[name].nbytes for name in names if _is_wide(name)) * 3 // 2
+        return memory_kernel(ceil(count * (packed + self.e)) + casts)
 
     def _with_bottleneck(self, op: Op) -> Iterator[Op]:
         """The operators of an operator, with the inputs that bottleneck adapters give it, and those

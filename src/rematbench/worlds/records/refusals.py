@@ -28,6 +28,8 @@ def refusals(problem: Problem, plan: Plan) -> list[str]:
         "packed documents": problem.workload.packed,
         "rotary positions with an odd head_dim": model.position == "rope"
         and (model.latent.rope if model.latent else model.head_dim) % 2 != 0,
+        "slices of several sequences, or with sequence parallelism": bool(plan.slices)
+        and (lay.micro_batch > 1 or lay.sequence_parallel),
         "a vocabulary over all stages": plan.schedule in VOCABULARY,
         "soft caps": model.attention_soft_cap != 0 or model.logit_soft_cap != 0,
         "norms over each head with tensor parallelism and without sequence parallelism": (
@@ -93,7 +95,9 @@ def _refused_of_adapters(problem: Problem) -> dict[str, bool]:
         "weights that do not train, other than with low-rank adapters": others,
         f"frozen weights in {work.base_dtype}": work.base_dtype != "stack",
         f"what trains in {work.trained_dtype}": work.trained_dtype != "stack",
-        "adapters over data-parallel ranks": work.partly and lay.has_peers,
+        f"adapters with ZeRO {lay.zero_stage}": work.partly
+        and lay.has_peers
+        and lay.zero_stage > 1,
         "adapters over tensor-parallel ranks": work.partly and lay.tp > 1,
         "adapters of models with experts": work.partly and work.model.experts is not None,
         f"the optimizer {problem.stack_choice.optimizer_kind}": problem.stack_choice.optimizer_kind
