@@ -419,6 +419,7 @@ def test_a_fact_of_a_stack_that_none_of_its_models_has_is_said() -> None:
     llama = {name: unread_facts(made(system=name, **alone)).keys() for name in names("system")}
     assert {name: set(keys) for name, keys in llama.items() if keys} == {
         "megatron-lm": {"norm", "rope", "fused_swiglu"},
+        "megatron-lm-vocabulary": {"norm", "rope", "fused_swiglu"},
         "megatron-deepspeed": {"norm", "fused_swiglu"},
         "llm-foundry": {"rope", "fused_swiglu"},
     }
