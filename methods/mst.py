@@ -58,11 +58,10 @@ class Mst(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     def plan(self, problem: Problem, base: Plan) -> Plan | Unsupported:
         """Add mini-sequences to the base; its rules stay as they are."""
-        reason = completed_after_backward(problem) if self.optimizer_in_backward else ""
-        if reason:
+        late = completed_after_backward(problem) if self.optimizer_in_backward else ""
+        if reason := late or "the base splits its passes" * base.splits_passes:
             return Unsupported(reason)
-        taken = {name for sequence in base.mini_sequences for name in sequence.ops}
-        if taken:
+        if taken := {name for sequence in base.mini_sequences for name in sequence.ops}:
             return Unsupported(f"the base already computes {min(taken)} in mini-sequences")
         mlp, why = self._mlp_count(problem, base)
         head = self._head_count(problem)
@@ -70,8 +69,7 @@ class Mst(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             return Unsupported(refused)
         added = [MiniSequence(ops, n) for ops, n in ((MLP, mlp), (HEAD, head)) if n > 1]
         if self.attention_chunks > 1:
-            heads = _attention_ops(problem)
-            added.append(MiniSequence(heads, self.attention_chunks, of="heads"))
+            added.append(MiniSequence(_attention_ops(problem), self.attention_chunks, of="heads"))
         plan = replace(base, mini_sequences=(*base.mini_sequences, *added))
         if head > 1:
             plan, remark = _with_loss_by_piece(problem, plan)

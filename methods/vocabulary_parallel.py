@@ -30,8 +30,8 @@ class VocabularyParallel(Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     def plan(self, problem: Problem, base: Plan) -> Plan | Unsupported:
         """The base with the vocabulary over all stages."""
-        if base.schedule != "1f1b" or base.orders:
-            words = "orders of its own" if base.orders else base.schedule
+        if base.schedule != "1f1b" or base.orders or base.slices:
+            words = "other passes" if base.orders or base.slices else base.schedule
             return Unsupported(f"needs stages in the order of 1F1B, not {words}")
         made = replace(base, schedule=self.schedule)
         refused = vocabulary_refusal(made, problem.layout, problem.system, problem.workload)

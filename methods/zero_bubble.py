@@ -32,8 +32,10 @@ class ZeroBubble(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     def plan(self, problem: Problem, base: Plan) -> Plan | Unsupported:
         """The base with the schedule's order of passes."""
         lay = problem.layout
-        if lay.pp == 1 or base.schedule != "1f1b" or base.orders:
-            words = f"pp {lay.pp}, {'orders of its own' if base.orders else base.schedule}"
+        if lay.pp == 1 or base.schedule != "1f1b" or base.orders or base.slices:
+            words = (
+                f"pp {lay.pp}, {'other passes' if base.orders or base.slices else base.schedule}"
+            )
             return Unsupported(f"needs stages in the order of 1F1B, not {words}")
         made = replace(base, schedule=self.schedule)
         refused = passes_refusal(made, problem.layout, problem.system, problem.workload.model)

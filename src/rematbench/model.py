@@ -116,11 +116,8 @@ class Latent(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 class Memory(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Layers whose MLP is a lookup in one table of keys x keys rows, each of the hidden columns.
-
-    - `layers`: these layers (global indices, ascending); the first has the table.
-    - `heads`: queries of a token, each of `key_dim` columns; `keys`: sub-keys of each half of a
-      head; `top`: rows that a head reads.
-    """
+    `layers`: global indices, ascending; the first has the table.  `heads`: queries of a token, of
+    `key_dim` columns each; `keys`: sub-keys of each half of a head; `top`: rows that it reads."""
 
     layers: Annotated[tuple[NonNegativeInt, ...], Meta(min_length=1)]
     heads: Width
@@ -432,9 +429,8 @@ class Model(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             sparse = self.expert_layers + self.mtp_layers
             total += sparse * (self.mlp_matrix_parameters(width) + router)
         if self.memory is not None:
-            count = len(self.memory.layers)
-            total += count * self.memory.matrix_parameters(self.hidden)
-            every -= count
+            total += len(self.memory.layers) * self.memory.matrix_parameters(self.hidden)
+            every -= len(self.memory.layers)
         return total + (every - sparse) * self.mlp_matrix_parameters(self.ffn)
 
     @property

@@ -111,8 +111,9 @@ Fate = Keep | Recompute | Offload | Split | ByteBudget
 
 class Select(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The sites that a rule applies to; None means all.  `layers` are global indices;
-    `micro_batches` is a half-open range [first, last).  `kept`: only sites that all earlier rules
-    keep whole on the device, so that a composed method overrides no decision of its base."""
+    `micro_batches` is a half-open range [first, last); `slices` are numbers of slices.  `kept`:
+    only sites that all earlier rules keep whole on the device, so that a composed method overrides
+    no decision of its base."""
 
     stages: tuple[int, ...] | None = None
     chunks: tuple[int, ...] | None = None
@@ -121,6 +122,7 @@ class Select(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     activations: tuple[str, ...] | None = None
     phases: tuple[Phase, ...] | None = None
     micro_batches: tuple[int, int] | None = None
+    slices: tuple[int, ...] | None = None
     kept: bool = False
 
 
@@ -288,7 +290,9 @@ class Plan(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     `partition[rank][chunk]` lists global layer indices; the embedding is before the first chunk of
     rank 0, the head after the last chunk of the last rank.  `orders` are explicit passes for each
-    rank (empty: the order of `schedule`).  `held`: layer outputs that a checkpointing policy keeps
+    rank (empty: the order of `schedule`).  `slices`: tokens of the slices of a sequence that have
+    passes of their own (empty: whole sequences); pass n is of slice n modulo their number.
+    `held`: layer outputs that a checkpointing policy keeps
     until their layer's backward although no operator there reads them (PyTorch's selective
     checkpointing caches what it does not recompute).  `addresses`: activation addresses come from
     the framework's allocator at run time, or are planned before the step (as MEMO does; the
@@ -300,6 +304,7 @@ class Plan(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     partition: tuple[tuple[tuple[int, ...], ...], ...]
     schedule: Schedule = "1f1b"
     orders: tuple[tuple[Pass, ...], ...] = ()
+    slices: tuple[PositiveInt, ...] = ()
     rules: tuple[Rule, ...] = ()
     transfers: Transfers = Transfers()
     states: tuple[StateFate, ...] = ()
@@ -313,6 +318,10 @@ class Plan(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         """This plan with rules appended; they override earlier rules."""
         return msgspec.structs.replace(self, rules=(*self.rules, *rules))
 
+    def sliced(self, slices: tuple[int, ...]) -> "Plan":
+        """This plan under 1F1B over slices of so many tokens."""
+        return msgspec.structs.replace(self, slices=slices, schedule="1f1b")
+
     def noting(self, **facts: float | str) -> "Plan":
         """This plan with numbers or remarks added to `fit`."""
         return msgspec.structs.replace(self, fit={**self.fit, **facts})
@@ -322,6 +331,12 @@ class Plan(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         """Whether some backwards have a pass for weight gradients alone."""
         apart = any(item.kind == "W" for order in self.orders for item in order)
         return apart or (self.schedule in ZERO_BUBBLE and not self.orders)
+
+    @property
+    def splits_passes(self) -> bool:
+        """Whether passes are of slices, or of a vocabulary that stages share: neither has pieces of
+        operators."""
+        return bool(self.slices) or self.schedule in VOCABULARY
 
     def state(self, kind: StateKind) -> StateFate:
         """The fate of a kind of state (default: unsharded and on the device)."""
@@ -395,6 +410,39 @@ def passes_refusal(plan: Plan, layout: Layout, system: System, model: Model) -> 
     found = [name for name, holds in reasons.items() if holds]
     words = "weight gradients in passes of their own are not lowered with"
     return f"{words} {found[0]}" if found else ""
+
+
+def slices_refusal(
+    plan: Plan, system: System, layout: Layout, work: Workload, attention: str
+) -> str:
+    """Why slices of a sequence are not lowered; empty if they are."""
+    if not plan.slices:
+        return ""
+    model, total = work.model, sum(plan.slices)
+    if total != work.seq_len:
+        return f"slices of {total} tokens in all are no sequence of {work.seq_len}"
+    parameter, gradient = plan.state("parameter"), plan.state("gradient")
+    optimizer = plan.state("optimizer")
+    reasons = {
+        "context parallelism": layout.cp > 1 or layout.ulysses > 1,
+        "several chunks on a rank": layout.vpp > 1,
+        "attention scores in memory": attention != "flash",
+        "keys and values repeated for each head": system.kernels.repeats_kv,
+        "attention windows": any(model.attention_window),
+        "latent attention": model.latent is not None,
+        "experts": model.experts is not None,
+        "layers that predict more tokens": model.mtp_layers > 0,
+        "packed documents": work.packed,
+        "mini-sequences": bool(plan.mini_sequences),
+        "weight gradients or a vocabulary in passes of their own": plan.halves
+        or plan.schedule in VOCABULARY,
+        "parameters gathered per layer": gathers_by_layer(parameter, layout),
+        "sharded gradients": gradient.shards > 1 or gradient.home == "host",
+        "updates in the backward": optimizer.update == "backward"
+        or (optimizer.pieces is not None and optimizer.pieces.start == "ready"),
+    }
+    found = [name for name, holds in reasons.items() if holds]
+    return f"slices of a sequence are not lowered with {found[0]}" if found else ""
 
 
 def vocabulary_refusal(plan: Plan, layout: Layout, system: System, work: Workload) -> str:

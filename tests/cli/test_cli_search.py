@@ -33,12 +33,12 @@ WORDS = (
 def test_each_line_runs_again(tmp_path: Path) -> None:
     """The CSV has the job, and its command simulates to the same step; the first lines name the
     fastest plan with its layout and speed, the notes the packages that run the plans."""
-    target = tmp_path / "found.csv"
-    answer = RUN.invoke(
-        app, ["search", *shlex.split(WORDS), "--top", "3", "--notes", "-o", str(target)]
-    )
+    target, plot = tmp_path / "found.csv", tmp_path / "plans.svg"
+    words = [*shlex.split(WORDS), "--top", "3", "--notes", "-o", str(target), "--plot", str(plot)]
+    answer = RUN.invoke(app, ["search", *words])
     assert answer.exit_code == 0, answer.output
     assert "proved gap: no plan of this space is more than" in answer.output
+    assert "balanced_checkpointing" in plot.read_text()
     assert "not searched: " in answer.output
     kernels = "attention fa2, norm fused, loss in place, on ampere"
     told = f"{kernels}; constants of cluster a800-80gb, stack default"

@@ -27,6 +27,7 @@ HOSTED = {"optimizer_on_host": True, "parameters_on_host": True}
 JOBS: list[dict[str, Any]] = [
     {"stack": "torchtitan", "micro_batch": 8, "global_batch": 16, "facts": {"norm": "eager"}},
     {"stack": "deepspeed", "dp": 8, "zero_stage": 3, "global_batch": 16},
+    {"stack": "internevo", "dp": 8, "zero_stage": 1, "global_batch": 16},
     {"stack": "deepspeed", "zero_stage": 3, "global_batch": 2, "facts": HOSTED},
     {"stack": "megatron-core", "tp": 2, "cp": 2, "pp": 2, "dp": 2, "global_batch": 8, "kept": True},
     {"stack": "megatron-core-2026", "tp": 8, "global_batch": 1, "facts": {"tp_overlap": "gemm"}},

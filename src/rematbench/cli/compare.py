@@ -23,6 +23,7 @@ from rematbench.cli.plan_table import (
     initials,
     outside_line,
     over_peaks,
+    summary,
 )
 from rematbench.cli.plots import Plot, need_figure, write_plot
 from rematbench.cli.show import (
@@ -243,7 +244,7 @@ class Ranking:
             late = "(a planner finished this plan after the table was printed)"
             self._say(f"{verdict(results)} {late}", style="bold")
         if tight is not None:
-            self._say(f"FASTER but tight: {_summary(tight)}, with --reserve-gib 0")
+            self._say(f"FASTER but tight: {summary(tight)}, with --reserve-gib 0")
         shown = {result.method for result in results if result.verdict is not None}
         for policy in self.comparison.config.policies:
             if policy.keys and policy.name in shown:
@@ -275,9 +276,9 @@ def verdict(results: Sequence[Result]) -> str:
     if not best.fits:
         return f"NOTHING FITS: the closest method is {best.method}, {best.reason}"
     return (
-        f"FITS: {_summary(best)} ({best.not_timed})"
+        f"FITS: {summary(best)} ({best.not_timed})"
         if best.not_timed
-        else (f"FASTEST: {_summary(best)}")
+        else (f"FASTEST: {summary(best)}")
     )
 
 
@@ -288,7 +289,7 @@ def safest(results: Sequence[Result]) -> str:
     if not tie:
         return ""
     most = max(tie, key=lambda result: result.headroom_bytes or 0)
-    return "" if most is tie[0] else f"MOST FREE MEMORY among the tied plans: {_summary(most)}"
+    return "" if most is tie[0] else f"MOST FREE MEMORY among the tied plans: {summary(most)}"
 
 
 def runnable(results: Sequence[Result]) -> str:
@@ -299,23 +300,12 @@ def runnable(results: Sequence[Result]) -> str:
     if first is None or first is fitting[0]:
         return ""
     word = "FITS and an engine can run it" if first.not_timed else "FASTEST that an engine can run"
-    return f"{word}: {_summary(first)}"
+    return f"{word}: {summary(first)}"
 
 
 def _distinct(results: Sequence[Result]) -> list[Result]:
     """The results that fit, without those whose plan equals an earlier one."""
     return [result for result in results if result.fits and not result.same_as]
-
-
-def _summary(result: Result) -> str:
-    room = f"{gib(result.headroom_bytes or 0)} GiB left{', tight' if result.fit == 'tight' else ''}"
-    if result.not_timed:
-        return f"{result.method}, {room}"
-    low, high = result.band or (0.0, 0.0)
-    return (
-        f"{result.method}, {rounded(result.tokens_per_s_per_gpu or 0.0)} tokens/s/GPU "
-        f"({rounded(low)} to {rounded(high)}), {room}"
-    )
 
 
 def cells(result: Result, order: Order, share: float, out: Console) -> list[str]:

@@ -78,6 +78,8 @@ class CostModel(KernelCosts):
         match comm.kind:
             case "all_gather" | "reduce_scatter":
                 seconds = collectives.all_gather_s(comm.nbytes, size, nodes, ring, common)
+                if comm.kind == "all_gather" and comm.group in ("dp", "edp"):
+                    seconds = seconds + size * self.system.zero.broadcast_s
             case "all_reduce":
                 seconds = collectives.all_reduce_s(comm.nbytes, size, nodes, ring, common)
             case "all_to_all":

@@ -19,7 +19,7 @@ from rematbench.engine.program.ledger import RankLedger, issue_order, pool_bytes
 from rematbench.engine.program.program import Late, Program
 from rematbench.engine.simulate.max_plus import simulate_chunks
 from rematbench.engine.simulate.op_level import Simulation, simulate
-from rematbench.engine.simulate.seconds import action_seconds
+from rematbench.engine.simulate.seconds import action_seconds, table_of
 from rematbench.inputs.layout import GATHERED_CHUNKS
 from rematbench.plan import Plan, gathers_by_layer, has_exact_pins
 from rematbench.problem import NOT_TIMED, Problem, gathered_bytes, rank_parameters
@@ -319,15 +319,13 @@ def kernel_flop(kernel: Kernel) -> float:
 def _work(problem: Problem, program: Program) -> tuple[float, int]:
     """(recomputed FLOPs, bytes of activations copied to the host) of a step: the sum over stages of
     one rank each."""
-    ends = {"E": problem.embedding, "H": problem.head}
     flop, moved = 0.0, 0
     for block, runs in program.block_runs:
         for action, count in block.counted():
             if action.kind is Kind.D2H and action.op not in STATE_COPIES:
                 moved += action.nbytes * count * runs
             elif action.kind is Kind.RECOMPUTE:
-                table = ends.get(action.part) or problem.layer_kinds[action.variant]
-                op = table.op(action.op)
+                op = table_of(problem, program.slices, action).op(action.op)
                 share = action.rows.fraction * action.rows.columns
                 work = sum(kernel_flop(k) for k in op.forward) * share
                 flop += work * count * runs

@@ -256,6 +256,9 @@ class Zero(Part, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """If true, the reduction of gradients overlaps with the backward."""
     gather_overlap: bool
     """If true, the gather of parameters overlaps with compute."""
+    broadcast_s: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.0
+    """Updated parameters are gathered by a broadcast of each rank's shard after the other, which
+    takes so many seconds beside its bytes (0: by an all-gather)."""
     bucket_bytes: Bytes = 0
     """The gradient bucket of an overlapped reduction has so many bytes (0: not bucketed)."""
     reentrant: bool = False

@@ -29,7 +29,7 @@ def changed_kinds(base: Plan, plan: Plan) -> frozenset[ChangeKind]:
         ends = rule.select.parts is not None and "layer" not in rule.select.parts
         kinds = _fate_kinds(rule.fate)
         found |= {"ends"} if ends and kinds else kinds
-    layout = ("partition", "schedule", "orders")
+    layout = ("partition", "schedule", "orders", "slices")
     if any(getattr(plan, key) != getattr(base, key) for key in layout):
         found.add("partition")
     if plan.states != base.states:
@@ -61,7 +61,7 @@ def place(kinds: Iterable[ChangeKind]) -> int:
 # Why: docs/decisions/advise.md, Is a composition judged by the plans of its parts?
 def clash(problem: Problem, base: Plan, plan: Plan) -> str:
     """Return the decisions of `base` that a composed plan overrules; empty if there are none."""
-    for key in ("partition", "schedule", "orders"):
+    for key in ("partition", "schedule", "orders", "slices"):
         if getattr(base, key) not in (getattr(problem.base_plan, key), getattr(plan, key)):
             return key
     offloads = any("offload" in _fate_kinds(rule.fate) for rule in base.rules)

@@ -162,7 +162,7 @@ class Rank:
         """Move bytes as they are."""
         data = b"".join(bytes(self.get((read, mb, chunk))) for read in action.reads)
         if action.kind is Kind.SEND:
-            step = {"f": 1, "b": -1}.get(action.op)
+            step = {"f": 1, "b": -1}.get(action.op.partition("%")[0])  # of a slice
             stage = chunk * self.pp + self.number
             key = (
                 ("e", 0, self.pp - 1 - self.number)

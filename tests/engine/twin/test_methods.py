@@ -44,6 +44,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 """Thresholds that fit kilobyte tensors; the others' defaults do something there already."""
 TIGHT = ("lynx_heu", "lynx_opt")
+ONE_CHUNK = ("zero_bubble", "vocabulary_parallel", "terapipe", "seq1f1b", "sppo")
+"""Schedules with one chunk on a rank."""
 MOVES = {"memo", "pp_offload", "pipe_offload"}
 REBUILDS = {"memo", "mst", "full_recompute", "balanced_checkpointing", *TIGHT}
 
@@ -51,7 +53,7 @@ REBUILDS = {"memo", "mst", "full_recompute", "balanced_checkpointing", *TIGHT}
 @cache
 def of(name: str, layout: str) -> tuple[Problem, Plan]:
     """A method on a small problem (eighteen layers), tight where it acts only then.  Every method
-    plans for the interleaved layout, but for one whose schedule has one chunk on a rank."""
+    plans for the interleaved layout, but for those of ONE_CHUNK."""
     made = problem(model=layers(18), seq_len=64, **LAYOUTS[layout])
     made = dataclasses.replace(made, evaluator=evaluate)
     if REGISTRY.methods[name].moves_states:
@@ -59,7 +61,7 @@ def of(name: str, layout: str) -> tuple[Problem, Plan]:
     if name in TIGHT:
         made = tight(made, 0.5)
     plan = REGISTRY.resolve(name, SETTINGS.get(name, {})).plan(made)
-    anywhere = layout == "interleaved" and name not in ("zero_bubble", "vocabulary_parallel")
+    anywhere = layout == "interleaved" and name not in ONE_CHUNK
     if isinstance(plan, Unsupported) and not anywhere:
         pytest.skip(plan.reason)
     assert isinstance(plan, Plan), plan

@@ -8,6 +8,7 @@ from msgspec.structs import replace
 from rematbench.engine.lowering.lower import lower
 from rematbench.evaluate.evaluation import evaluate, program_bytes
 from rematbench.plan import (
+    Keep,
     MiniSequence,
     Offload,
     Plan,
@@ -20,6 +21,7 @@ from rematbench.plan import (
 )
 from rematbench.problem import Problem
 from rematbench.workload import Experts, Latent, Model, Precision
+from rematbench.worlds.records.refusals import refusals
 from rematbench.worlds.torch.case import Case
 from tests.problems import (
     FULL,
@@ -215,6 +217,17 @@ HALF_PLANS: dict[str, Callable[[Plan], Plan]] = {
     "zb-h1-mini": lambda plan: replace(mini_dropped(plan), schedule="zb-h1"),
 }
 """Raw plans with weight gradients in passes of their own."""
+KEYS = Rule(Select(parts=("layer",), activations=("k", "v")), Keep())
+"""Slices read the keys and values of earlier ones."""
+SLICE_PLANS: dict[str, Callable[[Plan], Plan]] = {
+    "slices": lambda plan: replace(plan, slices=(8, 8, 8, 8)),
+    "slices-gpipe": lambda plan: replace(plan, slices=(16, 12, 4), schedule="gpipe"),
+    "slices-full": lambda plan: replace(PLANS["full"](plan).with_rules(KEYS), slices=(12, 20)),
+    "slices-offload": lambda plan: replace(
+        PLANS["offload"](plan).with_rules(KEYS), slices=(20, 12)
+    ),
+}
+"""Raw plans with passes over slices of a sequence."""
 SAME_NUMBERS = ("offload", "offload-layers", "full")
 
 
@@ -231,7 +244,7 @@ def case(layout: str, plan: str, **changes: Any) -> Case:
     return Case(
         name=f"{layout} {plan}",
         problem=given,
-        plan=(PLANS | EXPERT_PLANS | HALF_PLANS)[plan](given.base_plan),
+        plan=(PLANS | EXPERT_PLANS | HALF_PLANS | SLICE_PLANS)[plan](given.base_plan),
         ignored=0.1,
         gradients=True,
     )
@@ -253,4 +266,6 @@ def method_case(layout: str, name: str, method: Any) -> Case | str:
     plan = method.plan(given, given.base_plan)
     if isinstance(plan, Unsupported):
         return plan.reason
+    if refused := refusals(given, plan):
+        return refused[0]
     return Case(name=f"{layout} {name}", problem=given, plan=plan, ignored=0.1, gradients=True)

@@ -9,7 +9,16 @@ LAYOUTS = ("tp2", "pp2", "cp2", "ulysses2", "dp2")
 BITWISE = ("tp2",)
 RAW = {
     "tp2": ("skeletal", "windows", "mini-dropped"),
-    "pp2": ("offload", "zb-h1", "zb-h2-offload", "zb-h1-mini"),
+    "pp2": (
+        "slices",
+        "slices-gpipe",
+        "slices-full",
+        "slices-offload",
+        "offload",
+        "zb-h1",
+        "zb-h2-offload",
+        "zb-h1-mini",
+    ),
     "cp2": ("rows",),
     "ulysses2": ("full-kept", "rows", "skeletal", "offload-slots", "mini-dropped"),
     "dp2": ("mini",),
@@ -28,6 +37,7 @@ CASES = grid.short(
         *(case for layout, plans in RAW.items() for case in grid.raw_cases(layout, *plans)),
         *(case for layout in LAYOUTS for case in grid.method_cases(layout)),
         *grid.method_cases("pp2-vpp2", ("pipe_offload",)),
+        *grid.raw_cases("tp2-no-sp", "slices"),
         *grid.raw_cases("tp2-no-sp", "mini", "mini-windows"),
         *grid.in_groups("tp2"),
         *grid.raw_cases("dp2-zero0", "keep"),

@@ -373,8 +373,9 @@ class Prober:
             return Refused(str(error))
         if isinstance(plan, Unsupported):
             return Refused(plan.reason)
-        if plan.schedule in VOCABULARY:
-            return Refused("search has no bound of a vocabulary over all stages: use compare")
+        if plan.schedule in VOCABULARY or plan.slices:
+            what = "slices of a sequence" if plan.slices else "a vocabulary over all stages"
+            return Refused(f"search has no bound of {what}: use compare")
         fewest = sizes[0] - self.dense
         if fewest < (layers := _rhythm(plan.transfers)):
             return Refused(f"copies by layer have no rhythm yet after {fewest}", layers)

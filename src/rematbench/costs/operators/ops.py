@@ -261,10 +261,11 @@ def memory_kernel(*nbytes: int) -> tuple[Kernel, ...]:
     return (Elementwise(hbm_bytes=sum(nbytes)),)
 
 
-LORA_KINDS = ("", "_in", "_rows", "_mask", "_base", "_out")
-"""What an adapter saves: the product with its first matrix, its input where that is a copy or
-gathered, the mask of the input's dropout, and for DoRA the outputs of the linear and of the
-adapter."""
+LORA_KINDS = ("", "_in", "_mask", "_base", "_out")
+"""What an adapter saves: the product with its first matrix, its input where that is a copy, the
+mask of the input's dropout, and for DoRA the outputs of the linear and of the adapter."""
+GATHERED_INPUTS = ("q", "k", "v", "gate", "up")
+"""The linears whose adapters save an input that tensor-parallel ranks gather, as `_rows`."""
 _HEADS = ("q", "k", "v")
 _NORMS = (
     "attn_norm",
@@ -329,6 +330,7 @@ LINEAR_INPUTS = (
 _SCORES = ("probs", "softmax", "capped", "probs_mask", "probs_dropped")
 _ADAPTERS = (
     *(f"lora_{name}{kind}" for name in get_args(AdapterTarget) for kind in LORA_KINDS),
+    *(f"lora_{name}_rows" for name in GATHERED_INPUTS),
     *(f"bottleneck_{w}_{kind}" for w in ("attn", "mlp") for kind in ("low", "act", "up", "out")),
 )
 _MEMORY = tuple(f"memory_{name}" for name in ("query", "rows", "weights", "bag", "gate_out", "in"))

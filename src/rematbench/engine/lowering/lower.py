@@ -18,6 +18,7 @@ from rematbench.engine.lowering.rank_steps import (
     Key,
     PassFacts,
     PassKind,
+    Slice,
     StepFacts,
     Window,
     last_backwards,
@@ -25,8 +26,9 @@ from rematbench.engine.lowering.rank_steps import (
     rank_steps,
 )
 from rematbench.engine.lowering.repeated_layers import block_of
-from rematbench.engine.lowering.schedule import passes
+from rematbench.engine.lowering.schedule import passes, sliced_passes
 from rematbench.engine.lowering.shared_vocabulary import SharedVocabulary
+from rematbench.engine.lowering.slices import of_slice, slice_problems, sliced
 from rematbench.engine.lowering.states.emit_buckets import BucketReducer, buckets_of
 from rematbench.engine.lowering.states.emit_fetches import (
     MatrixGatherer,
@@ -78,6 +80,7 @@ class BlockCache:
     def __init__(self) -> None:
         self.blocks: dict[tuple[object, ...], Block] = {}
         self.classes: dict[tuple[object, ...], tuple[PassClass, frozenset[int]]] = {}
+        self.by_slice: dict[int, BlockCache] = {}
         self._numbers: dict[tuple[object, ...], int] = {}
 
     def number(self, content: tuple[object, ...]) -> int:
@@ -96,7 +99,8 @@ def lower(
     shared = BlockCache()
     every = range(problem.layout.pp)
     wanted = every if only is None else only
-    lowerings = {rank: _RankLowering(plan, problem, rank, shared) for rank in wanted}
+    lowering = _SlicedLowering if len(plan.slices) > 1 else _RankLowering
+    lowerings = {rank: lowering(plan, problem, rank, shared) for rank in wanted}
     empty = RankProgram(rank=0, blocks=(), steps=())
     program = Program(
         ranks=tuple(
@@ -107,6 +111,7 @@ def lower(
         ),
         planned=plan.addresses == "planned",
         embedding=problem.embedding_ranks or (0, 0),
+        slices=plan.slices,
         expandable=problem.system.states.expandable_segments,
     )
     matched = {index for lowering in lowerings.values() for index in lowering.matched}
@@ -119,6 +124,9 @@ def rank_orders(plan: Plan, problem: Problem) -> tuple[tuple[Pass, ...], ...]:
     lay = problem.layout
     if plan.orders:
         return plan.orders
+    if (slices := len(plan.slices)) > 1:
+        of_job = lay.pp, lay.num_micro_batches, slices
+        return tuple(sliced_passes(plan.schedule, rank, *of_job) for rank in range(lay.pp))
     return tuple(
         passes(plan.schedule, rank, lay.pp, lay.vpp, lay.num_micro_batches)
         for rank in range(lay.pp)
@@ -433,3 +441,47 @@ class _RankLowering:
     def _tied(self, chunk: ChunkOps) -> Unit | None:
         """The embedding's unit if the head of the same rank uses its weight; otherwise None."""
         return chunk.units[0] if tied_on_one_rank(self.problem) else None
+
+
+class _SlicedLowering(_RankLowering):
+    """Builds the steps of a rank whose passes are of slices.  `parts`: the lowering of each slice,
+    which makes its blocks, and the places of its rules."""
+
+    def __init__(self, plan: Plan, problem: Problem, rank: int, shared: BlockCache) -> None:
+        super().__init__(plan, problem, rank, shared)
+        self.parts: list[tuple[_RankLowering, list[int]]] = []
+        apart = Pass(True, 0, 0), Pass(True, 1, 0), Pass(False, 0, 0), Pass(False, 1, 0)
+        for number, part in enumerate(slice_problems(problem, plan.slices)):
+            alone, places = of_slice(plan, number)
+            alone = replace(alone, orders=(apart,) * problem.layout.pp)
+            own = shared.by_slice.setdefault(number, BlockCache())
+            self.parts.append((_RankLowering(alone, part, rank, own), places))
+
+    def _facts(self) -> StepFacts:
+        facts = super()._facts()
+        return facts._replace(slices=len(self.parts))
+
+    def _classes(self, windows: tuple[Window, ...]) -> tuple[tuple[PassKind, PassFacts], ...]:
+        found = []
+        for kind, item in pass_kinds(self.order, windows, len(self.parts)).items():
+            part, places = self.parts[kind.slice]
+            first = item._replace(micro_batch=item.micro_batch // len(self.parts))
+            chunk = part.chunks[kind.chunk]
+            cls = part._pass_class(kind, first, covered(part.plan.rules, chunk.where))
+            part.holders.setdefault(cls.number, (chunk, cls))
+            self.matched |= {places[index] for index in part.matched if index < len(places)}
+            whole = self.plan.transfers.granularity == "chunk"
+            found.append((kind, PassFacts(cls.number, bool(cls.offloaded), whole=whole)))
+        return tuple(found)
+
+    def add(self, key: Key, build: Callable[[], Block], item: Pass) -> None:
+        """Append a step after the last pass, of the micro-batch of a slice."""
+        super().add(key, build, item._replace(micro_batch=item.micro_batch // len(self.parts)))
+
+    def _block(self, key: Key) -> Block:
+        *plain, last = key
+        if not isinstance(last, Slice):
+            return super()._block(key)
+        block = self.parts[last.number][0]._block(tuple(plain))
+        kinds = len(self.problem.layer_kinds)
+        return sliced(block, self.plan.slices, last.number, kinds)

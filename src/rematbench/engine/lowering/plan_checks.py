@@ -23,6 +23,7 @@ from rematbench.plan import (
     Split,
     gathers_by_layer,
     passes_refusal,
+    slices_refusal,
     vocabulary_refusal,
 )
 from rematbench.problem import Problem, completed_after_backward, head_parameters
@@ -41,6 +42,8 @@ def check_plan(plan: Plan, problem: Problem) -> None:
     _check_host_states(plan)
     _check_pieces(plan, problem)
     if refused := passes_refusal(plan, lay, problem.system, problem.workload.model):
+        raise PlanError(refused)
+    if refused := slices_refusal(plan, problem.system, lay, problem.workload, problem.attention):
         raise PlanError(refused)
     if refused := vocabulary_refusal(plan, lay, problem.system, problem.workload):
         raise PlanError(refused)

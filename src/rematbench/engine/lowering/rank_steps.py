@@ -27,6 +27,13 @@ class PassKind(NamedTuple):
     chunk: int
     phase: Phase
     inside: tuple[bool, ...]  # for each window, whether it contains the micro-batch
+    slice: int = 0
+
+
+class Slice(NamedTuple):
+    """The end of the key of a block of one slice: the slice's number."""
+
+    number: int
 
 
 class PassFacts(NamedTuple):
@@ -61,6 +68,7 @@ class StepFacts(NamedTuple):
     reduce_last: bool  # gradients are reduced in each chunk's last backward
     sum_first: bool  # each chunk's first backward allocates sums of gradients
     pairs: bool = False  # a backward and the forward after it overlap their exchanges
+    slices: int = 1  # of a sequence, whose passes have numbers one after another
     barriers: int | None = None  # of a vocabulary that all stages share
     update_last: bool = False  # pieces of states are updated from each chunk's last backward on
 
@@ -73,10 +81,13 @@ class RankSteps(NamedTuple):
 
 
 @lru_cache(maxsize=256)
-def pass_kinds(order: tuple[Pass, ...], windows: tuple[Window, ...]) -> dict[PassKind, Pass]:
-    """Return the kinds of passes of a rank, each with its first pass."""
+def pass_kinds(
+    order: tuple[Pass, ...], windows: tuple[Window, ...], slices: int = 1
+) -> dict[PassKind, Pass]:
+    """Return the kinds of passes of a rank, each with its first pass.  Passes of several `slices`
+    of a sequence have numbers one after another."""
     found: dict[PassKind, Pass] = {}
-    kinds = _kinds(order, windows)
+    kinds = _kinds(order, windows, slices)
     for item in order:
         if item.forward:  # its backward is of the same kind
             found.setdefault(kinds[item[1:]], item)
@@ -84,14 +95,16 @@ def pass_kinds(order: tuple[Pass, ...], windows: tuple[Window, ...]) -> dict[Pas
 
 
 @lru_cache(maxsize=256)
-def _kinds(order: tuple[Pass, ...], windows: tuple[Window, ...]) -> dict[tuple[int, int], PassKind]:
+def _kinds(
+    order: tuple[Pass, ...], windows: tuple[Window, ...], slices: int
+) -> dict[tuple[int, int], PassKind]:
     """The kind of each (micro-batch, chunk) of a rank."""
     inside = {
-        micro_batch: tuple([first <= micro_batch < end for first, end in windows])
+        micro_batch: tuple([first <= micro_batch // slices < end for first, end in windows])
         for micro_batch in {item.micro_batch for item in order}
     }
     return {
-        (micro_batch, chunk): PassKind(chunk, phase, inside[micro_batch])
+        (micro_batch, chunk): PassKind(chunk, phase, inside[micro_batch], micro_batch % slices)
         for (micro_batch, chunk), phase in phases(order).items()
     }
 
@@ -124,7 +137,7 @@ class _Walk:
         self.facts = facts
         self.phase = phases(facts.order)
         classes = dict(facts.classes)
-        kinds = _kinds(facts.order, facts.windows)
+        kinds = _kinds(facts.order, facts.windows, facts.slices)
         self.class_of = {where: classes[kind] for where, kind in kinds.items()}
         self.opening = set(first_passes(facts.order, forward=True).values())
         self.summing = set(first_passes(facts.order, forward=False).values())
@@ -160,6 +173,9 @@ class _Walk:
 
     def _add(self, key: Key, item: Pass) -> None:
         _, micro_batch, chunk = item
+        if (slices := self.facts.slices) > 1:
+            micro_batch, number = divmod(micro_batch, slices)
+            key = (*key, Slice(number))
         self.steps.append((self.index.setdefault(key, len(self.index)), micro_batch, chunk))
 
     def _fetch_positions(self) -> dict[int, list[Pass]]:
@@ -215,7 +231,7 @@ class _Walk:
             self._release_copies(item)
         back = ends.back if item.kind is False else ends.input
         if facts.barriers == 2:
-            self._add(("vocabulary", "sum_t"), item)
+            self._add(("vocabulary", "sum_g"), item)
         if not ends.last and not ends.local:
             self._add(("recv_b", ends.output, *WIDE[ends.wide_out]), item)
         reduce = facts.reduce or (facts.reduce_last and item in self.final)

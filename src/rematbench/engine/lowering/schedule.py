@@ -59,6 +59,25 @@ def _zero_bubble(step: int, rank: int, pp: int, total: int) -> tuple[Pass, ...]:
     return (*order, *(Pass("W", i, 0) for i in range(max(0, total - lag), total)))
 
 
+@lru_cache(maxsize=512)
+def sliced_passes(
+    schedule: Schedule, rank: int, pp: int, num_micro_batches: int, slices: int
+) -> tuple[Pass, ...]:
+    """Return the passes of slices, numbered through all micro-batches, in issue order: all forwards
+    first (gpipe; TeraPipe, Li et al. 2021) or 1F1B over slices (Seq1F1B, Sun et al. 2024,
+    arXiv 2406.03488), which runs pp - r - 2 + slices forwards before the first backward.  The
+    backwards of a micro-batch come in reverse order of its slices."""
+    total = num_micro_batches * slices
+    warmup = total if schedule == "gpipe" else min(pp - rank - 2 + slices, total)
+    order = [Pass(True, n, 0) for n in range(warmup)]
+    for n in range(total):
+        if warmup + n < total:
+            order.append(Pass(True, warmup + n, 0))
+        sequence, place = divmod(n, slices)
+        order.append(Pass(False, sequence * slices + slices - 1 - place, 0))
+    return tuple(order)
+
+
 def _shared_vocabulary(barriers: int, rank: int, pp: int, total: int) -> tuple[Pass, ...]:
     """Return 1F1B with a vocabulary that all stages share (`shared_vocabulary`): a micro-batch's
     backward comes as many periods after its logits as there are barriers, so rank r keeps pp - r +

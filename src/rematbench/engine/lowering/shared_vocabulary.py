@@ -67,7 +67,7 @@ class SharedVocabulary:
             case "sum_s":
                 nbytes = self.vectors + self.looked_up
                 return self._sum("s", nbytes, gradient=not self.two)
-        return self._sum("t", 0, gradient=True)
+        return self._sum("g", 0, gradient=True)
 
     def _send_output(self) -> Block:
         w = BlockWriter()
@@ -119,7 +119,7 @@ class SharedVocabulary:
         self._kernel(w, Kind.BACKWARD_WEIGHT, "lm_head", [gradient, self.output], "")
         self._kernel(w, Kind.BACKWARD_WEIGHT, "lookup", [], "")
         if self.two:
-            self._arrive(w, "t")
+            self._arrive(w, "g")
         return w.finish("T", survivors, arrivals)
 
     def _arrive(self, w: BlockWriter, barrier: str) -> None:

@@ -229,12 +229,14 @@ class Program(Struct, frozen=True, kw_only=True, dict=True):
     """A program for each pipeline rank; `virtual(rank, chunk)` = chunk x pp + rank.  Activation
     addresses are planned before the step (`planned`), or chosen by the framework's allocator, with
     or without expandable segments (`expandable`).  `embedding`: the ranks that exchange the
-    gradient of the token embedding, if any do."""
+    gradient of the token embedding, if any do.  `slices`: tokens of the slices of a sequence that
+    have passes of their own."""
 
     ranks: tuple[RankProgram, ...]
     planned: bool = False
     expandable: bool = False
     embedding: tuple[int, int] = (0, 0)
+    slices: tuple[int, ...] = ()
 
     @property
     def pp(self) -> int:

@@ -252,7 +252,7 @@ def local_event(number: int) -> Event:
 
 def received(message: str) -> Event:
     """Return the arrival of a message: forward, backward, of a tied embedding's gradient, of the
-    last stage's output (x), or the end of another stage's part of a vocabulary (s, t and the
+    last stage's output (x), or the end of another stage's part of a vocabulary (s, g and the
     stage)."""
     return event_of(f"{ARRIVED}{message}")
 

@@ -1,7 +1,7 @@
 """Renames actions for the next layer or the next piece."""
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from msgspec.structs import replace
 
@@ -22,7 +22,7 @@ class LayerShift(NamedTuple):
 
     def of(self, actions: Sequence[Action]) -> list[Action]:
         """Return the actions with the new names."""
-        return [_renamed(action, self) for action in actions]
+        return [renamed(action, self) for action in actions]
 
     def storage(self, storage: Storage) -> Storage:
         """Return the new storage."""
@@ -53,7 +53,7 @@ class PieceShift(NamedTuple):
 
     def of(self, actions: Sequence[Action]) -> list[Action]:
         """Return the actions with the new names and rows."""
-        again = [_renamed(action, self) for action in actions]
+        again = [renamed(action, self) for action in actions]
         return [
             replace(action, rows=replace(action.rows, offset=self.offset)) if of_piece else action
             for action, of_piece in zip(again, self.works_on_piece, strict=True)
@@ -69,8 +69,23 @@ class PieceShift(NamedTuple):
         return part
 
 
-def _renamed(action: Action, shift: LayerShift | PieceShift) -> Action:
-    """The action with the storages, the part and the events of a shift."""
+class Renaming(Protocol):
+    """New names of storages and parts, and a number to add to those of a block's events."""
+
+    @property
+    def events(self) -> int: ...
+
+    def storage(self, storage: Storage) -> Storage:
+        """Return the new storage."""
+        ...
+
+    def part(self, part: ModelPart) -> ModelPart:
+        """Return the new part."""
+        ...
+
+
+def renamed(action: Action, shift: Renaming) -> Action:
+    """Return the action with the storages, the part and the events of a shift."""
     kind, events, new = action.kind, shift.events, shift.storage
     event = _later(action.event, events)
     if kind is Kind.WAIT:

@@ -100,7 +100,9 @@ APART = 1 << 20
 pipeline."""
 
 
-OF_VOCABULARY = "xst"
+SLICED = 1 << 13
+"""The distance between the messages of two slices of one sequence."""
+OF_VOCABULARY = "xsg"
 """Messages between any two stages that share a vocabulary: the output, and the ends of parts."""
 
 
@@ -129,6 +131,9 @@ class Clock:
         """Return the message whose arrival is the event of a RECV."""
         if event.message == "e":
             return 0, -1 - (sum(self.embedding) - self.rank)
+        if len(event.message) > 1 and event.message[1] == "%":
+            number = SLICED * int(event.message[2:])
+            return 2, 2 * self.rank + (event.message[0] == "b") + number
         if event.message[0] in OF_VOCABULARY:
             sender = int(event.message[1:] or self.pp - 1)
             return self._of_vocabulary(event.message[0], sender, self.rank)
@@ -141,7 +146,8 @@ class Clock:
             return 0, -1 - self.rank
         if op[0] in OF_VOCABULARY:
             return self._of_vocabulary(op[0], self.rank, int(op[1:]))
-        return (2, 2 * self.rank + 2) if op == "f" else (2, 2 * self.rank - 1)
+        number = SLICED * int(op[2:]) if op[1:] else 0
+        return (2, 2 * self.rank + (2 if op[0] == "f" else -1) + number)
 
     def _of_vocabulary(self, kind: str, sender: int, receiver: int) -> MessageNumber:
         pairs = OF_VOCABULARY.index(kind) * self.pp + sender

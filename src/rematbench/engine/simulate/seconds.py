@@ -11,6 +11,7 @@ from rematbench.costs.operators.experts import ROUTED
 from rematbench.costs.operators.launches import COUNTS
 from rematbench.costs.operators.ops import Comm, Group, Op, OpTable
 from rematbench.engine.lowering.blocks.chunk_ops import uncaptured
+from rematbench.engine.lowering.slices import slice_problems
 from rematbench.engine.lowering.states.state_shards import quantised_weights
 from rematbench.engine.program.action import (
     HOST_UPDATE,
@@ -79,6 +80,7 @@ class ActionCosts:
         self._groups = get_args(Group) if experts else DENSE_GROUPS
         self._holds = self._waits_for_messages or self._blocks or system.host.blocking_copies
         self._holds = self._holds or experts is not None
+        self._slices = program.slices if program is not None else ()
         if program is not None and not self._blocks:
             self.crowd = copy_traffic(problem, program, self._kernels_s)
             blocks = (one.blocks for one in program.ranks)
@@ -140,7 +142,7 @@ class ActionCosts:
         op, direction = self._op(action, rank), DIRECTION[action.kind]
         calls, loops_s = self.cost.calls(op, direction), self.cost.loops_s(op, direction)
         if self._begins and action.part.letter == "L":
-            eager = action.op in self._eager[action.variant]
+            eager = action.op in self._eager[action.variant % len(self._eager)]
             calls, loops_s = (calls, loops_s) if eager else (min(1, calls), 0.0)
         return calls * launch_s + loops_s
 
@@ -156,7 +158,7 @@ class ActionCosts:
             return graphs and comm.stream in ("tp", "cp")
         if action.kind not in DIRECTION:
             return graphs and action.kind not in (Kind.D2H, Kind.H2D)
-        first = self._begins[action.variant].get(action.kind, frozenset())
+        first = self._begins[action.variant % len(self._begins)].get(action.kind, frozenset())
         return action.op not in first or (graphs and action.rows.offset > 0)
 
     def held(self, action: Action) -> bool:
@@ -226,13 +228,7 @@ class ActionCosts:
         part = action.part.letter
         key = (part, action.variant, action.op)
         if key not in self._ops:
-            problem = self.problem
-            if part == "V":
-                table = problem.shared.share
-            else:
-                tables = {"E": problem.embedding, "H": problem.head}
-                table = tables[part] if part in tables else problem.layer_kinds[action.variant]
-            self._ops[key] = table.op(action.op)
+            self._ops[key] = table_of(self.problem, self._slices, action).op(action.op)
         return self._ops[key]
 
     def _send_s(self, action: Action, rank: int) -> float:
@@ -240,7 +236,8 @@ class ActionCosts:
         if action.op != "tied" and action.op[0] in OF_VOCABULARY:
             other = int(action.op[1:])
             return self.cost.p2p_s(action.nbytes, rank, other) if action.nbytes else 0.0
-        peer = {"f": rank + 1, "b": rank - 1, "tied": sum(ends) - rank}[action.op]
+        word = action.op.partition("%")[0]
+        peer = {"f": rank + 1, "b": rank - 1, "tied": sum(ends) - rank}[word]
         shared = action.op != "tied" and not self.problem.layout.sp
         return self.cost.p2p_s(action.nbytes, rank, peer % pp, replicated=shared)
 
@@ -286,6 +283,21 @@ _OTHERS = {
 
 Begins = dict[Kind, frozenset[str]]
 """The operators of a layer whose action of a kind is a launch."""
+
+
+def table_of(problem: Problem, slices: tuple[int, ...], action: Action) -> OpTable:
+    """Return the operator table of an action of a program with these slices."""
+    number, variant = divmod(action.variant, len(problem.layer_kinds))
+    if len(slices) > 1:
+        problem = slice_problems(problem, slices)[number]
+    match action.part.letter:
+        case "E":
+            return problem.embedding
+        case "H":
+            return problem.head
+        case "V":
+            return problem.shared.share
+    return problem.layer_kinds[variant]
 
 
 def _graph_begins(table: OpTable, eager: frozenset[str]) -> Begins:

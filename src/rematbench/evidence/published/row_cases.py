@@ -120,10 +120,10 @@ def read_case(row: Row, registry: Registry) -> PublishedCase:
     system = _system(row, words.stack)
     layout = _layout(row, system, words.job.pop("instances", 1))
     method, settings = _policy(row, registry)
-    if shared := words.job.pop("vocabulary", ""):
+    if passes := words.job.pop("passes", ""):
         if method != IDENTITY:
-            raise RowError("unsupported", f"{shared} with {method} is not predicted from rows")
-        method, settings = "vocabulary_parallel", {"schedule": shared}
+            raise RowError("unsupported", f"{passes} with {method} is not predicted from rows")
+        method, settings = passes, {}
     if system.kernels.compiled and "held" in settings:
         settings = {key: value for key, value in settings.items() if key != "held"}
     cluster = words.job.pop("cluster", text(row, "cluster"))

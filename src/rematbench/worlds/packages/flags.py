@@ -29,7 +29,7 @@ from rematbench.worlds.packages.process import baselines
 from rematbench.worlds.records.refusals import refusals
 
 Table = dict[tuple[Any, ...], Resolved]
-KINDS = ("partition", "schedule", "orders", "states", "mini_sequences", "held")
+KINDS = ("partition", "schedule", "orders", "slices", "states", "mini_sequences", "held")
 
 
 class FlagsAnswer(Struct, frozen=True, kw_only=True):

@@ -227,12 +227,17 @@ def plan_hash(problem: Problem, plan: Plan) -> str:
             for phase in PHASES:
                 fates, _ = resolve(plan, sites, phase, 0)
                 table.append([[*site, fate] for site, fate in fates.items()])
-    windows = [rule for rule in plan.rules if rule.select.micro_batches is not None]
+    windows = [r for r in plan.rules if (r.select.micro_batches, r.select.slices) != (None, None)]
     rest = replace(plan, rules=tuple(windows), fit={})
     deeds = msgspec.to_builtins(rest, str_keys=True)
     del deeds["addresses"]
-    if not plan.cuts:  # hashes of records that are older than the field
+    if not plan.cuts:  # hashes of records that are older than the fields
         del deeds["cuts"]
+    if not plan.slices:
+        del deeds["slices"]
+    for rule in deeds["rules"]:
+        if rule["select"]["slices"] is None:
+            del rule["select"]["slices"]
     for state in deeds["states"]:
         if state["pieces"] is None:  # hashes of records that are older than the field
             del state["pieces"]

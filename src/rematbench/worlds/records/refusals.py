@@ -28,6 +28,8 @@ def refusals(problem: Problem, plan: Plan) -> list[str]:
         "packed documents": problem.workload.packed,
         "rotary positions with an odd head_dim": model.position == "rope"
         and (model.latent.rope if model.latent else model.head_dim) % 2 != 0,
+        "slices of several sequences, or with sequence parallelism": bool(plan.slices)
+        and (lay.micro_batch > 1 or lay.sequence_parallel),
         "a vocabulary over all stages": plan.schedule in VOCABULARY,
         "soft caps": model.attention_soft_cap != 0 or model.logit_soft_cap != 0,
         "norms over each head with tensor parallelism and without sequence parallelism": (

@@ -246,13 +246,15 @@ def _efficient_backward(
     return dq, _summed(dk.contiguous(), k), _summed(dv.contiguous(), v)
 
 
-def blocks(rows: int, slices: tuple[int, ...]) -> list[list[Block]]:
+def blocks(rows: int, slices: tuple[int, ...], keys: int) -> list[list[Block]]:
     """The blocks of each query slice: the whole prefix, then the causal diagonal. `slices` are the
-    positions (in slices) of a rank's rows, in order."""
+    positions (in slices) of a rank's rows, in order; a single slice has the last of the `keys`."""
     size = rows // len(slices)
     found: list[list[Block]] = []
     for place, position in enumerate(slices):
         q0, k0 = place * size, position * size
+        if len(slices) == 1:
+            k0 = keys - rows
         diagonal = Block(q0, q0 + size, k0, k0 + size, True)
         prefix = [Block(q0, q0 + size, 0, k0, False)] if k0 else []
         found.append([*prefix, diagonal])
@@ -264,7 +266,7 @@ def attend(
 ) -> tuple[Heads, Tensor]:
     """Attention of a rank's query rows to the keys and values of whole sequences: (output, lse)."""
     outs, lses = [], []
-    for group in blocks(q.shape[2], slices):
+    for group in blocks(q.shape[2], slices, k.shape[2]):
         parts = [
             flash(
                 q[:, :, b.q0 : b.q1], k[:, :, b.k0 : b.k1], v[:, :, b.k0 : b.k1], b.causal, kernel
@@ -292,7 +294,7 @@ def attend_backward(
     kernel: AttentionBackend = "fa2",
 ) -> tuple[Heads, Heads, Heads]:
     """(dq, dk, dv) of `attend`: the sums over blocks, each with the merged output and lse."""
-    groups = blocks(q.shape[2], slices)
+    groups = blocks(q.shape[2], slices, k.shape[2])
     if len(groups) == 1 and len(groups[0]) == 1:
         return flash_backward(grad, q, k, v, out, lse, True, kernel)
     dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)

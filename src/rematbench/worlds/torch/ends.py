@@ -21,13 +21,13 @@ def embedding(call: Call) -> Tensors:
     whole = model.problem.layout.tp == 1
     out = arithmetic.embed(_ids(call), table, model.vocab_start, whole=whole)
     if _positions(call) and model.tp_rank == 0:  # by one rank of the group
-        out = out + call.parameter("position").value[model.where]
+        out = out + call.parameter("position").value[call.rows(model.where)]
     return {call.op.outputs[0]: out}
 
 
 def _ids(call: Call) -> Tensor:
     batch = call.model.batches[call.span.micro_batch]
-    return batch.ids if call.op.name == "embedding" else batch.ahead[0]
+    return call.rows(batch.ids if call.op.name == "embedding" else batch.ahead[0])
 
 
 def _positions(call: Call) -> bool:
@@ -43,7 +43,7 @@ def embedding_weight(call: Call) -> None:
     arithmetic.embed_backward(total, call.grads[0], ids, model.vocab_start, whole=whole)
     if _positions(call):
         total = call.parameter("position").grad
-        total.index_add_(0, model.where, call.grads[0].to(total.dtype))
+        total.index_add_(0, call.rows(model.where), call.grads[0].to(total.dtype))
 
 
 def loss(call: Call) -> Tensors:

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from rematbench.costs.operators.ops import Activation
+from rematbench.engine.lowering.slices import MARK
 from rematbench.engine.program.action import COMPUTE, Action, Kind
 from rematbench.engine.program.program import Program
 from rematbench.engine.program.storage import ModelPart, Storage
@@ -355,6 +356,8 @@ class Exchanges:
 
 
 TIED_TAG = 1
+MOST_SLICES = 128
+"""Of a sequence, whose messages have tags of their own."""
 
 
 class Message(NamedTuple):
@@ -373,10 +376,13 @@ def message(layout: Layout, stage: int, action: Action, span: tuple[int, int]) -
     if action.op == "tied":
         ends = (stage, pp - 1 - stage) if sends else (pp - 1 - stage, stage)
         return Message(Channel("b" if ends[0] == 0 else "f", *ends), TIED_TAG)
-    here, step = chunk * pp + stage, STEP[action.op]
+    word, _, number = action.op.partition(MARK)
+    if number:
+        micro_batch = micro_batch * MOST_SLICES + int(number)
+    here, step = chunk * pp + stage, STEP[word]
     sender, receiver = (here, here + step) if sends else (here - step, here)
-    tag = 2 + (micro_batch * layout.num_chunks + receiver) * 2 + (action.op == "b")
-    return Message(Channel(action.op, sender % pp, receiver % pp), tag)
+    tag = 2 + (micro_batch * layout.num_chunks + receiver) * 2 + (word == "b")
+    return Message(Channel(word, sender % pp, receiver % pp), tag)
 
 
 def _messages(program: Program, layout: Layout, kind: Kind) -> Iterator[Message]:
@@ -477,12 +483,11 @@ class Messages:
             assert self.arrival is not None
             self._receive(self.arrival, self._message(action, span))
             return
-        rows = self.model.chunks[span.chunk].boundary.rows
-        columns = action.nbytes // (rows * self.model.dtype.itemsize)
-        data = torch.empty(rows, columns, dtype=self.model.dtype, device=self.model.device)
+        columns = action.nbytes // (span.size * self.model.dtype.itemsize)
+        data = torch.empty(span.size, columns, dtype=self.model.dtype, device=self.model.device)
         self._receive(data, self._message(action, span))
-        whole = Value(data, 0, self.model.shapes.shard_tokens)
-        self.memory.put(span.key(action.allocs[0].storage), whole)
+        rows = Value(data, span.first, span.size)
+        self.memory.put(span.key(action.allocs[0].storage), rows)
 
     def _send_tied(self, message: Message) -> None:
         tied, arrival = self.tied, self.arrival

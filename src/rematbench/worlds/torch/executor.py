@@ -6,9 +6,10 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from rematbench.engine.lowering.slices import KEYS, slice_of
 from rematbench.engine.program.action import HOST_UPDATE, Action, Kind
 from rematbench.engine.program.program import RankProgram
-from rematbench.engine.program.storage import Event, Storage, part_of
+from rematbench.engine.program.storage import Event, Role, Storage, part_of, storage_of
 from rematbench.worlds.torch import operators
 from rematbench.worlds.torch.dispatch import Tracker
 from rematbench.worlds.torch.ends import finish_loss
@@ -166,6 +167,10 @@ class Executor:
 
     def span(self, action: Action, micro_batch: int, chunk: int) -> Span:
         """The span of an action, with rows counted in the rank's own shard."""
+        if ends := self.model.slice_ends:
+            number = slice_of(action)
+            first = ends[number]
+            return Span(micro_batch, chunk, first, ends[number + 1] - first)
         rows = self.model.shapes.shard_tokens
         first, count = round(rows * action.rows.offset), round(rows * action.rows.fraction)
         return Span(micro_batch, chunk, first, count)
@@ -200,6 +205,9 @@ class Executor:
         for name, storage, whole in operands.reads:
             value = self.memory[span.key(storage)]
             tensors[name] = value.data if whole else value.rows(span.first, span.size)
+        for name, storages in operands.context:
+            before = [self.memory[span.key(storage)].data for storage in storages]
+            tensors[name] = torch.cat([*before, tensors[name]])
         return Call(self.model, operands.unit, operands.op, span, tensors, wanted=operands.places)
 
     def forward(self, action: Action, span: Span) -> None:
@@ -260,6 +268,8 @@ class Executor:
         rows must follow, and each row must come only once."""
         found = self.names.of(action, span.chunk)
         made = operators.BACKWARD_INPUT[action.op](self._backward_call(action, span, found))
+        if found.context:
+            self._spread(action, span, made)
         adding = iter(found.adding)
         for name, gradient in made.items():
             storage = found.fresh.get(name, found.part)
@@ -271,6 +281,21 @@ class Executor:
             else:
                 target = self.memory[span.key(next(adding))].view(span.first, span.size)
                 target.add_(gradient.view(target.shape))
+
+    def _spread(self, action: Action, span: Span, made: dict[str, Tensor]) -> None:
+        """Give the gradients of the keys and values of several slices to their own storages."""
+        new = {alloc.storage for alloc in action.allocs}
+        ends = self.model.slice_ends
+        for name in KEYS:
+            whole = made.pop(name)
+            for number in range(slice_of(action) + 1):
+                first, last = ends[number : number + 2]
+                storage = storage_of(action.part, name, Role.GRADIENT, piece=number)
+                if storage in new:
+                    rows = Value(compact(whole[first:last]), first, last - first)
+                    self.memory.put(span.key(storage), rows)
+                elif storage in action.reads:
+                    self.memory[span.key(storage)].data.add_(whole[first:last])
 
     def backward_weight(self, action: Action, span: Span) -> None:
         """Compute weight gradients and add them to their buffers."""

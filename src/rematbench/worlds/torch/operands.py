@@ -9,10 +9,12 @@ from itertools import takewhile
 from operator import attrgetter
 from typing import NamedTuple
 
+from msgspec.structs import replace
 from torch import Tensor
 
 from rematbench.costs.operators.ops import Op
 from rematbench.engine.lowering.blocks.chunk_ops import ChunkOps, Unit
+from rematbench.engine.lowering.slices import KEYS, slice_of
 from rematbench.engine.program.action import Action, Kind
 from rematbench.engine.program.storage import Role, Storage, storage_of
 from rematbench.inputs.recipes import Recipe, recipe_of
@@ -37,7 +39,7 @@ class Operands(NamedTuple):
     `places`: output -> (storage, whether the storage is new). For a backward: `incoming` are the
     gradients of the outputs, `fresh` the new storages of gradients by input, `part` the storage of
     a gradient that is still to be summed over ranks, `adding` the gradients into which the other
-    gradients are added, in order.
+    gradients are added, in order. `context`: the keys and values of earlier slices, in order.
     """
 
     unit: Unit
@@ -48,6 +50,7 @@ class Operands(NamedTuple):
     fresh: dict[str, Storage]
     part: Storage | None
     adding: tuple[Storage, ...]
+    context: tuple[tuple[str, tuple[Storage, ...]], ...] = ()
 
 
 class Names:
@@ -68,6 +71,9 @@ class Names:
         unit = self.model.units[chunk][action.part]
         op = unit.table.op(action.op)
         ops = self.model.chunks[chunk]
+        context: dict[str, list[Storage]] = {}
+        if self.model.slice_ends and op.name == "attention":
+            action, context = _own_slice(action)
         new = {alloc.storage.whole: alloc.storage for alloc in action.allocs}
         part = new.get(storage_of(unit.prefix, op.name, Role.PARTIAL))
         there = {storage.whole: storage for storage in action.reads}
@@ -87,7 +93,35 @@ class Names:
             fresh={name: new[storage] for name, storage in inputs.items() if storage in new},
             part=part,
             adding=tuple(filter(gradient, action.reads[len(incoming) :])),
+            context=tuple((name, tuple(storages)) for name, storages in context.items()),
         )
+
+
+def _own_slice(action: Action) -> tuple[Action, dict[str, list[Storage]]]:
+    """An attention's action with the tensors of its own slice alone, without gradients of keys and
+    values; and the keys and values of earlier slices."""
+    number = slice_of(action)
+    context: dict[str, list[Storage]] = {}
+    for each in action.reads:
+        if each.piece != number and not each.is_gradient:
+            context.setdefault(each.tensor, []).append(each)
+    if not context:
+        return action, {}
+    left = tuple(
+        [
+            each
+            for each in action.reads
+            if each.piece == number and not (each.is_gradient and each.tensor in KEYS)
+        ]
+    )
+    allocs = tuple(
+        [
+            each
+            for each in action.allocs
+            if not (each.storage.is_gradient and each.storage.tensor in KEYS)
+        ]
+    )
+    return replace(action, reads=left, allocs=allocs), context
 
 
 def _wants(action: Action, op: Op) -> tuple[str, ...]:

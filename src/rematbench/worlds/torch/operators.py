@@ -116,7 +116,7 @@ def attention(call: Call) -> Tensors:
     q = _heads(call, call.tensors["q"], shape.heads)
     k, v = _whole_kv(call, "k"), _whole_kv(call, "v")
     pairs = sum((b.q1 - b.q0) * (b.k1 - b.k0) / (1 + b.causal)
-                for g in attn.blocks(shape.rows, model.slices) for b in g)  # fmt: skip
+                for g in attn.blocks(q.shape[2], model.slices, k.shape[2]) for b in g)  # fmt: skip
     model.flop += 2.0 * pairs * shape.heads * (shape.head_dim + shape.v_dim) * shape.batch
     if "attn_probs" in call.op.outputs:
         probs = attn.probabilities(q, k)

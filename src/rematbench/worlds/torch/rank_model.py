@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import cached_property, partial
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -78,6 +79,7 @@ class RankModel:
         self.dtype = DTYPES[problem.workload.precision]
         lay, stage = problem.layout, place.pp
         layers = plan.partition[stage]
+        self.slice_ends = (0, *accumulate(plan.slices)) if len(plan.slices) > 1 else ()
         self.update_in_backward = plan.state("optimizer").update == "backward"
         self.optimizer_on_host = plan.state("optimizer").home == "host"
         self.chunks = [

@@ -1,0 +1,45 @@
+"""seq1f1b: 1F1B over slices of a sequence.
+
+Claim: a slice's activations are 1 / k of a sequence's, and so is the bubble: sequences of four
+times the length train on the same devices, 1.14 to 1.53 times faster than under 1F1B.
+Source: Sun et al., Seq1F1B, arXiv 2406.03488; MayDomine/Seq1F1B f54b286.  Rank r keeps (pp - r - 1
++ k) / k micro-batches, the bubble is (pp - 1) / (k m), and slices have equal FLOPs, so that later
+ones are shorter.  Keys and values stay until the backward of their own slice.
+Deviations: one chunk on a rank (its interleaved form is not planned).  Slices are multiples of
+what sequence parallelism splits.  No stack is asked whether it has the schedule.
+"""
+
+from typing import ClassVar
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from rematbench.plan import Plan, Settings, Unsupported, slices_refusal
+from rematbench.problem import Problem
+from rematbench.solve.slices import equal_work, even
+from rematbench.workload import PositiveInt
+
+
+class Seq1F1B(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`slices`: their number; `equal`: of equal length in place of equal FLOPs."""
+
+    name: ClassVar[str] = "seq1f1b"
+    moves_passes: ClassVar[bool] = True
+    grid: ClassVar[tuple[Settings, ...]] = tuple({"slices": 2**n} for n in range(1, 6))
+    slices: PositiveInt = 4
+    equal: bool = False
+
+    def plan(self, problem: Problem, base: Plan) -> Plan | Unsupported:
+        """The base with the passes of slices."""
+        if base.schedule not in ("1f1b", "gpipe") or base.orders or base.slices:
+            return Unsupported(f"needs the passes of 1F1B, not {base.schedule} with other orders")
+        if self.slices == 1:
+            return base
+        probe = replace(base, slices=(problem.workload.seq_len,))
+        of_job = problem.layout, problem.workload, problem.attention
+        if refused := slices_refusal(probe, problem.system, *of_job):
+            return Unsupported(refused)
+        lengths = (even if self.equal else equal_work)(problem, self.slices)
+        if not lengths:
+            return Unsupported(f"{problem.workload.seq_len} tokens have no {self.slices} slices")
+        return replace(base, slices=lengths, schedule="1f1b")

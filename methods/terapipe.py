@@ -1,0 +1,55 @@
+"""terapipe: a pipeline over slices of one sequence, of equal time.
+
+Claim: a decoder's slice needs nothing of later tokens, so one sequence fills a pipeline: 5 times
+faster than pipelining by micro-batches alone for 175B parameters on 384 V100.
+Source: Li et al., TeraPipe, ICML 2021 (arXiv 2102.07988): all forwards, then the backwards of
+slices in reverse order.  Slices are those of the least sum t_i + (pp - 1) max t_j, by dynamic
+programming over whole pieces of the sequence, where t grows with the tokens before a slice by
+attention.
+Deviations: t comes from our kernels' rates, not from a regression on measured slices; it has no
+messages and no update.  No stack is asked whether it has the schedule.
+"""
+
+from typing import ClassVar
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from rematbench.plan import Plan, Settings, Unsupported, slices_refusal
+from rematbench.problem import Problem
+from rematbench.solve.slices import even, least_time, unit_tokens
+from rematbench.workload import PositiveInt
+
+
+class TeraPipe(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`slices`: so many of equal length (None: those of the least time, of up to `pieces` pieces
+    of the sequence)."""
+
+    name: ClassVar[str] = "terapipe"
+    moves_passes: ClassVar[bool] = True
+    grid: ClassVar[tuple[Settings, ...]] = tuple({"slices": 2**n} for n in range(1, 6))
+    slices: PositiveInt | None = None
+    pieces: PositiveInt = 32
+
+    def plan(self, problem: Problem, base: Plan) -> Plan | Unsupported:
+        """The base with the passes of slices, all forwards first."""
+        if base.schedule not in ("1f1b", "gpipe") or base.orders or base.slices:
+            return Unsupported(f"needs the passes of 1F1B, not {base.schedule} with other orders")
+        seq_len = problem.workload.seq_len
+        probe = replace(base, slices=(seq_len,))
+        of_job = problem.layout, problem.workload, problem.attention
+        if refused := slices_refusal(probe, problem.system, *of_job):
+            return Unsupported(refused)
+        if problem.untimed and self.slices is None:
+            return Unsupported(problem.untimed)
+        if self.slices is not None:
+            lengths = even(problem, self.slices)
+        else:
+            pieces, unit = self.pieces, unit_tokens(problem)
+            while pieces > 1 and (seq_len % pieces or seq_len // pieces % unit):
+                pieces -= 1
+            lengths = least_time(problem, base, pieces)
+        if not lengths:
+            return Unsupported(f"{seq_len} tokens have no {self.slices} slices of equal length")
+        made = replace(base, slices=lengths if len(lengths) > 1 else (), schedule="gpipe")
+        return made.noting(slices=",".join(map(str, lengths)))

@@ -1,0 +1,190 @@
+"""Slices of a sequence as passes of their own (Li et al. 2021, arXiv 2102.07988).
+
+A slice is a job of its own length, but for attention: its queries read the keys and values of the
+slices before it, which live until the backward of their own slice, and its backward adds to their
+gradients.  So a slice's blocks are those of a problem of that length; here their tensors, events
+and messages get the slice's number, and attention the tensors of other slices.  Backwards come in
+reverse order: the last slice's makes the gradients of all keys and values.
+"""
+
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import NamedTuple
+
+import msgspec
+
+from rematbench.costs.operators.block import LayerKind
+from rematbench.costs.operators.kernels import Attention
+from rematbench.costs.operators.ops import OpTable
+from rematbench.engine.program.action import Action, Alloc, Kind
+from rematbench.engine.program.program import Block
+from rematbench.engine.program.storage import (
+    COPIED_IN,
+    COPIED_OUT,
+    ENDED,
+    RECEIVED,
+    SENT,
+    Event,
+    ModelPart,
+    Role,
+    Storage,
+    event_of,
+    storage_of,
+)
+from rematbench.engine.program.template import renamed
+from rematbench.inputs.layout import LayoutError
+from rematbench.inputs.shapes import causal_pairs
+from rematbench.plan import Keep, Plan, PlanError, Rule, Select
+from rematbench.problem import Problem
+
+KEYS = ("k", "v")
+"""What later slices read."""
+BY_SLICE = frozenset(
+    {COPIED_OUT, COPIED_IN, *(each[d] for each in (ENDED, RECEIVED, SENT) for d in "fb")}
+)
+"""Events of which each slice has its own."""
+MARK = "%"
+
+
+@dataclass(frozen=True, eq=False)
+class SliceProblem(Problem):
+    """The problem of one slice: a sequence of its tokens, behind `context` tokens of which only
+    keys and values are read."""
+
+    context: int = 0
+
+    def _table(self, kind: LayerKind) -> OpTable:
+        table = super()._table(kind)
+        op = table.op("attention")
+        kernels = [
+            msgspec.structs.replace(
+                kernel,
+                kv_rows=kernel.q_rows + self.context,
+                pairs=causal_pairs(kernel.q_rows, 0) + kernel.q_rows * self.context,
+            )
+            for kernel in op.forward
+            if isinstance(kernel, Attention)
+        ]
+        behind = msgspec.structs.replace(op, forward=tuple(kernels), backward_input=tuple(kernels))
+        ops = tuple([behind if each is op else each for each in table.ops])
+        return msgspec.structs.replace(table, ops=ops)
+
+
+def slice_problems(problem: Problem, slices: tuple[int, ...]) -> tuple[SliceProblem, ...]:
+    """The problem of each slice of so many tokens; PlanError for a length that the layout
+    refuses."""
+    key = ("slices", slices)
+    known = problem.chunks.get(key)
+    if isinstance(known, tuple):
+        return known
+    work, made = problem.workload, []
+    model = work.model
+    if model.position == "learned" and not model.max_positions:
+        model = msgspec.structs.replace(model, max_positions=work.seq_len)
+    fields = {name: getattr(problem, name) for name in Problem.__dataclass_fields__}
+    fields |= {"_memo": {}, "_weights": {}, "evaluator": None, "weigher": None}
+    for tokens, end in zip(slices, accumulate(slices), strict=True):
+        part = msgspec.structs.replace(work, seq_len=tokens, model=model)
+        try:
+            made.append(SliceProblem(**{**fields, "workload": part}, context=end - tokens))
+        except LayoutError as error:
+            raise PlanError(f"a slice of {tokens} tokens: {error}") from error
+    problem.chunks[key] = tuple(made)
+    return tuple(made)
+
+
+def of_slice(plan: Plan, number: int) -> tuple[Plan, list[int]]:
+    """The plan of one slice, in which keys and values stay on the device whatever the rules say,
+    and the places of its other rules in the whole plan."""
+    places = [
+        place
+        for place, rule in enumerate(plan.rules)
+        if rule.select.slices is None or number in rule.select.slices
+    ]
+    rules = tuple(
+        msgspec.structs.replace(
+            plan.rules[place],
+            select=msgspec.structs.replace(plan.rules[place].select, slices=None),
+        )
+        for place in places
+    )
+    moves = msgspec.structs.replace(plan.transfers, reload_slots=0)  # slots have no slices
+    rules = (*rules, Rule(Select(parts=("layer",), activations=KEYS), Keep()))
+    return msgspec.structs.replace(plan, slices=(), rules=rules, transfers=moves), places
+
+
+class SliceNames(NamedTuple):
+    """The renaming of a slice's tensors: they get its number, as pieces do."""
+
+    number: int
+    events: int = 0
+
+    def storage(self, storage: Storage) -> Storage:
+        """The storage of the slice."""
+        return storage.of_piece(self.number)
+
+    def part(self, part: ModelPart) -> ModelPart:
+        """The part, which slices share."""
+        return part
+
+
+def sliced(block: Block, slices: tuple[int, ...], number: int, kinds: int) -> Block:
+    """A block of slice `number` with the slice's names.  `kinds`: the model's distinct layers, by
+    which actions of one slice differ from those of the next."""
+    names = SliceNames(number)
+    written = tuple([_of_slice(action, names, slices, kinds) for action in block.written])
+    return Block(block.label, written, block.periods)
+
+
+def _of_slice(action: Action, names: SliceNames, slices: tuple[int, ...], kinds: int) -> Action:
+    number = names.number
+    op = f"{action.op}{MARK}{number}" if action.kind in (Kind.SEND, Kind.RECV) else action.op
+    made = msgspec.structs.replace(
+        renamed(action, names),
+        event=_event(action.event, number),
+        wait=_event(action.wait, number),
+        op=op,
+        variant=action.variant + number * kinds,
+    )
+    if op != "attention" or (not number and len(slices) == 1):
+        return made
+    if action.kind in (Kind.FORWARD, Kind.RECOMPUTE):
+        return msgspec.structs.replace(made, reads=(*_earlier(made, number), *made.reads))
+    return _backward(made, slices, number) if action.kind is Kind.BACKWARD_INPUT else made
+
+
+def _event(event: Event | None, number: int) -> Event | None:
+    return event_of(f"{event}{MARK}{number}") if event in BY_SLICE else event
+
+
+def _earlier(action: Action, number: int, role: Role = Role.ACTIVATION) -> list[Storage]:
+    """Keys and values (or their gradients) of the slices before one."""
+    return [
+        storage_of(action.part, name, role, piece=each) for each in range(number) for name in KEYS
+    ]
+
+
+def _backward(action: Action, slices: tuple[int, ...], number: int) -> Action:
+    """Attention's backward: the last slice's makes the gradients of the keys and values of all
+    slices, the others add to them from a tensor that only they use."""
+    own = {alloc.storage.tensor: alloc for alloc in action.allocs if alloc.storage.tensor in KEYS}
+    each = {name: alloc.nbytes // slices[number] for name, alloc in own.items()}
+    reads = (*action.reads, *_earlier(action, number))
+    if number == len(slices) - 1:
+        more = tuple(
+            Alloc(storage, each[storage.tensor] * slices[storage.piece or 0])
+            for storage in _earlier(action, number, Role.GRADIENT)
+        )
+        return msgspec.structs.replace(action, reads=reads, allocs=(*action.allocs, *more))
+    left = tuple([alloc for alloc in action.allocs if alloc.storage.tensor not in KEYS])
+    totals = [alloc.storage for alloc in own.values()]
+    adds = (*_earlier(action, number, Role.GRADIENT), *totals)
+    scratch = action.scratch + sum(each.values()) * sum(slices[: number + 1])
+    return msgspec.structs.replace(action, reads=(*reads, *adds), allocs=left, scratch=scratch)
+
+
+def slice_of(action: Action) -> int:
+    """Return the number of the slice whose tensors an action makes or reads first; 0 for an action
+    of no slice."""
+    storages = (*(alloc.storage for alloc in action.allocs), *action.reads)
+    return next((each.piece for each in storages if each.piece is not None), 0)

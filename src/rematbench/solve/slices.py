@@ -1,0 +1,100 @@
+"""Lengths of the slices of a sequence: of equal work, or of the least time in a pipeline."""
+
+from collections.abc import Sequence
+from itertools import pairwise
+from math import fsum, inf, sqrt
+
+from msgspec.structs import replace
+
+from rematbench.costs.bind_kernels import Direction
+from rematbench.costs.operators.kernels import Attention, Gemm
+from rematbench.costs.operators.ops import Op
+from rematbench.engine.lowering.slices import slice_problems
+from rematbench.inputs.shapes import causal_pairs
+from rematbench.plan import Plan
+from rematbench.problem import Problem
+
+WAYS: tuple[Direction, ...] = ("forward", "backward_input", "backward_weight")
+
+
+def unit_tokens(problem: Problem) -> int:
+    """The tokens of which a slice must have a multiple: sequence parallelism splits them."""
+    return problem.layout.tp if problem.layout.sequence_parallel else 1
+
+
+def equal_work(problem: Problem, count: int) -> tuple[int, ...]:
+    """Return `count` slices with equal FLOPs of layers (Sun et al. 2024, arXiv 2406.03488): x
+    tokens from the start on have a x + b x^2 / 2.  Empty if the sequence has too few tokens."""
+    seq_len, unit = problem.workload.seq_len, unit_tokens(problem)
+    layer = problem.layer(0)
+    gemms = (kernel for op in layer.ops for kernel in op.forward if isinstance(kernel, Gemm))
+    each = sum(2.0 * kernel.n * kernel.k * kernel.m for kernel in gemms) / seq_len
+    (kernel,) = (one for one in layer.op("attention").forward if isinstance(one, Attention))
+    pair = 2.0 * kernel.batch * kernel.heads * (kernel.head_dim + kernel.values)
+    total = each * seq_len + pair * seq_len**2 / 2
+    ends = [
+        (sqrt(each**2 + 2 * pair * total * number / count) - each) / pair
+        for number in range(1, count)
+    ]
+    cuts = [0, *(unit * round(end / unit) for end in ends), seq_len]
+    found = tuple(b - a for a, b in pairwise(cuts))
+    return found if min(found) > 0 else ()
+
+
+def even(problem: Problem, count: int) -> tuple[int, ...]:
+    """Return `count` slices of equal length; empty if the sequence does not divide so."""
+    size, rest = divmod(problem.workload.seq_len, count)
+    return () if rest or size % unit_tokens(problem) else (size,) * count
+
+
+def least_time(problem: Problem, plan: Plan, pieces: int) -> tuple[int, ...]:
+    """Return the slices, each of some of `pieces` equal pieces of the sequence, with the least sum
+    t_i + (pp - 1) max t_j (Li et al. 2021, arXiv 2102.07988, section 3.3): for a bound of t_j the
+    least sum by dynamic programming, over all bounds.  t is the time of a slice's passes on the
+    longest stage, and grows with the tokens before the slice by attention alone."""
+    seq_len, pp = problem.workload.seq_len, problem.layout.pp
+    size = seq_len // pieces
+    layers = max(len(chunk) for rank in plan.partition for chunk in rank)
+    lengths = tuple(size * count for count in range(1, pieces + 1))
+    tables = [part.layer(0) for part in slice_problems(problem, lengths)]
+    rest_s = [_seconds(problem, [op for op in t.ops if op.name != "attention"]) for t in tables]
+
+    def seconds(count: int, before: int) -> float:
+        """Seconds of `count` pieces behind `before` pieces."""
+        attention = _behind(tables[count - 1].op("attention"), before * size)
+        return layers * (rest_s[count - 1] + _seconds(problem, [attention]))
+
+    known = {(k, i): seconds(k, i) for i in range(pieces) for k in range(1, pieces - i + 1)}
+    best: tuple[float, tuple[int, ...]] = (inf, (seq_len,))
+    for bound in sorted(set(known.values())):
+        if (pp - 1) * bound >= best[0]:
+            break
+        least: list[tuple[float, tuple[int, ...]]] = [(0.0, ())]
+        for end in range(1, pieces + 1):
+            ways_here = (
+                (least[end - k][0] + known[k, end - k], (*least[end - k][1], k * size))
+                for k in range(1, end + 1)
+                if known[k, end - k] <= bound
+            )
+            least.append(min(ways_here, default=(inf, ())))
+        found = (least[-1][0] + (pp - 1) * bound, least[-1][1])
+        best = min(best, found)
+    return best[1]
+
+
+def _seconds(problem: Problem, ops: Sequence[Op]) -> float:
+    """Seconds of the forward and the backward of operators."""
+    return fsum(problem.cost.op_s(op, way) for op in ops for way in WAYS)
+
+
+def _behind(op: Op, context: int) -> Op:
+    kernels = tuple(
+        replace(
+            kernel,
+            kv_rows=kernel.q_rows + context,
+            pairs=causal_pairs(kernel.q_rows, 0) + kernel.q_rows * context,
+        )
+        for kernel in op.forward
+        if isinstance(kernel, Attention)
+    )
+    return replace(op, forward=kernels, backward_input=kernels)
