@@ -20,6 +20,9 @@ os.environ["OMP_NUM_THREADS"] = "1"
 """As in the runtime's own processes: threads that wait for each other cost these tiny tensors three
 to five times the CPU seconds, and torch reads it as it is loaded."""
 
+os.environ.pop("COLUMNS", None)
+"""Workers of pytest-xdist have it, and commands obey it; a test that is about widths sets it."""
+
 collect_ignore_glob = [] if find_spec("torch") else ["worlds/torch/test_*.py"]
 
 

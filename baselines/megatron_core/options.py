@@ -10,7 +10,7 @@ from collections.abc import Callable
 from rematbench.foreign.recipes import ENDS, MEGATRON, REUSE
 from rematbench.inputs.layout import Layout
 from rematbench.inputs.stages import Stage, stages_text
-from rematbench.inputs.system import System
+from rematbench.inputs.system import System, with_facts
 from rematbench.problem import Problem
 from rematbench.workload import Model, Workload
 
@@ -74,6 +74,7 @@ def _gradients(nbytes: int) -> str | None:
 
 OPTIONS: dict[str, Callable[[System], str | None]] = {
     "attention": _attention,
+    "cudnn_first": lambda _: "",  # the kernel that the generation has is printed
     "fused_loss": lambda system: "--cross-entropy-loss-fusion" * system.loss.fused_loss,
     "rope": _rope,
     "norm": lambda system: "" if system.kernels.norm == "fused" else "--transformer-impl local",
@@ -129,7 +130,9 @@ run has no GPU to overlap on, and takes the model from the job."""
 def stack_words(problem: Problem) -> list[str]:
     """The options of the stack's facts, of those that a job has a use for."""
     useful = _useful(problem)
-    given = (words(problem.system) for fact, words in OPTIONS.items() if useful.get(fact, True))
+    kernel = problem.system.attention_on(problem.cluster.generation)
+    system = with_facts(problem.system, attention=kernel, cudnn_first=False)
+    given = (words(system) for fact, words in OPTIONS.items() if useful.get(fact, True))
     return list(dict.fromkeys(words for words in given if words))
 
 

@@ -13,7 +13,6 @@ Layers = Annotated[int, Meta(gt=0, le=1 << 12)]
 Length = Annotated[int, Meta(ge=0, le=1 << 36)]
 Cap = Annotated[float, Meta(ge=0.0, le=1e9)]
 Probability = Annotated[float, Meta(ge=0.0, lt=1.0)]
-
 Share = Annotated[float, Meta(ge=0.0, le=1.0)]
 Imbalance = Annotated[float, Meta(ge=1.0, le=1e6)]
 Capacity = Annotated[float, Meta(ge=0.0, le=1e6)]
@@ -29,8 +28,9 @@ HeadNormWeights = Literal["head", "each_head", "width", "none"]
 RouterKind = Literal["softmax", "sigmoid"]
 Precision = Literal["bf16", "fp16", "fp32", "fp64"]
 RecipeName = Literal["none", "fp8", "fp8-delayed", "fp8-block", "mxfp8", "nvfp4"]
-
-BaseDtype = Literal["stack", "bf16", "fp32", "nf4", "nf4_double", "int4", "marlin", "int8"]
+BaseDtype = Literal[
+    "stack", "bf16", "fp32", "nf4", "nf4_double", "int4", "int4_ungrouped", "marlin", "int8"
+]
 AdapterTarget = Literal["q", "k", "v", "o", "gate", "up", "down"]
 _WORDS = "|".join(get_args(AdapterTarget))
 AdapterTargets = Annotated[str, Meta(pattern=rf"^(all|({_WORDS})(,({_WORDS}))*)$")]
@@ -44,14 +44,14 @@ PACKED_BYTES: dict[str, Fraction] = {
     "nf4": Fraction(1, 2) + Fraction(4, 64),
     "nf4_double": Fraction(1, 2) + Fraction(1, 64) + Fraction(4, 64 * 256),
     "int4": Fraction(1, 2) + Fraction(2, 128) + Fraction(1, 2 * 128),
+    "int4_ungrouped": Fraction(1, 2),
     "marlin": Fraction(1, 2) + Fraction(2, 128),
     "int8": 1 + Fraction(2, 128) + Fraction(1, 128),
 }
-"""Bytes of a weight of a linear, by format, with its scales and zeros.  nf4: blocks of 64 with an
-fp32 scale, or with the scale in 8 bits and one in fp32 for 256 of them (bitsandbytes,
-functional.py: quantize_4bit).  int4, int8: groups of 128 with an fp16 scale and a zero of the
-weight's bits (AutoGPTQ @058fd80a, qlinear_cuda_old.py).  marlin: groups of 128 without zeros
-(IST-DASLab/marlin @0f102e1)."""
+"""Bytes of a weight of a linear, by format, with its scales and zeros.  nf4: blocks of 64, an fp32
+scale or one in 8 bits and one in fp32 for 256 (bitsandbytes, functional.py: quantize_4bit).  int4,
+int8: groups of 128, an fp16 scale and a zero (AutoGPTQ @058fd80a, qlinear_cuda_old.py); ungrouped:
+one for a column, left out.  marlin: groups of 128 without zeros (IST-DASLab/marlin @0f102e1)."""
 
 BYTES_PER_ELEMENT: dict[str, int] = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
 
@@ -112,6 +112,32 @@ class Latent(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         kv = hidden * (self.kv_rank + self.rope) + self.kv_rank * heads * (self.nope + self.v)
         index = hidden * (self.index_dim + self.index_heads)
         return q + kv + index + (self.q_rank or hidden) * self.index_heads * self.index_dim
+
+
+class Memory(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Layers whose MLP is a lookup in one table of keys x keys rows, each of the hidden columns.
+    `layers`: global indices, ascending; the first has the table.  `heads`: queries of a token, of
+    `key_dim` columns each; `keys`: sub-keys of each half of a head; `top`: rows that it reads."""
+
+    layers: Annotated[tuple[NonNegativeInt, ...], Meta(min_length=1)]
+    heads: Width
+    keys: Width
+    key_dim: Width
+    top: Width
+
+    @property
+    def rows(self) -> int:
+        """Rows of the table."""
+        return self.keys * self.keys
+
+    @property
+    def picked(self) -> int:
+        """Rows that a token reads in a layer."""
+        return self.heads * self.top
+
+    def matrix_parameters(self, hidden: int) -> int:
+        """Parameters of a layer's projections and keys, without the table."""
+        return self.heads * self.key_dim * (hidden + self.keys) + 2 * hidden * hidden
 
 
 class Model(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -193,6 +219,7 @@ class Model(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     experts: Experts | None = None
     latent: Latent | None = None
     mtp_layers: Annotated[int, Meta(ge=0, le=64)] = 0
+    memory: Memory | None = None
     layer_groups: Annotated[int, Meta(ge=0, le=1 << 12)] = 0
     embedding_width: Annotated[int, Meta(ge=0, le=1 << 24)] = 0
     attends_all: bool = False
@@ -219,6 +246,12 @@ class Model(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     def sparse_attention(self) -> bool:
         """Whether an indexer chooses the tokens to which a query attends."""
         return self.latent is not None and self.latent.index_top > 0
+
+    def memory_of(self, layer: int) -> str:
+        """Whether a layer `owns` the table of memory layers or `borrows` it; empty for others."""
+        if self.memory is None or layer not in self.memory.layers:
+            return ""
+        return "owns" if layer == self.memory.layers[0] else "borrows"
 
     def owner(self, layer: int) -> int:
         """The first layer that has the weights of a layer."""
@@ -293,6 +326,7 @@ class Model(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             "latent attention": self.latent is not None,
             "sparse attention": self.sparse_attention,
             "layers that predict more tokens": self.mtp_layers > 0,
+            "memory layers": self.memory is not None,
             "layers that share weights": self.layer_groups > 0,
             "an embedding of fewer columns": self.embedding_width > 0,
             "attention to the tokens behind": self.attends_all,
@@ -394,6 +428,9 @@ class Model(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             router = self.hidden * (self.experts.count + self.experts.shared_gate)
             sparse = self.expert_layers + self.mtp_layers
             total += sparse * (self.mlp_matrix_parameters(width) + router)
+        if self.memory is not None:
+            total += len(self.memory.layers) * self.memory.matrix_parameters(self.hidden)
+            every -= len(self.memory.layers)
         return total + (every - sparse) * self.mlp_matrix_parameters(self.ffn)
 
     @property
@@ -450,6 +487,9 @@ class Model(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             layers += self.expert_layers * self._layer_parameters(count, dense=False)
         head = 0 if self.tied_embeddings else self.head_parameters
         head += self.vocab if self.head_bias else 0
+        if self.memory is not None:
+            less = self.memory.matrix_parameters(self.hidden) - self.mlp_parameters(self.ffn)
+            layers += len(self.memory.layers) * less + self.memory.rows * self.hidden
         if self.embedding_width:
             head += (self.hidden + 1) * self.narrow
         return layers + self.embedding_parameters + head + self.norm_parameters_of(self.narrow)

@@ -296,7 +296,9 @@ class Plan(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     until their layer's backward although no operator there reads them (PyTorch's selective
     checkpointing caches what it does not recompute).  `addresses`: activation addresses come from
     the framework's allocator at run time, or are planned before the step (as MEMO does; the
-    executor leaves them to torch).  `fit`: numbers that the method derived, for tables.
+    executor leaves them to torch).  `cuts`: virtual stages whose input needs no gradient; the stage
+    before has a head and a loss of its own, so the plan trains another objective (local learning).
+    `fit`: numbers that the method derived, for tables.
     """
 
     partition: tuple[tuple[tuple[int, ...], ...], ...]
@@ -309,6 +311,7 @@ class Plan(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     mini_sequences: tuple[MiniSequence, ...] = ()
     held: tuple[str, ...] = ()
     addresses: Literal["allocator", "planned"] = "allocator"
+    cuts: tuple[PositiveInt, ...] = ()
     fit: dict[str, float | str] = {}
 
     def with_rules(self, *rules: Rule) -> "Plan":
@@ -346,7 +349,8 @@ def state_fates(layout: Layout, system: System) -> tuple[StateFate, ...]:
     before each use.  Sharded gradients are in host memory if the stack keeps them there with its
     optimizer.  A pipeline gathers and reduces once in a step: FSDP2's stages of a pipeline neither
     reshard nor reduce before the last backward (torch 2.13, torch/distributed/pipelining/stage.py,
-    backward_maybe_with_nosync and perform_reduce_grad)."""
+    backward_maybe_with_nosync and perform_reduce_grad).  With more chunks on a rank than stay
+    gathered the schedule gathers a chunk before its pass, here layer by layer."""
     shards, held = layout.state_shards, layout.pp > 1
     stage = layout.zero_stage
     sharded_grad = shards if stage >= 2 else 1
@@ -357,12 +361,13 @@ def state_fates(layout: Layout, system: System) -> tuple[StateFate, ...]:
             kind="parameter",
             shards=shards,
             gather="layer",
-            release="step" if held else "forward",
+            release="step" if held and not layout.gathers_again else "forward",
             keeps_ends=system.zero.data_parallel == "fsdp" and not held,
             home="host" if system.host.parameters_on_host else "device",
         )
     elif stage == 2 and system.zero.data_parallel == "fsdp":
-        release: Literal["step", "backward"] = "step" if held else "backward"
+        release: Literal["step", "backward", "forward"] = "step" if held else "backward"
+        release = "forward" if layout.gathers_again else release
         parameter = StateFate(kind="parameter", shards=shards, gather="layer", release=release)
     return (
         parameter,

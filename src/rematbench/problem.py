@@ -15,7 +15,6 @@ from rematbench.costs.operators.block import (
     LayerKind,
     SharedVocabulary,
     embedding_table,
-    experts_refusal,
     head_table,
     layer_table,
     prediction_table,
@@ -23,15 +22,21 @@ from rematbench.costs.operators.block import (
 )
 from rematbench.costs.operators.ops import Op, OpTable, rebuild_ops, without_weights
 from rematbench.costs.operators.quantised import quantised_table
-from rematbench.costs.states import StateBytes, non_torch_bytes, room_bytes, state_bytes
+from rematbench.costs.states import (
+    StateBytes,
+    non_torch_bytes,
+    room_bytes,
+    state_bytes,
+    unsharded_scales,
+)
 from rematbench.inputs.cluster import Cluster
 from rematbench.inputs.constants import Calibration
 from rematbench.inputs.facts import CPU
 from rematbench.inputs.kernel_rates import RateError
 from rematbench.inputs.layout import Layout, LayoutError
-from rematbench.inputs.layout_rules import check_layout
+from rematbench.inputs.layout_rules import check_layout, unmodelled_of_experts
 from rematbench.inputs.precision import attention_problem, peak_flop_per_s, sinks_problem
-from rematbench.inputs.recipes import check_recipe, recipe_of
+from rematbench.inputs.recipes import check_recipe, untimed
 from rematbench.inputs.stages import base_partition, prediction_rank
 from rematbench.inputs.system import AttentionBackend, StackChoice, System, TpOverlap
 from rematbench.plan import VOCABULARY, Plan, state_fates
@@ -117,9 +122,7 @@ class Problem:
         """Why no kernel of this problem has seconds, in one line; empty if all have."""
         generation, precision = self.cluster.generation, self.workload.precision
         rates, tf32, missing = self.calibration.kernels, self.system.kernels.tf32, ""
-        missing, recipe = self.workload.model.untimed, recipe_of(self.workload)
-        if recipe is not None and generation != CPU and generation not in recipe.gemm:
-            missing = f"no published rate of products of recipe {self.workload.recipe}"
+        missing = self.workload.model.untimed or untimed(self.workload, generation)
         if not self.calibration.has_rates(generation):
             known = ", ".join(sorted(set(self.calibration.gpus) & set(rates.generations) - {CPU}))
             missing = (
@@ -149,10 +152,8 @@ class Problem:
     @property
     def chosen(self) -> StackChoice:
         """The choices that request this problem's kernels, homes and overlap of its stack."""
-        system, overlap = (
-            self.system,
-            "delayed_wgrad" if self.system.experts.delayed_wgrad else "on",
-        )
+        system = self.system
+        overlap = "delayed_wgrad" if system.experts.delayed_wgrad else "on"
         return msgspec.structs.replace(
             self.stack_choice,
             attention=self.backend or self.attention,
@@ -186,7 +187,7 @@ class Problem:
         """Whether experts' exchanges run beside the compute of another micro-batch, where a forward
         follows a backward."""
         exchanges = self.layout.ep > 1 and self.system.experts.ep_overlap != "none"
-        return exchanges and not self.system.kernels.launch_blocking
+        return exchanges and not self.system.host.launch_blocking
 
     @cached_property
     def non_torch_bytes(self) -> int:
@@ -206,12 +207,14 @@ class Problem:
 
     @cached_property
     def workspace_bytes(self) -> int:
-        """Bytes of torch's allocator that libraries of matrix products hold on each rank."""
+        """Bytes of torch's allocator that each rank holds beside its states: workspaces of matrix
+        products, and scales that FSDP does not shard."""
         count = self.system.kernels.workspaces
         if self.workload.model.experts is not None:
             count += self.system.experts.expert_workspaces
         each = self.calibration.workspace_bytes(self.cluster.generation)
-        return self.system.kernels.cublas_bytes + round(count * each)
+        scales = unsharded_scales(self.workload, self.layout, self.system)
+        return self.system.kernels.cublas_bytes + round(count * each) + scales
 
     @property
     def cost(self) -> "CostFacade":
@@ -239,17 +242,18 @@ class Problem:
         """Operators of the embedding."""
         table = embedding_table(self.workload, self.layout, self.system)
         place = Place(trains=self.workload.frozen_layers == 0)
-        return trained_table(table, self.workload, self.system, place)
+        return trained_table(table, self.workload, self.system, place, self.layout.tp)
 
     def _place(self, layer: int) -> Place:
-        return place_of(layer, self.workload, embedded=self.embedding.trained > 0)
+        embedded = self.embedding.trained > 0 or self.system.zero.reentrant
+        return place_of(layer, self.workload, embedded=embedded)
 
     @cached_property
     def head(self) -> OpTable:
         """Operators of the final norm, output projection and loss."""
         table = head_table(self.workload, self.layout, self.system)
         place = self._place(self.workload.model.num_layers)
-        return trained_table(table, self.workload, self.system, place)
+        return trained_table(table, self.workload, self.system, place, self.layout.tp)
 
     @cached_property
     def shared(self) -> SharedVocabulary:
@@ -264,14 +268,11 @@ class Problem:
         windows = model.attention_window or (0,) * model.num_layers
         every = enumerate((*windows, *(0 for _ in range(model.mtp_layers))))
         count, quantises = model.num_layers, self.workload.quantises
+        dense, place, owner = model.is_dense, self._place, model.owner
         return tuple(
             LayerKind(
-                window,
-                model.is_dense(i),
-                self._place(i),
-                i >= count,
-                quantises(i, count),
-                model.owner(i) != i,
+                *(window, dense(i), place(i), i >= count, quantises(i, count)),
+                *(owner(i) != i, model.memory_of(i)),
             )
             for i, window in every
         )
@@ -282,7 +283,7 @@ class Problem:
 
     def _table(self, kind: LayerKind) -> OpTable:
         fused, of = self.attention == "flash", (self.workload, self.layout, self.system)
-        window, dense, place, predicts, quantised, borrows = kind
+        window, dense, place, predicts, quantised, borrows, memory = kind
         if quantised:
             plain = self._table(kind._replace(quantised=False))
             return quantised_table(plain, *of, self.cluster.generation)
@@ -290,8 +291,8 @@ class Problem:
             last = self.prediction_rank == self.layout.pp - 1
             copies = self.layout.pp > 1 and not (last and self.workload.model.tied_embeddings)
             return prediction_table(*of, fused_attention=fused, dense=dense, copies=copies)
-        table = layer_table(*of, fused_attention=fused, window=window, dense=dense)
-        table = trained_table(table, self.workload, self.system, place)
+        table = layer_table(*of, fused_attention=fused, window=window, dense=dense, memory=memory)
+        table = trained_table(table, self.workload, self.system, place, self.layout.tp)
         return without_weights(table) if borrows else table
 
     @cached_property
@@ -335,11 +336,9 @@ class Problem:
 def _refuse_experts(problem: Problem) -> None:
     """LayoutError for a step with experts that is not modelled: with the model's parameters, the
     states of the fullest rank and the bytes that a layer with experts saves."""
-    work, lay, system = problem.workload, problem.layout, problem.system
+    work, lay = problem.workload, problem.layout
     model = work.model
-    if model.experts is None:
-        return
-    if not (refused := experts_refusal(model, system)):
+    if not (refused := unmodelled_of_experts(model, problem.system)):
         return
     layer = next(problem.layer(i) for i in range(model.num_layers) if not model.is_dense(i))
     held = [rank_states(problem, problem.base_plan, rank).total for rank in range(lay.pp)]
@@ -390,11 +389,9 @@ def gathered_bytes(problem: Problem) -> int:
 def completed_after_backward(problem: Problem) -> str:
     """The reason why a gradient is incomplete at the end of its unit's backward, so that
     optimizer-in-backward would be wrong; empty if all gradients are complete."""
-    layout = problem.layout
-    if layout.num_micro_batches > 1:
-        return (
-            f"optimizer-in-backward needs one micro-batch per step, not {layout.num_micro_batches}"
-        )
+    layout, count = problem.layout, problem.layout.num_micro_batches
+    if count > 1:
+        return f"optimizer-in-backward needs one micro-batch per step, not {count}"
     if problem.embedding_ranks is not None:
         return (
             f"optimizer-in-backward with tied embeddings over {layout.pp} pipeline stages, which "
@@ -422,16 +419,17 @@ def trained_operators(problem: Problem, table: OpTable) -> list[Op]:
 
 
 def rank_parameters(problem: Problem, plan: Plan, rank: int, *, trained: bool = False) -> int:
-    """Parameters that one rank holds after tensor and pipeline parallelism; with `trained` those of
-    them with a gradient."""
+    """Parameters of one rank after tensor and pipeline parallelism; `trained`: with a gradient."""
     tables = [problem.layer(index) for chunk in plan.partition[rank] for index in chunk]
     if plan.schedule in VOCABULARY:
         share, norm, positions = problem.shared
         tables += [share, *([norm] * (rank == problem.layout.pp - 1))]
         return sum(t.parameters for t in tables) + positions * (rank == 0)
     tables += [problem.embedding] if rank == 0 else []
-    head = head_parameters(problem)[trained] if rank == problem.layout.pp - 1 else 0
-    return head + sum(t.trained if trained else t.parameters for t in tables)
+    pp, (every, learnt) = problem.layout.pp, head_parameters(problem)
+    heads = (rank == pp - 1) + sum((stage - 1) % pp == rank for stage in plan.cuts)
+    layers = sum(t.trained if trained else t.parameters for t in tables)
+    return heads * (learnt if trained else every) + layers
 
 
 class CostFacade(CostModel):

@@ -22,6 +22,7 @@ from rematbench.model import (
     Latent,
     Layers,
     Length,
+    Memory,
     MlpKind,
     Model,
     NonNegativeInt,
@@ -54,6 +55,7 @@ __all__ = [
     "Latent",
     "Layers",
     "Length",
+    "Memory",
     "MlpKind",
     "Model",
     "NonNegativeInt",
@@ -94,11 +96,15 @@ class Trained(Part, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Of embedding,norms,head these train too; without adapters, these alone."""
     frozen_layers: Annotated[NonNegativeInt, Fact(metavar="N")] = 0
     """The embedding and so many of the first layers do not train."""
-    trained_dtype: Literal["stack", "fp32"] = "stack"
-    """What trains is held in this precision (PEFT makes adapters fp32)."""
+    trained_dtype: Literal["stack", "fp32", "autocast"] = "stack"
+    """What trains is held in this precision (PEFT makes adapters fp32; autocast: fp32, and computed
+    in 16 bits)."""
     base_dtype: BaseDtype = "stack"
     """Weights that do not train are held in this format; linears of less than 16 bits are widened
     at each use (nf4_double: with quantised scales; int4: GPTQ and AWQ)."""
+    fp32_norms: bool = False
+    """Frozen norms are fp32, and with them the outputs of 4-bit linears and of layers (PEFT's
+    prepare_model_for_kbit_training)."""
 
     @property
     def trains_all(self) -> bool:

@@ -12,6 +12,7 @@ from rematbench.advise.compare.compositions import (
     compositions,
     first_candidates,
 )
+from rematbench.evidence.published.row_cases import recompute_method
 from rematbench.inputs.layout import Layout
 from rematbench.inputs.load import load_model
 from rematbench.plan import (
@@ -27,6 +28,7 @@ from rematbench.plan import (
 from rematbench.plugins.kinds import KINDS, TUNED, changed_kinds, clash
 from rematbench.plugins.policies import Policy, applicable_settings
 from rematbench.problem import Problem
+from rematbench.workload import Model
 from tests.problems import all_methods, make_problem
 
 
@@ -142,13 +144,38 @@ def test_a_composition_may_not_overrule_its_base() -> None:
     assert clash(p, p.base_plan, other) == ""
 
 
+def tried(model: Model, system: str = "megatron-core-0.16") -> set[str]:
+    """The names that compare tries first for a model on a stack."""
+    on = make_problem(model=model, system=system, layout=Layout(), seq_len=64, cluster="h100-80gb")
+    return {one.name for one in first_candidates(all_methods(), load_compare(), on)}
+
+
+def test_policies_of_trainers_are_tried_on_their_stacks_with_the_keys_that_set_them() -> None:
+    model = load_model("llama-7b")
+    trainers = {policy.name: policy for policy in load_compare().policies if policy.keys}
+    assert trainers.keys() == {"full_recompute:inputs=host", "selective_recompute:op"}
+    found = {
+        system: tried(model, system) & trainers.keys()
+        for system in ("trl", "torchtitan", "huggingface-deepspeed", "megatron-core-0.16")
+    }
+    assert found == {
+        "trl": {*trainers},
+        "torchtitan": {"selective_recompute:op"},
+        "huggingface-deepspeed": {"full_recompute:inputs=host"},
+        "megatron-core-0.16": set(),
+    }
+    op = trainers["selective_recompute:op"]
+    named, settings = recompute_method("selective(op)", all_methods())
+    assert (named, {key: [*value] for key, value in settings.items() if key != "scope"}) == (
+        op.method, {key: op.settings[key] for key in ("keep", "held")}
+    )  # fmt: skip
+    assert not any(policy.applies(model) for policy in trainers.values())  # none of the search
+
+
 def test_modules_of_experts_are_policies_of_their_models_alone() -> None:
     dense, routed = (load_model(name) for name in ("llama-7b", "qwen3-30b-a3b"))
     shared = replace(routed, experts=replace(routed.experts, shared_ffn=64))
-    names = [
-        {one.name for one in first_candidates(all_methods(), load_compare(), model)}
-        for model in (dense, routed, shared)
-    ]
+    names = [tried(model) for model in (dense, routed, shared)]
     assert names[1] - names[0] == {
         f"selective_recompute:{modules}" for modules in ("moe_act", "moe_act,layernorm", "moe")
     }
@@ -157,10 +184,7 @@ def test_modules_of_experts_are_policies_of_their_models_alone() -> None:
 
 def test_modules_of_latent_attention_are_policies_of_their_models_alone() -> None:
     dense, routed = (load_model(name) for name in ("minicpm3-4b", "deepseek-v3"))
-    plain, more, both = (
-        {one.name for one in first_candidates(all_methods(), load_compare(), model)}
-        for model in (load_model("llama-7b"), dense, routed)
-    )
+    plain, more, both = (tried(model) for model in (load_model("llama-7b"), dense, routed))
     assert more - plain == {"selective_recompute:mla_up_proj"}
     assert more < both
     assert "selective_recompute:mla_up_proj,moe_act,layernorm" in both

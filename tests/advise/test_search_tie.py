@@ -5,6 +5,7 @@ import math
 import pytest
 from msgspec.structs import replace
 
+from rematbench.advise.candidates.candidate import load_compare
 from rematbench.advise.candidates.layouts import Fixed
 from rematbench.advise.search import job, tie
 from rematbench.advise.search.job import with_engines
@@ -13,7 +14,9 @@ from rematbench.advise.search.rounds import SearchJob, in_one_process
 from rematbench.cli.search_output import beside_line
 from rematbench.evaluate.result import Result
 from rematbench.inputs.job import Job
+from rematbench.inputs.load import names as names_of
 from tests.everything import ALONE, everything
+from tests.problems import all_methods
 
 GIB = 2**30
 TIGHT = SearchRequest(
@@ -91,3 +94,28 @@ def test_what_a_package_reaches_alone_is_a_line() -> None:
     assert not list(tie.of_packages(own, [best], ALONE))
     other = SearchJob(replace(TIGHT, spec=replace(TIGHT.spec, system="torchtitan")))
     assert not list(tie.of_packages(other, [best], ALONE))
+
+
+def test_a_trainer_has_its_best_setting_and_the_keys_to_paste() -> None:
+    spec = Job(
+        model="gpt-1.3b", cluster="a800-80gb", system="torchtitan", gpus=2, seq_len=2048,
+        global_batch=4,
+    )  # fmt: skip
+    made = SearchJob(SearchRequest(spec=spec, fixed=Fixed(cp=1, tp=1, pp=1, micro_batch=1))).ready()
+    best = best_of(made)
+    ((names, keys, alone),) = tie.of_trainers(made, [best], ALONE)
+    assert names == ("torchtitan",)
+    assert alone is not None
+    assert alone.method == "keep_all"
+    assert keys == 'torchtitan: [activation_checkpoint] mode = "none"'
+    assert alone.fitting_s >= best.fitting_s * (1 - 1e-9)
+    kwai = SearchJob(TIGHT).ready()
+    assert not list(tie.of_trainers(kwai, [best], ALONE))  # a stack of no trainer
+
+
+def test_trainers_name_stacks_and_methods_that_exist() -> None:
+    shipped = names_of("system")
+    for trainer in load_compare().trainers:
+        assert set(trainer.stacks) <= set(shipped), trainer.name
+        for method in trainer.keys:
+            all_methods().resolve(method)

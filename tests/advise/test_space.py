@@ -98,7 +98,7 @@ def test_the_output_names_every_limit_that_applies() -> None:
     for words in ("micro-batches of more than 64", "schedules other than 1F1B"):
         assert any(one.startswith(words) for one in whole), whole
         assert not any(one.startswith(words) for one in single), single
-    held = "ZeRO 2 and 3 with more than 3 chunks of a rank (not modelled)"
+    held = "ZeRO 2 and 3 with more than 3 chunks of a rank"
     assert held in not_searched(job(system="torchtitan"))
     assert held not in whole
     pieces = "optimizer states on the host in pieces (name optimizer_offload with --method)"

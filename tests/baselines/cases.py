@@ -36,7 +36,7 @@ SEQ = 32
 STEPS = 2
 LEFT_OUT = 0.035
 """Of a peak, states and all: what of Megatron-core is not replayed moves none of 100 drawn jobs by
-more (docs/baselines.md)."""
+more (docs/packages.md)."""
 LAYOUTS: dict[str, dict[str, Any]] = {
     "one": {"micro_batch": 2},
     "tp2": {"tp": 2},

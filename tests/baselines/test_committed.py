@@ -18,10 +18,10 @@ TRACED = MEASURED / "traced" / "baselines"
 AGREEMENT = MEASURED / "executed" / "agreement"
 POINTS = {point.name: point for point in load_points()}
 FAR = {"k530b-selective": 1.08, "k1t-selective": 1.09, "k1t-none": 1.051}
-"""Traced bytes over published ones, where docs/baselines.md says that they are apart."""
+"""Traced bytes over published ones, where docs/packages.md says that they are apart."""
 UNEXPLAINED = {"megatron_core": 6.5e-3, "deepspeed": 1e-6}
 NOT_REPLAYED = {"llama2-7b-4k-offload": 1.3e-2}
-"""Replays that are worth less than their lines would explain this rest (docs/baselines.md)."""
+"""Replays that are worth less than their lines would explain this rest (docs/packages.md)."""
 LABELS = {
     "megatron_core": "megatron-core + CPU shim (fake tensors)",
     "deepspeed": "deepspeed + CPU shim (fake tensors)",

@@ -399,6 +399,12 @@ def test_a_job_that_is_not_run_here_has_options_all_the_same() -> None:
     assert any("not run here" in line for line in answer.not_run)
 
 
+def test_the_kernel_that_the_generation_has_is_printed() -> None:
+    for cluster, backend in (("h800-80gb", "fused"), ("a100-80gb", "flash")):
+        answer = printed(system="megatron-core-0.16", cluster=cluster)
+        assert f"--attention-backend {backend}" in answer.flags
+
+
 def test_sinks_have_an_option() -> None:
     """As has a job with rotary positions on a part of the heads: neither is run here."""
     model = replace(TINY, attention_sinks=True, rotary_share=0.5)

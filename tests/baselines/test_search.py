@@ -10,7 +10,7 @@ from tests.baselines.random_jobs import draw
 from tests.installed import needs
 
 NEAR, FAR, TILED = 1e-3, 0.01, 0.03
-"""Of the peak, states and all: most jobs; any; with tiles (docs/baselines.md says why)."""
+"""Of the peak, states and all: most jobs; any; with tiles (docs/packages.md says why)."""
 FAST = (28, 118, 133, 171)
 """ZeRO 3 with its optimizer on the host; ZeRO 2 with Ulysses, tied; ZeRO 0 and (tied) ZeRO 1 with
 inputs on the host."""

@@ -91,7 +91,7 @@ LOSS = 4
 
 class Whole(NamedTuple):
     """A job, a stage of its pipeline, its core attention, and the bytes of scalars alive at that
-    stage's peak; `exact`: no rule moves it that is not replayed (docs/baselines.md)."""
+    stage's peak; `exact`: no rule moves it that is not replayed (docs/packages.md)."""
 
     asked: Asked
     scalars: int

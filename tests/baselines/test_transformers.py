@@ -325,7 +325,7 @@ def test_the_command_says_in_one_line_what_it_does_not_run(tmp_path: Path) -> No
     ],
 )
 def test_a_committed_record_is_made_again(name: str, tmp_path: Path) -> None:
-    """By the command of docs/baselines.md; only versions of the machine and the date may differ."""
+    """By the command of docs/packages.md; only versions of the machine and the date may differ."""
     model, attention, length, *more = name.split(".")
     out = tmp_path / "again.jsonl"
     config = f"tests/baselines/transformers/{model}.json"

@@ -98,7 +98,10 @@ def test_a_command_loads_no_library_that_draws_or_fits_and_no_other_command() ->
         (["simulate", "keep_all", *DEMO, "--model", "no.json"], "no.json: no such model file"),
         (["simulate", "keep_all", *DEMO, "--gpus", "6", "--pp", "4"], "multiple of tp x cp x pp"),
         (["simulate", "keep_all", *DEMO, "--tpp", "2"], "No such option: --tpp"),
-        (["simulate", "keep_all", *DEMO, "--lora", "8"], "adapters (LoRA) are not modelled"),
+        (
+            ["simulate", "keep_all", *DEMO, "--lora", "8"],
+            "adapters are --lora-rank and --lora-targets",
+        ),
         (
             ["simulate", "keep_all", *DEMO, "--precision", "fp8-mx"],
             "FP8 is a recipe of linears: --recipe fp8",
@@ -198,6 +201,15 @@ def test_a_person_reads_the_verdict_first_and_no_op_aloud() -> None:
     assert "MFU, dense" not in short
 
 
+def test_the_bytes_of_ranks_are_drawn(tmp_path: Path) -> None:
+    drawn = tmp_path / "ranks.svg"
+    assert typed("simulate", "keep_all", *PIPE, "--plot", str(drawn)).code == 0
+    text = drawn.read_text()
+    assert all(word in text for word in ("rank 3", "optimizer", "FITS: "))
+    wrong = typed("simulate", "keep_all", *PIPE, "--plot", str(tmp_path / "ranks.txt"))
+    assert "expected a file of .pdf, .png, .svg" in wrong.err
+
+
 def test_partition_moves_layers() -> None:
     sizes = "3,4,4,5,3,4,4,5"
     ran = typed("plan", "keep_all", *PIPE, "--partition", sizes, "--rank", "3", "--json")
@@ -285,3 +297,12 @@ def test_a_sheet_keeps_its_bad_rows(tmp_path: Path) -> None:
 
 def test_version() -> None:
     assert typed("--version").out.startswith("rematbench ")
+
+
+def test_a_run_that_shards_parameters_has_a_stack_that_does() -> None:
+    """Unless a stack is named."""
+    words = ("simulate", "full_recompute", *DEMO, "--zero", "3")
+    assert "stack torchtitan-2026" in typed(*words).out
+    code, _, err = typed(*words, "--system", "megatron-core-0.16")
+    assert code == 2
+    assert "no ZeRO stage 3" in err

@@ -33,12 +33,12 @@ WORDS = (
 def test_each_line_runs_again(tmp_path: Path) -> None:
     """The CSV has the job, and its command simulates to the same step; the first lines name the
     fastest plan with its layout and speed, the notes the packages that run the plans."""
-    target = tmp_path / "found.csv"
-    answer = RUN.invoke(
-        app, ["search", *shlex.split(WORDS), "--top", "3", "--notes", "-o", str(target)]
-    )
+    target, plot = tmp_path / "found.csv", tmp_path / "plans.svg"
+    words = [*shlex.split(WORDS), "--top", "3", "--notes", "-o", str(target), "--plot", str(plot)]
+    answer = RUN.invoke(app, ["search", *words])
     assert answer.exit_code == 0, answer.output
     assert "proved gap: no plan of this space is more than" in answer.output
+    assert "balanced_checkpointing" in plot.read_text()
     assert "not searched: " in answer.output
     kernels = "attention fa2, norm fused, loss in place, on ampere"
     told = f"{kernels}; constants of cluster a800-80gb, stack default"
@@ -55,6 +55,20 @@ def test_each_line_runs_again(tmp_path: Path) -> None:
         again = RUN.invoke(app, [*words[1:], "--json"])
         assert again.exit_code == 0, again.output
         assert f'"step_s": {float(row["step_s"])}' in again.output
+
+
+def test_stages_that_no_bound_covers_are_tuned_by_layer_without_a_proof() -> None:
+    stages = "--pp 4 --layout 'E|t*12|t*12|L' --method full_recompute --by-layer"
+    words = ["search", *shlex.split(f"{WORDS} {stages}")]
+    shown = RUN.invoke(app, words)
+    assert shown.exit_code == 0, shown.output
+    assert "no bound covers these stages" in shown.output
+    assert "proved gap" not in shown.output
+    answer = json.loads(RUN.invoke(app, [*words, "--json"]).output)
+    assert answer["gap"] is None
+    assert [row["step_s"] for row in answer["rows"]] == sorted(r["step_s"] for r in answer["rows"])
+    without = RUN.invoke(app, words[:-1])
+    assert "a chunk has no layers (not searched)" in str(without.exception)
 
 
 def test_two_plans_are_explained_by_parts_that_add_up() -> None:

@@ -4,37 +4,23 @@ import json
 import re
 import subprocess
 import sys
-from itertools import product
 from pathlib import Path
 
 import pandas as pd
 import pytest
-from msgspec.structs import replace
 
 import rematbench
-from rematbench.costs.operators.adapters import Place, trained_table
-from rematbench.costs.operators.block import (
-    embedding_table,
-    head_table,
-    layer_table,
-    prediction_table,
-)
-from rematbench.costs.operators.ops import ACTIVATIONS
 from rematbench.evaluate.result import evaluate_method
 from rematbench.evidence.predict import predict_rows
 from rematbench.host.table import write_sheet
 from rematbench.inputs.configfile import ConfigError
 from rematbench.inputs.layout import Layout, LayoutError
-from rematbench.inputs.load import load_model, load_system, names
 from rematbench.inputs.paths import data_dir
-from rematbench.inputs.system import with_facts
 from rematbench.plan import Plan, Unsupported
 from rematbench.plugins.discover import entry_of
 from rematbench.plugins.registry import Composition
-from rematbench.workload import Experts, Latent, Workload
 from rematbench.worlds.records.suite import load_suite
 from rematbench.worlds.records.suite_cells import cells
-from tests.problems import BLOCKS, LLAMA
 from tests.typed import typed
 from tests.workflow.checkout import GUIDES
 from tests.wrong_inputs import ROW
@@ -115,46 +101,6 @@ def test_a_slip_beside_a_name_that_matches_is_told(tmp_path: Path) -> None:
         "FAILED: mine: rule names an activation that no model saves: "
         "Select(activations=('fc2_in', 'act_out', 'gate_ot')); did you mean 'gate_out'?"
     )
-
-
-def test_the_names_are_those_of_all_models_and_stacks() -> None:
-    """ACTIVATIONS, against the tables of every shipped model and of each other block (and one with
-    norms of heads) on every stack that differs in what it keeps."""
-    stacks = [load_system(name) for name in ("megatron-core", "huggingface", "rematbench")]
-    stacks[1] = with_facts(stacks[1], held_logit_bytes=2)  # which jobs say, not stacks
-    found: set[str] = set()
-    shipped = [load_model(name) for name in names("model")]
-    experts = Experts(count=8, active=2, ffn=64, shared_ffn=64, shared_gate=True)
-    mixtures = [replace(LLAMA, experts=experts, mlp=mlp) for mlp in ("swiglu", "gelu")]
-    chosen = Latent(
-        q_rank=24, kv_rank=16, nope=8, rope=4, v=6, index_heads=2, index_dim=8, index_top=16
-    )
-    sparse = replace(LLAMA, **{**BLOCKS["latent"], "latent": chosen})
-    blocks = (replace(LLAMA, **facts) for facts in BLOCKS.values())
-    for model in (*shipped, *mixtures, sparse, *blocks):
-        for system, degree in product(stacks, (1, 2)):
-            shape = replace(model, qk_norm=model.qk_norm or model.name == "llama-7b")
-            work = Workload(model=shape, seq_len=256)
-            layout = Layout(dp=2, ulysses=degree, ep=2 if shape.experts else 1)
-            for fused, dense in product((True, False), {True, shape.experts is None}):
-                made = layer_table(
-                    work, layout, system, fused_attention=fused, window=0, dense=dense
-                )
-                found |= made.activations.keys()
-            found |= embedding_table(work, layout, system).activations.keys()
-            found |= head_table(work, layout, system).activations.keys()
-        for tp in (1, 2):
-            work = Workload(model=replace(shape, mtp_layers=1), seq_len=256)
-            layout = Layout(dp=2, tp=tp, ep=2 if shape.experts else 1)
-            predicts = {"fused_attention": True, "dense": shape.experts is None, "copies": True}
-            for system in stacks:
-                found |= prediction_table(work, layout, system, **predicts).activations.keys()
-                found |= head_table(work, layout, system).activations.keys()
-        for facts in ({"lora_dropout": 0.1}, {"dora": True}):
-            work = Workload(model=shape, seq_len=256, lora_rank=4, **facts)
-            table = layer_table(work, layout, stacks[1], fused_attention=True, window=0)
-            found |= trained_table(table, work, stacks[1], Place()).activations.keys()
-    assert found == ACTIVATIONS
 
 
 def test_a_broken_file_of_mine_is_mentioned_when_another_is_run(tmp_path: Path) -> None:

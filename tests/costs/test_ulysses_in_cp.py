@@ -108,3 +108,23 @@ def test_packed_documents_are_refused_inside_context_parallelism() -> None:
 def test_the_executor_refuses_it_by_name() -> None:
     made = nested(2, 2, "allgather")
     assert "Ulysses inside context parallelism" in refusals(made, made.base_plan)
+
+
+@pytest.mark.parametrize("kind", ["ring", "allgather"])
+@pytest.mark.parametrize("cp", [1, 4])
+def test_parts_that_are_merged_in_fp32_are_beside_the_kernel(kind: str, cp: int) -> None:
+    """torch's context parallelism: four outputs in a merge; sums of dQ, and of dK and dV thrice."""
+    plain, merged = (
+        problem(
+            model=replace(MODEL, num_kv_heads=MODEL.num_heads // 2), seq_len=64, cp=cp,
+            system_changes={"cp_kind": kind, "cp_merges": merges, "wide_query_gradient": False},
+        ).layer(0)
+        for merges in (False, True)
+    )  # fmt: skip
+    q, k, v = (merged.activations[name].nbytes for name in ("q", "k", "v"))
+    more = [
+        getattr(merged.op("attention"), name) - getattr(plain.op("attention"), name)
+        for name in ("scratch_forward_bytes", "scratch_backward_bytes")
+    ]
+    there = cp > 1
+    assert more == [there * (8 * q + k + v), there * (4 * q + 6 * (k + v) + k + v)]

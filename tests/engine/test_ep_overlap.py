@@ -73,6 +73,23 @@ def test_a_backward_is_paired_with_the_forward_that_follows_it() -> None:
     assert [mark for *_, mark in marks(given(), forwards_first)] == [""] * 6
 
 
+def test_a_layer_that_predicts_one_more_token_is_paired_as_any_other() -> None:
+    """On the last rank's last chunk, with the layer before it (megatron-core 0.16.1,
+    model_chunk_schedule_plan.py); alone on a rank Megatron-core refuses it."""
+    model = replace(MIXTURE, mtp_layers=1)
+    found = given(layers(4, model), pp=2, vpp=2, global_batch=16)
+    program = lower(found.base_plan, found)
+    check(program)
+    beside = {
+        action.part: action.exchange.beside
+        for action, micro_batch, chunk in program.ranks[1].actions()
+        if action.op == "dispatch" and (micro_batch, chunk) == (1, 1)
+    }
+    assert beside["L1"] == beside["L0"] != ""
+    with pytest.raises(LayoutError, match="pp must be larger than 1"):
+        given(model)
+
+
 def test_an_interleaved_pipeline_pairs_its_steady_passes() -> None:
     found = given(layers(8, MIXTURE), pp=2, vpp=2, dp=4, global_batch=16)
     first = marks(found)

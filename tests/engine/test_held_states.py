@@ -129,3 +129,27 @@ def test_the_reductions_take_their_seconds_after_the_last_pass(vpp: int) -> None
 def test_the_executor_refuses_them_by_name() -> None:
     made = piped()
     assert any("with pipeline stages" in words for words in refusals(made, made.base_plan))
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_fourth_chunk_is_gathered_again_and_three_stay(stage: int) -> None:
+    """torch's schedule keeps three chunks of a rank gathered; gradients are summed as before."""
+    few, many = (
+        problem(
+            model=layers(16), system="torchtitan", pp=2, vpp=vpp, dp=2, zero_stage=stage,
+            global_batch=8,
+        )
+        for vpp in (2, 4)
+    )  # fmt: skip
+    check(lower(many.base_plan, many))
+    gathers = [
+        sum(a.op == "parameters" and bool(a.exchange.comm) for a, _, _ in walk(made, 0))
+        for made in (few, many)
+    ]
+    assert gathers[0] == 8 + 1  # layers and the embedding, once
+    assert gathers[1] > 2 * gathers[0]
+    assert many.base_plan.state("gradient").release == "step"
+    rank = evaluate(many, many.base_plan).ranks[1]
+    layer = many.layer(0).parameters
+    assert rank.pools == 2 * (3 * 2 - 2) * layer  # three chunks of two layers, less two layers
+    assert evaluate(few, few.base_plan).ranks[1].pools == 0

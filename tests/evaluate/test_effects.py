@@ -1,13 +1,14 @@
 """A fact acts on a job where another value of it changes bytes or seconds."""
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import pytest
 from msgspec.structs import replace
 
 from rematbench.evaluate.effects import acting
-from rematbench.evaluate.unread import unread_facts
+from rematbench.evaluate.unread import unread, unread_facts
 from rematbench.inputs.configfile import ASSUMED
 from rematbench.inputs.layout import Layout
 from rematbench.inputs.load import load_cluster, load_system
@@ -26,6 +27,7 @@ HOSTED = {"optimizer_on_host": True, "parameters_on_host": True}
 JOBS: list[dict[str, Any]] = [
     {"stack": "torchtitan", "micro_batch": 8, "global_batch": 16, "facts": {"norm": "eager"}},
     {"stack": "deepspeed", "dp": 8, "zero_stage": 3, "global_batch": 16},
+    {"stack": "internevo", "dp": 8, "zero_stage": 1, "global_batch": 16},
     {"stack": "deepspeed", "zero_stage": 3, "global_batch": 2, "facts": HOSTED},
     {"stack": "megatron-core", "tp": 2, "cp": 2, "pp": 2, "dp": 2, "global_batch": 8, "kept": True},
     {"stack": "megatron-core-2026", "tp": 8, "global_batch": 1, "facts": {"tp_overlap": "gemm"}},
@@ -41,6 +43,8 @@ JOBS: list[dict[str, Any]] = [
         "global_batch": 64,
     },
     {"stack": "huggingface", "dp": 2, "global_batch": 4, "precision": "fp32"},
+    {"stack": "huggingface-fsdp-4.46", "dp": 2, "zero_stage": 3, "global_batch": 2},
+    {"stack": "huggingface", "dp": 2, "global_batch": 4, "zero_stage": 0},
     {
         "stack": "huggingface-deepspeed",
         "kept": True,
@@ -100,7 +104,7 @@ def test_a_fact_acts_only_where_it_changes_numbers(
 
 def test_an_assumed_fact_of_a_stack_that_overlaps_exchanges_is_said() -> None:
     """On one GPU of the job, where nothing is exchanged."""
-    given, _ = job(**JOBS[-2])
+    given, _ = job(**JOBS[-4])
     sources = {"norm": f"{ASSUMED}a test", "reduce_bytes": f"{ASSUMED}a test"}
     system = with_facts(given.system, sources=sources)
     found = unread_facts(dataclasses.replace(given, system=system))
@@ -117,3 +121,13 @@ def test_a_fact_that_contradicts_another_value_has_its_default() -> None:
     facts = ["fused_loss", "data_parallel"]
     assert acting(*one, facts) == ["fused_loss"]
     assert acting(*shared, facts) == facts
+
+
+@pytest.mark.parametrize(("stated", "tp"), [("", 4), ("", 1), ("nics_per_node: 4", 4)])
+def test_a_network_that_nobody_stated_is_asked_for(tmp_path: Path, stated: str, tp: int) -> None:
+    """With what half of its rate costs a job between nodes."""
+    path = tmp_path / "mine.yaml"
+    path.write_text(f"name: mine\nbase: h100-80gb\nsource: mine\ngpus_per_node: 2\n{stated}\n")
+    given, _ = job("megatron-core", tp=tp, dp=2 if tp > 1 else 1, global_batch=4)
+    said = unread(dataclasses.replace(given, cluster=load_cluster(path), _memo={}, _weights={}))
+    assert ("GB/s a node assumed: a step is " in said) == (tp > 1 and not stated)

@@ -12,9 +12,9 @@ from rich.console import Console
 from rematbench.advise.candidates.candidate import load_compare
 from rematbench.advise.compare.comparison import Comparison, Order, table
 from rematbench.cli.compare import UNBOUNDED, Ranking
-from rematbench.cli.comparison_plot import write_plot
 from rematbench.cli.options import Request, RunOptions, request
 from rematbench.cli.plan_table import Head, kept
+from rematbench.cli.plots import write_plot
 from rematbench.evaluate.breakdown import PARTS
 from rematbench.evaluate.result import PlannedJob
 from rematbench.evidence.published.sheets import read_sheet

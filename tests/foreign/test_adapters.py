@@ -41,7 +41,7 @@ NAMES = (*NAMES, "base_dtype", "optimizer_kind")
         (
             f"{TRL}use_peft: true\nlora_target_modules: {EVERY}\nload_in_4bit: true\n",
             {"lora_rank": "16", "lora_dropout": "0.05", "lora_targets": "q,k,v,o"}
-            | {"base_dtype": "nf4"},
+            | {"base_dtype": "nf4", "trained_dtype": None},
         ),
         (
             f"{FACTORY}finetuning_type: lora\nlora_target: all\nquantization_bit: 8\n"
@@ -51,7 +51,11 @@ NAMES = (*NAMES, "base_dtype", "optimizer_kind")
     ],
 )
 def test_adapters_of_a_file_are_options(tmp_path: Path, text: str, found: dict[str, str]) -> None:
-    assert read(tmp_path, text) == (found | {"trained_dtype": "fp32"}, [])
+    want = {"trained_dtype": "autocast"} | found
+    assert read(tmp_path, text) == (
+        {name: word for name, word in want.items() if word is not None},
+        [],
+    )
 
 
 def test_a_command_without_a_tuner_has_its_packages_default(tmp_path: Path) -> None:
@@ -60,6 +64,69 @@ def test_a_command_without_a_tuner_has_its_packages_default(tmp_path: Path) -> N
     line = "torchrun train.py --model_name_or_path m --bf16 --lora_r 4"
     assert read(tmp_path, line, "run.sh")[0]["lora_targets"] == "q,v"
     assert not read(tmp_path, f"{TRL}lora_r: 4\n")[0]
+
+
+TUNE = """
+model: {_component_: torchtune.models.llama3_1.qlora_llama3_1_8b, lora_rank: 64,
+        apply_lora_to_mlp: true, lora_attn_modules: [q_proj, v_proj, k_proj, output_proj]}
+tokenizer: {_component_: t, max_seq_len: 2048}
+checkpointer: {_component_: c, checkpoint_dir: Meta-Llama-3.1-8B-Instruct}
+optimizer: {_component_: bitsandbytes.optim.PagedAdamW8bit}
+loss: {_component_: torchtune.modules.loss.LinearCrossEntropyLoss}
+batch_size: 2
+dtype: bf16
+enable_activation_checkpointing: true
+"""
+
+
+def test_a_configuration_of_torchtune_is_read(tmp_path: Path) -> None:
+    found = {"lora_rank": "64", "lora_targets": "q,v,k,o,gate,up,down"}
+    assert read(tmp_path, TUNE) == (
+        found | {"base_dtype": "nf4_double", "optimizer_kind": "adam8bit"},
+        [],
+    )
+    reading = read_files([tmp_path / "job.yaml"])
+    made = file_job(reading, {"cluster": "h100-80gb", "gpus": 1}, "", "job")
+    assert (made.options["model"], made.options["micro_batch"]) == ("llama-3.1-8b", "2")
+    assert made.method == "full_recompute+mst:mlp_chunks=1"
+    whole = TUNE.replace("qlora_", "")
+    assert read(tmp_path, whole)[0] == {"optimizer_kind": "adam8bit"}
+
+
+def test_pefts_file_stands_beside_a_trainers(tmp_path: Path) -> None:
+    """Its rank is `r`; beside DeepSpeed adapters are narrow."""
+    peft = tmp_path / "adapter_config.json"
+    peft.write_text(
+        '{"peft_type": "LORA", "r": 32, "target_modules": ["q_proj", "up_proj"], "bias": "none"}'
+    )
+    for more, dtype in (("", "autocast"), ("deepspeed: zero2.json\n", None)):
+        (tmp_path / "job.yaml").write_text(TRL + more)
+        values = read_files([tmp_path / "job.yaml", peft]).values
+        assert (values["lora_rank"], values["lora_targets"]) == (32, "q,up")
+        assert values.get("trained_dtype") == dtype
+    peft.write_text('{"peft_type": "IA3", "bias": "all"}')
+    assert [line.split(":")[0] for line in read_files([peft]).refused] == ["bias", "peft_type"]
+
+
+def test_swifts_megatron_adapts_over_tensor_parallel_ranks(tmp_path: Path) -> None:
+    """Adapters have the model's dtype and fp32 masters, as the stack's other weights."""
+    line = (
+        "NPROC_PER_NODE=2 megatron sft --model m --tuner_type lora --lora_rank 32 --max_length 512"
+    )
+    line += " --target_modules q_proj v_proj --tensor_model_parallel_size 2 --packing true"
+    own, refused = read(tmp_path, line, "run.sh")
+    assert own == {"lora_rank": "32", "lora_targets": "q,v", "lora_dropout": "0.05"}
+    assert not refused
+
+
+def test_unsloths_command_adapts_all_linears_of_a_4_bit_base(tmp_path: Path) -> None:
+    line = "python unsloth-cli.py --model_name m --load_in_4bit --r 32 --max_seq_length 4096"
+    own, refused = read(tmp_path, line, "run.sh")
+    assert own == {"lora_rank": "32", "base_dtype": "nf4_double", "optimizer_kind": "adam8bit"} | {
+        "trained_dtype": "autocast"
+    }
+    assert not refused
+    assert read_files([tmp_path / "run.sh"]).method == ("full_recompute", {"inputs": "host"})
 
 
 def test_deepspeed_narrows_adapters(tmp_path: Path) -> None:
@@ -79,7 +146,12 @@ def test_deepspeed_narrows_adapters(tmp_path: Path) -> None:
             f"{FACTORY}finetuning_type: lora\nquantization_bit: 4\nquantization_method: hqq\n",
             "quantization_method: hqq",
         ),
-        (f"{FACTORY}finetuning_type: lora\ntensor_model_parallel_size: 2\n", "in Megatron"),
+        (
+            f"{FACTORY}finetuning_type: lora\nquantization_bit: 4\nquantization_method: marlin\n",
+            "no backward",
+        ),
+        (f"{FACTORY}finetuning_type: lora\npeft_layers_to_transform: [1]\n", "some layers"),
+        (f"{TUNE}optimizer_in_bwd: true\n", "update in the backward"),
     ],
 )
 def test_what_is_not_modelled_is_refused_by_name(tmp_path: Path, text: str, words: str) -> None:

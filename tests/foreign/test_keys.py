@@ -7,19 +7,22 @@ from typing import Any
 import pytest
 
 from rematbench.foreign import keys
+from rematbench.foreign.adapters import read_peft
 from rematbench.foreign.deepspeed import read_deepspeed
 from rematbench.foreign.keys import Section, dialect
 from rematbench.foreign.megatron import read_arguments
 from rematbench.foreign.nanotron import read_nanotron
 from rematbench.foreign.reading import Reading
 from rematbench.foreign.torchtitan import read_torchtitan
+from rematbench.foreign.torchtune import read_torchtune
 from rematbench.foreign.trainers import read_accelerate, read_trainer
 from rematbench.inputs.configfile import ConfigError
 
 SOURCES = Path(keys.__file__).parent
 FOREIGN = ("surprise", "lora_rank_seed", "log_of_offload", "loss_type_name")
 """Keys that no package has, with words of keys without an effect."""
-DIALECTS = ("accelerate", "deepspeed", "megatron", "nanotron", "torchtitan", "trainers")
+DIALECTS = ("accelerate", "deepspeed", "megatron", "nanotron", "peft", "torchtitan")
+DIALECTS = (*DIALECTS, "torchtune", "trainers")
 PACKAGES = ("TRL", "LLaMA-Factory", "axolotl", "Transformers", "ms-swift")
 
 
@@ -31,8 +34,11 @@ def read(name: str, data: Mapping[str, Any], package: str = "TRL") -> Reading:
         return read_accelerate(fsdp | data, "x")
     if name == "trainers":
         return read_trainer(data, "x", package)
+    if name == "peft":
+        return read_peft({"peft_type": "LORA", **data}, "x")
     readers = {"deepspeed": read_deepspeed, "nanotron": read_nanotron}
-    return {**readers, "torchtitan": read_torchtitan}[name](data, "x")
+    readers |= {"torchtitan": read_torchtitan, "torchtune": read_torchtune}
+    return readers[name](data, "x")
 
 
 def nested(at: str, content: Mapping[str, Any]) -> dict[str, Any]:

@@ -53,7 +53,6 @@ def test_a_command_of_another_job_is_refused(tmp_path: Path, line: str) -> None:
 @pytest.mark.parametrize(
     ("text", "package"),
     [
-        ("tokenizer: {_component_: x}\ncheckpointer: {}", "torchtune"),
         ("policy: {}\nloss_fn: {}", "NeMo-RL"),
         ("step_scheduler: {}\nmodel: {}", "Automodel"),
         ("actor_rollout_ref: {}\ndata: {}", "verl"),

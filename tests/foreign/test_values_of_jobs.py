@@ -251,6 +251,21 @@ def test_a_loss_without_logits_divides_the_head(tmp_path: Path, text: str, piece
     assert method == ("full_recompute+mst:mlp_chunks=1" if pieces else "full_recompute")
 
 
+@pytest.mark.parametrize(
+    ("text", "method"),
+    [
+        ("tiled_mlp: true", "mst:head_chunks=1"),
+        ("tiled_mlp: true\ntiled_mlp_num_shards: 8", "mst:mlp_chunks=8,head_chunks=1"),
+        ("tiled_mlp: true\ncut_cross_entropy: true", "mst"),
+        ("tiled_mlp: false\ntiled_mlp_num_shards: 8", ""),
+    ],
+)
+def test_tiles_of_an_mlp_are_computed_again(tmp_path: Path, text: str, method: str) -> None:
+    made = job(tmp_path, AXOLOTL + text, "job.yaml")[0]
+    assert made.method == f"full_recompute{'+' if method else ''}{method}"
+    assert facts(made).get("tiles_again", False) is bool(method)
+
+
 def test_compiled_norms_keep_no_steps(tmp_path: Path) -> None:
     stack = facts(job(tmp_path, TRL + "torch_compile: true", "job.yaml")[0])
     assert (stack["compiled"], stack["norm_keeps_steps"]) == (True, False)

@@ -47,14 +47,6 @@ BROKEN: list[tuple[str, dict[str, Any]]] = [
         {"layout": {"pp": 2, "zero_stage": 2, "global_batch": 2}},
     ),
     (
-        "zero_stage 3 with vpp = 4: torch keeps at most 3 chunks of a rank gathered, and gathering "
-        "a chunk again is not modelled",
-        {
-            "layout": {"pp": 2, "vpp": 4, "dp": 2, "zero_stage": 3, "global_batch": 4},
-            "system": "torchtitan",
-        },
-    ),
-    (
         "80 layers cannot fill pp x vpp = 128 chunks",
         {"layout": {"pp": 16, "vpp": 8, "global_batch": 16}},
     ),

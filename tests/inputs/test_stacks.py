@@ -290,7 +290,7 @@ def test_deepspeed_is_the_decoder_that_its_baseline_runs() -> None:
         *("optimizer_bytes", "late_state_bytes", "fresh_gradients", "reduce_overlap"),
         *("gather_overlap", "bucket_bytes", "blocking_copies", "features", "whole_buckets"),
         *("host_gradients", "host_pinned", "sub_group_parameters", "step_scratch_bytes"),
-        *("prefetch_elements", "live_elements", "flat_step"),
+        *("prefetch_elements", "live_elements", "flat_step", "ddp_buckets"),
         "fp32_copy",
     }
     long_contexts = {"tiles_again", "wide_query_gradient"}  # the baseline's plans say its tiles
@@ -316,7 +316,7 @@ def test_versions_of_a_stack_name_a_shipped_stack_and_differ_from_it() -> None:
 
 def test_the_commands_default_is_todays_megatron_core() -> None:
     assert DEFAULT_SYSTEM == "megatron-core-0.16"
-    own = {"loss_keeps_logits", "cudnn_first", "features", "host_tensors", "resident_bytes"}
+    own = {"loss_keeps_logits", "cudnn_first", "features", "host_tensors"}
     assert differences(DEFAULT_SYSTEM).keys() == own
     kernels = {one: load_system(DEFAULT_SYSTEM).attention_on(one) for one in GENERATIONS}
     assert kernels == {"ampere": "fa2", "hopper": "cudnn", "blackwell": "cudnn"}
@@ -419,6 +419,7 @@ def test_a_fact_of_a_stack_that_none_of_its_models_has_is_said() -> None:
     llama = {name: unread_facts(made(system=name, **alone)).keys() for name in names("system")}
     assert {name: set(keys) for name, keys in llama.items() if keys} == {
         "megatron-lm": {"norm", "rope", "fused_swiglu"},
+        "megatron-lm-vocabulary": {"norm", "rope", "fused_swiglu"},
         "megatron-deepspeed": {"norm", "fused_swiglu"},
         "llm-foundry": {"rope", "fused_swiglu"},
     }
@@ -436,3 +437,23 @@ def test_sinks_need_a_kernel_that_has_them() -> None:
         made(**job, attention="fa2")
     with pytest.raises(RateError, match="'fa2' has no attention sinks"):
         made(**job | {"cluster": "a100-80gb"})
+
+
+@pytest.mark.parametrize(
+    ("system", "zero_stage", "twice"),
+    [
+        ("huggingface-flash", 0, True),
+        ("huggingface-flash", 1, False),
+        ("huggingface-deepspeed", 0, False),
+        ("huggingface-fsdp-4.46", 0, False),
+        ("megatron-core", 0, False),
+    ],
+)
+def test_buckets_of_ddp_hold_the_gradients_again(system: str, zero_stage: int, twice: bool) -> None:
+    one, two = (
+        made(system=system, layout=Layout(dp=dp, global_batch=dp, zero_stage=zero_stage))
+        for dp in (1, 2)
+    )
+    pools = [evaluate(each, each.base_plan).ranks[0].pools for each in (one, two)]
+    gradients = one.system.states.grad_bytes * one.workload.model.parameters
+    assert pools[1] - pools[0] == (gradients if twice else 0)

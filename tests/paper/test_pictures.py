@@ -113,8 +113,14 @@ def asked() -> list[tuple[str, str]]:
     return re.findall(r"```sh\n([^`]+)```\n\n```text\n([^`]+)```", page)
 
 
-def test_the_page_of_questions_has_ten() -> None:
+def test_the_page_of_questions_has_ten_and_its_python_runs(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert len(asked()) == 10
+    page = (ROOT / "docs/questions.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"```python\n([^`]+)```", page)
+    exec(code, {})
+    assert asked()[0][1].splitlines()[:2] == capsys.readouterr().out.splitlines()[:2]
 
 
 @pytest.mark.full

@@ -140,6 +140,7 @@ def test_the_commands_of_the_guides_run(tmp_path: Path) -> None:
     used = {shlex.split(command)[1] for command in commands if command.startswith("rematbench")}
     wanted = {"methods", "simulate", "stages", "timeline", "plan", "doctor", "predict", "validate"}
     wanted |= {"compare", "search", "systems", "verify", "calibrate", "examples", "read", "table"}
+    wanted |= {"fit", "row"}
     assert used == wanted | {"execute", "trace"}
     for command in commands:
         done = checkout.run(command)

@@ -204,7 +204,7 @@ def _mistyped(error: TyperException) -> None:
 
 
 NOT_MODELLED = {
-    r"--(q?lora|adapter|peft)\b": "adapters (LoRA) are not modelled",
+    r"--(q?lora|adapter|peft)\b": "adapters are --lora-rank and --lora-targets",
     r"--precision.*'(mx)?fp8": "FP8 is a recipe of linears: --recipe fp8, fp8-block or mxfp8",
     r"--precision.*'(nv|mx)?fp4": "FP4 is a recipe of linears: --recipe nvfp4",
 }

@@ -79,7 +79,7 @@ def of_baseline(options: RunOptions) -> Request:
     CommandError for an order or partition that no baseline runs."""
     method = policy(options.method, settings_of(options.settings))
     problem = dict(options.problem)
-    if problem["system"] == DEFAULT_SYSTEM:
+    if not problem["system"]:
         problem["system"] = package_system(options.method, DEFAULT_SYSTEM)
     plain_options = RunOptions(
         **{**vars(options), "method": IDENTITY, "settings": None, "problem": problem},

@@ -12,7 +12,7 @@ from typer import Option
 from rematbench.advise.candidates.candidate import load_compare
 from rematbench.advise.compare.comparison import Comparison, Order, table
 from rematbench.advise.compare.would_fit import would_fit
-from rematbench.cli.comparison_plot import FORMATS, write_plot
+from rematbench.cli.beside import beside, without_recipe
 from rematbench.cli.options import RunOptions, request, takes_problem
 from rematbench.cli.plan_table import (
     WIDE,
@@ -23,25 +23,25 @@ from rematbench.cli.plan_table import (
     initials,
     outside_line,
     over_peaks,
+    summary,
 )
+from rematbench.cli.plots import Plot, need_figure, write_plot
 from rematbench.cli.show import (
     FRAGMENTS,
     UNTIMED,
-    beside,
     covers,
     heading,
     job_notes,
     nominal,
     say_notes,
     tight_line,
-    without_recipe,
     world_line,
 )
 from rematbench.cli.targets import Json, Notes, need_file
 from rematbench.evaluate.result import Result
 from rematbench.evidence.bands import ratio_band, shipped
 from rematbench.evidence.peaks import about
-from rematbench.host.console import CommandError, console, gib, percent, plain, rounded
+from rematbench.host.console import console, gib, percent, plain, rounded
 from rematbench.host.table import GIB, write_sheet
 from rematbench.problem import Problem
 from rematbench.worlds.packages.process import broken_baselines
@@ -93,13 +93,7 @@ def compare(  # noqa: PLR0913, PLR0917  # an option of the command line each
     ] = 0.0,
     json: Json = False,
     notes: Notes = False,
-    plot: Annotated[
-        Path | None,
-        Option(
-            metavar="FILE.png",
-            help="Plot speed against headroom and the parts of the step (png, pdf or svg).",
-        ),
-    ] = None,
+    plot: Plot = None,
     wide: Annotated[
         bool, Option("--wide", help="Show all columns, even if lines exceed the terminal.")
     ] = False,
@@ -121,9 +115,7 @@ def compare(  # noqa: PLR0913, PLR0917  # an option of the command line each
         --seq-len 16384 --global-batch 32 --only keep_all --only memo --also memo:alpha=0.3
     """
     need_file("-o", output)
-    need_file("--plot", plot)
-    if plot is not None and plot.suffix.lower() not in FORMATS:
-        raise CommandError(f"--plot {plot}: expected a file of {', '.join(FORMATS)}")
+    need_figure(plot)
     order = Order(tokens=tokens, price=price)
     asked = request(run, name_broken=False)
     comparison = Comparison(
@@ -252,7 +244,11 @@ class Ranking:
             late = "(a planner finished this plan after the table was printed)"
             self._say(f"{verdict(results)} {late}", style="bold")
         if tight is not None:
-            self._say(f"FASTER but tight: {_summary(tight)}, with --reserve-gib 0")
+            self._say(f"FASTER but tight: {summary(tight)}, with --reserve-gib 0")
+        shown = {result.method for result in results if result.verdict is not None}
+        for policy in self.comparison.config.policies:
+            if policy.keys and policy.name in shown:
+                self._say(f"{policy.name} is set by {policy.keys}")
         absent = left_out(results, self.comparison)
         engines = f"runs on: {self.comparison.engines.legend()}"
         more = (
@@ -280,9 +276,9 @@ def verdict(results: Sequence[Result]) -> str:
     if not best.fits:
         return f"NOTHING FITS: the closest method is {best.method}, {best.reason}"
     return (
-        f"FITS: {_summary(best)} ({best.not_timed})"
+        f"FITS: {summary(best)} ({best.not_timed})"
         if best.not_timed
-        else (f"FASTEST: {_summary(best)}")
+        else (f"FASTEST: {summary(best)}")
     )
 
 
@@ -293,7 +289,7 @@ def safest(results: Sequence[Result]) -> str:
     if not tie:
         return ""
     most = max(tie, key=lambda result: result.headroom_bytes or 0)
-    return "" if most is tie[0] else f"MOST FREE MEMORY among the tied plans: {_summary(most)}"
+    return "" if most is tie[0] else f"MOST FREE MEMORY among the tied plans: {summary(most)}"
 
 
 def runnable(results: Sequence[Result]) -> str:
@@ -304,23 +300,12 @@ def runnable(results: Sequence[Result]) -> str:
     if first is None or first is fitting[0]:
         return ""
     word = "FITS and an engine can run it" if first.not_timed else "FASTEST that an engine can run"
-    return f"{word}: {_summary(first)}"
+    return f"{word}: {summary(first)}"
 
 
 def _distinct(results: Sequence[Result]) -> list[Result]:
     """The results that fit, without those whose plan equals an earlier one."""
     return [result for result in results if result.fits and not result.same_as]
-
-
-def _summary(result: Result) -> str:
-    room = f"{gib(result.headroom_bytes or 0)} GiB left{', tight' if result.fit == 'tight' else ''}"
-    if result.not_timed:
-        return f"{result.method}, {room}"
-    low, high = result.band or (0.0, 0.0)
-    return (
-        f"{result.method}, {rounded(result.tokens_per_s_per_gpu or 0.0)} tokens/s/GPU "
-        f"({rounded(low)} to {rounded(high)}), {room}"
-    )
 
 
 def cells(result: Result, order: Order, share: float, out: Console) -> list[str]:

@@ -8,9 +8,10 @@ from typer import Argument, Option
 
 from rematbench.advise.compare.estimate import estimate_job, job_of
 from rematbench.cli.options import takes_facts
+from rematbench.cli.rank_table import stages
 from rematbench.cli.show import heading
 from rematbench.cli.targets import Json
-from rematbench.host.console import align_left, console, gib, grid, plain, print_uncut
+from rematbench.host.console import console, plain, print_uncut
 from rematbench.plugins.discover import discover
 from rematbench.plugins.registry import IDENTITY
 
@@ -46,11 +47,8 @@ def fit(
         out.print(plain(f"\n{first}"), style="bold")
         for line in others:
             out.print(plain(line))
-        kinds = list(dict.fromkeys(kind for rank in answer.ranks for kind in rank))
-        table = align_left(grid("rank (GiB)", *kinds), 0)
-        for index, rank in enumerate(answer.ranks):
-            cells = (gib(rank[kind]) if kind in rank else "-" for kind in kinds)
-            table.add_row(str(index), *cells)
-        print_uncut(out, table)
+        evaluation = answer.result.evaluation
+        assert evaluation is not None
+        print_uncut(out, stages(answer.result, evaluation, None))
     if not answer.fits:
         raise typer.Exit(1)

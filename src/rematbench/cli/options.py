@@ -15,13 +15,21 @@ from msgspec.structs import fields, replace
 from typer import Argument, BadParameter, Option
 
 from rematbench.advise.candidates.layouts import Fixed
+from rematbench.costs.states import PARAMETER_STAGE
 from rematbench.evaluate.problems import make_problem
 from rematbench.evaluate.result import PlannedJob
 from rematbench.evidence.peaks import leaving_reserve
 from rematbench.host.console import CommandError
 from rematbench.host.declared import fact, limits, plain_type, sentences
 from rematbench.host.table import GIB
-from rematbench.inputs.job import DEFAULT_SYSTEM, Job, flag, is_switched_off, options
+from rematbench.inputs.job import (
+    DEFAULT_SYSTEM,
+    SHARDED_SYSTEM,
+    Job,
+    flag,
+    is_switched_off,
+    options,
+)
 from rematbench.inputs.layout import Partition
 from rematbench.inputs.stages import partition_of_sizes
 from rematbench.plan import Plan
@@ -32,6 +40,8 @@ from rematbench.worlds.packages.process import baselines
 
 MAX_TIMEOUT_S = 7 * 86_400.0
 """One week in seconds; the milliseconds of much longer times overflow torch's timeouts."""
+
+STACKS = f"(Else {DEFAULT_SYSTEM}, with --zero 3 {SHARDED_SYSTEM}.)"
 
 
 Timeout = Annotated[
@@ -210,7 +220,8 @@ def _fact_options(opened: Collection[str] = (), note: str = "") -> Iterator[insp
         described, kind, name = fact(field), plain_type(field), field.name
         least, most = limits(field)
         words, text = [described.option] if described.option else [], sentences(Job)[name]
-        default = {"system": DEFAULT_SYSTEM}.get(name, None if field.required else field.default)
+        default = {"system": ""}.get(name, None if field.required else field.default)
+        text = f"{text} {STACKS}" if name == "system" else text
         if name in opened:
             default, text = None, f"{text} {note}"
             if kind is bool:
@@ -225,8 +236,9 @@ def _fact_options(opened: Collection[str] = (), note: str = "") -> Iterator[insp
 
 
 def require(given: Mapping[str, Any]) -> None:
-    """CommandError for facts of a Job that are required and not given."""
-    if missing := [flag(f.name) for f in options() if f.required and not given.get(f.name)]:
+    """CommandError for facts of a Job that are required and not given, but for the stack."""
+    asked = [f.name for f in options() if f.required and f.name != "system"]
+    if missing := [flag(name) for name in asked if not given.get(name)]:
         raise CommandError(f"missing option: {', '.join(missing)}")
 
 
@@ -234,7 +246,7 @@ def request(run: RunOptions, *, name_broken: bool = True) -> Request:
     """Load names and files and derive dp; CommandError and the loaders' errors are one line each.
     With `name_broken`, stderr names the files of the user's folders that define no method."""
     require(run.problem)
-    spec = Job(**run.problem)
+    spec = Job(**_with_stack(run.problem))
     problem = _with_reserve(make_problem(spec), run.reserve_gib)
     method = _method(run, problem)
     base = problem.base_plan
@@ -250,6 +262,12 @@ def request(run: RunOptions, *, name_broken: bool = True) -> Request:
     settings = tuple(word for text in run.settings or () for word in ("--set", text))
     job = PlannedJob(problem=problem, base=base, words=words)
     return Request(job=job, method=method, text=run.method, settings=settings)
+
+
+def _with_stack(problem: dict[str, Any]) -> dict[str, Any]:
+    """The facts of a job with the usual stack if nobody names one."""
+    usual = SHARDED_SYSTEM if problem["zero_stage"] == PARAMETER_STAGE else DEFAULT_SYSTEM
+    return {**problem, "system": problem["system"] or usual}
 
 
 def _words(options: RunOptions) -> Iterator[str]:

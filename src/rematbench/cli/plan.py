@@ -11,8 +11,10 @@ from rich.console import Console
 from rich.table import Table
 from typer import Option
 
+from rematbench.cli.beside import beside, without_recipe
 from rematbench.cli.options import Request, RunOptions, request, takes_run
-from rematbench.cli.show import as_json, beside, heading, method_line, show, without_recipe
+from rematbench.cli.plots import Plot, need_figure, write_ranks
+from rematbench.cli.show import as_json, banner, heading, method_line, show
 from rematbench.cli.targets import Json, Notes, Out, need_file
 from rematbench.engine.lowering.blocks.chunk_ops import ChunkOps
 from rematbench.engine.lowering.blocks.fates import Resolved, resolve
@@ -36,7 +38,6 @@ from rematbench.host.console import (
     seconds,
     worded,
 )
-from rematbench.inputs.job import DEFAULT_SYSTEM
 from rematbench.inputs.stages import Stage, stages_of, stages_text
 from rematbench.plan import Phase, Plan, Unsupported
 from rematbench.worlds.records.plan_replay import Replay, replay, replay_plan
@@ -50,6 +51,7 @@ def simulate(
     run: RunOptions,
     json: Json = False,
     notes: Notes = False,
+    plot: Plot = None,
     check: Annotated[
         bool, Option("--check", help="Also prove that the lowered plan is safe.")
     ] = False,
@@ -69,6 +71,7 @@ def simulate(
         --global-batch 256 --tp 4 --pp 8 --vpp 6 --set alpha=0.63
     """
     need_file("-o", out)
+    need_figure(plot)
     asked = request(run)
     result = evaluate_method(asked.problem, asked.method, asked.base, checked=check)
     form = estimated(result, estimator)
@@ -76,6 +79,8 @@ def simulate(
         record = make_record(result, asked.method)
         write_record(record, out)
     result = _with_errors(result)
+    if plot is not None:
+        write_ranks(result, "\n".join((*heading(asked.problem), banner(result))), plot)
     twin = without_recipe(run)
     if json:
         values = as_json(asked, result) | ({"estimate": estimate_result(form)} if form else {})
@@ -298,7 +303,6 @@ def _replayed(run: RunOptions) -> Replay:
     path = Path(run.method)
     if path.suffix == ".json" or path.is_file():
         named = {what: str(run.problem[what] or "") for what in ("cluster", "system")}
-        named["system"] *= named["system"] != DEFAULT_SYSTEM
         return replay(read_record(path), timeline=True, **named)
     asked = request(run)
     planned = asked.method.plan(asked.problem, asked.base)

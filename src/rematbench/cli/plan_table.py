@@ -10,7 +10,8 @@ from rich.table import Table
 
 from rematbench.costs.flops import over_peak
 from rematbench.evaluate.result import Result
-from rematbench.host.console import align_left, grid, plain, print_uncut
+from rematbench.host.console import align_left, gib, grid, plain, print_uncut, rounded
+from rematbench.host.table import GIB
 
 WIDE = 150
 """A terminal of so many columns has room for long names."""
@@ -101,6 +102,20 @@ def folded_name(text: str, methods: Iterable[str], out: Console) -> str:
     middle = [part.start() for part in parts]
     at = min(middle, key=lambda place: abs(2 * place - len(text)), default=len(text))
     return f"{text[:at]}\n  {text[at:].strip()}".rstrip()
+
+
+def summary(result: Result, layout: str = "") -> str:
+    """A plan in a line: method, layout (where it is stated), speed with its band, bytes that are
+    left, and what a node's host holds."""
+    name = f"{result.method} at {layout}" if layout else result.method
+    room = f"{gib(result.headroom_bytes or 0)} GiB left{', tight' if result.fit == 'tight' else ''}"
+    host = (result.host_node_bytes or 0) / GIB if layout else 0.0
+    room += f", {host:.0f} GiB of a node's host memory" if host else ""
+    if result.not_timed:
+        return f"{name}, {room}"
+    low, high = result.band or (0.0, 0.0)
+    speed = rounded(result.tokens_per_s_per_gpu or 0.0)
+    return f"{name}, {speed} tokens/s/GPU ({rounded(low)} to {rounded(high)}), {room}"
 
 
 def initials(result: Result) -> str:

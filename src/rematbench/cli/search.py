@@ -17,6 +17,7 @@ from rematbench.advise.search.rounds import SearchJob, rounds
 from rematbench.cli.inverse import Inverse, ask
 from rematbench.cli.options import Within, percents, require, takes_search
 from rematbench.cli.plan_table import as_cells
+from rematbench.cli.plots import Plot, need_figure, write_plot
 from rematbench.cli.search_answer import SearchAnswer
 from rematbench.cli.search_output import show_assumed, show_difference, show_space
 from rematbench.cli.targets import Json, Methods, Notes, need_file
@@ -101,6 +102,7 @@ def search(  # noqa: PLR0913, PLR0917  # an option of the command line each
     ] = None,
     json: Json = False,
     notes: Notes = False,
+    plot: Plot = None,
     limit: Annotated[
         int,
         Option(
@@ -132,11 +134,14 @@ def search(  # noqa: PLR0913, PLR0917  # an option of the command line each
         --gpus 64 --seq-len 4096 --global-batch 256 -o search.csv
     """
     need_file("-o", output)
-    _refuse(find, prices=price_tags, speed=speed, step=step, out=(output, json, explain, by_layer))
+    need_figure(plot)
+    _refuse(
+        find, prices=price_tags, speed=speed, step=step, out=(output, json, explain, by_layer, plot)
+    )
     if explain is not None and not all(1 <= place <= top for place in explain):
         raise CommandError(f"--explain: places of 1 to {top} (--top shows more), not {explain}")
     require(facts)
-    if facts["system"] == DEFAULT_SYSTEM:
+    if not facts["system"]:
         facts["system"] = package_system(engine, DEFAULT_SYSTEM)
     fixed = Fixed(**{name: facts.pop(name) for name in Fixed.__struct_fields__})
     spec = Job(**facts)
@@ -161,14 +166,20 @@ def search(  # noqa: PLR0913, PLR0917  # an option of the command line each
     answer.table()
     answer.more(limit, processes, by_layer=by_layer)
     answer.notes(solved=limit > 0, every=notes)
+    _write(answer, output, plot)
     if json:
         typer.echo(answer.json())
-    if output is not None:
-        write_sheet(output, [as_cells(row) for row in answer.rows])
     if explain is not None:
         show_difference(console(), answer.results, explain)
     if not ended:
         raise typer.Exit(130)
+
+
+def _write(answer: SearchAnswer, output: Path | None, plot: Path | None) -> None:
+    if output is not None:
+        write_sheet(output, [as_cells(row) for row in answer.rows])
+    if plot is not None:
+        write_plot(answer.pictured, plot)
 
 
 def _refuse(find: str, *, prices: bool, speed: float, step: float, out: Sequence[object]) -> None:
@@ -178,7 +189,9 @@ def _refuse(find: str, *, prices: bool, speed: float, step: float, out: Sequence
             raise CommandError(f"{option} needs --find {kind}")
     if find and prices:
         raise CommandError("--price-tags cannot be used with --find")
-    for option, given in zip(("-o", "--json", "--explain", "--by-layer"), out, strict=True):
+    for option, given in zip(
+        ("-o", "--json", "--explain", "--by-layer", "--plot"), out, strict=True
+    ):
         if given and (find or prices):
             raise CommandError(
                 f"{option} cannot be used with {'--find' if find else '--price-tags'}"

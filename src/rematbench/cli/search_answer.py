@@ -13,15 +13,16 @@ from rematbench.advise.search.limits import not_searched
 from rematbench.advise.search.questions import would_fit
 from rematbench.advise.search.request import Progress, Rounds
 from rematbench.advise.search.rounds import SearchJob, rounds, solve_planners
-from rematbench.advise.search.tie import of_packages, simplest
+from rematbench.advise.search.tie import of_packages, of_trainers, simplest
 from rematbench.cli.inverse import in_words
+from rematbench.cli.plan_table import summary
 from rematbench.cli.search_output import (
     assumed_of,
     beside_line,
     notes,
-    plan_line,
     proof_lines,
     show_plans,
+    where,
 )
 from rematbench.cli.show import say_notes
 from rematbench.evaluate.result import Result
@@ -91,12 +92,16 @@ class SearchAnswer:
         self.simple = simplest(self.job, best, run)
         known = list(self.results)
         if self.simple is not None:
-            self._say(f"SIMPLEST of the tied plans: {plan_line(self.simple)}")
+            self._say(f"SIMPLEST of the tied plans: {summary(self.simple, where(self.simple))}")
             known.append(with_engines(self.simple))
         _doing("searching the packages' own policies")
         for name, item in of_packages(self.job, known, run):
             self.alone[name] = item
             self._say(beside_line(f"{name} alone", item, best))
+        for names, keys, item in of_trainers(self.job, known, run):
+            self.alone[", ".join(names)] = item
+            self._say(beside_line(f"{', '.join(names)} alone", item, best))
+            self._say(f"  paste {keys}") if keys else None
 
     def _planners(self, limit_s: int, processes: int) -> None:
         best = self.results[0]
@@ -133,6 +138,21 @@ class SearchAnswer:
         results = (*self.results, *self.planned)
         engines = [{"runs_on": " ".join(item.runs_on)} for item in results]
         return [row | names for row, names in zip(rows, engines, strict=True)]
+
+    @property
+    def pictured(self) -> list[dict[str, Any]]:
+        """Every number of the plans, and of what packages have alone, named with their layout."""
+        alone = {name: item for name, item in self.alone.items() if item and item.fits}
+        first = {"tied_with_best": True}
+        rows = [
+            item.row() | {"name": item.method.replace("+", "\n+") + f"\n{where(item)}"}
+            for item in self.results
+        ]
+        rows[:1] = [row | first for row in rows[:1]]
+        return rows + [
+            item.row() | {"name": f"{name} alone\n{where(item)}", "alone": True}
+            for name, item in alone.items()
+        ]
 
     def json(self) -> str:
         """The answer with its proof."""

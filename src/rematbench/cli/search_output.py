@@ -19,6 +19,7 @@ from rematbench.cli.plan_table import (
     initials,
     outside_line,
     over_peaks,
+    summary,
 )
 from rematbench.evaluate.breakdown import PARTS
 from rematbench.evaluate.result import ALIKE, Result, assumed
@@ -78,7 +79,7 @@ def show_plans(out: Console, job: SearchJob, results: list[Result]) -> str:
     cut.  Return words on the columns that had none."""
     if not results:
         return ""
-    out.print(plain(f"FASTEST: {plan_line(results[0])}"), style="bold")
+    out.print(plain(f"FASTEST: {summary(results[0], where(results[0]))}"), style="bold")
     out.print()
     table = PlanTable(out, HEADS, framed=True)
     rows = [
@@ -115,17 +116,6 @@ def _exchange(result: Result) -> list[str]:
     chosen = result.problem.stack_choice
     words = [f"dispatcher {chosen.dispatcher}"] if chosen.dispatcher else []
     return words + (["exchanges overlap"] if chosen.ep_overlap in ("on", "delayed_wgrad") else [])
-
-
-def plan_line(result: Result) -> str:
-    """A plan in a line: method, layout, speed with its band, bytes that are left and pinned."""
-    row = search_row(0, result)
-    low, speed, high = (rounded(row[f"{end}tokens_per_s_per_gpu"]) for end in ("low_", "", "high_"))
-    return (
-        f"{row['name']} at {where(result)}, {speed} tokens/s/GPU "
-        f"({low} to {high}), {gib(row['headroom_bytes'])} GiB left, "
-        f"{row['host_node_bytes'] / GIB:.0f} GiB of a node's host memory"
-    )
 
 
 def _cells(out: Console, job: SearchJob, row: dict[str, Any], result: Result) -> Iterator[str]:
@@ -233,7 +223,7 @@ def beside_line(label: str, end: Result | None, best: Result) -> str:
     beside = f"{percent(abs(share))} {'slower' if share > 0 else 'FASTER'} than the first row"
     if abs(share) < ALIKE:
         beside = "as fast as the first row"
-    return f"{label}: {plan_line(end)}: {beside}{', a tie' if end.tied else ''}"
+    return f"{label}: {summary(end, where(end))}: {beside}{', a tie' if end.tied else ''}"
 
 
 def _stopped(at: Progress) -> str:

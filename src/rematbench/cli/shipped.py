@@ -13,7 +13,7 @@ from typer import Argument, Option
 
 from rematbench.cli.targets import Methods, need_folder
 from rematbench.evaluate.method_contract import check_file
-from rematbench.host.console import CommandError, align_left, console, grid, plain
+from rematbench.host.console import CommandError, align_left, console, grid, plain, worded
 from rematbench.host.table import GIB
 from rematbench.inputs.load import calibration, load_cluster, load_model, load_system, names
 from rematbench.inputs.paths import data_dir
@@ -49,7 +49,7 @@ def methods(
         return
     table = align_left(grid("method", "claim", "parameters"), 1, 2)
     for entry in registry.methods.values():
-        parameters = ", ".join(f"{key}={value}" for key, value in entry.parameters.items())
+        parameters = ", ".join(f"{key}={worded(value)}" for key, value in entry.parameters.items())
         table.add_row(entry.name, plain(entry.claim.partition(": ")[2]), plain(parameters))
     console().print(table)
     for path, reason in registry.broken.items():
@@ -169,7 +169,7 @@ def _all() -> Table:
         grid("stack", "version", "base", "attention", "differs from its base"), 1, 2, 3, 4
     )
     for name, version, base, changed in listed():
-        differences = ", ".join(f"{key} {fact.value}" for key, fact in changed.items())
+        differences = ", ".join(f"{key} {worded(fact.value)}" for key, fact in changed.items())
         cells = (name, version, base or "-", load_system(name).kernels.attention, differences)
         table.add_row(*(plain(cell) for cell in cells))
     return table
@@ -178,7 +178,7 @@ def _all() -> Table:
 def _facts(stack: dict[str, Fact]) -> Table:
     table = align_left(grid("fact", "value", "file", "source"), 1, 2, 3)
     for key, fact in stack.items():
-        cells = (key, str(fact.value), fact.file, " ".join(fact.source.split()) or "(*) below")
+        cells = (key, worded(fact.value), fact.file, " ".join(fact.source.split()) or "(*) below")
         table.add_row(*(plain(cell) for cell in cells))
     return table
 

@@ -1,41 +1,40 @@
 """Output of a run: on a terminal the verdict, speed, bytes per rank, freed bytes; and as JSON."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
-from msgspec.structs import asdict, fields
+from msgspec.structs import asdict
 from rich.console import Console, RenderableType
 from rich.table import Table
 
 from rematbench import __version__
-from rematbench.cli.options import Request, RunOptions, request
+from rematbench.cli.options import Request
+from rematbench.cli.rank_table import freed_bytes, stages
 from rematbench.costs.flops import megatron_flop_per_token, model_flop_per_token, over_peak
+from rematbench.costs.operators.memory import table_traffic
 from rematbench.costs.tiles import untiled
 from rematbench.engine.lowering.lower import lower
 from rematbench.engine.simulate.seconds import action_seconds
 from rematbench.evaluate.breakdown import host_wait_s
-from rematbench.evaluate.evaluation import PlanEvaluation, RankBytes, fullest_rank
+from rematbench.evaluate.evaluation import PlanEvaluation, fullest_rank
 from rematbench.evaluate.proof import Proof
 from rematbench.evaluate.result import (
     SPEEDS,
     Band,
     Result,
     assumed,
-    evaluate_method,
     faster_attention,
     leaner_exchanges,
 )
 from rematbench.evaluate.verdict import Retries
 from rematbench.evidence.bands import inside_shares
 from rematbench.evidence.peaks import about, in_words, total_is_checked
-from rematbench.host.console import gib, grid, percent, plain, print_uncut, rounded, seconds, worded
+from rematbench.host.console import gib, percent, plain, print_uncut, rounded, seconds, worded
 from rematbench.inputs.stackfacts import other_versions
 from rematbench.inputs.system import System
 from rematbench.plan import has_exact_pins
 from rematbench.problem import Problem
 from rematbench.solve.memory_plan import BEST_FIT_TENSORS, is_placeable
-from rematbench.workload import Quantised, Trained
 
 HOST_SHARE = 0.01
 """The smallest share of a step spent waiting for the host that is printed."""
@@ -138,32 +137,6 @@ def _band_values(result: Result) -> dict[str, Any] | None:
     return {"low": low, "high": high, "outside": list(result.error_band.outside)}
 
 
-def without_recipe(run: RunOptions, method: str = "") -> Result | None:
-    """The run, or that of another method by its name, without its recipe; None if it has none."""
-    if run.problem["recipe"] == Quantised().recipe:
-        return None
-    own = [field for field in fields(Quantised) if field.name not in Trained.__struct_fields__]
-    problem = run.problem | {field.name: field.default for field in own}
-    asked = request(replace(run, problem=problem, method=method or run.method), name_broken=False)
-    return evaluate_method(asked.problem, asked.method, asked.base)
-
-
-def beside(plain: Result, result: Result) -> str:
-    """A line on the same plan without its recipe, and on what the recipe changes."""
-    work = result.problem.workload
-    words = f"in {work.precision} without recipe {work.recipe}"
-    before, after = plain.device_total_bytes, result.device_total_bytes
-    if before is None or after is None:
-        return f"{words}: {plain.reason or result.reason}"
-    change = f"{gib(abs(after - before))} {'more' if after > before else 'fewer'} with it"
-    room = f"{BANNERS[plain.status]}, {gib(before)} GiB in all ({change})"
-    if not plain.timed or not result.timed:
-        return f"{words}: {room}"
-    step_s, rate = plain.timed.step_s, rounded(plain.timed.tokens_per_s_per_gpu)
-    gain = f"{step_s / result.timed.step_s:.2f} times with it"
-    return f"{words}: step {seconds(step_s)}, {rate} tokens/s/GPU ({gain}); {room}"
-
-
 def proved(proof: Proof) -> str:
     """The facts that `--check` has proved, in one sentence."""
     return (
@@ -200,12 +173,26 @@ def job_notes(problem: Problem) -> list[str]:
     faster, leaner = faster_attention(problem), leaner_exchanges(problem)
     notes = (
         *(f"does not tile: {line}" for line in untiled_of(problem)),
+        _table_note(problem),
         f"{faster} (--attention, if the stack has it)" if faster else "",
         leaner,
         f"assumes: {assumed(problem)}",
         _versions(problem.system),
     )
     return [note for note in notes if note]
+
+
+def _table_note(problem: Problem) -> str:
+    """What a dense update moves for rows of a memory layer's table that no token reads."""
+    given = problem.workload.model.memory
+    if given is None:
+        return ""
+    every, idle = table_traffic(problem.workload, problem.layout, problem.system.states)
+    return (
+        f"memory layers: a token reads {given.picked} of {given.rows:,} rows in each; a step's "
+        f"dense update of the table moves {gib(every)} GiB, at most {gib(every - idle)} GiB of it "
+        "for rows that some token reads; no published time"
+    )
 
 
 def untiled_of(problem: Problem) -> tuple[str, ...]:
@@ -305,62 +292,6 @@ def _host_shares(result: Result) -> list[float]:
     program = lower(plan, problem)
     share = host_wait_s(action_seconds(problem, program), program, step_s) / step_s
     return [share] if share > HOST_SHARE else []
-
-
-def stages(result: Result, evaluation: PlanEvaluation, keep_all: PlanEvaluation | None) -> Table:
-    """A table of the peak bytes of every pipeline rank, and the bytes left of the device."""
-    usable = result.problem.usable_bytes
-    table = grid(
-        "rank (GiB)",
-        "parameters",
-        "gradients",
-        "optimizer",
-        "activations",
-        "staging",
-        "peak",
-        "unallocated",
-        "freed",
-        "pinned host",
-    )
-    for first, last in runs(evaluation, keep_all):
-        rank = evaluation.ranks[first]
-        freed = gib(freed_bytes(evaluation, keep_all)[first]) if keep_all else "-"
-        table.add_row(
-            str(first) if first == last else f"{first}-{last}",
-            *(gib(value) for value in _parts(rank)),
-            gib(rank.device_peak),
-            gib(usable - rank.device_peak),
-            freed,
-            gib(rank.host_peak),
-        )
-    return table
-
-
-def runs(evaluation: PlanEvaluation, other: PlanEvaluation | None) -> list[tuple[int, int]]:
-    """(first, last) of each run of neighbouring ranks with equal cells in the table."""
-
-    def look(rank: int) -> tuple[object, ...]:
-        beside = other.ranks[rank].device_peak if other else 0
-        here = evaluation.ranks[rank]
-        return (*_parts(here), here.host_peak, beside)
-
-    found: list[tuple[int, int]] = []
-    for rank in range(len(evaluation.ranks)):
-        if found and look(found[-1][1]) == look(rank):
-            found[-1] = (found[-1][0], rank)
-        else:
-            found.append((rank, rank))
-    return found
-
-
-def _parts(rank: RankBytes) -> tuple[int, ...]:
-    return (rank.parameter, rank.gradient, rank.optimizer, rank.activation_peak, rank.pools)
-
-
-def freed_bytes(evaluation: PlanEvaluation, keep_all: PlanEvaluation) -> list[int]:
-    """Device bytes of each rank that keep_all needs and this plan does not."""
-    pairs = zip(evaluation.ranks, keep_all.ranks, strict=True)
-    return [before.device_peak - rank.device_peak for rank, before in pairs]
 
 
 def nominal(problem: Problem) -> list[str]:

@@ -78,6 +78,8 @@ class CostModel(KernelCosts):
         match comm.kind:
             case "all_gather" | "reduce_scatter":
                 seconds = collectives.all_gather_s(comm.nbytes, size, nodes, ring, common)
+                if comm.kind == "all_gather" and comm.group in ("dp", "edp"):
+                    seconds = seconds + size * self.system.zero.broadcast_s
             case "all_reduce":
                 seconds = collectives.all_reduce_s(comm.nbytes, size, nodes, ring, common)
             case "all_to_all":
@@ -318,7 +320,7 @@ class CostModel(KernelCosts):
         NCCL's kernels take SMs and HBM rate from compute.  The factor is 1 for point-to-point
         transfers and copies, which run on copy engines, and if launches block, so that nothing
         overlaps."""
-        if self.system.kernels.launch_blocking:
+        if self.system.host.launch_blocking:
             return 1.0
         tp_stall, dp_stall = self.stack.tp_stall, self.stack.dp_stall
         stalls = {"tp": tp_stall, "cp": tp_stall, "ep": tp_stall, "dp": dp_stall}

@@ -7,6 +7,7 @@ shard is stage 3.
 """
 
 from collections.abc import Iterable, Sequence
+from fractions import Fraction
 
 import numpy as np
 from msgspec import Struct
@@ -18,6 +19,7 @@ from rematbench.inputs.constants import Calibration, CommonConstants
 from rematbench.inputs.kernel_rates import Quantity
 from rematbench.inputs.layout import Layout
 from rematbench.inputs.system import System
+from rematbench.workload import PACKED_BYTES, Workload
 
 OPTIMIZER_STAGE, GRADIENT_STAGE, PARAMETER_STAGE = 1, 2, 3
 
@@ -58,6 +60,21 @@ def state_bytes(
         gradient=reduced * system.states.grad_bytes,
         optimizer=updated * system.states.optimizer_bytes,
     )
+
+
+def fsdp_shards(layout: Layout, system: System) -> bool:
+    """Whether torch's FSDP shards the parameters."""
+    sharded = layout.zero_stage == PARAMETER_STAGE and layout.state_shards > 1
+    return sharded and system.zero.data_parallel == "fsdp"
+
+
+def unsharded_scales(work: Workload, layout: Layout, system: System) -> int:
+    """Bytes of the scales of packed weights that a rank holds beside its share of them.  Scales are
+    no parameters (bitsandbytes, nn/modules.py, Params4bit.quant_state; AutoGPTQ's buffers), so FSDP
+    does not shard them."""
+    scales = PACKED_BYTES.get(work.base_dtype, Fraction()) % Fraction(1, 2)
+    beside = scales * (1 - Fraction(1, layout.state_shards)) * fsdp_shards(layout, system)
+    return int(beside * work.model.active_layer_matrices)
 
 
 # -- states in host memory -----------------------------------------------------------------------
@@ -214,6 +231,9 @@ def reduce_buckets(parameters: int, layout: Layout, system: System) -> Buckets:
     ipg_buckets.
     """
     size, stage = system.zero.bucket_bytes, layout.zero_stage
+    ddp = system.zero.ddp_buckets and system.zero.data_parallel == "zero"
+    if ddp and stage == 0 and layout.has_peers:
+        return Buckets(standing=system.states.grad_bytes * parameters)
     if not system.zero.whole_buckets or not size or layout.state_shards == 1 or stage == 0:
         return Buckets()
     if stage == PARAMETER_STAGE:

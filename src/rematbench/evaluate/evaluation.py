@@ -20,8 +20,9 @@ from rematbench.engine.program.program import Late, Program
 from rematbench.engine.simulate.max_plus import simulate_chunks
 from rematbench.engine.simulate.op_level import Simulation, simulate
 from rematbench.engine.simulate.seconds import action_seconds, table_of
+from rematbench.inputs.layout import GATHERED_CHUNKS
 from rematbench.plan import Plan, gathers_by_layer, has_exact_pins
-from rematbench.problem import NOT_TIMED, Problem, rank_parameters
+from rematbench.problem import NOT_TIMED, Problem, gathered_bytes, rank_parameters
 
 HOST_RATE = (
     "host_update_parameters_per_s (measure: parameters of a node's ranks over the seconds of their "
@@ -234,6 +235,7 @@ def _rank_bytes(
     device = {"parameter": 0, "gradient": 0, "optimizer": 0}
     standing = reduce_buckets(count, problem.layout, system).standing + problem.workspace_bytes
     standing += dummy_gradient_bytes(problem, plan, rank)
+    standing += gathered_chunks_bytes(problem, plan, rank)
     exact = has_exact_pins(system, plan)
     host = host_states(problem, plan, rank)
     for kind in device:
@@ -257,6 +259,17 @@ def _rank_bytes(
         host_rounding=0 if exact else ledger.pinned_peak_bytes - ledger.host_peak_bytes,
         peak_step=ledger.peak_step,
     )
+
+
+def gathered_chunks_bytes(problem: Problem, plan: Plan, rank: int) -> int:
+    """Device bytes of the chunks that a rank of a pipeline keeps gathered where it gathers others
+    again: the largest ones, less the two layers that a pass has by itself."""
+    lay, parameter = problem.layout, plan.state("parameter")
+    if not lay.gathers_again or not gathers_by_layer(parameter, lay):
+        return 0
+    layers = [[problem.layer(i).parameters for i in chunk] for chunk in plan.partition[rank]]
+    largest = sorted(map(sum, layers))[-GATHERED_CHUNKS:]
+    return gathered_bytes(problem) * max(0, sum(largest) - 2 * max(max(each) for each in layers))
 
 
 def dummy_gradient_bytes(problem: Problem, plan: Plan, rank: int) -> int:

@@ -4,6 +4,7 @@ from typing import Literal
 
 from msgspec.structs import replace
 
+from rematbench.costs.states import fsdp_shards
 from rematbench.evaluate.evaluator import evaluate, weigh
 from rematbench.inputs.cluster import Cluster
 from rematbench.inputs.configfile import ConfigError
@@ -39,8 +40,11 @@ def make_problem(spec: Job, constants: Calibration | None = None) -> Problem:
         system = in_precision(system, spec.work.precision, layout.zero_stage)
     system = of_trained(system, spec.work, layout.zero_stage)
     system = with_recipe(with_optimizer(system, chosen.optimizer_kind), spec.work)
+    work = spec.workload(trained_model(model, system))
+    if work.fp32_norms and fsdp_shards(layout, system):  # gathers norms in 16 bits
+        work = replace(work, fp32_norms=False)
     return Problem(
-        workload=spec.workload(trained_model(model, system)),
+        workload=work,
         cluster=cluster,
         system=system,
         layout=layout,

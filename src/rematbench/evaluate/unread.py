@@ -1,15 +1,20 @@
-"""Facts of a stack that nobody has read: the usual value stands in for them, which is said."""
+"""Facts of a stack that nobody has read, and a network that nobody published: the usual value
+stands in for them, which is said."""
 
 import dataclasses
 
 from msgspec.json import encode
+from msgspec.structs import replace
 
 from rematbench.evaluate.effects import acting
+from rematbench.evaluate.evaluator import evaluate
 from rematbench.host.console import worded
 from rematbench.host.declared import flat
 from rematbench.inputs.configfile import ASSUMED
 from rematbench.inputs.layout import Layout
+from rematbench.inputs.load import NETWORK
 from rematbench.inputs.system import FACTS, Kernels, Loss, with_facts
+from rematbench.plan import PlanError
 from rematbench.problem import Problem
 
 OF_A_MODEL = (*Kernels.__struct_fields__, *Loss.__struct_fields__)
@@ -44,10 +49,35 @@ def _on_one_gpu(problem: Problem, facts: list[str]) -> list[str]:
 
 
 def unread(problem: Problem) -> str:
-    """The same facts with their values, in one line; empty if there are none."""
+    """The same facts with their values, in one line, and what a network without a source moves;
+    empty if there are none."""
     values = flat(problem.system)
     facts = [fact_words(key, values[key]) for key in unread_facts(problem)]
-    return f"assumed without a source: {', '.join(facts)}" if facts else ""
+    said = f"assumed without a source: {', '.join(facts)}" if facts else ""
+    return "; ".join(part for part in (said, _unread_network(problem)) if part)
+
+
+SLOWER = 0.5
+"""The share of a network's rate with which a step is predicted again."""
+
+
+def _unread_network(problem: Problem) -> str:
+    """The rate of a network that nobody published, and by how much the step (of a plan that keeps
+    all activations) would be longer on a slower one; empty for a job inside a node."""
+    cluster, gpus = problem.cluster, problem.layout.gpus
+    assumed = all(cluster.sources.get(key, "").startswith(ASSUMED) for key in NETWORK)
+    if not assumed or gpus <= cluster.domain(gpus):
+        return ""
+    slower = replace(cluster, nic_bytes_per_s=SLOWER * cluster.nic_bytes_per_s)
+    there = dataclasses.replace(problem, cluster=slower, _memo={}, _weights={})
+    try:
+        here_s, there_s = (evaluate(one, one.base_plan).step_s for one in (problem, there))
+    except PlanError:
+        return ""
+    rate = f"{cluster.node_network_bytes_per_s / 1e9:g} GB/s a node"
+    asked = "give nics_per_node and nic_bytes_per_s in a file of the cluster"
+    longer = f"a step is {there_s / here_s - 1.0:.0%} longer at half of it"
+    return f"network of {rate} assumed: {longer} ({asked})" if here_s > 0 else ""
 
 
 def fact_words(fact: str, value: object) -> str:

@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from rematbench.foreign.keys import is_off
+from rematbench.foreign.keys import is_off, read_keys
 from rematbench.foreign.reading import Reading, number, whole
 
 TUNERS = ("finetuning_type", "adapter", "tuner_type", "train_type")
@@ -22,9 +22,6 @@ FOUR_BITS = ("load_in_4bit", "q_lora")
 BITS = ("quantization_bit", "quant_bits")
 METHODS = ("quant_method", "quantization_method")
 DOUBLE = ("bnb_4bit_use_double_quant", "use_bnb_nested_quant", "double_quantization")
-KEYS = {*TUNERS, *SWITCHES, *RANKS, *TARGETS, *SAVED, *DORA, *FOUR_BITS, *BITS, *METHODS, *DOUBLE}
-KEYS |= {"load_in_8bit", "gptq", "lora_dropout", "lora_target_linear"}
-"""All keys that are read here."""
 
 EVERY = {"all", "all-linear", "all_linear"}
 LINEARS = {f"{name}_proj": name for name in ("q", "k", "v", "o", "gate", "up", "down")}
@@ -34,9 +31,10 @@ USUAL: dict[str, dict[str, Any]] = {
     "TRL": {"rank": 16, "dropout": 0.05, "targets": "q,v", "double": False},
     "LLaMA-Factory": {"rank": 8, "dropout": 0.0, "targets": "all", "double": True},
     "ms-swift": {"rank": 8, "dropout": 0.05, "targets": "all", "double": True},
+    "Megatron": {"rank": 8, "dropout": 0.05, "targets": "all", "double": True},
     "axolotl": {"rank": 8, "dropout": 0.0, "targets": "q,v", "double": True},
 }
-"""Defaults of trainers; of others PEFT's."""
+"""Defaults of trainers (Megatron: of ms-swift's); of others PEFT's."""
 PEFT = {"rank": 8, "dropout": 0.0, "targets": "q,v", "double": False}
 
 
@@ -58,14 +56,39 @@ def read_adapters(reading: Reading, data: Mapping[str, Any]) -> None:
     _parts(reading, data)
     if _first(data, DORA):
         reading.put("dora", True, _first(data, DORA))
-    deepspeed = reading.system == "huggingface-deepspeed"
-    if not deepspeed and is_off(data.get("pure_bf16")):
-        reading.put("trained_dtype", "fp32", "lora_r")
-        reading.notes.append("PEFT holds adapters in fp32 (autocast_adapter_dtype)")
+    _dtype(reading, data, packed=bool(base))
     if base:
         reading.put("base_dtype", _format(reading, data, base, usual["double"]), base)
     elif reading.system == "torchtitan" and not reading.get("wide_weights"):
         reading.put("base_dtype", "bf16", "fsdp")
+
+
+def _dtype(reading: Reading, data: Mapping[str, Any], *, packed: bool) -> None:
+    """The precision of adapters.  PEFT makes them fp32, which a trainer's autocast computes in 16
+    bits; DeepSpeed and Megatron narrow them, and TRL beside quantised weights
+    (trainer/sft_trainer.py)."""
+    narrow = reading.system == "huggingface-deepspeed" or reading.package == "Megatron"
+    if narrow or not is_off(data.get("pure_bf16")) or (reading.package == "TRL" and packed):
+        return
+    autocast = any(not is_off(data.get(word)) for word in ("bf16", "fp16"))
+    reading.put("trained_dtype", "autocast" if autocast else "fp32", "lora_r")
+    reading.notes.append("PEFT holds adapters in fp32 (autocast_adapter_dtype)")
+
+
+def read_peft(data: Mapping[str, Any], file: str) -> Reading:
+    """The reading of PEFT's adapter_config.json, beside the file of a trainer.  ConfigError for a
+    wrong number."""
+    reading = Reading(file=file, package="PEFT")
+    read_keys(reading, data, "peft")
+    kind = str(data["peft_type"])
+    if kind != "LORA":
+        reading.refused.append(f"peft_type: {kind} (only LORA is modelled)")
+        return reading
+    if data.get("base_model_name_or_path"):
+        reading.put("model", str(data["base_model_name_or_path"]), "base_model_name_or_path")
+    own = {"use_lora": True, "lora_rank": data.get("r", PEFT["rank"]), "bf16": True}
+    read_adapters(reading, {**data, **own})
+    return reading
 
 
 def _first(data: Mapping[str, Any], names: tuple[str, ...]) -> str:
@@ -132,7 +155,8 @@ def _format(reading: Reading, data: Mapping[str, Any], key: str, double: bool) -
     eight = key == "load_in_8bit" or str(data.get(key)) == "8"
     method = str(data.get(_first(data, METHODS), "bnb")).lower()
     if method not in ("bnb", "gptq", "awq") and key in BITS:
-        reading.refused.append(f"{_first(data, METHODS)}: {method} is not modelled")
+        why = "has no backward (--base-dtype marlin)" if method == "marlin" else "is not modelled"
+        reading.refused.append(f"{_first(data, METHODS)}: {method} {why}")
     if eight or method in ("gptq", "awq") or key == "gptq":
         return "int8" if eight else "int4"
     said = next((data[name] for name in DOUBLE if data.get(name) is not None), double)

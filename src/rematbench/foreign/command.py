@@ -78,6 +78,15 @@ VERL_DEFAULTS: dict[str, Any] = {
     "bf16": True,
 }
 """The defaults of the same file; fsdp_sft_trainer.py has the kernel, the shards, the precision."""
+UNSLOTH = "unsloth-cli.py"
+UNSLOTH_DEFAULTS: dict[str, Any] = {
+    **{"max_seq_length": 2048, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 4},
+    **{"r": 16, "use_gradient_checkpointing": "unsloth", "optim": "adamw_8bit", "bf16": True},
+    **dict.fromkeys(("use_lora", "lora_target_linear", "use_liger_kernel"), True),
+    "bnb_4bit_use_double_quant": True,
+}
+"""The defaults of Unsloth's command (unslothai/unsloth, unsloth-cli.py), which adapts all linears.
+Its kernels fuse what Liger's do; layer inputs go to the host (`unsloth`)."""
 TRAINERS = ("TRL", "LLaMA-Factory", "axolotl")
 NAMES = {*LAUNCHER, "include", "exclude", "module", "hostfile", "local_rank", "standalone"}
 """Options that the launcher reads."""
@@ -93,7 +102,7 @@ def trainer_of(script: Script, words: list[str]) -> Package | None:
     """The package whose trainer a command starts; None for every other command."""
     options = {name.replace("-", "_") for name in options_of(words)}
     programs = [word.rsplit("/", 1)[-1] for word in words if not word.startswith("-")]
-    if any(word.startswith("verl.trainer.") for word in words):
+    if any(word.startswith("verl.trainer.") for word in words) or UNSLOTH in programs:
         return "Transformers"
     for pair in pairwise(programs):
         if pair in PROGRAMS:
@@ -140,6 +149,9 @@ def _data(words: list[str], options: Options) -> dict[str, Any]:
         data = _openrlhf(data, words)
     if any(word.startswith("verl.trainer.") for word in words):
         data |= _verl(words)
+    if any(word.endswith(UNSLOTH) for word in words):
+        data = {**UNSLOTH_DEFAULTS, **data}
+        data["lora_rank"] = data.pop("r")
     precision = str(data.pop("mixed_precision", "")).lower()
     if precision in ("bf16", "fp16", "fp8"):
         data.setdefault(precision, True)

@@ -94,6 +94,10 @@ def _method(values: dict[str, Any], reading: Reading, method: str) -> tuple[str,
         reading.notes.append("no file says what is recomputed: keep_all is assumed (--method NAME)")
     name, settings = reading.method or ("keep_all", {})
     words = tuple(f"{key}={value}" for key, value in settings.items())
+    if values.get("tiles"):
+        tiles = {"mlp_chunks": values.get("tile_count"), "head_chunks": not values.get("pieces")}
+        pieces = [f"{name}={count:d}" for name, count in tiles.items() if count]
+        values["pieces"] = f"mst:{','.join(pieces)}" if pieces else "mst"
     added = [values[part] for part in ("pieces", "moved") if values.get(part)]
     if not added:
         return name, words

@@ -7,6 +7,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from rematbench.foreign.adapters import TARGETS, read_adapters
 from rematbench.foreign.deepspeed import read_deepspeed
 from rematbench.foreign.keys import dialect, read_keys
 from rematbench.foreign.megatron_experts import read_experts
@@ -90,6 +91,10 @@ def read_swift(script: Script, words: list[str]) -> Reading:
         if script.variables.get(name):
             options[option] = script.variables[name]
     reading = _read(options, script)
+    plain = {name.replace("-", "_"): words for name, words in options.items()}
+    single = {name: words[0] if words else True for name, words in plain.items()}
+    targets = {name: plain[name] for name in TARGETS if name in plain}
+    read_adapters(reading, {**single, **targets})
     if ("megatron", "rlhf") in pairwise(words) and "rlhf-type" not in options:
         reading.refused.append("rlhf: there is another model beside the one that trains")
     if "packing" in options:
@@ -145,10 +150,10 @@ def _states(reading: Reading, options: Options) -> None:
     if "use-precision-aware-optimizer" in options:
         moments = sum(MOMENT_BYTES.get(first_value(options, name), 4) for name in MOMENTS)
         copy = 2 if reading.get("precision") == "bf16" else 4
-        if hosted:  # the hybrid optimizer has fp32 copies and moments of its own
-            reading.facts["resident_bytes"] = 0
-        elif copy + moments != ADAM_BYTES:
+        if copy + moments != ADAM_BYTES and not hosted:  # whose copies and moments are fp32
             reading.facts["optimizer_bytes"] = copy + moments
+    elif hosted:  # distrib_optimizer.py: the fp32 shard stays, and the host has a copy of it
+        reading.facts["resident_bytes"] = 4
     if not hosted:
         return
     option = "optimizer-offload-fraction"
@@ -199,8 +204,7 @@ def read_factory(data: Mapping[str, Any], file: str) -> Reading:
     trainer = {key: value for key, value in data.items() if key in ours}
     reading = _read(options, Script(file=file))
     more = read_trainer(trainer, file, "LLaMA-Factory")
-    if more.get("lora_rank"):
-        more.refused.append(f"{more.keys['lora_rank']}: adapters in Megatron are not modelled")
+    more.values.pop("trained_dtype", None)  # Megatron narrows adapters
     more.facts, more.values = {}, more.values | reading.values
     reading.values |= more.values
     reading.keys |= more.keys

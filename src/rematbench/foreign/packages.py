@@ -2,12 +2,13 @@
 
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from rematbench.foreign.adapters import read_peft
 from rematbench.foreign.command import read_command, read_launcher, trainer_of
 from rematbench.foreign.deepspeed import read_deepspeed
 from rematbench.foreign.megatron import (
@@ -23,13 +24,15 @@ from rematbench.foreign.nanotron import read_nanotron
 from rematbench.foreign.reading import Reading
 from rematbench.foreign.shell import Script, options_of, read_script
 from rematbench.foreign.torchtitan import read_torchtitan
+from rematbench.foreign.torchtune import read_torchtune
 from rematbench.foreign.trainers import merge, read_accelerate, read_trainer
 from rematbench.inputs.configfile import ConfigError, read_mapping, read_text
 from rematbench.inputs.foreign import REFUSED, Package, package_of, pointer
 from rematbench.inputs.huggingface import is_huggingface
 
 READ = "launch lines of Megatron and of Hugging Face trainers, DeepSpeed JSON, YAML of accelerate, "
-READ += "TRL, LLaMA-Factory, axolotl and nanotron, TOML of torchtitan, config.json of the model"
+READ += "TRL, LLaMA-Factory, axolotl, torchtune and nanotron, TOML of torchtitan, config.json of "
+READ += "the model, adapter_config.json of PEFT"
 STRUCTURED = {".json", ".yaml", ".yml", ".toml"}
 SIZES = {"hidden_size", "n_embd", "d_model", "dim", "architectures", "num_hidden_layers"}
 SIZES |= {"text_config", "llm_config", "language_config", "thinker_config"}
@@ -68,6 +71,8 @@ def read_files(paths: list[Path], variables: Mapping[str, str] | None = None) ->
         if beside.is_file() and beside.resolve() not in present:
             present.add(beside.resolve())
             merge(whole, read_file(beside, environment))
+    if whole.system == "huggingface-deepspeed":  # which narrows what PEFT made fp32
+        whole.values.pop("trained_dtype", None)
     whole.files = [named for named in whole.files if not _read(named, present)]
     for named in whole.files if not _has_states(whole) else ():
         _by_name(whole, named)
@@ -93,8 +98,8 @@ def _by_name(whole: Reading, named: Path) -> None:
 
 
 _RANK = (
-    *("config.json", "DeepSpeed", "accelerate", "TRL", "LLaMA-Factory", "axolotl"),
-    *("Transformers", "ms-swift", "torchtitan", "nanotron", "Megatron"),
+    *("config.json", "PEFT", "DeepSpeed", "accelerate", "TRL", "LLaMA-Factory", "axolotl"),
+    *("Transformers", "ms-swift", "torchtitan", "torchtune", "nanotron", "Megatron"),
 )
 """Packages by how much of a job their files say; the file of the last one is the whole job."""
 
@@ -125,19 +130,24 @@ def read_file(path: Path, variables: dict[str, list[str]]) -> Reading:
     return _package(package, data, label)
 
 
+READERS: dict[Package, Callable[[Mapping[str, Any], str], Reading]] = {
+    "DeepSpeed": read_deepspeed,
+    "accelerate": read_accelerate,
+    "nanotron": read_nanotron,
+    "torchtitan": read_torchtitan,
+    "torchtune": read_torchtune,
+    "PEFT": read_peft,
+}
+"""The readers of packages that are no trainers of Hugging Face."""
+
+
 def _package(package: Package, data: Mapping[str, Any], label: str) -> Reading:
     if package in REFUSED:
         raise ConfigError(label, "", pointer(package, label))
-    if package == "DeepSpeed":
-        return read_deepspeed(data, label)
-    if package == "accelerate":
-        return read_accelerate(data, label)
     if package == "LLaMA-Factory" and ENGINE & data.keys():
         return read_factory(data, label)
-    if package == "nanotron":
-        return read_nanotron(data, label)
-    if package == "torchtitan":
-        return read_torchtitan(data, label)
+    if package in READERS:
+        return READERS[package](data, label)
     return read_trainer(data, label, package)
 
 

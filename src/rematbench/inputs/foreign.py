@@ -20,6 +20,7 @@ Package = Literal[
     "Automodel",
     "torchtune",
     "verl",
+    "PEFT",
 ]
 
 SIGNS: tuple[tuple[Package, tuple[frozenset[str], ...]], ...] = (
@@ -32,6 +33,7 @@ SIGNS: tuple[tuple[Package, tuple[frozenset[str], ...]], ...] = (
             frozenset({"model-parallel-size", "hidden-size"}),
         ),
     ),
+    ("PEFT", (frozenset({"peft_type"}),)),
     ("Megatron", (frozenset({"MODEL_ARGS"}),)),
     (
         "NeMo",
@@ -109,7 +111,7 @@ SIGNS: tuple[tuple[Package, tuple[frozenset[str], ...]], ...] = (
 their files also have keys of later ones."""
 
 
-REFUSED = ("GPT-NeoX", "NeMo", "NeMo-RL", "Automodel", "torchtune", "verl")
+REFUSED = ("GPT-NeoX", "NeMo", "NeMo-RL", "Automodel", "verl")
 """Packages whose files are recognised and not read."""
 
 

@@ -16,6 +16,8 @@ from rematbench.workload import Model, PositiveInt, Work, Workload
 
 DEFAULT_SYSTEM = "megatron-core-0.16"
 """The stack of a job that names none."""
+SHARDED_SYSTEM = "torchtitan-2026"
+"""The stack of a command with ZeRO 3 that names none: FSDP2."""
 
 
 class _Keywords(StructMeta):

@@ -13,6 +13,11 @@ Partition = tuple[tuple[tuple[int, ...], ...], ...]
 prediction layers count on behind the decoder's."""
 
 
+GATHERED_CHUNKS = 3
+"""Chunks of a rank that torch keeps gathered in a pipeline: a further one is resharded and gathered
+again (torch 2.13, distributed/pipelining/schedules.py, _add_unshard_reshard: max_active_stages)."""
+
+
 class LayoutError(UserError):
     """A layout breaks a rule; the message names the rule and the numbers."""
 
@@ -123,6 +128,11 @@ class Layout(Degrees, frozen=True, kw_only=True, forbid_unknown_fields=True):
     def has_peers(self) -> bool:
         """Whether other ranks have gradients of the same parameters, or of the same experts."""
         return self.state_shards > 1 or self.expert_dp > 1
+
+    @property
+    def gathers_again(self) -> bool:
+        """Whether a rank has more chunks than torch keeps gathered."""
+        return self.pp > 1 and self.vpp > GATHERED_CHUNKS
 
     @property
     def num_chunks(self) -> int:

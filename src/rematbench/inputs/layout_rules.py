@@ -4,10 +4,12 @@ from math import lcm
 
 from rematbench.inputs.layout import Layout, LayoutError
 from rematbench.inputs.load import load_system
+from rematbench.inputs.part_rules import part_rules
 from rematbench.inputs.stackfacts import other_versions
 from rematbench.inputs.stages import prediction_rank
 from rematbench.inputs.system import System
-from rematbench.workload import Workload
+from rematbench.inputs.trained_rules import trained_rules
+from rematbench.workload import Model, Workload
 
 DEGREE_WORDS = {
     "tp": "tensor parallelism",
@@ -15,11 +17,6 @@ DEGREE_WORDS = {
     "vpp": "interleaved pipelines",
     "cp": "context parallelism",
 }
-# Why: docs/decisions/engine.md, When does a pipeline release what ZeRO 2 and 3 gather?
-GATHERED_CHUNKS = 3
-"""Chunks of a rank that torch keeps gathered in a pipeline: a further one is resharded and gathered
-again (torch 2.13, distributed/pipelining/schedules.py, _add_unshard_reshard: max_active_stages)."""
-
 MOST_GPUS, MOST_TOKENS, MOST_PASSES = 1 << 16, 1 << 36, 1 << 18
 
 
@@ -44,21 +41,21 @@ def _prediction_rules(lay: Layout, work: Workload, system: System) -> list[tuple
     rank, words = prediction_rank(model, lay), "layers that predict more tokens are not simulated"
     if rank is None:
         return []
-    inside = 0 < rank < lay.pp - 1
-    overlaps = lay.ep > 1 and system.experts.ep_overlap != "none"
+    inside, narrow = 0 < rank < lay.pp - 1, model.embedding_width > 0
+    alone = lay.pp == 1 < lay.ep and system.experts.ep_overlap != "none"
     return [
         (model.mtp_layers > 1, f"{words} where there is more than one"),
         (not work.trains_all, f"{words} where only a part of the model trains"),
         (model.block != "sequential", f"{words} with attention and MLP in parallel"),
         (rank == 0 and lay.pp > 1, f"{words} on the first of several ranks, as in Megatron-core"),
+        (narrow or lay.tp_columns > 1, f"{words} with a narrow embedding or with tp_columns"),
         (model.tied_embeddings and inside, f"{words} between tied embeddings on other ranks"),
-        (overlaps, f"{words} with the overlap of experts' exchanges of system {system.name}"),
+        (alone, "pp must be larger than 1 when enabling ep_overlap with MTP layer (Megatron-core)"),
     ]
 
 
 def _size_rules(lay: Layout, work: Workload) -> list[tuple[bool, str]]:
-    """Upper bounds of size, far beyond real training, that still simulate in seconds; and the rule
-    that ulysses divides dp."""
+    """Upper bounds of size, which still simulate in seconds; and that ulysses divides dp."""
     passes = lay.global_batch // lay.micro_batch // max(1, lay.replicas) * lay.num_chunks
     return [
         (lay.gpus > MOST_GPUS, f"{lay.gpus} GPUs exceed the limit of {MOST_GPUS}"),
@@ -103,41 +100,9 @@ def _rules(lay: Layout, work: Workload, system: System) -> list[tuple[bool, str]
         *_ulysses_rules(lay, work, system),
         *_latent_rules(lay, work, system),
         *_expert_rules(lay, work, system),
-        *_trained_rules(lay, work),
+        *trained_rules(lay, work),
         *_ep_overlap_rules(lay, work, system),
         *_stack_rules(lay, system),
-    ]
-
-
-def _trained_rules(lay: Layout, work: Workload) -> list[tuple[bool, str]]:
-    """The rules of a model of which only a part trains."""
-    model, mlp = work.model, {"gate", "up", "down"}
-    experts = model.experts is not None and bool(mlp & {*work.targets})
-    return [
-        (
-            not work.partly and work.base_dtype != "stack",
-            f"base_dtype {work.base_dtype} holds weights that do not train, but all train (give "
-            "lora_rank, trained_parts or frozen_layers)",
-        ),
-        (work.dora and not work.lora_rank, "dora needs adapters (lora_rank)"),
-        (experts, "adapters of experts are not modelled (lora_targets: q,k,v,o)"),
-        (
-            model.latent is not None and not {"q", "k", "v"}.isdisjoint(work.targets),
-            "adapters of latent attention are not modelled (lora_targets: o,gate,up,down)",
-        ),
-        (work.partly and lay.tp > 1, f"tp = {lay.tp} with weights that do not train: not modelled"),
-        (
-            work.frozen_layers > 0 and lay.pp > 1,
-            f"pp = {lay.pp} with frozen_layers: not modelled",
-        ),
-        (
-            work.frozen_layers >= model.num_layers,
-            f"frozen_layers {work.frozen_layers} must be below the {model.num_layers} layers",
-        ),
-        (
-            work.trained_parts == "head" and lay.pp > 1,
-            f"pp = {lay.pp} where no layer trains: not modelled",
-        ),
     ]
 
 
@@ -171,11 +136,6 @@ def _stack_rules(lay: Layout, system: System) -> list[tuple[bool, str]]:
             lay.pp > 1 and stage not in system.accepts.pipeline_zero_stages,
             f"zero_stage {stage} with pp = {lay.pp}: in a pipeline, system {system.name} has only "
             f"ZeRO stages {', '.join(map(str, system.accepts.pipeline_zero_stages))}",
-        ),
-        (
-            stage > 1 and lay.vpp > GATHERED_CHUNKS,
-            f"zero_stage {stage} with vpp = {lay.vpp}: torch keeps at most {GATHERED_CHUNKS} "
-            "chunks of a rank gathered, and gathering a chunk again is not modelled",
         ),
     ]
 
@@ -268,9 +228,8 @@ def _nested_rules(
 
 
 def _latent_rules(lay: Layout, work: Workload, system: System) -> list[tuple[bool, str]]:
-    """The rules of values with other columns than keys, in words of TransformerEngine, on which
-    stacks with fused norms run (attn_forward_func_with_cp of context_parallel.py), and of DeepSpeed
-    0.19.8 (ulysses_sp.py, UlyssesSPAttentionHF)."""
+    """The rules of values with other columns than keys, in words of TransformerEngine, on stacks
+    with fused norms (context_parallel.py), and of DeepSpeed 0.19.8 (ulysses_sp.py)."""
     if work.model.latent is None:
         return []
     words = "Context parallelism does not support MLA with cp_comm_type="
@@ -419,64 +378,11 @@ def _document_rules(lay: Layout, work: Workload) -> list[tuple[bool, str]]:
     ]
 
 
-def _column_rules(lay: Layout, work: Workload) -> list[tuple[bool, str]]:
-    """Matrices that are cut both ways: what is not modelled beside."""
-    model, count = work.model, lay.tp_columns
-    others = {
-        "sequence parallelism (--no-sp)": lay.sequence_parallel,
-        "cp, pp or ulysses above 1": max(lay.cp, lay.pp, lay.ulysses) > 1,
-        "experts": model.experts is not None,
-        "latent attention": model.latent is not None,
-        "weights that do not train": work.partly,
-        "a narrow embedding": model.embedding_width > 0,
-        "norms over the width of queries": model.qk_norm and model.qk_norm_weights == "width",
-    }
-    found = [name for name, is_so in others.items() if is_so]
-    words = f"tp_columns = {count} is not modelled with {', '.join(found)}; a rank would hold "
-    share = model.parameters / (lay.tp * count) / 1e6
-    return [
-        (count > 1 and bool(found), f"{words}{share:,.1f} M parameters"),
-        (
-            count > 1 and model.hidden % count != 0,
-            f"hidden {model.hidden} must be a multiple of tp_columns = {count}",
-        ),
-    ]
-
-
-def _shared_rules(lay: Layout, work: Workload) -> list[tuple[bool, str]]:
-    """Layers that share weights, and narrow embeddings, are modelled where a rank has all of
-    both."""
-    model = work.model
-    name, shares = model.name, model.layer_groups > 0
-    whole = max(lay.tp, lay.pp) == 1
-    size = f"{name} has {model.parameters / 1e6:.1f} M parameters"
-    return [
-        (
-            shares and model.num_layers % max(1, model.layer_groups) != 0,
-            f"{model.num_layers} layers are no multiple of layer_groups = {model.layer_groups}",
-        ),
-        (
-            shares and (lay.pp > 1 or lay.zero_stage > 1 or work.frozen_layers > 0),
-            "layers that share weights are not modelled over pipeline stages, with ZeRO 2 and 3 "
-            f"or with some of them frozen; {size}",
-        ),
-        (
-            shares and (model.experts is not None or bool(model.attention_window)),
-            f"layers that share weights are not modelled with experts or attention windows; {size}",
-        ),
-        (
-            model.embedding_width > 0 and not whole,
-            f"an embedding of fewer columns is not modelled with tp or pp above 1; {size}",
-        ),
-    ]
-
-
 def _model_rules(lay: Layout, work: Workload) -> list[tuple[bool, str]]:
     model = work.model
     return [
         *_document_rules(lay, work),
-        *_shared_rules(lay, work),
-        *_column_rules(lay, work),
+        *part_rules(lay, work),
         (
             model.position == "learned" and model.max_positions < work.seq_len,
             f"seq_len {work.seq_len} exceeds the {model.max_positions} learned positions of "
@@ -499,3 +405,14 @@ def _model_rules(lay: Layout, work: Workload) -> list[tuple[bool, str]]:
             f"ffn {model.ffn} must be a multiple of tp = {lay.tp}",
         ),
     ]
+
+
+def unmodelled_of_experts(model: Model, system: System) -> str:
+    """What of a stack, or of a model, is not modelled with experts; empty if everything is."""
+    refused = {
+        f"the experts of system {system.name}": "ep" not in system.accepts.model_parallel,
+        "reduce buckets that are allocated whole": system.zero.whole_buckets,
+        "parameters that are updated as one tensor": system.states.flat_step,
+        "attention and MLP in parallel": model.block != "sequential",
+    }
+    return next((name for name, is_so in refused.items() if model.experts and is_so), "")

@@ -32,7 +32,7 @@ Kind = Literal["model", "cluster", "system"]
 _FOLDERS: dict[Kind, str] = {"model": "models", "cluster": "clusters", "system": "systems"}
 
 
-PARTS = ("experts", "latent")
+PARTS = ("experts", "latent", "memory")
 """Facts of a model that are mappings."""
 LAUNCH = (".toml", ".sh")
 """Ends of the names of files that describe jobs, never models, clusters or stacks."""
@@ -140,6 +140,8 @@ OPEN_FACTS = (
 )
 """Facts of which no value is right for most stacks: a stack of a user's own without a base that
 does not state one has an assumed value."""
+NETWORK = ("nics_per_node", "nic_bytes_per_s")
+"""The network of a node; it is assumed where a user's file of a cluster does not state it."""
 FOLLOWS: dict[tuple[str, Any], dict[str, Any]] = {
     ("norm", "eager"): {"norm_keeps_steps": True},
     **{("norm", one): {"norm_keeps_steps": False} for one in ("torch", "compiled", "fused")},
@@ -187,6 +189,9 @@ def _inherited(
     if above.resolve() in (path.resolve(), *(other.resolve() for other in below)):
         raise ConfigError(label, "base", f"{base!r} is itself based on this file")
     given, known, bases = _inherited(kind, above, (*below, path))
+    own = kind == "cluster" and _is_shipped(above) and not _is_shipped(path)
+    if own and not {*NETWORK} & values.keys():
+        known = {**known, **dict.fromkeys(NETWORK, f"{ASSUMED}{label} does not state it")}
     sources = {**sources, **_reasons(data, label)}
     return {**given, **values}, {**known, **sources}, (str(given["name"]), *bases)
 

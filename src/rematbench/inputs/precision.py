@@ -59,7 +59,7 @@ def of_trained(system: System, work: Trained, zero_stage: int) -> System:
     (`Op.parameters`), and so is what trains in fp32.
     """
     changed: dict[str, int] = {}
-    if work.trained_dtype == "fp32" and system.states.param_bytes < FP32:
+    if work.trained_dtype != "stack" and system.states.param_bytes < FP32:
         wide = in_precision(system, "fp32", zero_stage).states
         changed = {name: getattr(wide, name) for name in OF_TRAINED}
     if work.base_dtype in BYTES_PER_ELEMENT:

@@ -8,6 +8,7 @@ from msgspec import Struct
 
 from rematbench.inputs.configfile import convert, read_mapping
 from rematbench.inputs.constants import Number
+from rematbench.inputs.facts import CPU
 from rematbench.inputs.kernel_rates import RateError
 from rematbench.inputs.paths import data_dir
 from rematbench.inputs.system import System, with_facts
@@ -110,6 +111,14 @@ def check_recipe(work: Work, system: System, generation: str) -> None:
         problem = ""
     if problem:
         raise RateError(problem)
+
+
+def untimed(work: Work, generation: str) -> str:
+    """Why products of a work's recipe have no seconds; empty if they have."""
+    recipe = recipe_of(work)
+    if recipe is None or generation in (CPU, *recipe.gemm):
+        return ""
+    return f"no published rate of products of recipe {work.recipe}"
 
 
 def with_recipe(system: System, work: Work) -> System:

@@ -207,9 +207,6 @@ class Kernels(Part, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """If true, each layer's forward and each layer's backward is a captured CUDA graph that the
     host issues with one launch (Megatron-core's cuda_graph_impl local); embedding and head are not
     captured."""
-    launch_blocking: bool = False
-    """If true, the host waits for the end of each kernel, collective and copy before it issues the
-    next (CUDA_LAUNCH_BLOCKING=1), so that nothing overlaps on a rank."""
     tf32: bool = False
     """If true, fp32 matrix products run in TF32 (torch: set_float32_matmul_precision; its default,
     highest, is full fp32)."""
@@ -236,6 +233,9 @@ class Parallel(Part, frozen=True, kw_only=True, forbid_unknown_fields=True):
     group that leaves the domain overlaps as `backward`."""
     cp_kind: CpKind = "none"
     """Ranks that share a sequence exchange keys and values in this way (none: no such ranks)."""
+    cp_merges: bool = False
+    """If true, context parallelism runs attention for one rank's keys and values after the other
+    and merges the parts in fp32, whatever it gathers (torch's context_parallel)."""
     p2p_overlap: P2pOverlap
     """With these schedules a pipeline send overlaps with the next pass; with others a rank waits
     for each send at once."""
@@ -256,13 +256,24 @@ class Zero(Part, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """If true, the reduction of gradients overlaps with the backward."""
     gather_overlap: bool
     """If true, the gather of parameters overlaps with compute."""
+    broadcast_s: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.0
+    """Updated parameters are gathered by a broadcast of each rank's shard after the other, which
+    takes so many seconds beside its bytes (0: by an all-gather)."""
     bucket_bytes: Bytes = 0
     """The gradient bucket of an overlapped reduction has so many bytes (0: not bucketed)."""
+    reentrant: bool = False
+    """If true, a recomputed layer is a graph of its own, whose input has a gradient although
+    nothing below it trains (torch.utils.checkpoint, use_reentrant).  FSDP then gathers no layer
+    ahead in the backward, its root keeps embedding and head whole until the end, and its hooks of
+    frozen layers keep the input of each and its gradient."""
     whole_buckets: bool = False
     """If true, gradients are copied under ZeRO into buckets that are allocated whole
     (`bucket_bytes` each, two with reduce_overlap) from the first gradient of a backward whose
     gradients are reduced to its end; with sharded parameters one bucket stays.  A reduction copies
     a bucket's content (DeepSpeed's contiguous_gradients)."""
+    ddp_buckets: bool = False
+    """If true, data parallelism without ZeRO is torch's DistributedDataParallel, whose buckets hold
+    all gradients a second time (gradient_as_bucket_view is false unless a program says so)."""
     prefetch_elements: Parameters = 0
     """With parameters gathered per layer, the matrices of each operator are gathered by themselves,
     and before it runs at least so many elements of the next matrices are requested ahead
@@ -277,7 +288,7 @@ class Zero(Part, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Host(Part, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """States in host memory, and copies from and to it."""
+    """States in host memory, copies from and to it, and what the host waits for."""
 
     optimizer_on_host: bool = False
     """If true, the optimizer states are in host memory unless a run says otherwise."""
@@ -307,6 +318,9 @@ class Host(Part, frozen=True, kw_only=True, forbid_unknown_fields=True):
     blocking_copies: bool = False
     """If true, the host waits for the end of each copy of activations between device and host (a
     copy from or to memory that is not pinned, or `Tensor.cpu()`); copies of states do not block."""
+    launch_blocking: bool = False
+    """If true, the host waits for the end of each kernel, collective and copy before it issues the
+    next (CUDA_LAUNCH_BLOCKING=1), so that nothing overlaps on a rank."""
 
 
 class ExpertExchange(Part, frozen=True, kw_only=True, forbid_unknown_fields=True):

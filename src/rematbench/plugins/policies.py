@@ -7,6 +7,7 @@ from msgspec import Struct
 
 from rematbench.inputs.configfile import convert, read_mapping
 from rematbench.inputs.paths import data_dir
+from rematbench.inputs.system import System
 from rematbench.problem import Problem
 from rematbench.workload import Model
 
@@ -19,24 +20,33 @@ class Policy(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A method with settings.  `smallest` names a parameter to tune: `compare` raises it from 1
     until the plan fits, and a user gives its value after the policy's name (`full_recompute:block
     3`).  Empty: the policy has no parameter to tune.  `needs`: it is tried for models with
-    experts, shared experts, latent attention, or this and experts, alone (empty: for all)."""
+    experts, shared experts, latent attention, or this and experts, alone, or on stacks that have
+    inputs of layers on the host with ZeRO 3, or FSDP (empty: for all).  `keys`: how a trainer's
+    file asks for it."""
 
     name: str
     method: str
     why: str
     settings: dict[str, Setting] = {}
     smallest: str = ""
-    needs: Literal["", "experts", "shared_experts", "latent", "latent_experts"] = ""
+    needs: Literal[
+        "", "experts", "shared_experts", "latent", "latent_experts", "inputs_on_host", "fsdp"
+    ] = ""
+    keys: str = ""
 
-    def applies(self, model: Model) -> bool:
-        """Whether the policy is tried for a model."""
+    def applies(self, model: Model, system: System | None = None) -> bool:
+        """Whether the policy is tried for a model on a stack (None: on any)."""
         experts = model.experts
+        features = system.accepts.features if system else ()
+        sharded = system is not None and 3 in system.accepts.zero_stages
         return {
             "": True,
             "experts": experts is not None,
             "shared_experts": bool(experts and experts.shared_ffn),
             "latent": model.latent is not None,
             "latent_experts": bool(experts and model.latent),
+            "inputs_on_host": sharded and "activation_offload" in features,
+            "fsdp": system is not None and system.zero.data_parallel == "fsdp",
         }[self.needs]
 
 

@@ -158,7 +158,8 @@ def _kinds_of_chunks(
             if kind.chunk not in made:
                 layers = plan.partition[rank][kind.chunk]
                 pieces, held = plan.mini_sequences, plan.held
-                made[kind.chunk] = ChunkOps.of(problem, rank, kind.chunk, layers, pieces, held)
+                where = (problem, rank, kind.chunk)
+                made[kind.chunk] = ChunkOps.of(*where, layers, pieces, held, cuts=plan.cuts)
             yield made[kind.chunk], kind.phase, item.micro_batch
 
 
@@ -169,6 +170,7 @@ def _alike(
     layers = plan.partition[rank][chunk]
     reached = covered(plan.rules, ChunkPlace(stage=rank, chunk=chunk, layers=layers))
     at_end = [(rank, chunk) == end for end in ends]
+    at_end.append(chunk * len(plan.partition) + rank + 1 in plan.cuts)
     return (*at_end, tuple(map(problem.variant, layers)), reached)
 
 

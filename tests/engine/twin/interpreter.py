@@ -11,6 +11,7 @@ import hashlib
 from collections import defaultdict
 from functools import lru_cache
 
+from rematbench.costs.operators.experts import HELD as HELD_BY_CALLERS
 from rematbench.engine.program.action import SHARD_UP, STATE_COPIES, Action, Alloc, Kind
 from rematbench.engine.program.program import Program, RankProgram
 from rematbench.engine.program.storage import COPY, HELD, HOST, REBUILT, Event, Slot, Storage
@@ -183,8 +184,11 @@ class Rank:
 
     def compute(self, action: Action, mb: int, chunk: int) -> None:
         """A kernel or collective: its outputs follow from its operator and the digests it reads.  A
-        copy of weights makes what a gather of the same weights makes."""
-        digests = [self.read(action, (read, mb, chunk)) for read in action.reads]
+        copy of weights makes what a gather of the same weights makes.  What a forward only keeps
+        alive (HELD_BY_CALLERS) is looked at, and nothing follows from it."""
+        every = [(read, self.read(action, (read, mb, chunk))) for read in action.reads]
+        kept = HELD_BY_CALLERS if action.op == "unpermute" else ()
+        digests = [digest for read, digest in every if read.tensor not in kept]
         op = "parameters" if action.op == SHARD_UP else action.op
         if action.kind is Kind.ALLOC:
             op = identity(action.allocs[0].storage).label

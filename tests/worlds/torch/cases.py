@@ -117,6 +117,10 @@ EXPERT_LAYOUTS: dict[str, dict[str, Any]] = {
     },
 }
 """Layouts of models with experts."""
+STAGED: dict[str, dict[str, Any]] = {
+    "tp2-ep2-pp2-vpp2-stages": EXPERT_LAYOUTS["tp2-ep2-pp2-vpp2"] | {"stages": "Et|ttt|ttt|tmL"}
+}
+"""Layouts whose stages fit one number of layers."""
 
 MLP = ("mlp_norm", "fc1", "act", "mul", "fc2")
 MLP_SAVED = ("mlp_norm_out", "gate_out", "up_out", "act_out", "fc2_in")
@@ -126,7 +130,7 @@ def tiny(
     layout: str, precision: Precision = "fp64", model: Model | None = None, **changes: Any
 ) -> Problem:
     """A tiny problem on a named layout; deep enough for its chunks."""
-    degrees = (LAYOUTS | EXPERT_LAYOUTS)[layout]
+    degrees = (LAYOUTS | EXPERT_LAYOUTS | STAGED)[layout]
     model = model or (MIXTURE if layout in EXPERT_LAYOUTS else TINY)
     layers = max(model.num_layers, degrees.get("pp", 1) * degrees.get("vpp", 1))
     made = problem(model=replace(model, num_layers=layers), seq_len=SEQ, **(changes | degrees))

@@ -9,8 +9,9 @@ from torch import Tensor
 from rematbench.engine.lowering.blocks.chunk_ops import ChunkOps
 from rematbench.problem import Problem
 from rematbench.workload import Model
-from rematbench.worlds.torch.arithmetic import IGNORED, NORM_EPS, ROPE_BASE
+from rematbench.worlds.torch.arithmetic import IGNORED, NORM_EPS, ROPE_BASE, kept
 from rematbench.worlds.torch.batch import Batch
+from rematbench.worlds.torch.ends import PREDICTED
 from rematbench.worlds.torch.parameters import ADAPTED, AdamW, full_weight, specs_by_name
 
 
@@ -24,8 +25,8 @@ class Run(NamedTuple):
 class Reference:
     """A Llama- or GPT-like decoder over named parameters."""
 
-    def __init__(self, model: Model, weights: dict[str, Tensor]) -> None:
-        self.model, self.weights = model, weights
+    def __init__(self, model: Model, weights: dict[str, Tensor], dropout: float = 0.0) -> None:
+        self.model, self.weights, self.dropout = model, weights, dropout
 
     def norm(self, x: Tensor, name: str) -> Tensor:
         weight = self.weights[f"{name}.weight"]
@@ -38,7 +39,10 @@ class Reference:
         prefix, _, local = name.rpartition(".")
         target = next((t for t, weight in ADAPTED.items() if weight == local), local)
         a, b = (self.weights.get(f"{prefix}.lora_{target}.{part}") for part in "ab")
-        return out if a is None or b is None else out + x @ a.T @ b.T
+        if a is None or b is None:
+            return out
+        keep = kept(torch.arange(x.shape[-2]), torch.arange(x.shape[-1]), self.dropout)
+        return out + (x * keep / (1.0 - self.dropout)) @ a.T @ b.T
 
     def heads(self, x: Tensor, name: str, heads: int) -> Tensor:
         y = self.linear(x, name).unflatten(-1, (heads, -1)).transpose(1, 2)
@@ -96,8 +100,11 @@ class Reference:
         y = self.linear(y.transpose(1, 2).flatten(2), f"{name}.proj")
         x = x + (self.norm(y, f"{name}.post_attn_norm") if m.post_norm else y)
         y = self.norm(x, f"{name}.mlp_norm")
-        dense = m.is_dense(int(name.rpartition(".")[2]))
-        y = self.mlp(y, f"{name}.") if dense else self.mixture(y, name)
+        number = int(name.rpartition(".")[2])
+        if m.memory_of(number):
+            y = self.memory(y, name)
+        else:
+            y = self.mlp(y, f"{name}.") if m.is_dense(number) else self.mixture(y, name)
         return x + (self.norm(y, f"{name}.post_mlp_norm") if m.post_norm else y)
 
     def mlp(self, y: Tensor, name: str) -> Tensor:
@@ -109,6 +116,23 @@ class Reference:
         else:
             up = F.gelu(up)
         return self.linear(up, f"{name}fc2")
+
+    def memory(self, y: Tensor, name: str) -> Tensor:
+        """A lookup by product keys, over all pairs of sub-keys, by torch's embedding_bag."""
+        given = self.model.memory
+        assert given is not None
+        keys = self.weights[f"{name}.memory_keys.weight"].view(given.heads, 2, given.keys, -1)
+        query = self.linear(y, f"{name}.memory_query").view(-1, given.heads, 2, keys.shape[-1])
+        halves = torch.einsum("thsd,hsnd->thsn", query, keys)
+        scores = (halves[:, :, 0, :, None] + halves[:, :, 1, None, :]).flatten(-2)
+        best, rows = scores.topk(given.top)
+        table = self.weights["memory_values.weight"]
+        bag = F.embedding_bag(
+            rows.flatten(1), table, per_sample_weights=best.softmax(-1).flatten(1), mode="sum"
+        )
+        gate = self.linear(y, f"{name}.memory_gate_out")
+        kind = F.silu if self.model.mlp == "swiglu" else F.gelu
+        return self.linear(kind(gate) * bag.view(gate.shape), f"{name}.memory_proj")
 
     def mixture(self, y: Tensor, name: str) -> Tensor:
         """Every token through every expert, weighed by 0 where the token is not sent: the token at
@@ -135,14 +159,30 @@ class Reference:
             x = self.layer(x, f"layers.{self.model.owner(layer)}")
         x = self.norm(x, "final_norm")
         tied = self.model.tied_embeddings
-        logits = x @ self.weights["embedding.weight" if tied else "lm_head.weight"].T
-        return F.cross_entropy(logits.flatten(0, 1), batch.labels.flatten(), ignore_index=IGNORED)
+        head = self.weights["embedding.weight" if tied else "lm_head.weight"].T
+        logits = x @ head
+        loss = F.cross_entropy(logits.flatten(0, 1), batch.labels.flatten(), ignore_index=IGNORED)
+        return loss + self.predicted(x, head, batch) if self.model.mtp_layers else loss
+
+    def predicted(self, x: Tensor, head: Tensor, batch: Batch) -> Tensor:
+        """The loss of the token behind the next, weighed, over the labels that count."""
+        name = f"layers.{self.model.num_layers}"
+        ids, labels = batch.ids.roll(-1, 1), batch.labels.roll(-1, 1)
+        ids[:, -1], labels[:, -1] = 0, IGNORED
+        y = self.norm(self.weights["embedding.weight"][ids], f"{name}.next_norm")
+        y = torch.cat([y, self.norm(x, f"{name}.hidden_norm")], -1)
+        y = self.layer(self.linear(y, f"{name}.join"), name)
+        logits = self.norm(y, f"{name}.predict_norm") @ head
+        total = F.cross_entropy(
+            logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum"
+        )
+        return PREDICTED * total / batch.counted
 
 
 def weights_of(problem: Problem, seed: int) -> dict[str, Tensor]:
     """Every full parameter, float64, as leaves."""
-    layers = tuple(range(problem.workload.model.num_layers))
     lay, model = problem.layout, problem.workload.model
+    layers = tuple(range(model.num_layers + model.mtp_layers))
     first = ChunkOps(problem, 0, 0, layers)
     last = ChunkOps(problem, lay.pp - 1, lay.vpp - 1, layers)
     places = [(unit.table.part, unit.layer) for unit in (*first.units, *last.units)]
@@ -162,7 +202,7 @@ def train(
     """AdamW steps on whole batches, with torch's own optimizer.  `along`: the gradients to step by,
     in place of the model's own; so each step's are those at the weights that another run has."""
     weights = weights_of(problem, seed)
-    model = Reference(problem.workload.model, weights)
+    model = Reference(problem.workload.model, weights, problem.workload.lora_dropout)
     trained = {name: weight for name, weight in weights.items() if weight.requires_grad}
     optimizer = torch.optim.AdamW(
         trained.values(),

@@ -24,6 +24,8 @@ SETS: dict[str, dict[str, Any]] = {
     "q,v": {"lora_rank": 4, "lora_targets": "q,v"},
     "b": {"lora_rank": 4, "lora_train": "b"},
     "down": {"lora_rank": 4, "lora_targets": "down"},
+    "dropped": {"lora_rank": 4, "lora_targets": "q,o,down", "lora_dropout": 0.25},
+    "dropped b": {"lora_rank": 4, "lora_train": "b", "lora_dropout": 0.25},
 }
 PLANS = ("keep", "full", "offload", "rows", "skeletal", "mini", "mini-dropped")
 METHODS = ("balanced_checkpointing", "mst+full_recompute", "mst")
@@ -60,10 +62,10 @@ def run(name: str, how: str = "keep", *, gpt: bool = False) -> tuple[Case, Resul
 def test_gradients_of_adapters_equal_autograd_and_nothing_else_has_one(
     name: str, gpt: bool
 ) -> None:
-    if gpt and name == "all":
+    if gpt and name in ("all", "dropped b"):
         return  # an MLP without a gate has fewer linears, of which "down" is one
     case, result = run(name, gpt=gpt)
-    trains = {"a", "b"} if name != "b" else {"b"}
+    trains = {"b"} if name.endswith("b") else {"a", "b"}
     assert {key.rpartition(".")[2] for key in result.gradients[0]} == trains
     assert all(float(grad.norm()) > 0 for grad in result.gradients[0].values())
     assert laws.gradient_error(case, result) < TOLERANCE
@@ -71,7 +73,7 @@ def test_gradients_of_adapters_equal_autograd_and_nothing_else_has_one(
 
 
 @pytest.mark.parametrize("how", [*PLANS[1:], *METHODS])
-@pytest.mark.parametrize("name", ["all", pytest.param("b", marks=pytest.mark.full)])
+@pytest.mark.parametrize("name", ["all", "dropped", pytest.param("b", marks=pytest.mark.full)])
 def test_plans_are_lossless_against_keeping_the_same_trained_set(name: str, how: str) -> None:
     case, result = run(name, how)
     assert not laws.bytes_differ(case, result)
@@ -104,11 +106,33 @@ def test_frozen_weights_stay_bit_by_bit_and_adapters_move() -> None:
         assert bool(parameter.grad_flat.numel()) == parameter.spec.trained
 
 
+def test_ranks_that_share_adapters_equal_autograd() -> None:
+    cases_of = []
+    for stage in (0, 1):
+        made = problem(model=cases.TINY, seq_len=cases.SEQ, global_batch=4, dp=2, zero_stage=stage)
+        work = replace(made.workload, precision="fp64", **SETS["all"])
+        made = dataclasses.replace(made, workload=work, evaluator=evaluate)
+        cases_of.append(dataclasses.replace(case_of(made, "keep"), name=f"zero {stage}"))
+    for case, result in laws.launch(cases_of).values():
+        assert laws.gradient_error(case, result) < TOLERANCE
+        assert not laws.bytes_differ(case, result)
+
+
 def test_what_is_not_executed_is_refused_by_name() -> None:
     made = adapted("all")
     work = replace(made.workload, lora_dropout=0.1, base_dtype="nf4")
     found = refusals(dataclasses.replace(made, workload=work), made.base_plan)
-    assert found == ["dropout of adapters", "frozen weights in nf4"]
+    assert found == ["frozen weights in nf4"]
+
+
+def test_a_mask_that_is_left_out_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A backward without the mask has other gradients, below the adapter."""
+    from rematbench.worlds.torch import operators  # noqa: PLC0415 - it starts no process here
+
+    case = case_of(adapted("dropped"), "keep")
+    through = {name: lambda call: {call.op.inputs[0]: call.grads[0]} for name in operators.DROPS}
+    monkeypatch.setattr(operators, "BACKWARD_INPUT", operators.BACKWARD_INPUT | through)
+    assert laws.gradient_error(case, laws.run_here(case)) > 1e-4
 
 
 @pytest.mark.parametrize("how", ["keep", "mst+full_recompute"])

@@ -10,13 +10,17 @@ from msgspec import structs
 
 from rematbench.engine.lowering.lower import lower
 from rematbench.engine.program.ledger import live_bytes
+from rematbench.evaluate.problems import make_problem
+from rematbench.inputs.job import Job
+from rematbench.inputs.stages import read_stages
+from rematbench.worlds.records.refusals import refusals
 from rematbench.worlds.run_records import compared
 from rematbench.worlds.torch import attention_backends as attn
 from rematbench.worlds.torch import operators
 from rematbench.worlds.torch.case import Case, Result
 from rematbench.worlds.torch.operands import Call, Tensors
 from rematbench.worlds.torch.single_rank import trace_rank
-from tests.problems import plan_of
+from tests.problems import plan_of, problem
 from tests.worlds.torch import cases, grid, laws
 from tests.worlds.torch.cases import EXPERTS, LATENT
 
@@ -28,6 +32,8 @@ MODELS = {
         LATENT, experts=structs.replace(EXPERTS, router="sigmoid", shared_ffn=48, dense_layers=(0,))
     ),
 }
+MODELS["next"] = structs.replace(LATENT, mtp_layers=1)
+MODELS["prediction"] = structs.replace(MODELS["experts"], mtp_layers=1)
 METHODS: dict[str, tuple[str, dict[str, Any]]] = {
     "keep_all": ("keep_all", {}),
     "full_recompute": ("full_recompute", {}),
@@ -44,14 +50,16 @@ PLANS = ("offload", "offload-layers", "offload-slots", "full-kept")
 
 def deep(layout: str, model: str) -> Any:
     """The model with two layers for each chunk."""
-    given = (cases.LAYOUTS | cases.EXPERT_LAYOUTS)[layout]
+    given = (cases.LAYOUTS | cases.EXPERT_LAYOUTS | cases.STAGED)[layout]
     chunks = given.get("pp", 1) * given.get("vpp", 1)
     return structs.replace(MODELS[model], num_layers=2 * chunks)
 
 
-def method(layout: str, name: str, model: str = "latent", precision: Any = "fp64") -> Case:
-    """One step of a method."""
-    given = cases.tiny(layout, precision, deep(layout, model))
+def method(
+    layout: str, name: str, model: str = "latent", precision: Any = "fp64", **facts: Any
+) -> Case:
+    """One step of a method, on a model with other `facts`."""
+    given = cases.tiny(layout, precision, structs.replace(deep(layout, model), **facts))
     spec, settings = METHODS[name]
     return Case(
         name=f"{layout} {model} {name}",
@@ -81,6 +89,52 @@ def kept(model: str, precision: str = "fp64") -> Result:
 def test_every_method_is_lossless_on_one_process(model: str, name: str) -> None:
     case = method("one", name, model)
     check(case, laws.run_here(case), kept(model))
+
+
+@pytest.mark.parametrize("name", ["full_recompute", "norms", "mst"])
+@pytest.mark.parametrize("tied", [False, pytest.param(True, marks=pytest.mark.full)])
+def test_one_more_token_is_predicted_on_one_process(tied: bool, name: str) -> None:
+    """The loss of two tokens and the gradients of weights that both use, also in pieces."""
+    case = method("one", name, "prediction", tied_embeddings=tied)
+    check(case, laws.run_here(case))
+
+
+@pytest.mark.parametrize(
+    ("name", "seq_len", "stages", "pp", "stage"),
+    [
+        ("deepseek-v3", 4096, "Et|(tt|)*30mL", 8, 7),
+        pytest.param("deepseek-v3", 4096, "Et|(tt|)*30mL", 8, 0, marks=pytest.mark.full),
+        pytest.param("kimi-k2", 6144, "Et*3|(t*4|)*14ttL", 16, 15, marks=pytest.mark.full),
+    ],
+)
+def test_layers_of_papers_have_their_ledgers_bytes_traced(
+    name: str, seq_len: int, stages: str, pp: int, stage: int
+) -> None:
+    """On 256 ranks, with prediction; lengths with which experts' loads are equal."""
+    spec = Job(
+        model=name, cluster="gb200-nvl72", system="rematbench", gpus=256, seq_len=seq_len,
+        tp=2 if pp == 8 else 1, pp=pp, ep=256 // pp, etp=1, stages=stages, global_batch=128,
+        vpp=len(read_stages(stages)) // pp,
+    )  # fmt: skip
+    given = make_problem(spec)
+    plan = plan_of(given, "selective_recompute", modules=("mla_up_proj", "layernorm"))
+    traced = trace_rank(given, plan, stage)
+    assert traced.bytes_after == list(live_bytes(lower(plan, given).ranks[stage].actions()))
+
+
+@pytest.mark.parametrize(
+    ("layout", "words"),
+    [
+        ({"pp": 4, "global_batch": 4, "stages": "Et|t|m|L"}, "between the ends of the pipeline"),
+        ({"tp": 2, "sp": False, "global_batch": 2}, "without sequence parallelism"),
+        ({"dp": 2, "zero_stage": 3, "global_batch": 4}, "ZeRO stages 2 and 3 with a prediction"),
+    ],
+)
+def test_a_prediction_that_is_not_executed_is_refused_by_name(
+    layout: dict[str, Any], words: str
+) -> None:
+    given = problem(model=structs.replace(LATENT, mtp_layers=1), **layout)
+    assert any(words in name for name in refusals(given, given.base_plan))
 
 
 def test_queries_may_be_projected_at_once() -> None:
@@ -126,8 +180,9 @@ def launched(*which: tuple[str, str, str]) -> dict[str, tuple[Case, Result]]:
 
 
 def test_eight_ranks_compute_what_one_process_computes() -> None:
-    """EP 2 x TP 2 x PP 2 x VPP 2, with experts."""
-    for case, result in launched(("tp2-ep2-pp2-vpp2", "experts", "mla_up_proj")).values():
+    """EP 2 x TP 2 x PP 2 x VPP 2, with experts; and with stated stages and a prediction."""
+    which = ("tp2-ep2-pp2-vpp2", "experts"), ("tp2-ep2-pp2-vpp2-stages", "prediction")
+    for case, result in launched(*((*each, "mla_up_proj") for each in which)).values():
         check(case, result)
 
 
@@ -137,6 +192,7 @@ def test_eight_ranks_compute_what_one_process_computes() -> None:
 )
 def test_other_layouts_compute_what_one_process_computes(layouts: tuple[str, ...]) -> None:
     which = [(layout, "latent", name) for layout in layouts for name in ("keep_all", "norms")]
+    which += [(layout, "next", "norms") for layout in layouts if "-" not in layout]
     for case, result in launched(*which).values():
         check(case, result)
 

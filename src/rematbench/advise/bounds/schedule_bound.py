@@ -307,7 +307,7 @@ def frame(problem: Problem, plan: Plan) -> Frame:
             )
             emit_step_end(end, plan, problem)
             known[keys[-1]] = end.blocks
-    if not system.kernels.launch_blocking:
+    if not system.host.launch_blocking:
         costs.pieces = piece_traffic((known[key] for key in keys), system.states.param_bytes)
     first = {key: rank for rank, key in reversed([*enumerate(keys)])}  # of equal ranks
     seconds = {key: _through(known[key], rank, costs) for key, rank in first.items()}

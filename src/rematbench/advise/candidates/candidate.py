@@ -123,12 +123,23 @@ class Candidate(Struct, frozen=True):
 KEEP = Candidate()
 
 
+class Trainer(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a trainer on some `stacks` has of its own: the `keys` to paste by method; `why`: where
+    its source says so."""
+
+    name: str
+    stacks: tuple[str, ...]
+    why: str
+    keys: dict[str, str]
+
+
 class CompareConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The contents of config/compare.yaml."""
 
     policies: tuple[Policy, ...]
     most_methods: PositiveInt
     shown_share: Annotated[float, Meta(ge=0.0, le=1.0)]
+    trainers: tuple[Trainer, ...] = ()
 
 
 def load_compare() -> CompareConfig:

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from rematbench.host.declared import facts, flat
 from rematbench.inputs.cluster import Cluster
 from rematbench.inputs.job import Job
-from rematbench.inputs.layout import Layout, LayoutError, even_partition
+from rematbench.inputs.layout import GATHERED_CHUNKS, Layout, LayoutError, even_partition
 from rematbench.inputs.layout_rules import check_layout
 from rematbench.inputs.stages import partition_of_sizes, read_stages
 from rematbench.inputs.system import Dispatcher, System, ZeroStage, with_facts
@@ -265,6 +265,8 @@ def layouts(
                 _chunks(fixed.vpp, pp, work.model.num_layers, spec.degrees.stages),
                 _states_and_experts(fixed, (tp, cp, pp, dp), work, system),
             ):
+                if zero > 1 and pp > 1 and vpp > GATHERED_CHUNKS:
+                    continue
                 yield Layout(
                     **kept, tp=tp, sp=sp, cp=cp, pp=pp, vpp=vpp, dp=dp, zero_stage=zero,
                     ulysses=ulysses, shard_degree=fixed.shard_degree, micro_batch=micro_batch,

@@ -111,8 +111,7 @@ class Comparison:
         self._folders, self._processes = tuple(methods), processes
         self.pool = self._pool(job)
         self.all, self.named = not only, {candidate.name for candidate in named}
-        model = job.problem.workload.model
-        first = first_candidates(self.registry, config, model) if self.all else []
+        first = first_candidates(self.registry, config, job.problem) if self.all else []
         self.first = sorted(first, key=self._has_planner)  # an equal plan is a planner's last
         names = {candidate.name for candidate in self.first}
         self.first += [candidate for candidate in named if candidate.name not in names]

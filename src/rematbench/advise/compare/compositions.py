@@ -19,7 +19,6 @@ from rematbench.plan import Plan
 from rematbench.plugins.kinds import TUNED, changed_kinds, place
 from rematbench.plugins.registry import Registry
 from rematbench.problem import Problem
-from rematbench.workload import Model
 
 Origin = Literal["method", "policy", "composition", "variant", "grid", "asked"]
 """Where a candidate comes from. `grid`: one of the values that a method's grid declares; `variant`:
@@ -60,9 +59,11 @@ class Contender(Candidate, frozen=True, kw_only=True):
         return replace(self, parts=(Variant(self.family, text),))
 
 
-def first_candidates(registry: Registry, config: CompareConfig, model: Model) -> list[Contender]:
-    """Every method that moves no passes at its defaults, then the declared policies for the
-    model."""
+def first_candidates(
+    registry: Registry, config: CompareConfig, problem: Problem
+) -> list[Contender]:
+    """Every method that moves no passes at its defaults, then the declared policies for the model
+    and the stack."""
     methods = [
         Contender((Variant(name, name),), origin="method")
         for name, entry in registry.methods.items()
@@ -71,7 +72,7 @@ def first_candidates(registry: Registry, config: CompareConfig, model: Model) ->
     return methods + [
         Contender((of_policy(policy),), origin="policy")
         for policy in config.policies
-        if policy.applies(model)
+        if policy.applies(problem.workload.model, problem.system)
     ]
 
 
@@ -80,7 +81,7 @@ def named_candidates(
 ) -> list[Contender]:
     """Return the candidates that a person names. A name is a method or policy as `compare` shows
     it, or any text that names a method. Raises MethodError for any other name."""
-    first = first_candidates(registry, config, problem.workload.model)
+    first = first_candidates(registry, config, problem)
     candidates = {candidate.name: candidate for candidate in first}
     for name in names:
         if name not in candidates:

@@ -11,8 +11,7 @@ from rematbench.advise.candidates.layouts import (
 )
 from rematbench.advise.candidates.methods import LARGEST_UNIT
 from rematbench.advise.search.job import SearchSpace
-from rematbench.inputs.layout import Layout
-from rematbench.inputs.layout_rules import GATHERED_CHUNKS
+from rematbench.inputs.layout import GATHERED_CHUNKS, Layout
 
 
 def space_words(job: SearchSpace) -> str:
@@ -85,5 +84,5 @@ def _not_modelled(job: SearchSpace, layouts: list[Layout]) -> Iterator[str]:
     system = job.system
     if any(layout.pp > 1 for layout in layouts):
         if {2, 3} & set(system.accepts.pipeline_zero_stages):
-            yield f"ZeRO 2 and 3 with more than {GATHERED_CHUNKS} chunks of a rank (not modelled)"
+            yield f"ZeRO 2 and 3 with more than {GATHERED_CHUNKS} chunks of a rank"
         yield "interleaving with micro-batches that are not a multiple of pp (not modelled)"

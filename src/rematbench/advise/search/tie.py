@@ -8,6 +8,7 @@ from itertools import product
 
 from msgspec.structs import replace
 
+from rematbench.advise.candidates.candidate import Trainer, load_compare
 from rematbench.advise.search.job import SearchSpace
 from rematbench.advise.search.request import MINUTE, Rounds, SearchRequest
 from rematbench.evaluate.result import Result
@@ -82,6 +83,24 @@ def of_packages(
         result = _fastest(request, run, least_s * (1 - request.within), most_rounds=None)
         fastest = min((*result, *ours), key=lambda item: item.fitting_s, default=None)
         yield name, job.completed([known[0], fastest])[1] if fastest else None
+
+
+def of_trainers(
+    job: SearchSpace, known: Sequence[Result], run: Rounds
+) -> Iterator[tuple[tuple[str, ...], str, Result | None]]:
+    """The trainers that run the job's stack: those with the same methods of their own, the keys
+    that say the fastest of these plans (empty where none fits), and that plan."""
+    request = job.request
+    alike: dict[tuple[str, ...], list[Trainer]] = {}
+    for trainer in load_compare().trainers:
+        if not request.engine and not request.only and _runs(trainer.stacks, job.system):
+            alike.setdefault(tuple(trainer.keys), []).append(trainer)
+    for methods, trainers in alike.items():
+        found = _fastest(replace(request, only=methods, most_methods=1), run, math.inf, None)
+        best = job.completed([known[0], found[0]])[1] if found else None
+        method = best.method if best else ""
+        said = [f"{one.name}: {one.keys[method]}" for one in trainers if method in one.keys]
+        yield tuple(one.name for one in trainers), "; ".join(said), best
 
 
 def _runs(stacks: Sequence[str], system: System) -> bool:

@@ -8,9 +8,16 @@ arXiv 2308.03303), and x A.  Source of the copies and of the sums: PEFT, tuners/
 A bottleneck adapter (Houlsby et al. 2019, arXiv 1902.00751) stands behind attention and behind the
 MLP: a linear to few columns, GELU, a linear back, and a sum with its input.
 A linear in 4 or 8 bits is widened whole for each product (bitsandbytes, autograd/_functions.py).
-Deviations: the first layer's input has no gradient, also under reentrant checkpointing, for which
-packages give it one (enable_input_require_grads); where a layer saves its input, the first layer
-does too, and the head keeps the input of its linear, so that plans can compute from them again.
+With tensor parallelism an adapter is Megatron Bridge's (peft/utils.py, ParallelLinearAdapter):
+ranks split A by its own columns before a column-parallel linear, where A keeps the gathered input,
+and by the input's columns before a row-parallel one; they split B by its columns.  Behind a
+row-parallel linear the product with B is gathered too.  Deviations: r-wide products are summed, not
+gathered, and TransformerEngine's gather of a norm's output, for linear and adapter, runs twice.
+Norms that PEFT made fp32 have fp32 outputs, and a linear of bitsandbytes returns the type of its
+input (nn/modules.py, Linear4bit), so layers pass fp32 on; attention casts its inputs to 16 bits.
+Deviations: the first layer's input has a gradient only where recomputation is reentrant
+(enable_input_require_grads); where a layer saves its input, the first layer does too, and the head
+keeps the input of its linear, so that plans can compute from them again.
 """
 
 from collections.abc import Iterator
@@ -22,6 +29,7 @@ from msgspec.structs import replace
 from rematbench.costs.operators.kernels import Elementwise, Gemm, Kernel
 from rematbench.costs.operators.ops import (
     Activation,
+    Comm,
     Op,
     OpTable,
     memory_kernel,
@@ -34,6 +42,11 @@ FP32 = 4
 LINEARS = {"q": "qkv", "k": "qkv", "v": "qkv", "o": "proj"}
 LINEARS |= {"gate": "fc1", "up": "fc1", "down": "fc2"}
 """The operator of each linear that an adapter may adapt."""
+WIDE = (
+    *("embedding_out", "layer_input", "attn_residual", "gate_out", "up_out", "act_out"),
+    *("fc2_in", "fc2_out", "layer_output"),
+)
+"""The tensors of a layer, beside outputs of norms, that fp32 norms make fp32."""
 BOTTLENECKS = {"proj_out": "attn", "fc2_out": "mlp"}
 """The tensors behind which bottleneck adapters stand, and the word in the names of theirs."""
 _OUTPUTS = {"o": "proj_out", "down": "fc2_out", "gate": "gate_out", "up": "up_out"}
@@ -57,19 +70,41 @@ def place_of(layer: int, work: Workload, *, embedded: bool) -> Place:
     return Place(trains=layer >= work.frozen_layers, differentiated=below)
 
 
-def trained_table(table: OpTable, work: Workload, system: System, place: Place) -> OpTable:
-    """The operators of a part, of which only what the work says trains."""
-    return table if work.trains_all else _Trainer(table, work, system, place).table()
+def trained_table(
+    table: OpTable, work: Workload, system: System, place: Place, tp: int = 1
+) -> OpTable:
+    """The operators of a part, of which only what the work says trains, on one of `tp` ranks."""
+    return table if work.trains_all else _Trainer(table, work, system, place, tp).table()
+
+
+def _is_wide(name: str) -> bool:
+    """Whether fp32 norms make a tensor of a layer fp32."""
+    return name in WIDE or name.endswith("norm_out")
+
+
+def _doubled(comm: Comm | None) -> Comm | None:
+    """A collective of a linear and of its adapter.  With an all-reduce the adapter's product is
+    gathered, at half of an all-reduce's cost."""
+    halves = 3 if comm and comm.kind == "all_reduce" else 4
+    return comm and replace(comm, nbytes=comm.nbytes * halves // 2)
 
 
 class _Trainer:
     """Rewrites the operators of one part in forward order."""
 
-    def __init__(self, table: OpTable, work: Workload, system: System, place: Place) -> None:
+    def __init__(
+        self, table: OpTable, work: Workload, system: System, place: Place, tp: int
+    ) -> None:
+        self.tp, self.gathered = tp, dict[str, str]()
         self.part, self.work, self.system, self.place = table.part, work, system, place
         self.e = work.element_bytes
         self.width = max(FP32, self.e) if work.trained_dtype == "fp32" else self.e
+        self.widens = work.trained_dtype != "stack"
         self.old, self.activations = table, dict(table.activations)
+        self.widened = work.fp32_norms and work.base_dtype in PACKED_BYTES and self.e < FP32
+        for name in filter(_is_wide, self.activations if self.widened else ()):
+            one = self.activations[name]
+            self.activations[name] = replace(one, row_bytes=2 * one.row_bytes)
         self.first = {"layer": "layer_input", "head": "layer_output"}.get(table.part, "")
         self.live = {self.first} if place.differentiated else set[str]()
         if self.first and not place.differentiated:
@@ -101,7 +136,7 @@ class _Trainer:
             inner = tuple(one for one in op.backward_input if not isinstance(one, Gemm))
             op = replace(op, backward_input=inner if targets else ())
         for target in targets:
-            yield from self._inputs(op, target)
+            yield from self._inputs(op, target, split=op.reduce is not None)
         if targets:
             op = self._adapted(op, targets)
         if op.trained_parameters or not self.live.isdisjoint(op.inputs):
@@ -150,13 +185,16 @@ class _Trainer:
     def _wide(self, count: int) -> int:
         """Weights that train, in parameters of the stack."""
         own = self.system.states.param_bytes
-        return ceil(count * max(FP32, own) / own) if self.work.trained_dtype == "fp32" else count
+        return ceil(count * max(FP32, own) / own) if self.widens else count
 
     def _frozen(self, op: Op) -> Op:
         """An operator whose own weights have no gradient."""
         if op.name.endswith("norm"):
             scaled = [name for name in op.outputs if name.endswith("_scaled")]
             self.unmade += scaled
+            if self.widened and (wide := f"{op.name}_wide") in op.saves:
+                self.unmade.append(wide)  # the input is fp32 already
+                return replace(op, saves=(op.inputs[0], *op.saves))
             return op
         if self.part == "embedding":
             return replace(op, backward_weight=())
@@ -169,6 +207,7 @@ class _Trainer:
             forward=(*widened, *op.forward),
             backward_input=(*widened, *op.backward_input),
             backward_weight=(),
+            regather=None,
         )
 
     def _widened(self, op: Op) -> tuple[Kernel, ...]:
@@ -177,7 +216,9 @@ class _Trainer:
         if packed is None or self.part != "layer" or op.replicated:
             return ()
         count = sum(one.n * one.k * one.batch for one in op.forward if isinstance(one, Gemm))
-        return memory_kernel(ceil(count * (packed + self.e)))
+        names = (*op.inputs[:1], *op.outputs) if self.widened else ()
+        casts = sum(self.activations[name].nbytes for name in names if _is_wide(name)) * 3 // 2
+        return memory_kernel(ceil(count * (packed + self.e)) + casts)
 
     def _with_bottleneck(self, op: Op) -> Iterator[Op]:
         """The operators of an operator, with the inputs that bottleneck adapters give it, and those
@@ -246,18 +287,38 @@ class _Trainer:
         names = (stem, f"{stem}_rows") if LINEARS[target] == op.name else ()
         return next((name for name in op.outputs if name.removesuffix("_raw") in names), "")
 
+    def _columns(self, name: str) -> int:
+        """The columns of a tensor of the part."""
+        return self.old.activations[name].row_bytes // self.e
+
     def _add(self, name: str, like: str, columns: int, width: int, *, live: bool) -> str:
         rows = self.activations[like].rows
         self.activations[name] = Activation(name, rows, columns * width, live)
         return name
 
-    def _inputs(self, op: Op, target: str) -> Iterator[Op]:
-        """The operators that copy the input of an adapter and multiply it by A."""
+    def _gather(self, op: Op, target: str, x: str, columns: int) -> Iterator[Op]:
+        """The gather of the input's rows over tensor-parallel ranks, which adapters of one linear
+        share where the stack fuses it."""
+        if x in self.gathered and self.system.kernels.fused_linears:
+            return
+        live, rows = x in self.live, self.activations[op.outputs[0]].rows
+        self.gathered[x] = name = f"lora_{target}_rows"
+        self.activations[name] = Activation(name, rows, columns * self.width, live)
+        self.live.update({name} if live else ())
+        nbytes = self.activations[name].nbytes
+        back = Comm("reduce_scatter", "tp", nbytes) if live else None
+        gather = Comm("all_gather", "tp", nbytes)
+        yield Op(name=name, inputs=(x,), outputs=(name,), reduce=gather, grad_gather=back)
+
+    def _inputs(self, op: Op, target: str, *, split: bool) -> Iterator[Op]:
+        """The operators that copy the input of an adapter and multiply it by A.  `split`: the
+        linear is row-parallel, and its ranks have some columns of the input."""
         work, (x,) = self.work, op.inputs
         live, rows = x in self.live, self.activations[x].rows
-        columns, source = self.activations[x].row_bytes // self.e, x
+        columns, source = self._columns(x), x
         both = work.lora_train == "ab"
-        if work.lora_dropout or self.width != self.e:
+        packed = work.base_dtype in PACKED_BYTES  # its linears give adapters their own input
+        if work.lora_dropout or (self.widens and (self.width != self.e or not packed)):
             source = self._add(f"lora_{target}_in", x, columns, self.width, live=live)
             mask: tuple[str, ...] = ()
             if work.lora_dropout:
@@ -273,27 +334,41 @@ class _Trainer:
                 adapts=op.name,
             )
             self.live.update({source} if live else ())
-        low = self._add(f"lora_{target}", x, work.lora_rank, self.width, live=live or both)
+        rank, sums, back = work.lora_rank, None, None
+        if self.tp > 1 and not split and self.activations[op.outputs[0]].rows != rows:
+            yield from self._gather(op, target, source, columns)
+            source = self.gathered[source]
+            rows = self.activations[source].rows
+        if self.tp > 1:
+            sums = Comm("all_reduce", "tp", rows * rank * self.width)
+            rank = rank if split else rank // self.tp
+            if not split and live and source not in self.gathered.values():
+                back = Comm("all_reduce", "tp", rows * columns * self.width)
+        low = self._add(f"lora_{target}", source, work.lora_rank, self.width, live=live or both)
         self.live.update({low} if live or both else ())
         yield Op(
             name=low,
             inputs=(source,),
             outputs=(low,),
             saves=(source,) if both else (),
-            forward=(Gemm(rows, work.lora_rank, columns),),
-            backward_input=(Gemm(rows, columns, work.lora_rank),) if live else (),
-            backward_weight=(Gemm(columns, work.lora_rank, rows),) if both else (),
-            parameters=self._wide(columns * work.lora_rank),
-            trained=columns * work.lora_rank if both else 0,
+            forward=(Gemm(rows, rank, columns),),
+            backward_input=(Gemm(rows, columns, rank),) if live else (),
+            backward_weight=(Gemm(columns, rank, rows),) if both else (),
+            parameters=self._wide(columns * rank),
+            trained=columns * rank if both else 0,
+            reduce=sums,
+            grad_gather=sums if live or both else None,
+            grad_reduce=back,
             adapts=op.name,
         )
 
     def _adapted(self, op: Op, targets: list[str]) -> Op:
         """A linear that adds the products with B."""
-        rank, rows = self.work.lora_rank, self.activations[op.inputs[0]].rows
+        rank, rows = self.work.lora_rank, self.activations[f"lora_{targets[0]}"].rows
         low = tuple(f"lora_{target}" for target in targets)
         outs = [self._output(op, target) for target in targets]
-        widths = [self.activations[out].row_bytes // self.e for out in outs]
+        whole = self.tp if op.reduce is not None else 1  # a row-parallel linear's columns
+        widths = [self._columns(out) // whole for out in outs]
         trained = sum(widths) * rank
         kernels: dict[str, tuple[Kernel, ...]] = {
             "forward": tuple(Gemm(rows, width, rank) for width in widths),
@@ -320,6 +395,8 @@ class _Trainer:
             scratch_forward_bytes=max(op.scratch_forward_bytes, scratch),
             **{name: (*getattr(op, name), *more) for name, more in kernels.items()},
         )
+        if whole > 1:
+            op = replace(op, reduce=_doubled(op.reduce), grad_gather=_doubled(op.grad_gather))
         return self._dora(op, targets, outs) if self.work.dora else op
 
     def _sums(self, elements: int, *, forward: bool, count: int) -> tuple[Kernel, ...]:
@@ -335,9 +412,9 @@ class _Trainer:
         are saved.  In each forward a norm of W + s B A is computed from the product of A and B with
         an identity, and freed (PEFT, tuners/lora/dora.py)."""
         (x, *_), made, extra, scratch, kernels = op.inputs, list[str](), 0, 0, list[Kernel]()
-        columns = self.activations[x].row_bytes // self.e
+        columns = self._columns(x)
         for target, out in zip(targets, outs, strict=True):
-            width = self.activations[out].row_bytes // self.e
+            width = self._columns(out)
             for kind in ("base", "out"):
                 made.append(self._add(f"lora_{target}_{kind}", x, width, self.e, live=False))
             extra += width

@@ -9,16 +9,17 @@ from rematbench.costs.operators.builder import Builder
 from rematbench.costs.operators.experts import add_experts
 from rematbench.costs.operators.kernels import Elementwise, Kernel, Named
 from rematbench.costs.operators.latent import add_latent
+from rematbench.costs.operators.memory import add_memory
 from rematbench.costs.operators.ops import Comm, Op, OpTable, memory_kernel, with_saved
 from rematbench.inputs.layout import Layout
 from rematbench.inputs.system import System
-from rematbench.workload import Experts, Model, Workload
+from rematbench.workload import Experts, Workload
 
 
 class LayerKind(NamedTuple):
     """A kind of layer: its attention window, whether it has one MLP, its place among what trains,
-    whether it predicts one more token, whether its linears are quantised, and whether its weights
-    are those of an earlier layer."""
+    whether it predicts one more token, whether its linears are quantised, whether its weights are
+    those of an earlier layer, and whether it owns or borrows a table in place of an MLP."""
 
     window: int
     dense: bool
@@ -26,17 +27,7 @@ class LayerKind(NamedTuple):
     predicts: bool
     quantised: bool = False
     borrows: bool = False
-
-
-def experts_refusal(model: Model, system: System) -> str:
-    """What keeps steps of models with experts from being simulated; empty if nothing does."""
-    refused = {
-        f"the experts of system {system.name}": "ep" not in system.accepts.model_parallel,
-        "reduce buckets that are allocated whole": system.zero.whole_buckets,
-        "parameters that are updated as one tensor": system.states.flat_step,
-        "attention and MLP in parallel": model.block != "sequential",
-    }
-    return next((name for name, is_so in refused.items() if is_so), "")
+    memory: str = ""
 
 
 def embedding_table(work: Workload, layout: Layout, system: System) -> OpTable:
@@ -129,9 +120,10 @@ def layer_table(
     fused_attention: bool,
     window: int,
     dense: bool = True,
+    memory: str = "",
 ) -> OpTable:
     """One decoder layer, from `layer_input` to `layer_output`.  `dense`: with one MLP, not with
-    the model's experts.
+    the model's experts; `memory`: it owns or borrows the table that it reads in place of an MLP.
 
     A parallel block has its norms first and its residual additions last.  So the backward reads the
     gradient of the output in both branches before it adds to the gradient of the input.
@@ -140,7 +132,7 @@ def layer_table(
     b.shard("layer_input")
     if b.model.block == "sequential":
         experts = None if dense else b.model.experts
-        _sequential(b, layout, experts, window, ("layer_input", "layer_output"))
+        _sequential(b, layout, experts, window, ("layer_input", "layer_output"), memory)
         return b.table("layer")
     mixed = _pre_norm(b, "attn_norm", "layer_input")
     shared = b.model.block == "parallel_shared_norm"
@@ -156,15 +148,22 @@ def layer_table(
 
 
 def _sequential(
-    b: Builder, layout: Layout, experts: Experts | None, window: int, ends: tuple[str, str]
+    b: Builder,
+    layout: Layout,
+    experts: Experts | None,
+    window: int,
+    ends: tuple[str, str],
+    memory: str = "",
 ) -> None:
-    """Add attention, then an MLP or experts, between two tensors of the residual stream."""
+    """Add attention, then an MLP, experts or memory, between two tensors of the residual stream."""
     x, out = ends
     _attention(b, _pre_norm(b, "attn_norm", x), window)
     attended = _post_norm(b, "post_attn_norm", "proj_out")
     b.residual("attn_add", attended, x, "attn_residual")
     mixed = _pre_norm(b, "mlp_norm", "attn_residual")
-    if experts is None:
+    if memory and b.model.memory is not None:
+        add_memory(b, b.model.memory, mixed, "fc2_out", owns=memory == "owns")
+    elif experts is None:
         _mlp(b, mixed)
     else:
         add_experts(b, layout, experts, mixed, "fc2_out")

@@ -349,7 +349,7 @@ class Builder:
         repeated = self._repeated()
         chosen = tuple(name for name in (CHOSEN,) if name in self.activations)
         beside = (*chosen, *self._with_values())
-        comms = self._attention_comms()
+        comms, merged = self._attention_comms(), self._merged()
         self.ops.append(
             Op(
                 name="attention",
@@ -366,8 +366,8 @@ class Builder:
                 gather=comms.gather,
                 regather=comms.regather,
                 grad_reduce=comms.grad_reduce,
-                scratch_forward_bytes=inside[0],
-                scratch_backward_bytes=inside[1],
+                scratch_forward_bytes=inside[0] + merged[0],
+                scratch_backward_bytes=inside[1] + merged[1],
                 parameters=s.heads * self.model.attention_sinks,
             )
         )
@@ -378,6 +378,20 @@ class Builder:
         values.  Source: traces of MiniCPM3 and Youtu (Transformers 5.23.0)."""
         views = self.model.latent is not None and not self.system.kernels.fused_linears
         return ("k_nope",) if views and self.ulysses == 1 else ()
+
+    def _merged(self) -> tuple[int, int]:
+        """Bytes inside a forward and a backward that merge attention over ranks in fp32.  Source:
+        torch 2.13, distributed/tensor/experimental/_context_parallel/_attention.py: _merge_one has
+        the output, a part, their difference and its share at once; _templated_ring_attention_
+        backward a sum of dQ, and of dK and dV the sum that arrived, its update and what it sends;
+        both copy the keys and values that they send.  The kernel sums dQ in fp32 too (here unless
+        `_inside_fused` says so)."""
+        if self.s.cp == 1 or not self.system.parallel.cp_merges:
+            return 0, 0
+        q, kv = (FP32 * self.nbytes(*names) // self.e for names in (("q",), ("k", "v")))
+        sent = self.nbytes("k", "v")
+        alone = not self.system.kernels.wide_query_gradient
+        return 4 * q + sent, q + alone * q + 3 * kv + sent
 
     def _attention_comms(self) -> "_AttentionComms":
         """The collectives of attention under context parallelism.  allgather: KV of all cp ranks is

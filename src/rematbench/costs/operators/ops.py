@@ -75,7 +75,7 @@ class Op(Struct, frozen=True, kw_only=True):
     `gathered_bytes` is the transient gathered input, `unreduced_bytes` the output before `reduce`.
     An operator whose `reduce` is an all-to-all has no kernel (`exchanges`): output i is input i in
     another order, or has its rows once for each rank that gets them, and `grad_gather` brings its
-    gradient back.
+    gradient back.  So does one that only gathers the rows of its input (`moves`).
 
     `of_experts`: the weights are those of the experts that the rank holds. `replicated`: each
     tensor-parallel rank has the whole weight and the gradient of its own rows.
@@ -127,6 +127,11 @@ class Op(Struct, frozen=True, kw_only=True):
         return self.parameters > 0 and any(isinstance(one, Gemm) for one in self.forward)
 
     @property
+    def narrow(self) -> bool:
+        """Whether the operator is a linear with quantised operands."""
+        return any(isinstance(one, Gemm) and one.narrow for one in self.forward)
+
+    @property
     def trained_parameters(self) -> int:
         """The number of weights with a gradient."""
         return self.parameters if self.trained is None else self.trained
@@ -135,6 +140,12 @@ class Op(Struct, frozen=True, kw_only=True):
     def exchanges(self) -> bool:
         """Whether the operator is only an all-to-all, which reorders each of its inputs."""
         return self.reduce is not None and self.reduce.kind == "all_to_all"
+
+    @property
+    def moves(self) -> bool:
+        """Whether the operator is only a collective: an all-to-all, or a gather whose output a
+        backward reads."""
+        return self.exchanges or (self.reduce is not None and not self.forward)
 
 
 class OpTable(Struct, frozen=True, kw_only=True, dict=True):
@@ -177,8 +188,10 @@ class OpTable(Struct, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def quantised(self) -> int:
-        """The number of weights of one rank that products read in quantised copies."""
-        gemms = [one for op in self.ops for one in op.forward if isinstance(one, Gemm)]
+        """The number of weights of one rank that products read in quantised copies; weights of
+        another layer do not count."""
+        own = [op for op in self.ops if op.parameters]
+        gemms = [one for op in own for one in op.forward if isinstance(one, Gemm)]
         return sum(one.n * one.k * one.batch for one in gemms if one.narrow)
 
     def op(self, name: str) -> Op:
@@ -251,6 +264,8 @@ def memory_kernel(*nbytes: int) -> tuple[Kernel, ...]:
 LORA_KINDS = ("", "_in", "_mask", "_base", "_out")
 """What an adapter saves: the product with its first matrix, its input where that is a copy, the
 mask of the input's dropout, and for DoRA the outputs of the linear and of the adapter."""
+GATHERED_INPUTS = ("q", "k", "v", "gate", "up")
+"""The linears whose adapters save an input that tensor-parallel ranks gather, as `_rows`."""
 _HEADS = ("q", "k", "v")
 _NORMS = (
     "attn_norm",
@@ -307,7 +322,7 @@ _EXPERTS = (
 )
 QUANTISED = "_quantised"
 """The end of the names of quantised copies."""
-_QUANTISED = (
+LINEAR_INPUTS = (
     *("layer_input", "attn_norm_out", "attn_out", "attn_residual", "mlp_norm_out", "fc2_in"),
     *("q_latent_norm_out", "kv_latent_norm_out", "expert_in", "expert_fc2_in", "shared_fc2_in"),
     "joined",
@@ -315,8 +330,10 @@ _QUANTISED = (
 _SCORES = ("probs", "softmax", "capped", "probs_mask", "probs_dropped")
 _ADAPTERS = (
     *(f"lora_{name}{kind}" for name in get_args(AdapterTarget) for kind in LORA_KINDS),
+    *(f"lora_{name}_rows" for name in GATHERED_INPUTS),
     *(f"bottleneck_{w}_{kind}" for w in ("attn", "mlp") for kind in ("low", "act", "up", "out")),
 )
+_MEMORY = tuple(f"memory_{name}" for name in ("query", "rows", "weights", "bag", "gate_out", "in"))
 _NARROW = ("embedding_narrow", "embedding_norm_out", "head_narrow", "head_act_out", "head_norm_out")
 _ENDS = ("logits", "logits_capped", "logits_held", "loss_saved")
 _PREDICTION = (
@@ -330,10 +347,11 @@ ACTIVATIONS = frozenset(
         *_EXPERTS,
         *_ENDS,
         *_NARROW,
+        *_MEMORY,
         *_PREDICTION,
         *_ADAPTERS,
         *_HEADS,
-        *(f"{name}{QUANTISED}" for name in _QUANTISED),
+        *(f"{name}{QUANTISED}" for name in LINEAR_INPUTS),
         *("q_latent", "kv_latent", "k_rope", "k_nope", "k_turned", "chosen"),
         *(f"{name}_rows" for name in _HEADS),
         *(f"{name}{order}_raw" for name in "qk" for order in ("", "_rows")),

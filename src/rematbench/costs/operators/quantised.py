@@ -36,7 +36,8 @@ def quantised_table(
 
 def is_quantised(op: Op) -> bool:
     """Whether an operator is a linear that recipes quantise."""
-    return op.is_matrix and op.name not in PLAIN
+    matrix = any(isinstance(one, Gemm) for one in op.forward)  # its weight may be another layer's
+    return matrix and op.has_weight and op.name not in PLAIN
 
 
 class _Quantiser:

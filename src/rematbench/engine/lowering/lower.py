@@ -158,6 +158,7 @@ class _RankLowering:
             ChunkOps.of(
                 *(problem, rank, c, layers, pieces, held),
                 backward_next=c not in apart,
+                cuts=plan.cuts,
                 shares=plan.schedule in VOCABULARY,
             )
             for c, layers in enumerate(plan.partition[rank])

@@ -26,7 +26,7 @@ from rematbench.plan import (
     slices_refusal,
     vocabulary_refusal,
 )
-from rematbench.problem import Problem, completed_after_backward
+from rematbench.problem import Problem, completed_after_backward, head_parameters
 
 
 def check_plan(plan: Plan, problem: Problem) -> None:
@@ -38,6 +38,7 @@ def check_plan(plan: Plan, problem: Problem) -> None:
         raise PlanError(
             "parameters gathered per layer must be released in the forward or the backward"
         )
+    _check_cuts(plan, problem)
     _check_host_states(plan)
     _check_pieces(plan, problem)
     if refused := passes_refusal(plan, lay, problem.system, problem.workload.model):
@@ -82,6 +83,27 @@ def _check_partition(plan: Plan, problem: Problem) -> None:
         raise PlanError("the layout says which chunk has the layers that predict more tokens")
     if not all(virtual[1:-1]):
         raise PlanError("partition has a chunk that holds nothing: give it a layer")
+
+
+def _check_cuts(plan: Plan, problem: Problem) -> None:
+    """Raise PlanError for cuts that are no virtual stages, or beside what is not modelled."""
+    stages, model = problem.layout.num_chunks, problem.workload.model
+    if any(cut >= stages for cut in plan.cuts):
+        raise PlanError(f"cuts {plan.cuts} must be among the virtual stages 1 to {stages - 1}")
+    beside = {
+        "experts": model.experts is not None,
+        "layers that predict more tokens": model.mtp_layers > 0,
+        "weights that do not train": problem.workload.partly,
+        "weight gradients in passes of their own": plan.halves,
+        "parameters gathered per layer": plan.state("parameter").gather == "layer",
+    }
+    found = [name for name, is_so in beside.items() if is_so]
+    if plan.cuts and found:
+        head = head_parameters(problem)[0] / 1e6
+        raise PlanError(
+            f"cuts are not modelled with {found[0]}; each would add a head of {head:,.1f} M "
+            "parameters"
+        )
 
 
 def _check_host_states(plan: Plan) -> None:

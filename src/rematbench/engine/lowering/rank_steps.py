@@ -216,8 +216,11 @@ class _Walk:
             self.copied[item[1:]] = at, self._release_at(at, ("free_d2h", number), item)
         if not ends.last:
             self._hold_send(item)
-            free = "sent_f" if facts.holds_outputs else "free_f"
-            self._send(item, position, ("send_f", free), (ends.output, ends.wide_out))
+            free = "sent_f" if facts.holds_outputs or ends.local else "free_f"
+            if ends.local and facts.overlapped_sends:  # its backward reads the output, too
+                self._add(("send_f", ends.output, *WIDE[ends.wide_out]), item)
+            else:
+                self._send(item, position, ("send_f", free), (ends.output, ends.wide_out))
         if leaves and whole:
             self.copying = item
 
@@ -229,7 +232,7 @@ class _Walk:
         back = ends.back if item.kind is False else ends.input
         if facts.barriers == 2:
             self._add(("vocabulary", "sum_g"), item)
-        if not ends.last:
+        if not ends.last and not ends.local:
             self._add(("recv_b", ends.output, *WIDE[ends.wide_out]), item)
         reduce = facts.reduce or (facts.reduce_last and item in self.final)
         reduce = reduce or (facts.sum_first and item in self.summing)
@@ -240,9 +243,10 @@ class _Walk:
             self._add(("B", number, reduce, beside, *updates), item)
         else:
             self._add(("B apart", number), item)
-        if facts.holds_outputs and not ends.last:
-            self._add(("free_held", ends.output), item)
-        if not ends.first:
+        if (facts.holds_outputs or ends.local) and not ends.last:
+            waits = ends.local and facts.overlapped_sends
+            self._add(("free_f" if waits else "free_held", ends.output), item)
+        if not ends.first and not ends.cut:
             self._send(item, position, ("send_b", "free_b"), (back, ends.wide_in))
 
     def _shared(self, item: Pass) -> None:

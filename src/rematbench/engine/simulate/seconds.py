@@ -72,7 +72,7 @@ class ActionCosts:
         else:
             self._begins = [_region_begins(table) for table in kinds]
         self._waits_for_messages = system.holds_host(vpp)
-        self._blocks = system.kernels.launch_blocking
+        self._blocks = system.host.launch_blocking
         layout, experts = problem.layout, problem.workload.model.experts
         alone = layout.ep * layout.expert_tp == 1
         padded = problem.workload.expert_padding == "capacity"
@@ -233,7 +233,7 @@ class ActionCosts:
 
     def _send_s(self, action: Action, rank: int) -> float:
         pp, ends = self.problem.layout.pp, self.problem.embedding_ranks or (0, 0)
-        if action.op[0] in OF_VOCABULARY:
+        if action.op != "tied" and action.op[0] in OF_VOCABULARY:
             other = int(action.op[1:])
             return self.cost.p2p_s(action.nbytes, rank, other) if action.nbytes else 0.0
         word = action.op.partition("%")[0]

@@ -222,7 +222,9 @@ def _pattern(term: str) -> re.Pattern[str]:
 def _with_number(meaning: Meaning, digits: str) -> Meaning:
     """The meaning with a number in place of each N."""
     names = ("model", "stack", "job")
-    return replace(meaning, **{name: _numbered(getattr(meaning, name), digits) for name in names})
+    row = {key: digits if value == "N" else value for key, value in meaning.row.items()}
+    numbered = {name: _numbered(getattr(meaning, name), digits) for name in names}
+    return replace(meaning, row=row, **numbered)
 
 
 def _numbered(values: dict[str, Any], digits: str) -> dict[str, Any]:

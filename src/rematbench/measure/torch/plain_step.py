@@ -66,7 +66,7 @@ class PlainLoop:
         for parameter in self.model.parameters.values():
             parameter.grad_flat.zero_()
         total = torch.zeros((), dtype=torch.float64, device=self.model.device)
-        for ids, labels, scale in self.model.batches:
+        for ids, labels, scale, _ in self.model.batches:
             leaves = {
                 name: parameter.value.detach().requires_grad_()
                 for name, parameter in self.model.parameters.items()

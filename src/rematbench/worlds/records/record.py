@@ -223,7 +223,7 @@ def plan_hash(problem: Problem, plan: Plan) -> str:
     table = []
     for rank, chunks in enumerate(plan.partition):
         for chunk, layers in enumerate(chunks):
-            sites = ChunkOps(problem, rank, chunk, layers).sites
+            sites = ChunkOps(problem, rank, chunk, layers, cuts=plan.cuts).sites
             for phase in PHASES:
                 fates, _ = resolve(plan, sites, phase, 0)
                 table.append([[*site, fate] for site, fate in fates.items()])
@@ -231,11 +231,13 @@ def plan_hash(problem: Problem, plan: Plan) -> str:
     rest = replace(plan, rules=tuple(windows), fit={})
     deeds = msgspec.to_builtins(rest, str_keys=True)
     del deeds["addresses"]
-    if not plan.slices:  # hashes of records that are older than the fields
+    if not plan.slices:  # hashes of records that are older than the field
         del deeds["slices"]
     for rule in deeds["rules"]:
         if rule["select"]["slices"] is None:
             del rule["select"]["slices"]
+    if not plan.cuts:
+        del deeds["cuts"]
     for state in deeds["states"]:
         if state["pieces"] is None:  # hashes of records that are older than the field
             del state["pieces"]

@@ -8,7 +8,10 @@ from rematbench.inputs.shapes import shapes
 from rematbench.plan import VOCABULARY, Plan
 from rematbench.problem import Problem, gathered_bytes, trained_operators
 
-EXECUTED = ("experts", "latent attention", "layers that share weights")
+EXECUTED = (
+    *("experts", "latent attention", "memory layers"),
+    *("layers that predict more tokens", "layers that share weights"),
+)
 """The features of blocks, of those that Llama's and GPT's lack, that the runtime has."""
 SUM_BYTES = {"fp64": 8, "fp32": 4, "bf16": 4}
 """Bytes of the runtime's gradient sums, by compute precision."""
@@ -57,9 +60,12 @@ def refusals(problem: Problem, plan: Plan) -> list[str]:
         "replicas of sharded states": lay.state_shards < lay.dp * lay.cp,
         "attention over slices of heads": any(run.of == "heads" for run in plan.mini_sequences),
         "a second tensor dimension over data-parallel ranks": lay.tp_columns > 1 and lay.has_peers,
+        "memory layers over data-parallel ranks": model.memory is not None and lay.has_peers,
         "KV heads replicated over tp": model.num_kv_heads % lay.tp != 0,
+        **_refused_of_recipes(problem),
         **_refused_of_adapters(problem),
         **_refused_of_experts(problem, plan),
+        **_refused_of_predictions(problem, plan),
         **_refused_in_backward(problem, plan),
         **_refused_of_units(problem, plan),
         **_refused_of_pieces(problem, plan),
@@ -87,13 +93,28 @@ def _refused_of_adapters(problem: Problem) -> dict[str, bool]:
     others = bool(work.trained_parts or work.frozen_layers or work.dora or work.bottleneck)
     return {
         "weights that do not train, other than with low-rank adapters": others,
-        "dropout of adapters": work.lora_dropout > 0,
         f"frozen weights in {work.base_dtype}": work.base_dtype != "stack",
         f"what trains in {work.trained_dtype}": work.trained_dtype != "stack",
-        "adapters over data-parallel ranks": work.partly and lay.has_peers,
+        f"adapters with ZeRO {lay.zero_stage}": work.partly
+        and lay.has_peers
+        and lay.zero_stage > 1,
+        "adapters over tensor-parallel ranks": work.partly and lay.tp > 1,
         "adapters of models with experts": work.partly and work.model.experts is not None,
         f"the optimizer {problem.stack_choice.optimizer_kind}": problem.stack_choice.optimizer_kind
         is not None,
+    }
+
+
+def _refused_of_recipes(problem: Problem) -> dict[str, bool]:
+    """Refusals of quantised linears."""
+    work, lay = problem.workload, problem.layout
+    given = work.recipe != "none"
+    return {
+        "a recipe in FP4": work.recipe == "nvfp4",
+        "quantised parameters": work.fp8_params,
+        "quantised linears with tensor or context parallelism": given and lay.tp * lay.cp > 1,
+        "quantised experts": given and work.model.experts is not None,
+        "quantised projections of latent attention": given and work.model.latent is not None,
     }
 
 
@@ -114,6 +135,26 @@ def _refused_of_experts(problem: Problem, plan: Plan) -> dict[str, bool]:
         "experts with biases": model.mlp_bias,
         "a gate of the shared expert": model.experts.shared_gate,
         "states of experts in host memory": "host" in homes,
+    }
+
+
+def _refused_of_predictions(problem: Problem, plan: Plan) -> dict[str, bool]:
+    """Refusals of a layer that predicts one more token."""
+    lay = problem.layout
+    if not problem.workload.model.mtp_layers:
+        return {}
+    inside = (problem.embedding_ranks or (0, lay.pp - 1)) != (0, lay.pp - 1)
+    by_unit = has_whole_gradients(plan.state("gradient"), lay)
+    by_unit = by_unit or plan.state("parameter").gather == "layer"
+    return {
+        "a prediction with tensor parallelism and without sequence parallelism": (
+            lay.tp > 1 and not lay.sequence_parallel
+        ),
+        "a prediction between the ends of the pipeline": inside,
+        "ZeRO stages 2 and 3 with a prediction": by_unit,
+        "a prediction with weights updated in the backward": (
+            plan.state("optimizer").update == "backward"
+        ),
     }
 
 

@@ -23,6 +23,12 @@ IGNORED = -100
 PARTS = 8
 
 
+def kept(rows: Tensor, columns: Tensor, rate: float) -> Tensor:
+    """Which elements dropout keeps, by their places: 1 - rate of them, spread evenly."""
+    places = rows[:, None].double() * 0.6180339887 + columns * 0.7548776662
+    return (places.frac() >= rate).to(torch.uint8)
+
+
 def wide(dtype: torch.dtype) -> torch.dtype:
     """The dtype of statistics, losses and gradient sums for this compute dtype."""
     return torch.float64 if dtype == torch.float64 else torch.float32

@@ -25,11 +25,13 @@ class Batch(NamedTuple):
 
 
 class MicroBatch(NamedTuple):
-    """A rank's rows of one micro-batch, (sequence, position) flattened, and the loss's scale."""
+    """A rank's rows of one micro-batch, (sequence, position) flattened, and the loss's scale.
+    `ahead`: tokens and labels one position ahead, for a model that predicts one more token."""
 
     ids: Tensor
     labels: Tensor
     scale: float
+    ahead: tuple[Tensor, ...] = ()
 
 
 def make_batch(
@@ -74,16 +76,29 @@ def loss_scale(counted: int) -> float:
 
 
 def micro_batches(
-    batch: Batch, layout: Layout, place: Coordinates, device: torch.device
+    batch: Batch,
+    layout: Layout,
+    place: Coordinates,
+    device: torch.device,
+    *,
+    ahead: bool = False,
 ) -> list[MicroBatch]:
-    """This rank's micro-batches, in order."""
+    """This rank's micro-batches, in order; `ahead`: with what a prediction of one more token
+    reads."""
     per_replica = batch.ids.shape[0] // layout.replicas
     first = place.dp * per_replica
     where = positions(layout, place, batch.ids.shape[1])
     scale = loss_scale(batch.counted)
+    whole = [batch.ids, batch.labels]
+    whole += [_ahead(batch.ids, 0), _ahead(batch.labels, IGNORED)] if ahead else []
     found = []
     for start in range(first, first + per_replica, layout.micro_batch):
         rows = slice(start, start + layout.micro_batch)
-        ids, labels = batch.ids[rows][:, where], batch.labels[rows][:, where]
-        found.append(MicroBatch(ids.reshape(-1).to(device), labels.reshape(-1).to(device), scale))
+        ids, labels, *more = (each[rows][:, where].reshape(-1).to(device) for each in whole)
+        found.append(MicroBatch(ids, labels, scale, tuple(more)))
     return found
+
+
+def _ahead(rows: Tensor, last: int) -> Tensor:
+    """Each row one position ahead, with `last` at its end."""
+    return torch.cat([rows[:, 1:], torch.full_like(rows[:, :1], last)], 1)

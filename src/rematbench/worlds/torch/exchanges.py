@@ -105,6 +105,8 @@ class Exchanges:
             self.streams.run(action.stream, lambda: group.all_gather(whole, own))
             return
         source = self.memory[span.key(action.reads[0])].rows(span.first, span.size)
+        if action.op in self.model.sides:
+            source = source[:, self.model.sides[action.op]].contiguous()
         with self.streams.storage_pool():
             out = source.new_empty(source.shape[0] * group.size, source.shape[1])
         self.streams.run(action.stream, lambda: group.all_gather(out, source), out)
@@ -191,8 +193,10 @@ class Exchanges:
         part = self.memory[span.key(action.reads[0])].data
         with self._output_pool(stays=bool(action.allocs)):
             own = part.new_empty(part.shape[0] // group.size, part.shape[1])
+        side = self.model.sides.get(action.op, slice(None))
+        whole = own if side == slice(None) else own.new_zeros(own.shape[0], 2 * own.shape[1])
         for alloc in action.allocs:
-            self.memory.put(span.key(alloc.storage), Value(own, span.first, span.size))
+            self.memory.put(span.key(alloc.storage), Value(whole, span.first, span.size))
         targets = [
             (storage, self.memory[span.key(storage)].view(span.first, span.size))
             for storage in action.reads[1:]
@@ -200,9 +204,11 @@ class Exchanges:
 
         def work() -> None:
             group.reduce_scatter(own, part)
+            if whole is not own:
+                whole[:, side] = own
             for storage, target in targets:
                 if storage.is_gradient:
-                    target.add_(own.view(target.shape))
+                    target.add_(whole.view(target.shape))
                 else:
                     target.copy_(own.view(target.shape))
 
@@ -319,7 +325,7 @@ class Exchanges:
         parameters = self._sharing(action, chunk, prefixes)
 
         def work() -> None:
-            for parameter in parameters:
+            for parameter in (one for one in parameters if one.spec.trained):
                 group.all_gather(parameter.flat, parameter.flat[parameter.start : parameter.stop])
 
         self.streams.run(action.stream, work)
@@ -350,8 +356,7 @@ class Exchanges:
 
 
 TIED_TAG = 1
-MOST_SLICES = 128
-"""Of a sequence, whose messages have tags of their own."""
+MOST_SLICES = 128  # of a sequence, whose messages have tags of their own
 
 
 class Message(NamedTuple):
@@ -415,8 +420,7 @@ class Messages:
         self.callbacks: list[Callable[[], None]] = []
         self.posted: list[tuple[dist.Work, Tensor]] = []
         self.tied = model.parameters.get("embedding.weight")
-        ends = (0, model.problem.layout.pp - 1)
-        exchanged = model.kind.tied_embeddings and ends[1] > 0 and model.place.pp in ends
+        exchanged = model.place.pp in (model.problem.embedding_ranks or ())
         self.arrival: Tensor | None = None
         if exchanged and self.tied is not None:
             self.arrival = torch.empty_like(self.tied.grad_flat)
@@ -478,8 +482,7 @@ class Messages:
             assert self.arrival is not None
             self._receive(self.arrival, self._message(action, span))
             return
-        tensor = self.model.chunks[span.chunk].boundary
-        columns = tensor.row_bytes // self.model.dtype.itemsize
+        columns = action.nbytes // (span.size * self.model.dtype.itemsize)
         data = torch.empty(span.size, columns, dtype=self.model.dtype, device=self.model.device)
         self._receive(data, self._message(action, span))
         rows = Value(data, span.first, span.size)

@@ -12,13 +12,13 @@ from rematbench.engine.program.program import RankProgram
 from rematbench.engine.program.storage import Event, Role, Storage, part_of, storage_of
 from rematbench.worlds.torch import operators
 from rematbench.worlds.torch.dispatch import Tracker
+from rematbench.worlds.torch.ends import finish_loss
 from rematbench.worlds.torch.exchanges import Exchanges, Messages
 from rematbench.worlds.torch.groups import Groups
 from rematbench.worlds.torch.movers import HostUpdates, Movers
 from rematbench.worlds.torch.operands import Call, Names, Operands
-from rematbench.worlds.torch.operators import finish_loss
 from rematbench.worlds.torch.parameters import AdamW, Parameter
-from rematbench.worlds.torch.rank_model import RankModel
+from rematbench.worlds.torch.rank_model import SAVED, RankModel
 from rematbench.worlds.torch.storages import (
     ExecutionError,
     Memory,
@@ -221,8 +221,8 @@ class Executor:
             else:
                 target = self.memory[span.key(name)].view(span.first, span.size)
                 target.copy_(made[output].view(target.shape))
-        if action.op == "loss":
-            self._loss_made(action, span, call, found.places["loss_saved"][0])
+        if action.op in SAVED:
+            self._loss_made(action, span, call, found.places[SAVED[action.op]][0])
 
     def recompute(self, action: Action, span: Span) -> None:
         """Run a forward operator once more and count its FLOPs."""
@@ -236,7 +236,7 @@ class Executor:
             self._finish_loss(call, name, span, action.stream)
 
     def _finish_loss(self, call: Call, name: Storage, span: Span, stream: str) -> None:
-        saved = {"loss_saved": self.memory[span.key(name)].rows(span.first, span.size)}
+        saved = {SAVED[call.op.name]: self.memory[span.key(name)].rows(span.first, span.size)}
         counts = self.counting.pop(name)
 
         def work() -> None:
@@ -248,7 +248,7 @@ class Executor:
 
     def all_reduce(self, action: Action, span: Span) -> None:
         """Run a collective, or combine the statistics of the loss over vocabulary shards."""
-        if action.op == "loss":
+        if action.op in SAVED:
             call = self._call(action, span, self.names.of(action, span.chunk))
             self._finish_loss(call, action.reads[0], span, action.stream)
         else:

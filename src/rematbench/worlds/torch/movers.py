@@ -146,7 +146,7 @@ class Movers:
             tensor = self._activation(alloc.storage, span)
             dtype = self.model.dtype_of(tensor)
             make = torch.zeros if alloc.storage.is_gradient else torch.empty
-            shape = (tensor.rows, tensor.row_bytes // dtype.itemsize)
+            shape = (tensor.rows, alloc.nbytes // (tensor.rows * dtype.itemsize))
             data = make(shape, dtype=dtype, device=self.model.device)
             self.memory.put(span.key(alloc.storage), Value(data, 0, self.model.shapes.shard_tokens))
 

@@ -17,9 +17,10 @@ from rematbench.engine.lowering.blocks.chunk_ops import ChunkOps, Unit
 from rematbench.engine.lowering.slices import KEYS, slice_of
 from rematbench.engine.program.action import Action, Kind
 from rematbench.engine.program.storage import Role, Storage, storage_of
-from rematbench.worlds.torch import arithmetic
+from rematbench.inputs.recipes import Recipe, recipe_of
+from rematbench.worlds.torch import arithmetic, quantised
 from rematbench.worlds.torch.parameters import Parameter
-from rematbench.worlds.torch.rank_model import RankModel
+from rematbench.worlds.torch.rank_model import SAVED, RankModel
 from rematbench.worlds.torch.storages import Span
 
 
@@ -76,9 +77,8 @@ class Names:
         new = {alloc.storage.whole: alloc.storage for alloc in action.allocs}
         part = new.get(storage_of(unit.prefix, op.name, Role.PARTIAL))
         there = {storage.whole: storage for storage in action.reads}
-        inputs, outputs = (
-            {name: ops.storage(unit, name) for name in names} for names in (op.inputs, op.outputs)
-        )
+        outputs = {name: ops.storage(unit, name) for name in op.outputs}
+        inputs = {name: ops.storage(unit, unit.table.of_gradient(name)) for name in op.inputs}
         own = {storage.whole for storage in inputs.values()}
         gradient = attrgetter("is_gradient")
         incoming = tuple(  # before the saved tensors, and before what is added to
@@ -129,7 +129,7 @@ def _wants(action: Action, op: Op) -> tuple[str, ...]:
     tensors; an all-reduce reads the statistics of the loss between vocabulary shards."""
     if action.kind in (Kind.FORWARD, Kind.RECOMPUTE):
         return op.inputs
-    return op.saves if action.kind is not Kind.ALL_REDUCE else ("loss_saved",)
+    return op.saves if action.kind is not Kind.ALL_REDUCE else (SAVED[op.name],)
 
 
 def _reads(action: Action, ops: ChunkOps, unit: Unit, op: Op) -> tuple[Read, ...]:
@@ -200,11 +200,37 @@ class Call(NamedTuple):
         return blocks[:, self.span.first : self.span.stop].reshape(-1, *whole.shape[1:])
 
     def input(self) -> Tensor:
-        """The tensor of the operator's single input."""
-        return self.tensors[self.op.inputs[0]]
+        """The tensor of the operator's single input; of a linear with quantised operands, what its
+        quantised copy says."""
+        name = self.op.inputs[0]
+        x, source = self.tensors[name], self.unit.table.activations[name].copy_of
+        if source:
+            columns = self.unit.table.activations[source].row_bytes // self.model.dtype.itemsize
+            given = self.recipe, columns, self.model.scales.get(self.scale_key(name), 1.0)
+            return quantised.widened(x, *given, self.model.dtype)
+        return self.narrowed(x)
+
+    @property
+    def recipe(self) -> Recipe:
+        """The recipe of quantised linears."""
+        found = recipe_of(self.model.problem.workload)
+        assert found is not None
+        return found
+
+    def scale_key(self, name: str) -> tuple[int, int, str, str]:
+        """The key of a quantised copy's scale."""
+        return self.span.micro_batch, self.span.chunk, self.unit.prefix, name
+
+    def narrowed(self, x: Tensor, *, weight: bool = False) -> Tensor:
+        """An operand of the operator: as its quantised form says, if it multiplies such."""
+        return quantised.narrowed(x, self.recipe, weight=weight) if self.op.narrow else x
+
+    def weight(self, name: str) -> Tensor:
+        """The weight `name` as products read it."""
+        return self.narrowed(self.parameter(name).value, weight=True)
 
     def linear(self, x: Tensor, name: str, bias: Tensor | None) -> Tensor:
         """x times the weight `name` (+ bias); its FLOPs are counted."""
         weight = self.parameter(name).value
         self.model.flop += 2.0 * x.shape[0] * weight.numel()
-        return arithmetic.linear(x, weight, bias)
+        return arithmetic.linear(x, self.weight(name), bias)

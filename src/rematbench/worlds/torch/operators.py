@@ -6,8 +6,9 @@ from typing import get_args
 import torch
 from torch import Tensor
 
+from rematbench.costs.operators.ops import LINEAR_INPUTS, QUANTISED
 from rematbench.workload import AdapterTarget
-from rematbench.worlds.torch import arithmetic, experts
+from rematbench.worlds.torch import arithmetic, ends, experts, memory, quantised
 from rematbench.worlds.torch import attention_backends as attn
 from rematbench.worlds.torch.groups import Group
 from rematbench.worlds.torch.operands import Call, Tensors
@@ -17,15 +18,20 @@ Forward = Callable[[Call], Tensors]
 Backward = Callable[[Call], Tensors]
 Weight = Callable[[Call], None]
 
-COLUMNS = ("qkv", "q_up", "kv_up", "fc1", "lm_head", "shared_fc1", "q_down", "kv_down")
+COLUMNS = (
+    *("qkv", "q_up", "kv_up", "fc1", "lm_head", "shared_fc1", "q_down", "kv_down"),
+    *("join", "predict_head", "memory_query", "memory_gate"),
+)
 """The column-parallel operators, and the projections to few columns, which no rank splits: each
 output has its own weight, so that none is a view."""
-ROWS = ("proj", "fc2", "shared_fc2")
+ROWS = ("proj", "fc2", "shared_fc2", "memory_proj")
 """The row-parallel operators."""
 NORMS = (
     *("attn_norm", "mlp_norm", "post_attn_norm", "post_mlp_norm", "final_norm"),
     *("q_latent_norm", "kv_latent_norm", *HEAD_NORMS),
+    *("next_norm", "hidden_norm", "predict_norm"),
 )
+DROPS = tuple(f"lora_{target}_in" for target in get_args(AdapterTarget))
 ADAPTERS = tuple(f"lora_{target}" for target in get_args(AdapterTarget))
 """The products with the first matrix of an adapter; the linear adds those with the second."""
 SUMS = ("attn_add", "mlp_add", "shared_add")
@@ -140,64 +146,6 @@ def attention_backward(call: Call) -> Tensors:
     return {"q": _columns(call, dq), "k": _columns(call, dk), "v": _columns(call, dv)}
 
 
-# -- embedding and loss --------------------------------------------------------------------------
-
-
-def embedding(call: Call) -> Tensors:
-    model = call.model
-    ids = call.rows(model.batches[call.span.micro_batch].ids)
-    table = call.parameter("embedding").value
-    out = arithmetic.embed(ids, table, model.vocab_start, whole=model.problem.layout.tp == 1)
-    if model.kind.position == "learned" and model.tp_rank == 0:  # by one rank of the group
-        out = out + call.parameter("position").value[call.rows(model.where)]
-    return {"layer_input": out}
-
-
-def embedding_weight(call: Call) -> None:
-    model = call.model
-    ids = call.rows(model.batches[call.span.micro_batch].ids)
-    total = call.parameter("embedding").grad
-    whole = model.problem.layout.tp == 1
-    arithmetic.embed_backward(total, call.grads[0], ids, model.vocab_start, whole=whole)
-    if model.kind.position == "learned":
-        total = call.parameter("position").grad
-        total.index_add_(0, call.rows(model.where), call.grads[0].to(total.dtype))
-
-
-def loss(call: Call) -> Tensors:
-    """A copy of the logits in the loss's dtype, -inf in the padded vocabulary's columns."""
-    saved = call.model.dtype_of(call.unit.table.activations["loss_saved"])
-    copy = call.input().to(saved, copy=True)
-    copy[:, max(0, call.model.kind.vocab - call.model.vocab_start) :] = float("-inf")
-    return {"loss_saved": copy}
-
-
-def finish_loss(call: Call, group: Group) -> Tensor:
-    """Turn logits into softmax in place, over vocabulary shards; return the sum of losses."""
-    model, saved = call.model, call.tensors["loss_saved"]
-    labels = call.rows(model.batches[call.span.micro_batch].labels)
-    top = saved.amax(-1)
-    group.all_reduce(top, "max")
-    saved.sub_(top[:, None])
-    column, mine = arithmetic.shard_labels(labels, model.vocab_start, saved.shape[-1])
-    target = saved.gather(1, column[:, None])[:, 0].masked_fill(~mine, 0.0)
-    saved.exp_()
-    sums = torch.stack([saved.sum(-1), target])
-    group.all_reduce(sums)
-    saved.div_(sums[0][:, None])
-    return (sums[0].log() - sums[1]).masked_fill(labels == arithmetic.IGNORED, 0.0).sum()
-
-
-def loss_backward(call: Call) -> Tensors:
-    model = call.model
-    batch = model.batches[call.span.micro_batch]
-    probs, labels = call.tensors["loss_saved"], call.rows(batch.labels)
-    first = model.vocab_start
-    return {
-        "logits": arithmetic.cross_entropy_backward(probs, labels, first, batch.scale, model.dtype)
-    }
-
-
 # -- norms ----------------------------------------------------------------------------------------
 
 
@@ -251,19 +199,53 @@ def _norm_backward(call: Call) -> Tensors:
 
 def _weights(call: Call) -> list[tuple[str, str]]:
     """(output, weight) pairs of a column-parallel operator."""
-    if call.op.name == "lm_head":
-        return [("logits", "lm_head")]
+    if call.op.name in NAMED:
+        return [(call.op.outputs[0], NAMED[call.op.name])]
     return [(o, o.removesuffix("_raw").removesuffix("_rows")) for o in call.op.outputs]
 
 
+NAMED = {"lm_head": "lm_head", "predict_head": "lm_head", "join": "join"}
+"""Operators whose weight does not have the name of their output."""
+
+
+def _side(call: Call) -> Tensor:
+    """The operator's input; of both predictions' columns its own, unless a gather chose them."""
+    x, side = call.input(), call.model.sides.get(call.op.name)
+    return x if side is None or x.shape[-1] == call.model.kind.hidden else x[:, side]
+
+
+def _whole_side(call: Call, dx: Tensor) -> Tensor:
+    """The gradient of an operator's whole input; a sum over ranks comes before."""
+    side = call.model.sides.get(call.op.name)
+    if side is None or call.model.problem.layout.tp > 1:
+        return dx
+    whole = dx.new_zeros(dx.shape[0], 2 * dx.shape[1])
+    whole[:, side] = dx
+    return whole
+
+
 def _column(call: Call) -> Tensors:
-    x, found = call.input(), Tensors()
+    x, found = _side(call), Tensors()
     adds = call.model.column == 0  # one of the ranks that sum adds the bias
     for out, name in _weights(call):
         if out in call.wanted:
             made = call.linear(x, name, call.bias(name) if adds else None)
             found[out] = _turned(call, name, _adapted(call, name, made))
     return found
+
+
+def _drop(call: Call) -> Tensors:
+    """An adapter's input without a share of it, and the mask, which follows from the places of its
+    elements, so that a recomputation finds it again."""
+    x, rate = call.input(), call.model.problem.workload.lora_dropout
+    rows, columns = call.rows(call.model.where), torch.arange(x.shape[1], device=x.device)
+    keep = arithmetic.kept(rows, columns, rate)
+    return dict(zip(call.op.outputs, (x * keep / (1.0 - rate), keep), strict=True))
+
+
+def _drop_backward(call: Call) -> Tensors:
+    keep, rate = call.tensors[call.op.saves[0]], call.model.problem.workload.lora_dropout
+    return {call.op.inputs[0]: call.grads[0] * keep / (1.0 - rate)}
 
 
 def _adapter(call: Call, name: str) -> str:
@@ -300,7 +282,8 @@ def _add_weight_gradient(call: Call, name: str, grad: Tensor) -> None:
         arithmetic.add_weight_gradient(call.parameter(f"{low}.b").grad, grad, call.tensors[low])
     if not call.parameter(name).spec.trained:
         return
-    arithmetic.add_weight_gradient(call.parameter(name).grad, grad, call.input())
+    total = call.parameter(name).grad
+    arithmetic.add_weight_gradient(total, call.narrowed(grad), _side(call))
     if call.bias(name) is not None:
         call.parameter(f"{name}.bias").grad.add_(grad.sum(0))
 
@@ -367,9 +350,9 @@ def _column_backward(call: Call) -> Tensors:
             turned.copy_(grad)
         gradients.append((name, grad))
         if _differentiable(call, x):
-            weight = call.parameter(name).value
-            dx = grad @ weight if dx is None else torch.addmm(dx, grad, weight)
-    return ({} if dx is None else {x: dx}) | _low_gradients(call, gradients)
+            weight, narrow = call.weight(name), call.narrowed(grad)
+            dx = narrow @ weight if dx is None else torch.addmm(dx, narrow, weight)
+    return ({} if dx is None else {x: _whole_side(call, dx)}) | _low_gradients(call, gradients)
 
 
 def _column_weight(call: Call) -> None:
@@ -389,12 +372,19 @@ def _row(call: Call) -> Tensors:
 def _row_backward(call: Call) -> Tensors:
     x, dx = call.op.inputs[0], Tensors()
     if _differentiable(call, x):
-        dx[x] = call.grads[0] @ call.parameter(call.op.name).value
+        dx[x] = call.narrowed(call.grads[0]) @ call.weight(call.op.name)
     return dx | _low_gradients(call, [(call.op.name, call.grads[0])])
 
 
 def _row_weight(call: Call) -> None:
     _add_weight_gradient(call, call.op.name, call.grads[0])
+
+
+def _quantise(call: Call) -> Tensors:
+    """The quantised copy of a linear's input; its scale, if it has one, stays with the model."""
+    (out,) = call.op.outputs
+    data, call.model.scales[call.scale_key(out)] = quantised.packed(call.input(), call.recipe)
+    return {out: data}
 
 
 # -- pointwise ------------------------------------------------------------------------------------
@@ -448,31 +438,36 @@ FORWARD: dict[str, Forward] = {
     **dict.fromkeys(NORMS, _norm),
     **dict.fromkeys(COLUMNS, _column),
     **dict.fromkeys((*ROWS, *ADAPTERS), _row),
+    **dict.fromkeys(DROPS, _drop),
     **dict.fromkeys(SUMS, _residual),
+    **dict.fromkeys((f"{name}{QUANTISED}" for name in LINEAR_INPUTS), _quantise),
     "k_turn": _turn,
     "k_join": _join,
     "attention": attention,
-    **dict.fromkeys(("act", "shared_act"), _act),
+    **dict.fromkeys(("act", "shared_act", "memory_mul"), _act),
     "mul": _mul,
-    "embedding": embedding,
-    "loss": loss,
+    **ends.FORWARD,
     **experts.FORWARD,
+    **memory.FORWARD,
 }
 BACKWARD_INPUT: dict[str, Backward] = {
     **dict.fromkeys(NORMS, _norm_backward),
     **dict.fromkeys(COLUMNS, _column_backward),
     **dict.fromkeys((*ROWS, *ADAPTERS), _row_backward),
+    **dict.fromkeys(DROPS, _drop_backward),
     "k_turn": _turn_backward,
     "k_join": _join_backward,
     "attention": attention_backward,
-    **dict.fromkeys(("act", "shared_act"), _act_backward),
+    **dict.fromkeys(("act", "shared_act", "memory_mul"), _act_backward),
     "mul": _mul_backward,
-    "loss": loss_backward,
+    **ends.BACKWARD_INPUT,
     **experts.BACKWARD_INPUT,
+    **memory.BACKWARD_INPUT,
 }
 BACKWARD_WEIGHT: dict[str, Weight] = {
     **dict.fromkeys(COLUMNS, _column_weight),
     **dict.fromkeys((*ROWS, *ADAPTERS), _row_weight),
-    "embedding": embedding_weight,
+    **ends.BACKWARD_WEIGHT,
     **experts.BACKWARD_WEIGHT,
+    **memory.BACKWARD_WEIGHT,
 }

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from rematbench.costs.operators.ops import Part
 from rematbench.inputs.layout import Layout
-from rematbench.workload import Experts, Latent, Model, Trained
+from rematbench.workload import Experts, Latent, Memory, Model, Trained
 from rematbench.worlds.torch.arithmetic import fused, wide
 
 INIT_STD = 0.05
@@ -125,11 +125,18 @@ def _model_specs(
         case "embedding":
             return _embedding_specs(model, vocab)
         case "head":
-            head = "embedding.weight" if model.tied_embeddings else "lm_head.weight"
-            norm = _norm_specs(model, "final_norm", "final_norm")
+            local = f"local.{-2 - layer}." if layer < -1 else ""
+            tied = model.tied_embeddings and not local
+            head = "embedding.weight" if tied else f"{local}lm_head.weight"
+            norm = _norm_specs(model, "final_norm", f"{local}final_norm")
+            norm = {} if model.mtp_layers else norm
             return norm | {"lm_head": ParameterSpec(head, (model.vocab, model.hidden), 0, vocab)}
     prefix = f"layers.{model.owner(layer)}"
     specs = _attention_specs(model, prefix)
+    if layer >= model.num_layers:
+        specs |= _prediction_specs(model, prefix, vocab)
+    if model.memory is not None and model.memory_of(layer):
+        return specs | _memory_specs(model, model.memory, prefix)
     if model.experts is None or model.is_dense(layer):
         return specs | _mlp_specs(model, prefix, model.ffn)
     held = range(model.experts.count) if experts is None else experts
@@ -158,6 +165,16 @@ def _embedding_specs(model: Model, vocab: int) -> dict[str, ParameterSpec]:
         shape = (model.max_positions, model.hidden)
         specs["position"] = ParameterSpec("position.weight", shape)
     return specs
+
+
+def _prediction_specs(model: Model, prefix: str, vocab: int) -> dict[str, ParameterSpec]:
+    """What a layer that predicts one more token has beside a decoder's: the final norm, norms of
+    what it joins and of what it makes, the linear that joins, and the model's embedding."""
+    specs = _norm_specs(model, "final_norm", "final_norm")
+    for norm in ("next_norm", "hidden_norm", "predict_norm"):
+        specs |= _norm_specs(model, norm, f"{prefix}.{norm}")
+    specs |= _linear_specs(prefix, "join", (model.hidden, 2 * model.hidden), 0, bias=False)
+    return specs | {"embedding": _embedding_specs(model, vocab)["embedding"]}
 
 
 def _norm_specs(model: Model, local: str, name: str, width: int = 0) -> dict[str, ParameterSpec]:
@@ -234,6 +251,20 @@ def _mlp_specs(
     return specs
 
 
+def _memory_specs(model: Model, given: Memory, prefix: str) -> dict[str, ParameterSpec]:
+    """The linears and keys of a memory layer, and the table, which all such layers share."""
+    hidden, half = model.hidden, given.key_dim // 2
+    shapes = {
+        "memory_query": (given.heads * given.key_dim, hidden),
+        "memory_keys": (2 * given.heads * given.keys, half),
+        "memory_gate_out": (hidden, hidden),
+        "memory_proj": (hidden, hidden),
+    }
+    specs = {n: ParameterSpec(f"{prefix}.{n}.weight", shape) for n, shape in shapes.items()}
+    table = ParameterSpec("memory_values.weight", (given.rows, hidden))
+    return {**specs, "memory_values": table}
+
+
 def _expert_specs(
     model: Model, experts: Experts, prefix: str, held: range
 ) -> dict[str, ParameterSpec]:
@@ -281,20 +312,6 @@ def local_size(spec: ParameterSpec, layout: Layout) -> int:
     """The number of elements of a tensor-parallel rank's shard."""
     rows, *columns = spec.shape
     return prod([max(rows, spec.rows), *columns]) // spec.parts(layout)
-
-
-def cut_both_ways(specs: dict[str, ParameterSpec], hidden: int) -> dict[str, ParameterSpec]:
-    """The parameters where ranks also split the dimension that tensor parallelism leaves whole: of
-    matrices, and of what has an element for each hidden column."""
-    found: dict[str, ParameterSpec] = {}
-    inner: int | None
-    for local, spec in specs.items():
-        inner = 1 if spec.split is None else 1 - spec.split
-        if len(spec.shape) == 1:
-            of_hidden = spec.shape[0] == hidden and spec.split is None
-            inner = 0 if of_hidden and local.removesuffix(".bias") not in HEAD_NORMS else None
-        found[local] = spec._replace(columns=inner)
-    return found
 
 
 def shard(full: Tensor, spec: ParameterSpec, rank: int, degree: int) -> Tensor:

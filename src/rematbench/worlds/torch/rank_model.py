@@ -21,11 +21,11 @@ from rematbench.worlds.torch.batch import MicroBatch, positions, slices
 from rematbench.worlds.torch.draws import Draws
 from rematbench.worlds.torch.groups import Coordinates, ExpertPlace, Group, expert_place, state_rank
 from rematbench.worlds.torch.parameters import (
+    HEAD_NORMS,
     Owner,
     Parameter,
     ParameterSpec,
     build,
-    cut_both_ways,
     full_weight,
     specs_by_name,
     unit_specs,
@@ -39,6 +39,8 @@ DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
 
 WIDE = ("lse", "permuted_probs", "dispatched_probs", "expert_probs")
 """Statistics and probabilities."""
+SAVED = {"loss": "loss_saved", "predict_loss": "predict_loss_saved"}
+"""What each loss saves."""
 OF_BYTES = ("router_scores", "permutation")
 """Tensors whose rows are fields of several types (`experts.py`)."""
 
@@ -81,7 +83,8 @@ class RankModel:
         self.update_in_backward = plan.state("optimizer").update == "backward"
         self.optimizer_on_host = plan.state("optimizer").home == "host"
         self.chunks = [
-            ChunkOps(problem, stage, c, layers[c], held=plan.held) for c in range(lay.vpp)
+            ChunkOps(problem, stage, c, layers[c], held=plan.held, cuts=plan.cuts)
+            for c in range(lay.vpp)
         ]
         self.units = [{u.prefix: u for u in chunk.units} for chunk in self.chunks]
         order = problem.system.parallel.rank_order
@@ -107,6 +110,8 @@ class RankModel:
         self.cos, self.sin = rope_tables(self.where, turned, self.dtype)
         self.chosen = self._chosen()
         self.slices = slices(lay, place)
+        self.scales: dict[tuple[int, int, str, str], float] = {}
+        """The scales of quantised copies with one, by micro-batch, chunk, unit and name."""
         self.batches: list[MicroBatch] = []
         self.flop = 0.0
         """FLOPs of every kernel that has run, from the shapes that it ran with."""
@@ -128,7 +133,7 @@ class RankModel:
         of_unit = unit.table.part, unit.layer, self._vocab, self.held_experts
         specs = unit_specs(self.kind, *of_unit, self.problem.workload)
         return (
-            cut_both_ways(specs, self.kind.hidden) if self.problem.layout.tp_columns > 1 else specs
+            _cut_both_ways(specs, self.kind.hidden) if self.problem.layout.tp_columns > 1 else specs
         )
 
     @property
@@ -239,11 +244,11 @@ class RankModel:
 
     def dtype_of(self, tensor: Activation) -> torch.dtype:
         """The element type of an activation."""
-        if tensor.name == "loss_saved" and self.problem.system.loss.logits_fp32:
+        if tensor.name in SAVED.values() and self.problem.system.loss.logits_fp32:
             return wide(self.dtype)
-        if tensor.name in OF_BYTES:
+        if tensor.name in OF_BYTES or tensor.copy_of or tensor.name.endswith("_mask"):
             return torch.uint8
-        if tensor.name == COUNTS:
+        if tensor.name in (COUNTS, "memory_rows"):
             return torch.int64
         return wide(self.dtype) if tensor.name in WIDE else self.dtype
 
@@ -262,18 +267,41 @@ class RankModel:
         found = [t for p in self.parameters.values() for t in p.tensors()]
         found += self.pieces.at_home(on_host=False) if self.pieces else []
         found += [t for states in self.every_unit() for t in states.tensors()]
-        found += [t for b in self.batches for t in (b.ids, b.labels)]
+        found += [t for b in self.batches for t in (b.ids, b.labels, *b.ahead)]
         return [*found, self.where, self.chosen, self.cos, self.sin]
 
     def unit_parameters(self, chunk: int, prefix: ModelPart) -> list[Parameter]:
-        """The parameters whose gradients are complete after a unit's backward. If a projection
-        shares its weight with an embedding on this rank, it is listed with the embedding; weights
-        that layers share are listed with the first of them."""
-        units, local = self.units[chunk], self.local[chunk]
-        shared: set[str] = set()
-        if self.kind.owner(layer := units[prefix].layer) != layer:
+        """The parameters whose gradients are complete after a unit's backward.  A parameter that
+        several units share (the embedding's, with a projection or a prediction) is listed with the
+        first of them, whose backward is the last; so are the weights that layers share."""
+        units, local = [*self.units[chunk]], self.local[chunk]
+        layer = self.units[chunk][prefix].layer
+        if self.kind.owner(layer) != layer:
             return []
-        if units[prefix].table.part == "head":
-            ends = (unit.prefix for unit in units.values() if unit.table.part == "embedding")
-            shared = {p.spec.name for end in ends for p in local[end].values()}
+        before = units[: units.index(prefix)]
+        shared = {p.spec.name for unit in before for p in local[unit].values()}
+        if self.kind.memory_of(layer) == "borrows":
+            shared.add(local[prefix]["memory_values"].spec.name)
         return [p for p in local[prefix].values() if p.spec.name not in shared]
+
+    @property
+    def sides(self) -> dict[str, slice]:
+        """The columns of the head's input that each of its projections reads, where a prediction's
+        lie beside the decoder's."""
+        hidden = self.kind.hidden
+        both = {"lm_head": slice(0, hidden), "predict_head": slice(hidden, 2 * hidden)}
+        return both if self.kind.mtp_layers else {}
+
+
+def _cut_both_ways(specs: dict[str, ParameterSpec], hidden: int) -> dict[str, ParameterSpec]:
+    """The parameters where ranks also split the dimension that tensor parallelism leaves whole: of
+    matrices, and of what has an element for each hidden column."""
+    found: dict[str, ParameterSpec] = {}
+    inner: int | None
+    for local, spec in specs.items():
+        inner = 1 if spec.split is None else 1 - spec.split
+        if len(spec.shape) == 1:
+            of_hidden = spec.shape[0] == hidden and spec.split is None
+            inner = 0 if of_hidden and local.removesuffix(".bias") not in HEAD_NORMS else None
+        found[local] = spec._replace(columns=inner)
+    return found

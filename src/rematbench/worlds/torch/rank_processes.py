@@ -83,7 +83,7 @@ def _specs(case: Case, stage: int) -> list[ParameterSpec]:
     places = [
         (unit.table.part, unit.layer)
         for number, layers in enumerate(plan.partition[stage])
-        for unit in ChunkOps(problem, stage, number, layers, held=plan.held).units
+        for unit in ChunkOps(problem, stage, number, layers, held=plan.held, cuts=plan.cuts).units
     ]
     model = problem.workload.model
     held = range(model.experts.count // problem.layout.ep) if model.experts else None

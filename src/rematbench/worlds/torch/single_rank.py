@@ -74,7 +74,7 @@ def _batches(model: RankModel) -> list[MicroBatch]:
     lay, tokens = model.problem.layout, model.shapes.tokens
     scale = 1.0 / (lay.global_batch * model.problem.workload.seq_len)
     ids = torch.zeros(tokens, dtype=torch.int64)
-    return [MicroBatch(ids, ids, scale) for _ in range(lay.num_micro_batches)]
+    return [MicroBatch(ids, ids, scale, (ids, ids)) for _ in range(lay.num_micro_batches)]
 
 
 class CompletedWork(dist.Work):

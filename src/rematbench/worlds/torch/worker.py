@@ -207,7 +207,8 @@ def _load(case: Case, executor: Executor, step: int) -> Batch:
     """The batch of a step, after loading this rank's micro-batches of it into the model."""
     batch, model = _batch(case, step), executor.model
     place = executor.groups.place
-    model.batches = micro_batches(batch, case.problem.layout, place, model.device)
+    ahead = model.kind.mtp_layers > 0
+    model.batches = micro_batches(batch, case.problem.layout, place, model.device, ahead=ahead)
     return batch
 
 

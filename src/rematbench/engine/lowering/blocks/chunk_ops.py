@@ -60,7 +60,7 @@ class Unit(NamedTuple):
     prefix: ModelPart
     table: OpTable
     place: int  # inside the chunk
-    layer: int  # global layer, -1 for embedding and head
+    layer: int  # global layer, -1 for embedding and head, -2 - n for the head of a virtual stage n
     parameters: int  # on one rank, before any ZeRO sharding
     trained: int  # of these, those with a gradient
     variant: int = 0  # index into the problem's distinct layers
@@ -85,8 +85,9 @@ class Unit(NamedTuple):
 class ChunkEnds(NamedTuple):
     """Whether a chunk is the first or the last of the model; its output and its input; the
     activation whose gradient it sends back (where layers pass one gradient on, that is its output
-    too, unless a later pass reads it); and whether its input and its output are wide, behind a
-    prediction."""
+    too, unless a later pass reads it); whether its input and its output are wide, behind a
+    prediction; and whether no gradient crosses its input (`cut`), or its output, which it keeps for
+    a loss of its own (`local`)."""
 
     first: bool
     last: bool
@@ -95,12 +96,14 @@ class ChunkEnds(NamedTuple):
     back: Storage
     wide_in: bool = False
     wide_out: bool = False
+    cut: bool = False
+    local: bool = False
 
 
 class ChunkOps:
     """A chunk of a stage: its units, the storage of each activation, and its boundary."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  # facts of a plan, each with its default
         self,
         problem: Problem,
         stage: int,
@@ -110,14 +113,18 @@ class ChunkOps:
         held: tuple[str, ...] = (),
         *,
         backward_next: bool = False,
+        cuts: tuple[int, ...] = (),
         shares: bool = False,
     ) -> None:
-        self.mini_sequences, self.held, self.shares = mini_sequences, held, shares
+        self.mini_sequences, self.held, self.cuts = mini_sequences, held, cuts
+        self.shares = shares
         pp, vpp = problem.layout.pp, problem.layout.vpp
         self.problem, self.stage, self.chunk, self.layers = problem, stage, chunk, layers
         self.backward_next = backward_next  # each forward is followed by its own backward
         self.first = stage == 0 and chunk == 0
         self.last = stage == pp - 1 and chunk == vpp - 1
+        virtual = chunk * pp + stage
+        self.cut, self.local = virtual in cuts, virtual + 1 in cuts
         self._logits = True
         self._names: dict[str, dict[str, Storage]] = {}  # by unit and activation
         self._stored: tuple[Mapping[Site, Resolved], dict[Site, list[StoredPart]]] = ({}, {})
@@ -131,19 +138,20 @@ class ChunkOps:
             table = kinds[variant]
             counts = table.parameters, table.trained
             self.units.append(Unit(part_of("L", i), table, i, layer, *counts, variant))
-        if self.last:
+        if self.last or self.local:
             # A training loop cannot hold logits that are computed in pieces.
             pieces = any("loss" in run.ops and run.count > 1 for run in mini_sequences)
             head = without_activation(problem.head, "logits_held") if pieces else problem.head
             self._logits = not pieces
+            which = -2 - virtual if self.local else -1
             counts = head_parameters(problem)
             if shares:  # the vocabulary has passes of its own
                 head = problem.shared.norm
                 counts = head.parameters, head.trained
-            self.units.append(Unit(HEAD, head, 0, -1, *counts))
+            self.units.append(Unit(HEAD, head, 0, which, *counts))
 
     @classmethod
-    def of(
+    def of(  # noqa: PLR0913  # as above
         cls,
         problem: Problem,
         stage: int,
@@ -153,15 +161,17 @@ class ChunkOps:
         held: tuple[str, ...] = (),
         *,
         backward_next: bool = False,
+        cuts: tuple[int, ...] = (),
         shares: bool = False,
     ) -> "ChunkOps":
         """Return the chunk, which all plans of the problem share.  `shares`: its rank has a share
         of the vocabulary, in passes of their own."""
         what = (stage, chunk, layers, mini_sequences, held)
-        key = (*what, backward_next, shares)
+        key = (*what, backward_next, cuts, shares)
         found = problem.chunks.get(key)
         if not isinstance(found, cls):
-            found = cls(_weak(problem), *what, backward_next=backward_next, shares=shares)
+            weak = _weak(problem)
+            found = cls(weak, *what, backward_next=backward_next, cuts=cuts, shares=shares)
             problem.chunks[key] = found
         return found
 
@@ -170,7 +180,8 @@ class ChunkOps:
         layers = tuple([self.layers[place] for place in places])
         pieces, held = self.mini_sequences, self.held
         what = (self.problem, self.stage, self.chunk, layers, pieces, held)
-        return ChunkOps.of(*what, backward_next=self.backward_next, shares=self.shares)
+        after, cuts = self.backward_next, self.cuts
+        return ChunkOps.of(*what, backward_next=after, cuts=cuts, shares=self.shares)
 
     @property
     def where(self) -> ChunkPlace:
@@ -181,7 +192,7 @@ class ChunkOps:
     def shape(self) -> tuple[object, ...]:
         """The facts that determine the chunk's blocks.  Chunks of equal shape have equal blocks."""
         units = tuple((u.prefix, u.variant) for u in self.units)
-        return (self.first, self.last, self.backward_next, self.shares, units)
+        return (self.first, self.last, self.backward_next, self.shares, units, self.cut, self.local)
 
     @property
     def input(self) -> Storage:
@@ -218,7 +229,7 @@ class ChunkOps:
         back = self.output if self.predicts is None else _layer_input(self.predicts)
         return ChunkEnds(
             *(self.first, self.last, self.output, self.input, back),
-            *(wide_in, self.predicts is not None),
+            *(wide_in, self.predicts is not None, self.cut, self.local),
         )
 
     def storage(self, unit: Unit, activation: str) -> Storage:
@@ -267,8 +278,8 @@ class ChunkOps:
         windows = any(rule.select.micro_batches is not None for rule in rules)
         when = (phase if phased(rules) else "", micro_batch if windows else 0)
         again = self.mini_sequences if self._computes_again else ()
-        head = self._logits, self.shares
-        key = (self.stage, self.chunk, self.layers, self.held, head, rules, when, again)
+        ends = self._logits, self.local, self.shares
+        key = (self.stage, self.chunk, self.layers, self.held, *ends, rules, when, again)
         found = known.get(key)
         if found is None:
             if len(known) >= MAX_RECENT_FATES:

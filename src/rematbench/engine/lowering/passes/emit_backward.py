@@ -98,6 +98,8 @@ class BackwardEmitter:
         self.reload = Reloader(chunk, fates, transfers, self.w)
         ready = partial(_wait_for_inputs, self.w, self.reload, gatherer)
         self.rebuild = Rebuilder(self.recomputer, ready)
+        self.held: list[Storage] = []  # what FSDP's root and its hooks keep until the end
+        self.graphs = self._graphs()
         self.overlap = chunk.problem.tp_overlap in ("backward", "gemm")
 
     def block(self) -> Block:
@@ -108,11 +110,12 @@ class BackwardEmitter:
         order = list(reversed(chunk.units))
         for position in range(len(order)):
             self._unit(order, position)
-        if w.beside:
-            w.free(BESIDE)
-        survivors = set() if chunk.first else {self.grads[chunk.input]}
+        if w.beside or self.held:
+            w.free(*[BESIDE][: bool(w.beside)], *self.held)
+        survivors = set() if chunk.first or chunk.cut else {self.grads[chunk.input]}
         if self.apart and survivors - {chunk.input.gradient}:
             raise PlanError("weight gradients apart: pieces that add to a chunk's first gradient")
+        survivors |= {chunk.output} if chunk.local else set()
         survivors.update(*(each.reads for each in self.deferred))
         if self.reducer:
             survivors |= self.reducer.survivors
@@ -139,6 +142,7 @@ class BackwardEmitter:
             w.free(graph_of(unit))
         self.reload.after(unit)
         if self.gatherer:
+            self._hold(unit, self.gatherer)
             self.gatherer.after(w, unit)
         last = position == len(order) - 1
         if last:  # the message to the stage before does not wait for the last reduction
@@ -147,6 +151,30 @@ class BackwardEmitter:
             self.reducer.after(w, unit, last=last)
         if self.updater and unit is not order[-1]:
             self._start_pieces(self.updater, unit)
+
+    def _graphs(self) -> set[int]:
+        """The places of sharded layers that are rebuilt as graphs of their own (`Zero.reentrant`).
+        FSDP knows of none of them before, and gathers none ahead."""
+        zero, gatherer = self.chunk.problem.system.zero, self.gatherer
+        fsdp = zero.reentrant and zero.data_parallel == "fsdp"
+        if not (fsdp and gatherer and gatherer.layerwise and gatherer.peers):
+            return set()
+        rebuilt = (site for site, fate in self.fates.items() if fate.recompute_bytes)
+        found = {place for part, place, _ in rebuilt if part == "layer"}
+        gatherer.in_turn, gatherer.keeps_ends = bool(found), True
+        return found
+
+    def _hold(self, unit: Unit, gatherer: ParameterGatherer) -> None:
+        """Keep until the end of the backward the parameters of embedding and head, which are one
+        unit of FSDP, and the input of a frozen layer and its gradient."""
+        work = self.chunk.problem.workload
+        frozen = work.lora_rank > 0 and not work.trains("norms")
+        if unit.layer < 0 and gatherer.keeps_ends:
+            self.held += gatherer.own(unit)
+        elif unit.layer >= 0 and unit.place in self.graphs and frozen:
+            self.held.append(storage_of(unit.prefix, "held"))
+            size = unit.table.activations["layer_input"].nbytes
+            emit_alloc(self.w, self.held[-1], 2 * size)
 
     def _beside_bytes(self) -> int:
         """Bytes that a layer of the forward beside this backward keeps before the backward's layer
@@ -175,7 +203,7 @@ class BackwardEmitter:
         if self.gatherer and self.gatherer.layerwise:
             self.arrivals |= self.gatherer.arrive(w, chunk.units)
         self.rebuild.before_receive()
-        if not chunk.last:
+        if not chunk.last and not chunk.local:
             w.wait(COMPUTE, RECEIVED["b"])
             gradient = chunk.output.gradient
             self.grads[chunk.output] = gradient
@@ -225,7 +253,7 @@ class BackwardEmitter:
         incoming = [self.grads[o] for o in outputs if o in self.grads]
         for name in op.alias_inputs:
             self.grads[storages[name]] = incoming[0]
-        if op.exchanges:
+        if op.moves:
             self._exchange(unit, op, incoming)
             self.rebuild.settle()
         if not op.backward_input and not op.backward_weight:
@@ -258,12 +286,15 @@ class BackwardEmitter:
         self.rebuild.settle()
 
     def _exchange(self, unit: Unit, op: Op, incoming: list[Storage]) -> None:
-        """The backward of an all-to-all exchange: the gradients return by the same collective."""
-        assert op.grad_gather is not None
+        """The backward of an operator that only moves rows: the gradients return by a collective,
+        if the input has any."""
+        if op.grad_gather is None:
+            return
         reads = [*incoming, *self._accumulated(unit, op)]
         made = self._gradients(unit, op).written
         event = self.w.collective(op.grad_gather, unit.prefix, op.name, reads, made, self.rows)
-        self.w.run_beside(unit.variant)
+        if op.exchanges:
+            self.w.run_beside(unit.variant)
         self.rebuild.window(unit, op.name, "backward")
         self.w.wait(COMPUTE, event)
 

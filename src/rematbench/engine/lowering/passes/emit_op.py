@@ -54,8 +54,8 @@ def emit_op(
 ) -> None:
     """Emit an operator's gather, kernels and reduction.  With GEMM overlap, and in ring attention,
     the collectives overlap the kernels, and compute waits for them afterwards."""
-    if op.exchanges:
-        if kind is Kind.RECOMPUTE and chunk.problem.ep_overlaps:
+    if op.moves:
+        if op.exchanges and kind is Kind.RECOMPUTE and chunk.problem.ep_overlaps:
             raise PlanError(f"ep_overlap does not allow {op.name} to be recomputed: {NOT_AGAIN}")
         _exchange(w, chunk, unit, op, names, rows)
         return
@@ -118,7 +118,8 @@ def _exchange(
     comm = Comm(op.reduce.kind, op.reduce.group, moved)
     reads += slices
     done = w.collective(comm, unit.prefix, op.name, reads, allocs, rows)
-    w.run_beside(unit.variant)
+    if op.exchanges:
+        w.run_beside(unit.variant)
     w.wait(COMPUTE, done)
 
 

@@ -93,7 +93,9 @@ class ParameterGatherer:
     from peers of their own, into a buffer of their own.  `release`: whether a unit's gathered copy
     is freed after its use (with `keeps_ends`, embedding and head are not freed).  `tied`: the
     embedding whose weight the head of the same rank uses; if its gathered copy is gone, the head
-    gathers the weight again.
+    gathers the weight again.  `in_turn`: gathers are issued before their use and not ahead, into
+    memory of another stream, so that two copies are alive on the GPU and one in issue order (FSDP's
+    limit_all_gathers).
     """
 
     def __init__(
@@ -117,6 +119,8 @@ class ParameterGatherer:
         self.survivors: set[Storage] = set()
         self.pending: dict[object, Event] = {}  # the end of each gather, by what is gathered
         self.released: Event | None = None
+        self.in_turn = False
+        self.released_before: Event | None = None  # before `released`
         self.for_the_head = False
 
     def parts(self, unit: Unit) -> list[Gathered]:
@@ -155,7 +159,8 @@ class ParameterGatherer:
 
     def before(self, w: BlockWriter, units: list[Unit], position: int) -> None:
         """Issue the gathers that are due and wait for this unit's gather."""
-        ahead = self.fate.prefetch_layers * self.beside if self.layerwise else len(units)
+        overlap = self.beside and not self.in_turn
+        ahead = self.fate.prefetch_layers * overlap if self.layerwise else len(units)
         for unit in units[position : position + ahead + 1]:
             self._want(w, unit)
         self.ready(w, units[position])
@@ -190,8 +195,8 @@ class ParameterGatherer:
         reads: tuple[Storage, ...] = ()
         if self.layerwise and not self.beside:
             w.wait("dp", w.mark(COMPUTE))
-        elif self.layerwise and self.released:
-            w.wait("dp", self.released)  # the buffer of a released unit is reused
+        elif self.layerwise and (free := self.released_before if self.in_turn else self.released):
+            w.wait("dp", free)  # the buffer of a released unit is reused
         if self.layerwise and self.fate.home == "host":
             copied = self._shard_up(w, part, parameters, allocs)
             if not self.peers:
@@ -228,7 +233,7 @@ class ParameterGatherer:
         """Free the gathered copy after the unit's pass, or leave it for the backward."""
         if not self.layerwise or not self.parts(unit):
             return
-        self.released = w.mark(COMPUTE)
+        self.released_before, self.released = self.released, w.mark(COMPUTE)
         if self.release and not (self.keeps_ends and unit.table.part != "layer"):
             self._free(w, unit)
         else:

@@ -1,0 +1,43 @@
+"""local_learning: train blocks of a pipeline by losses of their own; no gradient crosses them.
+
+Claim: each block keeps the activations of one micro-batch, no gradient is sent back, and blocks
+wait for their inputs alone, so that a pipeline has no bubble after its fill.
+Source: local updates (Laskin et al., arXiv 2012.03837), PPLL (arXiv 2411.12780) and synthetic
+labels (arXiv 2403.11204).
+Deviations: this is another objective, not lossless: `--methods` must name this folder, and no
+comparison and no search offers it.  Every block has a head of the model's kind, with the model's
+labels; the papers' auxiliary networks for images, and fixed random labels, have fewer parameters.
+PPLL's queues are the messages of a pipeline here, one for each micro-batch.
+"""
+
+from typing import ClassVar
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from rematbench.plan import Pass, Plan, Unsupported
+from rematbench.problem import Problem
+
+OBJECTIVE = "another objective, not lossless"
+
+
+class LocalLearning(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Every virtual stage is a block."""
+
+    name: ClassVar[str] = "local_learning"
+
+    def plan(self, problem: Problem, base: Plan) -> Plan | Unsupported:
+        """The base, with cuts between all virtual stages, and each backward behind its forward."""
+        lay = problem.layout
+        if lay.pp == 1:
+            return Unsupported("blocks are the stages of a pipeline (pp above 1)")
+        if lay.vpp > 1:
+            return Unsupported(f"blocks in an interleaved pipeline (vpp = {lay.vpp})")
+        order = tuple(
+            Pass(forward, number, 0)
+            for number in range(lay.num_micro_batches)
+            for forward in (True, False)
+        )
+        cuts = tuple(range(1, lay.pp))
+        plan = replace(base, cuts=cuts, orders=(order,) * lay.pp)
+        return plan.noting(objective=OBJECTIVE)

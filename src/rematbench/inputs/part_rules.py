@@ -1,0 +1,92 @@
+"""The rules of weights that several layers share, and of matrices that ranks cut both ways; what is
+not modelled says how many parameters there are."""
+
+from rematbench.inputs.layout import Layout
+from rematbench.workload import Workload
+
+Rules = list[tuple[bool, str]]
+"""Whether a rule is broken, and its message."""
+
+
+def part_rules(lay: Layout, work: Workload) -> Rules:
+    """All rules of this file."""
+    return [*_shared_rules(lay, work), *_memory_rules(lay, work), *_column_rules(lay, work)]
+
+
+def _memory_rules(lay: Layout, work: Workload) -> Rules:
+    """Memory layers, whose table is whole on a rank."""
+    model, given = work.model, work.model.memory
+    if given is None:
+        return []
+    others = {
+        "tp or pp above 1": max(lay.tp * lay.tp_columns, lay.pp) > 1,
+        "ZeRO 2 and 3": lay.zero_stage > 1,
+        "experts": model.experts is not None,
+        "layers that share weights": model.layer_groups > 0,
+        "layers that predict more tokens": model.mtp_layers > 0,
+        "weights that do not train": work.partly,
+        "attention and MLP in parallel": model.block != "sequential",
+    }
+    found = [name for name, is_so in others.items() if is_so]
+    size = f"the table has {given.rows * model.hidden / 1e9:.2f} B values"
+    wrong = given.key_dim % 2 or given.top > given.keys or given.layers[-1] >= model.num_layers
+    return [
+        (bool(found), f"memory layers are not modelled with {', '.join(found)}; {size}"),
+        (
+            bool(wrong) or list(given.layers) != sorted({*given.layers}),
+            f"memory: key_dim {given.key_dim} must be even, top {given.top} at most keys = "
+            f"{given.keys}, and layers {given.layers} ascend below {model.num_layers}",
+        ),
+    ]
+
+
+def _column_rules(lay: Layout, work: Workload) -> Rules:
+    """Matrices that are cut both ways: what is not modelled beside."""
+    model, count = work.model, lay.tp_columns
+    others = {
+        "sequence parallelism (--no-sp)": lay.sequence_parallel,
+        "cp, pp or ulysses above 1": max(lay.cp, lay.pp, lay.ulysses) > 1,
+        "experts": model.experts is not None,
+        "latent attention": model.latent is not None,
+        "weights that do not train": work.partly,
+        "a narrow embedding": model.embedding_width > 0,
+        "norms over the width of queries": model.qk_norm and model.qk_norm_weights == "width",
+    }
+    found = [name for name, is_so in others.items() if is_so]
+    words = f"tp_columns = {count} is not modelled with {', '.join(found)}; a rank would hold "
+    share = model.parameters / (lay.tp * count) / 1e6
+    return [
+        (count > 1 and bool(found), f"{words}{share:,.1f} M parameters"),
+        (
+            count > 1 and model.hidden % count != 0,
+            f"hidden {model.hidden} must be a multiple of tp_columns = {count}",
+        ),
+    ]
+
+
+def _shared_rules(lay: Layout, work: Workload) -> Rules:
+    """Layers that share weights, and narrow embeddings, are modelled where a rank has all of
+    both."""
+    model = work.model
+    name, shares = model.name, model.layer_groups > 0
+    whole = max(lay.tp, lay.pp) == 1
+    size = f"{name} has {model.parameters / 1e6:.1f} M parameters"
+    return [
+        (
+            shares and model.num_layers % max(1, model.layer_groups) != 0,
+            f"{model.num_layers} layers are no multiple of layer_groups = {model.layer_groups}",
+        ),
+        (
+            shares and (lay.pp > 1 or lay.zero_stage > 1 or work.frozen_layers > 0),
+            "layers that share weights are not modelled over pipeline stages, with ZeRO 2 and 3 "
+            f"or with some of them frozen; {size}",
+        ),
+        (
+            shares and (model.experts is not None or bool(model.attention_window)),
+            f"layers that share weights are not modelled with experts or attention windows; {size}",
+        ),
+        (
+            model.embedding_width > 0 and not whole,
+            f"an embedding of fewer columns is not modelled with tp or pp above 1; {size}",
+        ),
+    ]

@@ -1,0 +1,126 @@
+"""The ends of a model on one rank: lookups of embeddings, losses, and what joins the columns of two
+predictions."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from rematbench.worlds.torch import arithmetic
+from rematbench.worlds.torch.groups import Group
+from rematbench.worlds.torch.operands import Call, Tensors
+from rematbench.worlds.torch.rank_model import SAVED
+
+PREDICTED = 0.1
+"""The weight of the loss of one more token (megatron-core 0.16.1, mtp_loss_scaling_factor)."""
+
+
+def embedding(call: Call) -> Tensors:
+    model = call.model
+    table = call.parameter("embedding").value
+    whole = model.problem.layout.tp == 1
+    out = arithmetic.embed(_ids(call), table, model.vocab_start, whole=whole)
+    if _positions(call) and model.tp_rank == 0:  # by one rank of the group
+        out = out + call.parameter("position").value[call.rows(model.where)]
+    return {call.op.outputs[0]: out}
+
+
+def _ids(call: Call) -> Tensor:
+    batch = call.model.batches[call.span.micro_batch]
+    return call.rows(batch.ids if call.op.name == "embedding" else batch.ahead[0])
+
+
+def _positions(call: Call) -> bool:
+    """Whether learned positions are added: to the model's input, and not for a prediction."""
+    return call.model.kind.position == "learned" and call.op.name == "embedding"
+
+
+def embedding_weight(call: Call) -> None:
+    model = call.model
+    ids = _ids(call)
+    total = call.parameter("embedding").grad
+    whole = model.problem.layout.tp == 1
+    arithmetic.embed_backward(total, call.grads[0], ids, model.vocab_start, whole=whole)
+    if _positions(call):
+        total = call.parameter("position").grad
+        total.index_add_(0, call.rows(model.where), call.grads[0].to(total.dtype))
+
+
+def loss(call: Call) -> Tensors:
+    """A copy of the logits in the loss's dtype, -inf in the padded vocabulary's columns."""
+    name = SAVED[call.op.name]
+    saved = call.model.dtype_of(call.unit.table.activations[name])
+    copy = call.input().to(saved, copy=True)
+    copy[:, max(0, call.model.kind.vocab - call.model.vocab_start) :] = float("-inf")
+    return {name: copy}
+
+
+def _labels(call: Call) -> tuple[Tensor, float]:
+    """The labels of a loss, and the weight of the loss."""
+    batch = call.model.batches[call.span.micro_batch]
+    if call.op.name == "loss":
+        return call.rows(batch.labels), 1.0
+    return call.rows(batch.ahead[1]), PREDICTED
+
+
+def finish_loss(call: Call, group: Group) -> Tensor:
+    """Turn logits into softmax in place, over vocabulary shards; return the weighted sum of
+    losses."""
+    model, saved = call.model, call.tensors[SAVED[call.op.name]]
+    labels, weight = _labels(call)
+    top = saved.amax(-1)
+    group.all_reduce(top, "max")
+    saved.sub_(top[:, None])
+    column, mine = arithmetic.shard_labels(labels, model.vocab_start, saved.shape[-1])
+    target = saved.gather(1, column[:, None])[:, 0].masked_fill(~mine, 0.0)
+    saved.exp_()
+    sums = torch.stack([saved.sum(-1), target])
+    group.all_reduce(sums)
+    saved.div_(sums[0][:, None])
+    losses = (sums[0].log() - sums[1]).masked_fill(labels == arithmetic.IGNORED, 0.0)
+    return losses.sum() * weight
+
+
+def loss_backward(call: Call) -> Tensors:
+    model = call.model
+    batch, (labels, weight) = model.batches[call.span.micro_batch], _labels(call)
+    probs, scale = call.tensors[SAVED[call.op.name]], batch.scale * weight
+    grad = arithmetic.cross_entropy_backward(probs, labels, model.vocab_start, scale, model.dtype)
+    return {call.op.inputs[0]: grad}
+
+
+def _beside(call: Call) -> Tensors:
+    return {call.op.outputs[0]: torch.cat([call.tensors[name] for name in call.op.inputs], -1)}
+
+
+def _beside_backward(call: Call) -> Tensors:
+    parts = call.grads[0].chunk(2, -1)
+    return {name: part.clone() for name, part in zip(call.op.inputs, parts, strict=True)}
+
+
+def _gather_columns(call: Call) -> Tensors:
+    """A rank's rows of all columns, from every rank's columns of all rows."""
+    tp, place, rows = call.model.problem.layout.tp, call.model.tp_rank, call.span.size
+    whole = torch.cat(call.input().chunk(tp), -1)
+    return {call.op.outputs[0]: whole[place * rows : (place + 1) * rows].clone()}
+
+
+def _gather_columns_backward(call: Call) -> Tensors:
+    own = call.grads[0].chunk(call.model.problem.layout.tp, -1)[call.model.tp_rank]
+    return {call.op.inputs[0]: own.contiguous()}
+
+
+FORWARD: dict[str, Callable[[Call], Tensors]] = {
+    **dict.fromkeys(("embedding", "next_embedding"), embedding),
+    **dict.fromkeys(("join_cat", "hand_on"), _beside),
+    "join_gather": _gather_columns,
+    **dict.fromkeys(SAVED, loss),
+}
+BACKWARD_INPUT: dict[str, Callable[[Call], Tensors]] = {
+    **dict.fromkeys(("join_cat", "hand_on"), _beside_backward),
+    "join_gather": _gather_columns_backward,
+    **dict.fromkeys(SAVED, loss_backward),
+}
+BACKWARD_WEIGHT: dict[str, Callable[[Call], None]] = dict.fromkeys(
+    ("embedding", "next_embedding"), embedding_weight
+)

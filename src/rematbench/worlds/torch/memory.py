@@ -1,0 +1,90 @@
+"""The operators of memory layers on one rank: product keys, and a lookup in a table of values."""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from rematbench.worlds.torch.operands import Call, Tensors
+
+
+def _sub_keys(call: Call, values: Tensor) -> Tensor:
+    """Keys, or their gradients, as heads x halves x keys x columns of a half."""
+    given = call.model.kind.memory
+    assert given is not None
+    return values.view(given.heads, 2, given.keys, -1)
+
+
+def _memory_keys(call: Call) -> Tensors:
+    """The rows with the best sums of two sub-keys, and the softmax of their scores."""
+    given = call.model.kind.memory
+    assert given is not None
+    keys = _sub_keys(call, call.parameter("memory_keys").value)
+    query = call.input().view(-1, given.heads, 2, keys.shape[-1])
+    scores, at = torch.einsum("thsd,hsnd->thsn", query, keys).topk(given.top)
+    sums = (scores[:, :, 0, :, None] + scores[:, :, 1, None, :]).flatten(-2)
+    best, pair = sums.topk(given.top)
+    first = at[:, :, 0].gather(-1, pair // given.top)
+    rows = first * given.keys + at[:, :, 1].gather(-1, pair % given.top)
+    return {"memory_rows": rows.flatten(1), "memory_weights": best.softmax(-1).flatten(1)}
+
+
+def _chosen_keys(call: Call) -> tuple[tuple[Tensor, int, Tensor], ...]:
+    """For each half the (heads, half, sub-keys) of the rows that were chosen."""
+    given, rows = call.model.kind.memory, call.tensors["memory_rows"]
+    assert given is not None
+    by_head = rows.view(rows.shape[0], given.heads, -1)
+    heads = torch.arange(given.heads, device=rows.device)[None, :, None].expand_as(by_head)
+    return (heads, 0, by_head // given.keys), (heads, 1, by_head % given.keys)
+
+
+def _score_gradients(call: Call) -> Tensor:
+    """The gradients of the scores of chosen rows, tokens x heads x rows."""
+    given, weights = call.model.kind.memory, call.tensors["memory_weights"]
+    assert given is not None
+    w, grad = (each.view(weights.shape[0], given.heads, -1) for each in (weights, call.grads[0]))
+    return w * (grad - (w * grad).sum(-1, keepdim=True))
+
+
+def _memory_keys_backward(call: Call) -> Tensors:
+    keys, grad = _sub_keys(call, call.parameter("memory_keys").value), _score_gradients(call)
+    parts = [torch.einsum("thk,thkd->thd", grad, keys[at]) for at in _chosen_keys(call)]
+    return {"memory_query": torch.stack(parts, 2).flatten(1)}
+
+
+def _memory_keys_weight(call: Call) -> None:
+    total, grad = _sub_keys(call, call.parameter("memory_keys").grad), _score_gradients(call)
+    query = call.tensors["memory_query"].view(*grad.shape[:2], 2, -1)
+    for half, at in enumerate(_chosen_keys(call)):
+        where = (at[0], torch.full_like(at[0], half), at[2])
+        added = grad[..., None] * query[:, :, half, None, :]
+        total.index_put_(where, added.to(total.dtype), accumulate=True)
+
+
+def _lookup(call: Call) -> Tensors:
+    weights, rows = (call.tensors[name] for name in call.op.inputs)
+    table = call.parameter("memory_values").value
+    return {"memory_bag": F.embedding_bag(rows, table, per_sample_weights=weights, mode="sum")}
+
+
+def _lookup_backward(call: Call) -> Tensors:
+    rows, table = call.tensors["memory_rows"], call.parameter("memory_values").value
+    return {"memory_weights": torch.einsum("tkh,th->tk", table[rows], call.grads[0])}
+
+
+def _lookup_weight(call: Call) -> None:
+    total, weights = call.parameter("memory_values").grad, call.tensors["memory_weights"]
+    added = weights[..., None] * call.grads[0][:, None, :]
+    total.index_add_(0, call.tensors["memory_rows"].flatten(), added.flatten(0, 1).to(total.dtype))
+
+
+FORWARD: dict[str, Callable[[Call], Tensors]] = {"memory_keys": _memory_keys, "lookup": _lookup}
+BACKWARD_INPUT: dict[str, Callable[[Call], Tensors]] = {
+    "memory_keys": _memory_keys_backward,
+    "lookup": _lookup_backward,
+}
+BACKWARD_WEIGHT: dict[str, Callable[[Call], None]] = {
+    "memory_keys": _memory_keys_weight,
+    "lookup": _lookup_weight,
+}

@@ -1,0 +1,118 @@
+"""Quantised linears, executed in FP8 on a CPU: real bytes, and plans against keeping everything in
+the same recipe."""
+
+import dataclasses
+from functools import cache
+
+import pytest
+import torch
+from msgspec.structs import replace
+
+from rematbench.evaluate.evaluation import evaluate
+from rematbench.inputs.load import load_cluster
+from rematbench.inputs.recipes import recipe_of
+from rematbench.plan import MiniSequence, Plan
+from rematbench.problem import Problem
+from rematbench.workload import RecipeName, Work
+from rematbench.worlds.records.refusals import refusals
+from rematbench.worlds.torch import quantised
+from rematbench.worlds.torch.case import Case, Result
+from tests.problems import problem
+from tests.worlds.torch import cases, grid, laws
+
+LOCAL: tuple[RecipeName, ...] = ("fp8-block", "mxfp8")
+RECIPES: tuple[RecipeName, ...] = ("fp8", "fp8-delayed", *LOCAL)
+WHOLE = ("full", "offload", "skeletal", "memo", "full_recompute", "balanced_checkpointing")
+PIECES = MiniSequence(("fc1", "act", "mul", "fc2"), 4)
+SEQ = 128
+
+
+@cache
+def narrow(recipe: RecipeName, *, gpt: bool = False, pp: int = 1) -> Problem:
+    """Sequences of 128 tokens, so that pieces and fractions are blocks of 32 rows."""
+    model = cases.TINY_GPT if gpt else cases.TINY
+    made = problem(model=model, seq_len=SEQ, global_batch=4, micro_batch=2, pp=pp)
+    work = replace(made.workload, precision="bf16", recipe=recipe)
+    cluster = load_cluster("b200-180gb" if recipe == "mxfp8" else "h800-80gb")
+    return dataclasses.replace(made, workload=work, cluster=cluster, evaluator=evaluate)
+
+
+@cache
+def run(recipe: RecipeName, how: str = "keep", *, gpt: bool = False) -> tuple[Case, Result]:
+    made = narrow(recipe, gpt=gpt)
+    if how == "pieces":
+        plan = replace(made.base_plan, mini_sequences=(PIECES,))
+    elif how in cases.PLANS:
+        plan = cases.PLANS[how](made.base_plan)
+    else:
+        found = grid.composed(how).plan(made, made.base_plan)
+        assert isinstance(found, Plan), found
+        plan = found
+    case = Case(name=how, problem=made, plan=plan, steps=2, gradients=True)
+    result = laws.run_here(case)
+    assert result.status == "ok", result.reason
+    return case, result
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("gpt", [False, True])
+def test_bytes_are_those_of_the_ledger(recipe: RecipeName, gpt: bool) -> None:
+    case, result = run(recipe, gpt=gpt)
+    assert not laws.bytes_differ(case, result)
+    assert all(torch.isfinite(grad).all() for grad in result.gradients[0].values())
+
+
+@pytest.mark.parametrize("how", [*WHOLE, "pieces"])
+@pytest.mark.parametrize("recipe", LOCAL)
+def test_plans_have_the_bits_of_keeping_everything(recipe: RecipeName, how: str) -> None:
+    """Scales are local to rows, and pieces are whole blocks.  The products of pieces of the sums of
+    weight gradients are other sums, so their bits may differ."""
+    case, result = run(recipe, how)
+    assert not laws.bytes_differ(case, result)
+    _, kept = run(recipe)
+    if how in WHOLE:
+        assert laws.same_bits(result, kept)
+    else:
+        assert result.losses == pytest.approx(kept.losses, rel=1e-3)
+
+
+@pytest.mark.parametrize("how", ["full", "offload-layers", "balanced_checkpointing"])
+def test_tensors_with_one_scale_are_rebuilt_whole(how: str) -> None:
+    assert laws.same_bits(run("fp8", how)[1], run("fp8")[1])
+
+
+def test_a_recipe_changes_the_numbers_and_little() -> None:
+    plain = dataclasses.replace(
+        narrow("fp8"), workload=replace(narrow("fp8").workload, recipe="none")
+    )
+    kept = laws.run_here(Case(name="plain", problem=plain, plan=plain.base_plan, steps=2))
+    for recipe in RECIPES:
+        losses = run(recipe)[1].losses
+        assert losses != kept.losses
+        assert losses == pytest.approx(kept.losses, rel=0.02)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("shape", [(64, 128), (40, 200), (1, 7)])
+def test_bytes_say_what_the_narrow_form_says(recipe: RecipeName, shape: tuple[int, int]) -> None:
+    """Rows of elements and scales; each element is within half a step of 2 ** -3 of its value."""
+    form = recipe_of(Work(seq_len=1, recipe=recipe))
+    assert form is not None
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(0)).bfloat16()
+    data, scale = quantised.packed(x, form)
+    assert data.shape == (shape[0], form.row_bytes(shape[1]))
+    found = quantised.widened(data, form, shape[1], scale, torch.bfloat16)
+    assert torch.equal(found, quantised.narrowed(x, form))
+    least = quantised.spread(quantised.scales_of(x, form), x.shape, form) * 2**-6
+    assert ((found - x).abs() <= torch.maximum(x.abs() * 0.07, least)).all()
+
+
+def test_what_is_not_executed_is_refused_by_name() -> None:
+    made = narrow("fp8", pp=2)
+    assert refusals(made, made.base_plan) == []
+    split = problem(model=cases.TINY, seq_len=SEQ, global_batch=4, micro_batch=2, tp=2)
+    work = replace(split.workload, recipe="fp8", fp8_params=True)
+    split = dataclasses.replace(split, workload=work)
+    found = " ".join(refusals(split, split.base_plan))
+    assert "quantised parameters" in found
+    assert "quantised linears with tensor" in found
