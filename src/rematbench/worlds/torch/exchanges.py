@@ -353,8 +353,7 @@ class Exchanges:
 
 
 TIED_TAG = 1
-MOST_SLICES = 128
-"""Of a sequence, whose messages have tags of their own."""
+MOST_SLICES = 128  # of a sequence, whose messages have tags of their own
 
 
 class Message(NamedTuple):
