@@ -7,6 +7,7 @@ from typing import Any
 from msgspec import Struct
 
 from rematbench.advise.compare.would_fit import would_fit
+from rematbench.costs.states import PARAMETER_STAGE
 from rematbench.evaluate.evaluation import fullest_rank
 from rematbench.evaluate.problems import make_problem
 from rematbench.evaluate.result import PlannedJob, Result, evaluate_method, told_fragmented
@@ -14,7 +15,7 @@ from rematbench.evidence.bands import with_band
 from rematbench.evidence.peaks import leaving_reserve, margin
 from rematbench.host.console import gib
 from rematbench.inputs.configfile import ConfigError
-from rematbench.inputs.job import DEFAULT_SYSTEM, Job, flag
+from rematbench.inputs.job import DEFAULT_SYSTEM, SHARDED_SYSTEM, Job, flag
 from rematbench.inputs.kernel_rates import RateError
 from rematbench.inputs.layout import LayoutError
 from rematbench.plugins.registry import MethodError, Registry
@@ -124,7 +125,8 @@ def _slower(item: Result, result: Result) -> str:
 def job_of(model: str, facts: Mapping[str, Any]) -> Job:
     """The job of a model with `facts`.  Where they are not given: one GPU, the default stack, and
     as many micro-batches as the pipeline has stages."""
-    job = Job(**{"gpus": 1, "system": DEFAULT_SYSTEM, "global_batch": 1, **facts, "model": model})
+    usual = SHARDED_SYSTEM if facts.get("zero_stage") == PARAMETER_STAGE else DEFAULT_SYSTEM
+    job = Job(**{"gpus": 1, "system": usual, "global_batch": 1, **facts, "model": model})
     lay = job.layout
     batch = facts.get("global_batch") or lay.replicas * lay.micro_batch * lay.pp
     return job.changed(global_batch=batch)
