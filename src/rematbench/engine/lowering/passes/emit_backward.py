@@ -145,6 +145,7 @@ class BackwardEmitter:
             self._hold(unit, self.gatherer)
             self.gatherer.after(w, unit)
         last = position == len(order) - 1
+        # Why: docs/decisions/engine.md, Where does a collective of states slow compute?
         if last:  # the message to the stage before does not wait for the last reduction
             w.add(Action(kind=Kind.EVENT, stream=COMPUTE, event=ENDED["b"]))
         if self.reducer:
