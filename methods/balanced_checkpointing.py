@@ -25,6 +25,7 @@ from rematbench.plan import (
 from rematbench.problem import Problem
 from rematbench.solve.kept import holding_inputs, kept_activations
 from rematbench.solve.pareto import candidates, cheapest_within, front
+from rematbench.solve.recompute_modules import with_copies
 
 PUBLISHED = ("attn_norm_out", "mlp_norm_out", "act_out", "fc2_in", "expert_fc2_in", "shared_fc2_in")
 FC1 = ("gate_out", "up_out", "expert_fc1_out", "shared_gate_out", "shared_up_out")
@@ -72,9 +73,9 @@ class BalancedCheckpointing(Struct, frozen=True, kw_only=True, forbid_unknown_fi
             case "none":
                 return set()
             case "published":
-                return set(PUBLISHED)
+                return {*with_copies(PUBLISHED)}
             case "published+fc1":
-                return {*PUBLISHED, *FC1}
+                return {*with_copies(PUBLISHED), *FC1}
             case "all" | "full":
                 return {name for each in tables for name in each.saved}
         chosen = cheapest_within(front(problem, table), self.keep_fraction * table.saved_bytes)

@@ -18,12 +18,13 @@ from rematbench.problem import Problem
 from rematbench.solve.kept import holding_inputs, kept_activations, with_live_rules
 from rematbench.solve.recompute_modules import (
     CORE_ATTENTION,
-    MODULES,
     Module,
     before_experts,
     chosen_layers,
     modules_dropped,
+    needs_original,
     rebuilding,
+    with_copies,
 )
 
 AT_ONCE = ("moe", "shared_experts")
@@ -67,14 +68,18 @@ class SelectiveRecompute(Struct, frozen=True, kw_only=True, forbid_unknown_field
             )
         model = problem.workload.model
         lacking = [m for m in self.modules if m == "mla_up_proj" and model.latent is None]
-        if self.modules and (lacking or known.isdisjoint(modules_dropped(self.modules))):
+        if self.modules and (
+            lacking or known.isdisjoint(with_copies(modules_dropped(self.modules)))
+        ):
             return Unsupported(
                 f"no layer of {model.name} has {' or '.join(lacking or self.modules)}"
             )
+        if refused := needs_original(self.modules, problem):
+            return Unsupported(refused)
         kept = kept_activations(problem, base) - {"layer_input"}
-        modules = set(modules_dropped(self.modules))
+        modules = {*with_copies(modules_dropped(self.modules))}
         routed = before_experts(problem) if "layernorm" in self.modules else ()
-        modules -= {"attn_norm_out"} if routed else set()
+        modules -= {*with_copies(["attn_norm_out"])} if routed else set()
         wanted = {*modules, *self.activations, *(name for op in self.ops for name in made[op])}
         if self.keep:
             wanted |= kept - set(self.keep)
@@ -100,7 +105,7 @@ class SelectiveRecompute(Struct, frozen=True, kw_only=True, forbid_unknown_field
     ) -> list[Rule]:
         """Rules for the tensors of modules that run again as a whole, and for all others, of
         `layers` (None: of all); of the norm before experts in the layers `routed`."""
-        module = {name for one in self.modules if one in AT_ONCE for name in MODULES[one]}
+        module = {*with_copies(modules_dropped(m for m in self.modules if m in AT_ONCE))}
         module |= {"combined", "unsorted"}
         parts: dict[Scope, tuple[str, ...]] = {
             "layer": tuple(name for name in dropped if name in module),

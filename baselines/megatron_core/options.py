@@ -163,7 +163,8 @@ def _useful(problem: Problem) -> dict[str, bool]:
 def facts_with_options(problem: Problem) -> set[str]:
     """The facts that options give, or that need none."""
     given = {fact for fact, words in OPTIONS.items() if words(problem.system) is not None}
-    return {*POLICY, *given}
+    gathered = {"gather_bytes"} if problem.workload.fp8_params else set[str]()
+    return {*POLICY, *given, *gathered}
 
 
 def expert_words(layout: Layout, work: Workload) -> list[str]:

@@ -40,7 +40,12 @@ from rematbench.plan import (
 )
 from rematbench.problem import Problem
 from rematbench.solve.kept import holding_inputs, kept_activations
-from rematbench.solve.recompute_modules import before_experts, modules_dropped, rebuilding
+from rematbench.solve.recompute_modules import (
+    before_experts,
+    modules_dropped,
+    rebuilding,
+    with_copies,
+)
 from rematbench.workload import Model, PositiveInt
 from rematbench.worlds.packages.limits import (
     NOT_RUN,
@@ -94,6 +99,7 @@ class MegatronCore(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             if "mlp" in self.modules and _norms_in_linears(problem):
                 beside += ("mlp_norm_out",)
             dropped = modules_dropped(self.modules)
+            dropped = with_copies(dropped) if problem.workload.recipe != "none" else dropped
             routed = self._norms_before_experts(problem)
             dense = "mlp" in self.modules
             plan = _dropping(problem, plan, (*dropped, *beside), routed, dense=dense)

@@ -113,15 +113,15 @@ def simulated() -> bool:
 pytestmark = pytest.mark.skipif(not simulated(), reason="steps with experts are not simulated")
 
 
-@pytest.mark.full
-def test_one_more_layer_with_experts_weighs_what_the_stack_says(tmp_path: Path) -> None:
+def check_layers(grid: list[Layered], folder: Path) -> None:
+    """A further layer of each model weighs in the trace what its table and its stack say."""
     needs("megatron.core")
     jobs = [
         make_job(case.problem(count), policy("megatron_core", case.settings), "traced")
-        for case in GRID
+        for case in grid
         for count in case.depths
     ]
-    records = run_jobs("megatron_core", jobs, tmp_path)
+    records = run_jobs("megatron_core", jobs, folder)
     traced = []
     for few, more in zip(records[::2], records[1::2], strict=True):
         assert few.measured is not None, few.reason
@@ -130,9 +130,14 @@ def test_one_more_layer_with_experts_weighs_what_the_stack_says(tmp_path: Path) 
         traced.append(peaks[1] - peaks[0])
     apart = {
         f"{case.modules} {case.layout} {case.padded}": found - case.kept_bytes()
-        for case, found in zip(GRID, traced, strict=True)
+        for case, found in zip(grid, traced, strict=True)
     }
     assert all(abs(nbytes) <= SCALAR for nbytes in apart.values()), apart
+
+
+@pytest.mark.full
+def test_one_more_layer_with_experts_weighs_what_the_stack_says(tmp_path: Path) -> None:
+    check_layers(GRID, tmp_path)
 
 
 def reason(model: Model, layout: dict[str, int], **settings: Any) -> str:

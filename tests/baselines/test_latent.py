@@ -10,11 +10,8 @@ from msgspec.structs import replace
 from baselines.megatron_core.plan import MegatronCore
 from rematbench.workload import Latent
 from rematbench.worlds.packages.limits import active_reasons, setup_of
-from rematbench.worlds.packages.process import job as make_job
-from rematbench.worlds.packages.process import policy, run_jobs
 from tests.baselines.cases import TINY
-from tests.baselines.test_experts import EP2, EXPERTS, PP2, SCALAR, Layered
-from tests.installed import needs
+from tests.baselines.test_experts import EP2, EXPERTS, PP2, Layered, check_layers
 
 LATENT = replace(
     TINY,
@@ -49,24 +46,7 @@ GRID = [
 
 @pytest.mark.full
 def test_one_more_layer_with_latent_attention_weighs_what_the_stack_says(tmp_path: Path) -> None:
-    needs("megatron.core")
-    jobs = [
-        make_job(case.problem(count), policy("megatron_core", case.settings), "traced")
-        for case in GRID
-        for count in case.depths
-    ]
-    records = run_jobs("megatron_core", jobs, tmp_path)
-    traced = []
-    for few, more in zip(records[::2], records[1::2], strict=True):
-        assert few.measured is not None, few.reason
-        assert more.measured is not None, more.reason
-        peaks = [one.measured.ranks[0].activation_peak_bytes for one in (few, more)]
-        traced.append(peaks[1] - peaks[0])
-    apart = {
-        f"{case.modules} {case.layout}": found - case.kept_bytes()
-        for case, found in zip(GRID, traced, strict=True)
-    }
-    assert all(abs(nbytes) <= SCALAR for nbytes in apart.values()), apart
+    check_layers(GRID, tmp_path)
 
 
 @pytest.mark.parametrize(

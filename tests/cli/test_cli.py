@@ -210,6 +210,15 @@ def test_the_bytes_of_ranks_are_drawn(tmp_path: Path) -> None:
     assert "expected a file of .pdf, .png, .svg" in wrong.err
 
 
+def test_a_recipe_has_bf16_beside_it() -> None:
+    job = "--model llama-3.1-8b --cluster h100-80gb --gpus 8 --seq-len 4096 --global-batch 64"
+    words = ["simulate", "keep_all", *job.split(), "--tp", "2", "--recipe", "fp8"]
+    told = " ".join(typed(*words).out.split())
+    assert re.search(r"in bf16 without its recipe: step .* times with it\); .* GiB in all", told)
+    found = json.loads(typed(*words, "--json").out)
+    assert found["without_recipe"]["step_s"] > found["step_s"]
+
+
 def test_partition_moves_layers() -> None:
     sizes = "3,4,4,5,3,4,4,5"
     ran = typed("plan", "keep_all", *PIPE, "--partition", sizes, "--rank", "3", "--json")

@@ -6,8 +6,11 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from rematbench.evaluate.problems import make_problem
+from rematbench.evidence.bands import band_of
 from rematbench.evidence.published.sheets import SPEED
 from rematbench.inputs import recipes
+from rematbench.inputs.job import Job
 from tests.predicted import predicted, read_of
 
 TWIN = (
@@ -78,7 +81,7 @@ def test_steps_are_predicted() -> None:
         ]
         for gpu in (("H100",), ("GB200", "B200", "GB300"))
     }
-    assert [len(found) for found in errors.values()] == [28, 7]
+    assert [len(found) for found in errors.values()] == [37, 7]
     assert median([e for found in errors.values() for e in found]) <= 0.12
 
 
@@ -104,5 +107,12 @@ def test_experts_in_mxfp8_on_blackwell_are_predicted() -> None:
         [abs(float(row[f"pred_{SPEED}"]) / float(row[SPEED]) - 1) for row in some]
         for some in (plain, latent)
     ]
-    assert [len(found) for found in errors] == [4, 4]
+    assert min(map(len, errors)) >= 4
     assert median(errors[0]) <= 0.18
+
+
+def test_a_band_says_that_its_rows_are_in_16_bits() -> None:
+    facts = {"cluster": "h100-80gb", "system": "megatron-core", "gpus": 8, "seq_len": 4096}
+    job = Job(model="llama-3.1-8b", global_batch=8, recipe="fp8", fp8_params=True, **facts)
+    outside = band_of(make_problem(job), "keep_all").outside
+    assert outside["precision"] == "precision fp8 (published: 16 bits)"

@@ -233,19 +233,6 @@ def test_longest_sequence_stops_at_its_limit_and_at_refusals() -> None:
     assert "must be a multiple of" in odd.binds
 
 
-def test_an_allocator_may_decide() -> None:
-    p = problem(seq_len=64)
-    halves = longest_sequence(
-        tiny_problem,
-        REGISTRY.resolve("mst"),
-        granularity=64,
-        limit=4096,
-        reserved=lambda q, _: p.usable_bytes + q.workload.seq_len - 1000,
-    )
-    assert halves.seq_len == 960
-    assert "allocator would reserve" in halves.binds
-
-
 def test_bytes_a_token_beside_layer_inputs_are_those_that_are_stated() -> None:
     """Of Llama-3-8B at 60K tokens (config/study/mst.yaml): one rebuilt layer, and four tensors of
     hidden width on the way."""

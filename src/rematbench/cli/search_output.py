@@ -54,7 +54,7 @@ def show_space(out: Console, job: SearchJob) -> None:
     work = spec.work
     out.print(
         plain(
-            f"{job.model.name}, {work.seq_len:,} tokens{work.packing}, {work.precision}, global "
+            f"{job.model.name}, {work.seq_len:,} tokens{work.packing}, {work.numbers}, global "
             f"batch {spec.degrees.global_batch}, on {spec.gpus} x {job.cluster.gpu} "
             f"({job.cluster.name}), stack {job.system.name}; simulated"
         ),

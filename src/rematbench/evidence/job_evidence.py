@@ -41,6 +41,7 @@ from rematbench.inputs.constants import Calibration
 from rematbench.inputs.load import calibration, load_cluster, load_system, names, rated
 from rematbench.inputs.paths import data_dir
 from rematbench.inputs.precision import WIDE, in_precision
+from rematbench.inputs.recipes import with_recipe
 from rematbench.inputs.system import System, with_facts
 from rematbench.plugins.discover import discover
 from rematbench.plugins.registry import IDENTITY, Registry
@@ -142,7 +143,7 @@ class JobProperties(Struct, frozen=True, kw_only=True):
     shipped stack with the same facts ("": none); `cluster` describes the differences from the
     nearest shipped cluster ("": no difference, as for published rows); `device` its GPU, if that is
     like no shipped one ("": it is); `shape` a head dimension whose rows are not aligned ("": they
-    are); `precision` one of more than 16 bits ("": 16 bits, as in published rows); `packing` has
+    are); `precision` one of more than 16 bits, or a recipe ("": 16 bits); `packing` has
     words on packed documents ("": none are packed, as in published rows); `experts`: whether the
     model has them."""
 
@@ -284,9 +285,17 @@ def job_of(problem: Problem, family: str) -> JobProperties:
         packing=problem.workload.packing,
         device=unlike_devices(problem.cluster),
         shape=unaligned_heads(problem),
-        precision=problem.workload.precision if problem.workload.precision in WIDE else "",
+        precision=unlike_precision(problem),
         experts=problem.workload.model.experts is not None,
     )
+
+
+def unlike_precision(problem: Problem) -> str:
+    """A precision of more than 16 bits, or a recipe; otherwise "", as in the rows of bands."""
+    work = problem.workload
+    if work.recipe != "none":
+        return work.recipe
+    return work.precision if work.precision in WIDE else ""
 
 
 def unaligned_heads(problem: Problem) -> str:
@@ -322,12 +331,12 @@ def published_stack(problem: Problem) -> str:
     generation = problem.cluster.generation
     if problem.attention == "flash":
         mine = with_facts(mine, attention=problem.kernel, cudnn_first=False)
-    precision, stage = problem.workload.precision, problem.layout.zero_stage
+    work, stage = problem.workload, problem.layout.zero_stage
     alike = [
         other.name
         for other in _stacks(generation)
         if entry(other.constants) == entry(mine.constants)
-        and _speed(in_precision(other, precision, stage)) == _speed(mine)
+        and _speed(with_recipe(in_precision(other, work.precision, stage), work)) == _speed(mine)
     ]
     rows = {cell.job.stack for cell in left_out_cells()}
     return min(alike, key=lambda name: (name not in rows, name != mine.name), default="")

@@ -81,36 +81,33 @@ def library_of(system: System) -> Library | None:
     return next((found for name in names if (found := recipe_file().libraries.get(name))), None)
 
 
-def generations() -> dict[str, tuple[str, ...]]:
-    """The recipes that have kernels, by GPU generation."""
-    known = {name for one in recipe_file().recipes.values() for name in one.copies}
-    return {
-        each: tuple(name for name, one in recipe_file().recipes.items() if each in one.copies)
-        for each in sorted(known)
-    }
-
-
 def check_recipe(work: Work, system: System, generation: str) -> None:
     """RateError for a recipe that the GPUs or the stack lack, or that contradicts the job."""
-    recipe, own = recipe_of(work), generations().get(generation, ())
+    recipe, named = recipe_of(work), f"recipe {work.recipe}"
     if recipe is None:
-        wrong = work.fp8_params or work.bf16_ends
-        problem = "fp8_params and bf16_ends need a recipe" if wrong else ""
-    elif work.recipe not in own:
-        has = f"its recipes: {', '.join(own)}" if own else "it has no recipe"
-        problem = f"recipe {work.recipe} ({recipe.words}) has no kernels on {generation} ({has})"
-    elif library_of(system) is None:
-        problem = f"recipe {work.recipe}: no quantised linears are known of stack {system.name}"
-    elif work.precision != "bf16":
-        problem = f"recipe {work.recipe} with precision {work.precision} is not modelled (bf16)"
-    elif not work.trains_all:
-        problem = f"recipe {work.recipe} with weights that do not train is not modelled"
-    elif work.bf16_ends and not recipe.keeps_original:
-        problem = "Delayed scaling does not support first / last layer in BF16"
+        problems = {"fp8_params and bf16_ends need a recipe": work.fp8_params or work.bf16_ends}
     else:
-        problem = ""
-    if problem:
-        raise RateError(problem)
+        known = recipe_file().recipes.items()
+        own = ", ".join(name for name, one in known if generation in one.copies) or "none"
+        named = f"{named} ({recipe.words})"
+        problems = {
+            f"{named} has no kernels on {generation} (its recipes: {own})": (
+                generation not in recipe.copies
+            ),
+            f"{named}: no quantised linears are known of stack {system.name}": (
+                library_of(system) is None
+            ),
+            f"{named} with precision {work.precision} is not modelled (bf16)": (
+                work.precision != "bf16"
+            ),
+            f"{named} with weights that do not train is not modelled": not work.trains_all,
+            "Delayed scaling does not support first / last layer in BF16": (
+                bool(work.bf16_ends) and not recipe.keeps_original
+            ),
+        }
+    for problem, holds in problems.items():
+        if holds:
+            raise RateError(problem)
 
 
 def untimed(work: Work, generation: str) -> str:

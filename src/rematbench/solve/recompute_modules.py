@@ -6,6 +6,8 @@ from collections.abc import Iterable
 from itertools import groupby
 from typing import Literal
 
+from rematbench.costs.operators.ops import QUANTISED
+from rematbench.inputs.recipes import recipe_of
 from rematbench.plan import Plan, Recompute, Rule, Scope, Select
 from rematbench.problem import Problem
 
@@ -28,9 +30,23 @@ MODULES: dict[Module, tuple[str, ...]] = {
 recompute_modules)."""
 
 
+def with_copies(names: Iterable[str]) -> tuple[str, ...]:
+    """Names of tensors, each with that of its quantised copy, which a linear may save instead."""
+    return tuple(name for one in names for name in (one, f"{one}{QUANTISED}"))
+
+
 def modules_dropped(modules: Iterable[Module]) -> tuple[str, ...]:
     """The saved tensors that recompute modules drop, in the order of the modules."""
     return tuple(dict.fromkeys(name for module in modules for name in MODULES[module]))
+
+
+def needs_original(modules: Iterable[Module], problem: Problem) -> str:
+    """Why a recipe does not allow a module to be recomputed, whose outputs linears then save in
+    16 bits and quantise again; empty if it does.  The words are Megatron-core's."""
+    recipe = recipe_of(problem.workload)
+    if recipe is None or recipe.keeps_original or {"moe_act", "layernorm"}.isdisjoint(modules):
+        return ""
+    return "Delayed scaling does not support moe_act and layernorm recompute for fp8."
 
 
 def before_experts(problem: Problem) -> tuple[int, ...]:
@@ -52,7 +68,7 @@ def rebuilding(
 ) -> list[Rule]:
     """Rules that rebuild these tensors of `layers` (None: of every layer), but of the layers
     `routed` alone the output of the norm before experts (empty: of all of them too)."""
-    norm = ["mlp_norm_out"] if routed else []
+    norm = list(with_copies(["mlp_norm_out"])) if routed else []
     at_norm = tuple(layer for layer in routed if layers is None or layer in layers)
     parts = (
         ([name for name in names if name not in norm], layers),

@@ -138,6 +138,12 @@ def tiny(
     return remade(made, workload=work, evaluator=evaluate)
 
 
+def two_a_chunk(layout: str, model: Model) -> Model:
+    """The model with two layers for each chunk of a layout."""
+    degrees = (LAYOUTS | EXPERT_LAYOUTS | STAGED)[layout]
+    return replace(model, num_layers=2 * degrees.get("pp", 1) * degrees.get("vpp", 1))
+
+
 def mini(plan: Plan) -> Plan:
     """The MLP in three pieces, the head and its loss in five; both ragged."""
     runs = (MiniSequence(MLP, 3), MiniSequence(("lm_head", "loss"), 5))

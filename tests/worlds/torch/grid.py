@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import pytest
 
@@ -10,8 +11,10 @@ from rematbench.engine.lowering.lower import lower
 from rematbench.engine.program.action import Kind
 from rematbench.inputs.system import with_facts
 from rematbench.plugins.registry import Composition
+from rematbench.problem import Problem
+from rematbench.worlds.run_records import compared
 from rematbench.worlds.torch.case import Case, Result
-from tests.problems import all_methods, remade
+from tests.problems import all_methods, plan_of, remade
 from tests.worlds.torch import cases, laws
 
 TOLERANCE = 1e-10
@@ -129,6 +132,22 @@ def check_twin(case: Case, result: Result) -> None:
         assert any(a.kind is Kind.RECOMPUTE for rank in ranks for a, _, _ in rank.actions())
     if plan in ("full", "rows", "skeletal", "windows", "mini-dropped", "full_recompute"):
         assert sum(rank.recompute_flop for rank in result.ranks) > 0
+
+
+def one_step(name: str, given: Problem, method: tuple[str, dict[str, Any]]) -> Case:
+    """One step of a method with its settings."""
+    plan = plan_of(given, method[0], **method[1])
+    return Case(name=name, problem=given, plan=plan, steps=1, ignored=0.1, gradients=True)
+
+
+def check_step(case: Case, result: Result, keep: Result | None = None) -> None:
+    """Bytes after every action, losses and gradients; and against keep_all."""
+    check_twin(case, result)
+    check_gradients(case, result)
+    if keep is not None:
+        assert compared(case.problem, result, keep, "keep_all").lossless
+        norms = zip(result.gradient_norms, keep.gradient_norms, strict=True)
+        assert all(a == pytest.approx(b, rel=TOLERANCE) for a, b in norms)
 
 
 def check_gradients(case: Case, result: Result) -> None:

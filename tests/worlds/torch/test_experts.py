@@ -12,16 +12,14 @@ from msgspec import structs
 from rematbench.engine.lowering.lower import lower
 from rematbench.engine.program.ledger import live_bytes
 from rematbench.inputs.system import FACTS, with_facts
-from rematbench.workload import Model
 from rematbench.worlds.records.refusals import refusals
-from rematbench.worlds.run_records import compared
 from rematbench.worlds.torch import experts
 from rematbench.worlds.torch.case import Case, Result
 from rematbench.worlds.torch.groups import coordinates, expert_place
 from rematbench.worlds.torch.operands import Call
 from rematbench.worlds.torch.rank_model import RankModel
 from rematbench.worlds.torch.single_rank import trace_rank
-from tests.problems import plan_of, remade
+from tests.problems import remade
 from tests.worlds.torch import cases, grid, laws
 from tests.worlds.torch.cases import EXPERTS, MIXTURE, SHARED
 
@@ -52,40 +50,16 @@ SIZES: dict[int, tuple[str, ...]] = {
 }
 
 
-def deep(layout: str, model: str) -> Model:
-    """The model with two layers for each stage."""
-    stages = (cases.LAYOUTS | cases.EXPERT_LAYOUTS)[layout].get("pp", 1)
-    return structs.replace(MODELS[model], num_layers=2 * stages)
-
-
 def method(layout: str, name: str, model: str = "mixture", precision: Any = "fp64") -> Case:
     """One step of a method."""
-    given = cases.tiny(layout, precision, deep(layout, model))
-    spec, settings = METHODS[name]
-    return Case(
-        name=f"{layout} {model} {name}",
-        problem=given,
-        plan=plan_of(given, spec, **settings),
-        steps=1,
-        ignored=0.1,
-        gradients=True,
-    )
+    given = cases.tiny(layout, precision, cases.two_a_chunk(layout, MODELS[model]))
+    return grid.one_step(f"{layout} {model} {name}", given, METHODS[name])
 
 
 def raw(layout: str, plan: str, model: str = "mixture") -> Case:
     """One step of a plan that no method makes."""
-    given = cases.case(layout, plan, model=deep(layout, model))
+    given = cases.case(layout, plan, model=cases.two_a_chunk(layout, MODELS[model]))
     return replace(given, name=f"{layout} {model} {plan}", steps=1)
-
-
-def check(case: Case, result: Result, keep: Result | None = None) -> None:
-    """Bytes after every action, losses and gradients; and against keep_all."""
-    grid.check_twin(case, result)
-    grid.check_gradients(case, result)
-    if keep is not None:
-        assert compared(case.problem, result, keep, "keep_all").lossless
-        norms = zip(result.gradient_norms, keep.gradient_norms, strict=True)
-        assert all(a == pytest.approx(b, rel=grid.TOLERANCE) for a, b in norms)
 
 
 @cache
@@ -98,7 +72,7 @@ def kept(model: str, precision: str = "fp64") -> Result:
 def test_every_method_is_lossless_on_one_process(model: str, name: str) -> None:
     case = method("one", name, model)
     result = laws.run_here(case)
-    check(case, result, kept(model))
+    grid.check_step(case, result, kept(model))
     if name in BITWISE:
         assert laws.same_bits(result, kept(model))
 
@@ -106,7 +80,7 @@ def test_every_method_is_lossless_on_one_process(model: str, name: str) -> None:
 @pytest.mark.parametrize("name", ["parts", "balanced-all"])
 def test_experts_without_a_gate_keep_what_their_weights_scale(name: str) -> None:
     case = method("one", name, "ungated")
-    check(case, laws.run_here(case), kept("ungated"))
+    grid.check_step(case, laws.run_here(case), kept("ungated"))
 
 
 @pytest.mark.parametrize("plan", PLANS)
@@ -114,7 +88,7 @@ def test_experts_without_a_gate_keep_what_their_weights_scale(name: str) -> None
 def test_every_fate_is_lossless_on_one_process(model: str, plan: str) -> None:
     case = raw("one", plan, model)
     result = laws.run_here(case)
-    check(case, result, kept(model))
+    grid.check_step(case, result, kept(model))
     assert result.ranks[0].offload_bytes > 0
 
 
@@ -159,7 +133,7 @@ def test_eight_ranks_compute_what_one_process_computes(layout: str) -> None:
     results = launched(("dp2-ep2-pp2", "mixture", "moe"), ("tp2-ep2-pp2", "shared", "keep_all"))
     for case, result in results.values():
         if case.name.startswith(f"{layout} "):
-            check(case, result)
+            grid.check_step(case, result)
 
 
 @pytest.mark.full
@@ -171,7 +145,7 @@ def test_other_layouts_compute_what_one_process_computes(size: int) -> None:
         for model, name in (("mixture", "keep_all"), ("shared", "moe"))
     ]
     for case, result in launched(*which).values():
-        check(case, result)
+        grid.check_step(case, result)
 
 
 @pytest.mark.full
@@ -182,7 +156,7 @@ def test_the_order_of_ranks_changes_nothing() -> None:
         grid.in_order(method(layout, "keep_all"), *order) for layout in SIZES[4] for order in orders
     ]
     for case, result in laws.launch(every).values():
-        check(case, result)
+        grid.check_step(case, result)
 
 
 @pytest.mark.soak
@@ -193,7 +167,7 @@ def test_every_method_is_lossless_on_every_layout(size: int) -> None:
             results = launched(*((layout, model, name) for name in (*METHODS, *PLANS)))
             keep = results[f"{layout} {model} keep_all"][1]
             for case, result in results.values():
-                check(case, result, keep)
+                grid.check_step(case, result, keep)
 
 
 @pytest.mark.parametrize("layout", QUICK)

@@ -14,7 +14,6 @@ from msgspec.structs import replace
 from rematbench.engine.lowering.lower import lower
 from rematbench.engine.program.action import Action, Alloc, Kind
 from rematbench.engine.program.program import Block, Program
-from rematbench.engine.program.storage import COPIED_IN
 from rematbench.host.ranks import KILLED
 from rematbench.worlds.torch import attention_backends, batch, devices, movers, worker
 from rematbench.worlds.torch.case import Case, Result, combine
@@ -62,11 +61,6 @@ def skip_a_piece(action: Action) -> list[Action]:
 def skip_a_copy(action: Action) -> list[Action]:
     """A tensor never goes to the host."""
     return [] if action.kind is Kind.D2H else [action]
-
-
-def no_wait(action: Action) -> list[Action]:
-    """Compute does not wait for reloads."""
-    return [] if action.kind is Kind.WAIT and action.wait is COPIED_IN else [action]
 
 
 def run(case: Case) -> Result:

@@ -14,7 +14,6 @@ from rematbench.evaluate.problems import make_problem
 from rematbench.inputs.job import Job
 from rematbench.inputs.stages import read_stages
 from rematbench.worlds.records.refusals import refusals
-from rematbench.worlds.run_records import compared
 from rematbench.worlds.torch import attention_backends as attn
 from rematbench.worlds.torch import operators
 from rematbench.worlds.torch.case import Case, Result
@@ -48,35 +47,13 @@ METHODS: dict[str, tuple[str, dict[str, Any]]] = {
 PLANS = ("offload", "offload-layers", "offload-slots", "full-kept")
 
 
-def deep(layout: str, model: str) -> Any:
-    """The model with two layers for each chunk."""
-    given = (cases.LAYOUTS | cases.EXPERT_LAYOUTS | cases.STAGED)[layout]
-    chunks = given.get("pp", 1) * given.get("vpp", 1)
-    return structs.replace(MODELS[model], num_layers=2 * chunks)
-
-
 def method(
     layout: str, name: str, model: str = "latent", precision: Any = "fp64", **facts: Any
 ) -> Case:
     """One step of a method, on a model with other `facts`."""
-    given = cases.tiny(layout, precision, structs.replace(deep(layout, model), **facts))
-    spec, settings = METHODS[name]
-    return Case(
-        name=f"{layout} {model} {name}",
-        problem=given,
-        plan=plan_of(given, spec, **settings),
-        steps=1,
-        ignored=0.1,
-        gradients=True,
-    )
-
-
-def check(case: Case, result: Result, keep: Result | None = None) -> None:
-    """Bytes after every action, losses and gradients; and against keep_all."""
-    grid.check_twin(case, result)
-    grid.check_gradients(case, result)
-    if keep is not None:
-        assert compared(case.problem, result, keep, "keep_all").lossless
+    deep = cases.two_a_chunk(layout, MODELS[model])
+    given = cases.tiny(layout, precision, structs.replace(deep, **facts))
+    return grid.one_step(f"{layout} {model} {name}", given, METHODS[name])
 
 
 @cache
@@ -88,7 +65,7 @@ def kept(model: str, precision: str = "fp64") -> Result:
 @pytest.mark.parametrize("model", ["latent", "experts"])
 def test_every_method_is_lossless_on_one_process(model: str, name: str) -> None:
     case = method("one", name, model)
-    check(case, laws.run_here(case), kept(model))
+    grid.check_step(case, laws.run_here(case), kept(model))
 
 
 @pytest.mark.parametrize("name", ["full_recompute", "norms", "mst"])
@@ -96,7 +73,7 @@ def test_every_method_is_lossless_on_one_process(model: str, name: str) -> None:
 def test_one_more_token_is_predicted_on_one_process(tied: bool, name: str) -> None:
     """The loss of two tokens and the gradients of weights that both use, also in pieces."""
     case = method("one", name, "prediction", tied_embeddings=tied)
-    check(case, laws.run_here(case))
+    grid.check_step(case, laws.run_here(case))
 
 
 @pytest.mark.parametrize(
@@ -140,13 +117,13 @@ def test_a_prediction_that_is_not_executed_is_refused_by_name(
 def test_queries_may_be_projected_at_once() -> None:
     case = method("one", "mla_up_proj", "whole-queries")
     assert "q_latent" not in case.problem.layer(0).activations
-    check(case, laws.run_here(case), kept("whole-queries"))
+    grid.check_step(case, laws.run_here(case), kept("whole-queries"))
 
 
 @pytest.mark.parametrize("plan", PLANS)
 def test_every_fate_is_lossless_on_one_process(plan: str) -> None:
-    case = cases.case("one", plan, model=deep("one", "latent"))
-    check(case, laws.run_here(case))
+    case = cases.case("one", plan, model=cases.two_a_chunk("one", LATENT))
+    grid.check_step(case, laws.run_here(case))
 
 
 @pytest.mark.parametrize("name", ["full_recompute", "mla_up_proj"])
@@ -183,7 +160,7 @@ def test_eight_ranks_compute_what_one_process_computes() -> None:
     """EP 2 x TP 2 x PP 2 x VPP 2, with experts; and with stated stages and a prediction."""
     which = ("tp2-ep2-pp2-vpp2", "experts"), ("tp2-ep2-pp2-vpp2-stages", "prediction")
     for case, result in launched(*((*each, "mla_up_proj") for each in which)).values():
-        check(case, result)
+        grid.check_step(case, result)
 
 
 @pytest.mark.full
@@ -194,7 +171,7 @@ def test_other_layouts_compute_what_one_process_computes(layouts: tuple[str, ...
     which = [(layout, "latent", name) for layout in layouts for name in ("keep_all", "norms")]
     which += [(layout, "next", "norms") for layout in layouts if "-" not in layout]
     for case, result in launched(*which).values():
-        check(case, result)
+        grid.check_step(case, result)
 
 
 @pytest.mark.parametrize("layout", ["tp2-pp2", "tp2-ep2-pp2"])

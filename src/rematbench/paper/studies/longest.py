@@ -3,19 +3,15 @@
 from collections.abc import Callable
 
 from msgspec import Struct
-from msgspec.structs import replace
 
 from rematbench.evaluate.result import Result, evaluate_method
 from rematbench.inputs.layout import LayoutError
-from rematbench.plan import Plan
 from rematbench.plugins.registry import Composition
 from rematbench.problem import Problem
 from rematbench.solve.search import brackets, middle
 
 Factory = Callable[[int], Problem]
 """Makes the problem at a sequence length; raises LayoutError where the layout does not allow it."""
-Reserved = Callable[[Problem, Plan], int]
-"""Device bytes that an allocator reserves for a plan; set where these bytes decide what fits."""
 
 
 class Longest(Struct, frozen=True, kw_only=True):
@@ -36,7 +32,6 @@ def longest_sequence(
     *,
     granularity: int = 1024,
     limit: int = 1 << 24,
-    reserved: Reserved | None = None,
 ) -> Longest:
     """Bracket the longest fitting length, then narrow the bracket.
 
@@ -56,7 +51,7 @@ def longest_sequence(
         except LayoutError as error:
             refused[units] = str(error)
             return True
-        tried[units] = _attempt(problem, method, reserved)
+        tried[units] = evaluate_method(problem, method)
         return not tried[units].fits
 
     def further(units: int) -> int:
@@ -108,17 +103,6 @@ def _room(result: Result | None) -> int | None:
     if result is None or result.evaluation is None:
         return None
     return result.problem.usable_bytes - max(result.evaluation.peak_device_bytes)
-
-
-def _attempt(problem: Problem, method: Composition, reserved: Reserved | None) -> Result:
-    result = evaluate_method(problem, method)
-    if reserved is None or not result.fits or result.plan is None:
-        return result
-    short = reserved(problem, result.plan) - problem.usable_bytes
-    if short <= 0:
-        return result
-    reason = f"the allocator would reserve {short / 2**30:.2f} GiB more than the device has"
-    return replace(result, status="oom", reason=reason, evaluation=None, verdict=None)
 
 
 def _report(tried: dict[int, Result], low: int, high: int, granularity: int, binds: str) -> Longest:

@@ -1,20 +1,13 @@
-"""Shared code of the studies' tables: published numbers of answers, the best of a group."""
+"""Shared code of the studies' tables: published numbers of answers."""
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Iterable, Mapping
+from typing import TypeAlias
 
-from rematbench.paper.sheet.table import Column, columns, fixed
 from rematbench.paper.studies.answers import StudyAnswer
 from rematbench.paper.studies.declarations import Claims, published
 
-Line = dict[str, Any]
 PublishedNumbers: TypeAlias = Mapping[tuple[str, str, str, str, str], float]
 """Published numbers in our units, by (study, ask, workload, method, metric)."""
-
-SIMULATED = "World: simulated. "
-VERDICT = Column("status", "verdict")
-STEP = Column("step_s", "step s", fixed(3))
-WORKLOAD, METHOD = columns("workload method")
 
 
 def published_numbers(rows: Iterable[Mapping[str, str]], claims: Claims) -> PublishedNumbers:
@@ -39,30 +32,9 @@ def published_number(numbers: PublishedNumbers, answer: StudyAnswer, metric: str
     return numbers.get((answer.study, answer.ask, answer.workload, answer.method, metric))
 
 
-def of(answers: Iterable[StudyAnswer], ask: str) -> list[StudyAnswer]:
-    """The answers to one kind of question."""
-    return [answer for answer in answers if answer.ask == ask]
-
-
-def best(
-    answers: Iterable[StudyAnswer], workload: str, methods: Sequence[str]
-) -> StudyAnswer | None:
-    """The best fitting answer of some methods over all layouts of a workload; None if none fits."""
-    fits = [
-        a for a in answers if a.workload == workload and a.method in methods and a.status == "ok"
-    ]
-    return max(fits, key=lambda answer: answer.merit, default=None)
-
-
 def ratio(numerator: float | None, denominator: float | None) -> float | None:
     """The quotient if both numbers exist and are not zero, otherwise None."""
     return numerator / denominator if numerator and denominator else None
-
-
-def speed(answer: StudyAnswer | None) -> float | None:
-    """Tokens/s per GPU of an answer; None without an answer or without a speed."""
-    value = answer.values.get("tokens_per_s_per_gpu") if answer else None
-    return float(value) if value is not None else None
 
 
 def number_of(answer: StudyAnswer | None, metric: str) -> float | None:

@@ -1,5 +1,4 @@
-"""Runs of a suite: the table of methods, a sheet with a line per run, and a sheet with a line per
-number."""
+"""Runs of a suite: the table of methods, and a sheet with a line per run."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -7,7 +6,6 @@ from typing import Any
 
 import msgspec
 
-from rematbench.evaluate.evaluation import RankBytes
 from rematbench.host.console import CommandError
 from rematbench.paper.sheet.table import (
     Column,
@@ -30,17 +28,7 @@ INPUTS = {
     "records": "results/{suite}/records/simulated/{method}",
 }
 TABLES = ("methods",)
-SHEETS = ("runs", "measurements")
-
-UNITS = {
-    "step_s": "s",
-    "tokens_per_s_per_gpu": "tokens/s",
-    "mfu_causal": "fraction",
-    "mfu_dense": "fraction",
-    "hfu": "fraction",
-    "recompute_flop": "FLOP",
-}
-"""Units of metrics; all other metrics are in bytes."""
+SHEETS = ("runs",)
 
 Line = dict[str, Any]
 
@@ -53,7 +41,6 @@ def build(suite: Path, records: list[Path]) -> list[Table]:
     return [
         method_table(found, labels(load_suite(suite), discover())),
         sheet("runs", run_lines(found)),
-        sheet("measurements", measurement_lines(found)),
     ]
 
 
@@ -106,43 +93,6 @@ def _metrics(metrics: Metrics) -> Line:
 
 def _blank(value: int | None) -> int | str:
     return "" if value is None else value
-
-
-def measurement_lines(records: Sequence[tuple[str, Record]]) -> list[Line]:
-    """The lines of measurements.csv: one number per line, with its run, repeat, rank and unit."""
-    lines: list[Line] = []
-    for _, record in records:
-        for number, repeat in enumerate(record.repeats):
-            values = _metrics(repeat)
-            warmup = values.pop("warmup")
-            lines += [
-                _measurement(record, metric, value, repeat=number, warmup=warmup)
-                for metric, value in values.items()
-            ]
-        for rank, parts in enumerate(record.ranks):
-            lines += [
-                _measurement(record, f"rank_{part}_bytes", value, rank=rank)
-                for part, value in _parts(parts).items()
-            ]
-    return lines
-
-
-def _parts(parts: RankBytes) -> dict[str, int]:
-    values = msgspec.structs.asdict(parts)
-    del values["peak_step"]  # an index, not a measurement
-    return values
-
-
-def _measurement(record: Record, metric: str, value: float, **where: Any) -> Line:
-    return {
-        "run_id": record.run_id,
-        "repeat": where.get("repeat", 0),
-        "warmup": where.get("warmup", False),
-        "rank": where.get("rank", ""),
-        "metric": metric,
-        "value": value,
-        "unit": UNITS.get(metric, "bytes"),
-    }
 
 
 def method_table(records: Sequence[tuple[str, Record]], labels: Mapping[str, str]) -> Table:

@@ -231,13 +231,13 @@ def plan_hash(problem: Problem, plan: Plan) -> str:
     rest = replace(plan, rules=tuple(windows), fit={})
     deeds = msgspec.to_builtins(rest, str_keys=True)
     del deeds["addresses"]
-    if not plan.slices:  # hashes of records that are older than the field
+    if not plan.cuts:  # hashes of records that are older than the fields
+        del deeds["cuts"]
+    if not plan.slices:
         del deeds["slices"]
     for rule in deeds["rules"]:
         if rule["select"]["slices"] is None:
             del rule["select"]["slices"]
-    if not plan.cuts:
-        del deeds["cuts"]
     for state in deeds["states"]:
         if state["pieces"] is None:  # hashes of records that are older than the field
             del state["pieces"]
