@@ -342,7 +342,7 @@ class GroupBounds(LayoutGroup):
         assert isinstance(one, Probe)
         layerwise = one.copies and one.transfers.granularity == "layer"
         more = AS_PROBED if layerwise else self.wider  # compute may wait for copies meanwhile
-        found = step_bound(columns, timed, self.send_s, more, any_order=one.halves)
+        found = step_bound(columns, timed, self.send_s, more, any_order=one.reordered)
         return self.wide(candidate, found + self.end_s)
 
     def _peak_bytes(self, candidate: Candidate, ends: tuple[Facts, Facts], lean: Facts) -> Array:
@@ -405,7 +405,7 @@ class GroupBounds(LayoutGroup):
         probe, cost = self.probe(candidate, pieces), self.problem.cost
         shares = self.shares(candidate)[0]
         assert isinstance(probe, Probe)
-        if probe.halves:  # the walk knows no such order
+        if probe.reordered:  # the walk knows no such order
             return float(self._step_s(candidate, pieces)[step - 1, index]) * SHARED
         share = np.broadcast_to(shares, (len(shares), len(self.choices)))[step - 1, index]
         facts = self.at_share(candidate, self._timed(candidate, pieces), share)

@@ -9,6 +9,7 @@ from operator import add
 from typing import Any, NamedTuple, TypeVar
 
 from rematbench.costs.copies import NO_TRAFFIC, CopyTraffic
+from rematbench.engine.lowering.slices import slice_of
 from rematbench.engine.program.action import COMPUTE as COMPUTE_STREAM
 from rematbench.engine.program.action import Kind
 from rematbench.engine.program.ledger import pool_bytes
@@ -133,7 +134,7 @@ class Chunk:
 
         inside_bytes = fewest("B", back)
         return ChunkCost(
-            forward=_minimum(pass_bytes(profile) for _, profile in self.blocks["F"]),
+            forward=self._pass("F", lambda _, profile: pass_bytes(profile)),
             backward=self._backward(lambda _, profile: pass_bytes(profile)),
             released_bytes=-fewest("free_d2h", net),
             out_s=0.0,
@@ -149,14 +150,24 @@ class Chunk:
             recrossing_bytes=0.0,
         )
 
+    def _pass(self, label: str, cost: Callable[[Block, Profile], PassCost]) -> PassCost:
+        """The least cost of the blocks of a label.  Of slices of a sequence the seconds of all add
+        up, and bytes are the least slice's."""
+        by_slice: dict[int, list[PassCost]] = defaultdict(list)
+        for block, profile in self.blocks[label]:
+            number = max(map(slice_of, block.written)) if self.program.slices else 0
+            by_slice[number].append(cost(block, profile))
+        found, *more = (_minimum(iter(costs)) for costs in by_slice.values())
+        for each in more:
+            least = found.minimum(each)
+            total = PassCost._make(map(add, found, each))
+            found = total._replace(net_bytes=least.net_bytes, high_bytes=least.high_bytes)
+        return found
+
     def _backward(self, cost: Callable[[Block, Profile], PassCost]) -> PassCost:
         """The cost of a backward, of both halves where weight gradients are apart: seconds and
         bytes that stay add up, and the peak is that of the first half."""
-        found, *more = (
-            _minimum(cost(*each) for each in self.blocks[label])
-            for label in ("B", "W")
-            if self.blocks[label]
-        )
+        found, *more = (self._pass(label, cost) for label in ("B", "W") if self.blocks[label])
         for half in more:
             found = PassCost._make(map(add, found, half))._replace(high_bytes=found.high_bytes)
         return found
@@ -192,7 +203,7 @@ class Chunk:
             return fsum(costs(action, rank) for action in after if action.kind is Kind.D2H)
 
         return nbytes._replace(
-            forward=_minimum(cost(*each) for each in self.blocks["F"]),
+            forward=self._pass("F", cost),
             backward=self._backward(cost),
             out_s=copies_s("D2H") or min(trailing_s(block) for block, _ in self.blocks["F"]),
             back_s=copies_s("H2D"),
@@ -399,7 +410,7 @@ STEPS = 1024
 
 class Probe:
     """The kinds of change of a method's plan, the plan's transfers, whether it `copies`
-    activations to the host, and whether weight gradients have passes of their own (`halves`).
+    activations to the host, and whether passes are of halves or slices (`reordered`).
     `end_bytes`: gives the bytes that the model's end keeps; `lines`: gives the method's lines, with
     or without seconds."""
 
@@ -411,7 +422,7 @@ class Probe:
         lines: Callable[[CopyTraffic | None], Facts],
     ) -> None:
         self.kinds, self.transfers, self.copies = kinds, plan.transfers, copies(plan)
-        self.halves = plan.halves
+        self.reordered = plan.halves or bool(plan.slices)
         self._end_bytes, self._lines = end_bytes, lines
 
     @cached_property

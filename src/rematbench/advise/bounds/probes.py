@@ -97,10 +97,11 @@ class Small(NamedTuple):
         if content not in self.programs.stored:
             self.programs.stored[content] = stored(self.problem, plan)
         none = no_cost()
+        share = min(plan.slices) / sum(plan.slices) if plan.slices else 1.0  # of the least slice
         return [
             none._replace(
-                forward=none.forward._replace(net_bytes=float(kept_bytes)),
-                host_bytes=float(sum(copied)),
+                forward=none.forward._replace(net_bytes=share * kept_bytes),
+                host_bytes=share * sum(copied),
             )
             for kept_bytes, copied in self.programs.stored[content]
         ]
@@ -373,9 +374,8 @@ class Prober:
             return Refused(str(error))
         if isinstance(plan, Unsupported):
             return Refused(plan.reason)
-        if plan.schedule in VOCABULARY or plan.slices:
-            what = "slices of a sequence" if plan.slices else "a vocabulary over all stages"
-            return Refused(f"search has no bound of {what}: use compare")
+        if plan.schedule in VOCABULARY:
+            return Refused("search has no bound of a vocabulary over all stages: use compare")
         fewest = sizes[0] - self.dense
         if fewest < (layers := _rhythm(plan.transfers)):
             return Refused(f"copies by layer have no rhythm yet after {fewest}", layers)
