@@ -58,8 +58,9 @@ def test_a_length_that_rows_do_not_divide_has_tensor_parallelism_without_rows() 
 
 def test_chunks_may_leave_a_layer_to_each_end() -> None:
     """Of 22 layers on four ranks there are two and three chunks a rank, as if both ends were two,
-    and of 23 too, as if one end were; of 21 there are none, because three layers are missing."""
-    for layers, counts in ((22, {1, 2, 3}), (23, {1, 2, 3}), (21, {1})):
+    and of 23 too, as if one end were; of 21 there are two, with three missing; of 19 there
+    are none, because five are missing."""
+    for layers, counts in ((22, {1, 2, 3}), (23, {1, 2, 3}), (21, {1, 2}), (19, {1})):
         model = replace(load_model("gpt-1.3b"), num_layers=layers)
         made = job(Fixed(pp=4, tp=1, micro_batch=1), model=model)
         assert {choice.layout.vpp for choice in made.space.choices} == counts

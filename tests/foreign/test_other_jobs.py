@@ -126,8 +126,8 @@ def test_another_engine_in_a_known_file_is_read(tmp_path: Path) -> None:
     assert (made.method, reading.package) == ("full_recompute", "Megatron")
     assert "zero_stage" not in made.options
     assert not reading.unknown
-    lora = job(tmp_path, text.replace("full\n", "lora\n", 1), "job.yaml", gpus=8)[1]
-    assert any("adapters" in line for line in lora.refused)
+    lora = job(tmp_path, text.replace("full\n", "lora\n", 1), "job.yaml", gpus=8)[0]
+    assert (lora.options["tp"], lora.options["lora_rank"]) == ("4", "8")
 
 
 def test_a_command_can_choose_the_engine_of_its_file(tmp_path: Path) -> None:

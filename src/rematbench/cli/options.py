@@ -266,8 +266,9 @@ def request(run: RunOptions, *, name_broken: bool = True) -> Request:
 
 def _with_stack(problem: dict[str, Any]) -> dict[str, Any]:
     """The facts of a job with the usual stack if nobody names one."""
-    usual = SHARDED_SYSTEM if problem["zero_stage"] == PARAMETER_STAGE else DEFAULT_SYSTEM
-    return {**problem, "system": problem["system"] or usual}
+    stage = problem.get("zero_stage")
+    usual = SHARDED_SYSTEM if stage == PARAMETER_STAGE else DEFAULT_SYSTEM
+    return {**problem, "system": problem.get("system") or usual}
 
 
 def _words(options: RunOptions) -> Iterator[str]:

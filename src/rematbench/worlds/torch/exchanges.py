@@ -233,16 +233,13 @@ class Exchanges:
         group = self.group(action)
         if self._of_states(action):
             self._reduce_gradients(action, span.chunk)
-            return
-        if action.op == "norm_gradients":
+        elif action.op == "norm_gradients":
             self._reduce_norms(action, span.chunk, group)
-            return
-        if action.op.endswith("_norm"):  # its kernel has summed the statistics of rows
-            return
-        both = action.exchange.comm is not None and action.exchange.comm.group == "columns"
-        for storage in action.reads if both else action.reads[:1]:
-            rows = self.memory[span.key(storage)].view(span.first, span.size)
-            self.streams.run(action.stream, partial(group.all_reduce, rows))
+        elif not action.op.endswith("_norm"):  # a norm's kernel has summed the statistics of rows
+            both = action.exchange.comm is not None and action.exchange.comm.group == "columns"
+            for storage in action.reads if both else action.reads[:1]:
+                rows = self.memory[span.key(storage)].view(span.first, span.size)
+                self.streams.run(action.stream, partial(group.all_reduce, rows))
 
     # -- states -----------------------------------------------------------------------------------
 
@@ -356,8 +353,7 @@ class Exchanges:
 
 
 TIED_TAG = 1
-MOST_SLICES = 128
-"""Of a sequence, whose messages have tags of their own."""
+MOST_SLICES = 128  # of a sequence, whose messages have tags of their own
 
 
 class Message(NamedTuple):
