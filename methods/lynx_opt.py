@@ -29,7 +29,4 @@ class LynxOpt(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     def plan(self, problem: Problem, base: Plan) -> Plan | Unsupported:
         """Drop the tensors that the device cannot hold, and rebuild them at the lowest cost."""
-        lay = problem.layout
-        if lay.tp == lay.pp == lay.cp == lay.ulysses == 1:
-            return Unsupported("needs tp, cp or pp > 1: there is no communication to hide beside")
         return relocated(problem, base, exact=True, repartition=self.repartition)

@@ -8,7 +8,7 @@ from math import fsum
 from msgspec.structs import replace
 
 from rematbench.costs.operators.ops import OpTable
-from rematbench.plan import Plan
+from rematbench.plan import Plan, Unsupported
 from rematbench.problem import Problem, gathered_bytes
 from rematbench.solve.layer_costs import backward_s, forward_s, layers_in_flight
 from rematbench.solve.layer_policies import LayerGroup, heuristic
@@ -120,10 +120,16 @@ def balanced_partition(relocation: Relocation) -> tuple[tuple[tuple[int, ...], .
     return contiguous(balance(times.counts, times))
 
 
-def relocated(problem: Problem, base: Plan, *, exact: bool, repartition: bool) -> Plan:
+def relocated(
+    problem: Problem, base: Plan, *, exact: bool, repartition: bool
+) -> Plan | Unsupported:
     """The fastest plan on the base's partition, on the balanced partition, and with recomputation
     in the bubbles of the cool-down.  An `exact` search also considers the heuristic's plan, because
-    the solver's linear model of a stage may prefer a plan that is slower for the whole pipeline."""
+    the solver's linear model of a stage may prefer a plan that is slower for the whole pipeline.
+    Unsupported for a job without collectives and messages."""
+    lay = problem.layout
+    if lay.tp == lay.pp == lay.cp == lay.ulysses == 1:
+        return Unsupported("needs tp, cp or pp > 1: there is no communication to hide beside")
     relocation = Relocation(problem, base, exact=exact)
     if relocation.fits(base):
         return base.noting(bound="no-op: the base plan already fits")

@@ -10,6 +10,7 @@ import pytest
 from rematbench.engine.lowering.lower import lower
 from rematbench.engine.program.action import Kind
 from rematbench.inputs.system import with_facts
+from rematbench.plan import Plan
 from rematbench.plugins.registry import Composition
 from rematbench.problem import Problem
 from rematbench.worlds.run_records import compared
@@ -132,6 +133,15 @@ def check_twin(case: Case, result: Result) -> None:
         assert any(a.kind is Kind.RECOMPUTE for rank in ranks for a, _, _ in rank.actions())
     if plan in ("full", "rows", "skeletal", "windows", "mini-dropped", "full_recompute"):
         assert sum(rank.recompute_flop for rank in result.ranks) > 0
+
+
+def plan_by(name: str, given: Problem) -> Plan:
+    """The raw plan of a name, or the plan of the methods that it names."""
+    if name in cases.PLANS:
+        return cases.PLANS[name](given.base_plan)
+    found = composed(name).plan(given, given.base_plan)
+    assert isinstance(found, Plan), found
+    return found
 
 
 def one_step(name: str, given: Problem, method: tuple[str, dict[str, Any]]) -> Case:

@@ -9,7 +9,6 @@ import torch
 from msgspec.structs import replace
 
 from rematbench.evaluate.evaluation import evaluate
-from rematbench.plan import Plan
 from rematbench.problem import Problem
 from rematbench.worlds.records.refusals import refusals
 from rematbench.worlds.torch.case import Case, Result
@@ -40,12 +39,7 @@ def adapted(name: str, *, gpt: bool = False) -> Problem:
 
 
 def case_of(made: Problem, how: str) -> Case:
-    if how in cases.PLANS:
-        plan = cases.PLANS[how](made.base_plan)
-    else:
-        found = grid.composed(how).plan(made, made.base_plan)
-        assert isinstance(found, Plan), found
-        plan = found
+    plan = grid.plan_by(how, made)
     return Case(name=how, problem=made, plan=plan, steps=2, gradients=True)
 
 

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from rematbench.evaluate.evaluation import evaluate
 from rematbench.inputs.load import load_cluster
 from rematbench.inputs.recipes import recipe_of
-from rematbench.plan import MiniSequence, Plan
+from rematbench.plan import MiniSequence
 from rematbench.problem import Problem
 from rematbench.workload import RecipeName, Work
 from rematbench.worlds.records.refusals import refusals
@@ -42,12 +42,8 @@ def run(recipe: RecipeName, how: str = "keep", *, gpt: bool = False) -> tuple[Ca
     made = narrow(recipe, gpt=gpt)
     if how == "pieces":
         plan = replace(made.base_plan, mini_sequences=(PIECES,))
-    elif how in cases.PLANS:
-        plan = cases.PLANS[how](made.base_plan)
     else:
-        found = grid.composed(how).plan(made, made.base_plan)
-        assert isinstance(found, Plan), found
-        plan = found
+        plan = grid.plan_by(how, made)
     case = Case(name=how, problem=made, plan=plan, steps=2, gradients=True)
     result = laws.run_here(case)
     assert result.status == "ok", result.reason

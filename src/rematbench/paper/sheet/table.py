@@ -46,6 +46,11 @@ def gib(value: Any) -> str:
     return f"{1024 * amount:.3g} MiB" if 0 < abs(amount) < 0.1 else f"{amount:.2f}"
 
 
+def mib(value: Any) -> str:
+    """Bytes in MiB with three decimals."""
+    return f"{float(value) / 2**20:,.3f}"
+
+
 def seconds(value: Any) -> str:
     """Seconds with four digits, because steps take milliseconds or minutes."""
     return f"{float(value):.4g}"

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from rematbench.host.console import CommandError
-from rematbench.paper.sheet.table import Column, Table, columns, exponent, gib, signed_percent
+from rematbench.paper.sheet.table import Column, Table, columns, exponent, gib, mib, signed_percent
 from rematbench.paper.studies.baseline_points import Point, load_points, rows
 from rematbench.worlds.agreement import PRECISIONS, ROWS, record_name
 from rematbench.worlds.packages.process import policy
@@ -20,7 +20,6 @@ INPUTS = {
 }
 READS = ("config/baseline_points.yaml", "baselines/*/*.py")
 TABLES = ("agreement", "baselines_traced", "baselines_tensors")
-MIB = 2**20
 NOTE = (
     "Traced: one rank through the package's own schedules on fake tensors, states included. "
     "Known extra: tensors that the stack keeps in addition to the operator table, listed in "
@@ -28,10 +27,6 @@ NOTE = (
     "1. Freed: activation bytes saved relative to the same engine without a policy at the same "
     "layout. Engines are not ranked."
 )
-
-
-def _mib(value: Any) -> str:
-    return f"{float(value) / MIB:,.3f}"
 
 
 def _bytes_or_word(value: Any) -> str:
@@ -53,8 +48,8 @@ TENSORS = (
     *columns("model tensor dtype"),
     Column("rows", "rows"),
     Column("row_bytes", "bytes a row"),
-    Column("table_bytes", "operator table MiB", _mib),
-    Column("stack_bytes", "traced stack MiB", _mib),
+    Column("table_bytes", "operator table MiB", mib),
+    Column("stack_bytes", "traced stack MiB", mib),
     *columns("why"),
 )
 AGREEMENT = (

@@ -11,6 +11,7 @@ from rematbench.paper.sheet.table import (
     columns,
     exponent,
     fixed,
+    mib,
     signed_percent,
     whole,
 )
@@ -26,13 +27,6 @@ INPUTS = {
 }
 TABLES = ("worlds", "lossless")
 READS = ("methods/*.py",)  # the parameters of the methods
-
-MIB = 2**20
-
-
-def mib(value: Any) -> str:
-    """Bytes in MiB with three decimals."""
-    return f"{float(value) / MIB:,.3f}"
 
 
 def build(executed: list[Path], traced: list[Path], retraced: Path) -> list[Table]:
