@@ -80,7 +80,7 @@ def read(  # an option of the command line each
         raise CommandError(f"not run: no file gives {', '.join(job.missing)}")
     from rematbench.cli.app import command_line  # noqa: PLC0415  # it imports this module
 
-    command_line()(["simulate", *_words(job, output)], standalone_mode=False)
+    command_line()(["simulate", *_words(job, output), "--notes"], standalone_mode=False)
 
 
 def _named(job: FileJob) -> FileJob:

@@ -149,7 +149,7 @@ def proved(proof: Proof) -> str:
 
 
 def heading(problem: Problem) -> list[str]:
-    """Lines with model and devices, and with the layout."""
+    """Lines with model and devices, with the layout, and with the assumed kernels and constants."""
     lay, work, cluster = problem.layout, problem.workload, problem.cluster
     sp = " (sp)" if lay.sequence_parallel else ""
     both = f" x {lay.tp_columns}" if lay.tp_columns > 1 else ""
@@ -164,19 +164,19 @@ def heading(problem: Problem) -> list[str]:
         f"{experts}  zero {lay.zero_stage}{shards} | micro-batch {lay.micro_batch}, global batch "
         f"{lay.global_batch}, {lay.num_micro_batches} micro-batches | attention "
         f"{problem.attention}{stages}",
+        f"assumes: {assumed(problem)}",
     ]
 
 
 def job_notes(problem: Problem) -> list[str]:
-    """Notes on what is assumed of a job: sizes that kernels round up, faster kernels, the assumed
-    kernels and constants, the stack's version and its others."""
+    """Notes on a job: sizes that kernels round up, faster kernels, the stack's version and its
+    others."""
     faster, leaner = faster_attention(problem), leaner_exchanges(problem)
     notes = (
         *(f"does not tile: {line}" for line in untiled_of(problem)),
         _table_note(problem),
         f"{faster} (--attention, if the stack has it)" if faster else "",
         leaner,
-        f"assumes: {assumed(problem)}",
         _versions(problem.system),
     )
     return [note for note in notes if note]
@@ -249,7 +249,7 @@ def banner(result: Result) -> str:
 
 
 def speeds(result: Result, evaluation: PlanEvaluation) -> RenderableType:
-    """A table of both MFUs, HFU, and the costs of the method."""
+    """A table of more ways to count the use of the peak, and of the costs of the method."""
     problem = result.problem
     work = problem.workload
     tokens = problem.layout.global_batch * work.seq_len
@@ -258,10 +258,8 @@ def speeds(result: Result, evaluation: PlanEvaluation) -> RenderableType:
     inside = " (inside documents)" if work.packed else ""
     table = Table.grid(padding=(0, 2))
     rows = [
-        ("MFU, causal attention", f"{percent(evaluation.mfu_causal)}{inside}"),
         ("MFU, dense attention", f"{percent(evaluation.mfu_dense)}{inside}"),
         ("HFU (recompute counted)", percent(evaluation.hfu)),
-        ("TFLOP/s/GPU, Megatron's", _megatron_tflop(problem, evaluation.tokens_per_s_per_gpu)),
         ("recomputed", f"{percent(again / flop)} of the model's FLOP"),
         ("offloaded", f"{evaluation.offload_bytes / 2**40:.3f} TiB per step, all ranks"),
     ]
@@ -310,26 +308,31 @@ def answer(
     host, room = evaluation.host_node_bytes, problem.cost.host_room_bytes
     margin = "" if nominal(problem) else f"; margin {in_words()}"
     memory = (
-        f"memory: {gib(total)} of {gib(problem.room_bytes)} GiB ({gib(reserved)} reserved, "
-        f"{gib(peak)} allocated){margin}"
+        f"device memory, fullest rank: {gib(peak)} GiB allocated, {gib(reserved)} reserved, "
+        f"{gib(total)} in all of {gib(problem.room_bytes)}{margin}"
     )
     pinned = f"host memory: {gib(host)} of {gib(room)} GiB a node" if host else ""
-    lines = (speed_line(result), memory, pinned, _freed_line(evaluation, keep_all))
+    lines = (*speed_lines(result), memory, pinned, _freed_line(evaluation, keep_all))
     return [line for line in lines if line]
 
 
-def speed_line(result: Result) -> str:
-    """The speed with its 80 % band; empty if its time is not modelled."""
+def speed_lines(result: Result) -> list[str]:
+    """A line each of the step, the speed with its 80 % band, and the use of the peak; none if the
+    time is not modelled."""
     evaluation, (low, high) = result.timed, result.band or (0.0, 0.0)
     if evaluation is None:
-        return ""
+        return []
     band = f" ({rounded(low)} to {rounded(high)}, 80 % band)" if low else ""
     band = "" if nominal(result.problem) else band
-    return (
-        f"{'speed' if result.fits else 'speed with enough memory'}: "
-        f"{rounded(evaluation.tokens_per_s_per_gpu)} tokens/s/GPU{band}, step "
-        f"{seconds(evaluation.step_s)}, MFU {percent(evaluation.mfu_causal)}"
+    rate = evaluation.tokens_per_s_per_gpu
+    rows = (
+        ("step", seconds(evaluation.step_s)),
+        ("tokens/s/GPU", f"{rounded(rate)}{band}"),
+        ("MFU, causal attention", percent(evaluation.mfu_causal)),
+        ("TFLOP/s/GPU, Megatron's", _megatron_tflop(result.problem, rate)),
     )
+    above = [] if result.fits else ["with enough memory:"]
+    return [*above, *(f"{name:<23}  {value}" for name, value in rows)]
 
 
 def run_notes(request: Request, result: Result, evaluation: PlanEvaluation) -> list[str]:
