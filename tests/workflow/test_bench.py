@@ -17,6 +17,7 @@ case $*:$2 in
 *'import pathlib'*) exec "$REAL" "$@" ;;
 *'m.version'*) [ -n "$TORCH" ]; exit ;;
 *'import torch'*) echo "$TORCH" ;;
+'-m pip'*) echo "pip $*" >>"$LOG"; exit "${UV_EXIT:-0}" ;;
 -V*) echo Python 3.11.0 ;;
 esac
 """

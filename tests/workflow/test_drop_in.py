@@ -29,6 +29,7 @@ class Mine(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         """The base itself."""
         return base
 '''
+POLICY = "    candidates = facts_with_options = flags = inexpressible = partition = None\n"
 FILES = {
     "src/rematbench/paper/tables/mine.py": '''"""Claims by system."""
 
@@ -73,7 +74,8 @@ problems:
     global_batch: 1
 """,
     "methods/mine.py": PLAN.format(name="mine"),
-    "baselines/my_package/plan.py": PLAN.format(name="my_package"),
+    "baselines/my_package/plan.py": PLAN.format(name="my_package") + POLICY,
+    "baselines/half/plan.py": PLAN.format(name="half"),
 }
 SHOWN = """
 from pathlib import Path
@@ -102,3 +104,4 @@ def test_one_of_each_is_dropped_in_and_made_shown_run_and_listed(tmp_path: Path)
     assert "| mine " in (tmp_path / "results/mine/tables/methods.md").read_text()
     for words, name in (("table --list", "mine"), ("baseline list", "my_package")):
         assert name in checkout.run(f"rematbench {words}").stdout
+    assert "half/plan.py: Mine has no candidates" in checkout.run("rematbench baseline list").stderr

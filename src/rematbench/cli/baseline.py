@@ -30,7 +30,13 @@ from rematbench.plugins.registry import IDENTITY, MethodError
 from rematbench.problem import Problem
 from rematbench.worlds import package
 from rematbench.worlds.packages.flags import Costs, FlagsAnswer, alike, costs, flags_of
-from rematbench.worlds.packages.process import BaselineError, baselines, package_system, policy
+from rematbench.worlds.packages.process import (
+    BaselineError,
+    baselines,
+    broken_baselines,
+    package_system,
+    policy,
+)
 from rematbench.worlds.packages.stack import package_problem
 from rematbench.worlds.records.measured import TIMED_STEPS, measured_speed
 from rematbench.worlds.records.record import Record, encode_record, make_record, write_record
@@ -51,6 +57,8 @@ def list_baselines() -> None:
         settings = ", ".join(f"{key}={value}" for key, value in entry.parameters.items())
         table.add_row(entry.name, plain(entry.claim.partition(": ")[2]), plain(settings))
     console().print(table)
+    for path, reason in broken_baselines().items():
+        typer.echo(f"left out: {path}: {reason}", err=True)
 
 
 @app.command("check")

@@ -113,6 +113,10 @@ PROGRAM: dict[str, tuple[str, ...]] = {
         "emit_backward.BackwardEmitter._arrive: w.wait on compute",
         "step_blocks.send_block: w.wait on pp_send",
     ),
+    "tp2 apart": (
+        "emit_backward.WeightEmitter._kernel: w.collective on tp",
+        "emit_backward.WeightEmitter._kernel: w.wait on compute",
+    ),
     "pp2 tied": (
         "step_blocks.tied_send_block: w.wait on pp_send",
         "step_blocks.tied_recv_block: w.wait on compute",
@@ -157,6 +161,19 @@ HELD_THERE = "ZeRO stages 2 and 3, or gradients on the host, with pipeline stage
 NOT_EXECUTED = {
     "held_states.sums_block: w.collective on dp": HELD_THERE,
     "held_states.sums_block: w.wait on compute": HELD_THERE,
+    **dict.fromkeys(
+        (
+            "shared_vocabulary.SharedVocabulary._s: w.wait on compute",
+            "shared_vocabulary.SharedVocabulary._t: w.wait on compute",
+            "shared_vocabulary.SharedVocabulary._sum: w.wait on dp",
+            "shared_vocabulary.SharedVocabulary._sum: w.wait (1) on compute",
+            "shared_vocabulary.SharedVocabulary._arrive: w.wait on dp",
+            "shared_vocabulary.SharedVocabulary._send_output: w.wait on pp_send",
+            "emit_backward.BackwardEmitter._arrive: w.wait (1) on compute",
+            "emit_backward.BackwardEmitter._arrive: w.wait (2) on compute",
+        ),
+        "a vocabulary over all stages",
+    ),
     "step_blocks.optimizer_block: w.wait on compute": NO_OPTIMIZER_THERE,
     "step_blocks.optimizer_block: w.state_copy on d2h": NO_OPTIMIZER_THERE,
     "state_pieces._Writer._on_device: self.w.state_copy on d2h": NO_VISITS_THERE,
@@ -169,7 +186,13 @@ NOT_EXECUTED = {
 OUTSIDE_CHECK = {
     "step_blocks.optimizer_block: w.wait on compute": (
         "updated weights are on the host before the next step, which `check` does not see"
-    )
+    ),
+    "shared_vocabulary.SharedVocabulary._t: w.wait on compute": (
+        "the sums over stages scale what each stage has saved, and are no storage of their own"
+    ),
+    "shared_vocabulary.SharedVocabulary._sum: w.wait on dp": (
+        "the parts of other stages are on other ranks, which `check` does not see"
+    ),
 }
 """Edges that are not executed and that `check` does not find missing."""
 
