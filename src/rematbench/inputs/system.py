@@ -308,8 +308,8 @@ class Host(Part, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """If true, torch updates tensor by tensor on the host, where each has buffers of its own for
     its weights and for their gradients, both of `host_grad_bytes` (Megatron's hybrid optimizer)."""
     resident_bytes: StateBytes = 0
-    """So many bytes per parameter of the optimizer's states stay on the device when the optimizer
-    is in host memory (Megatron's fp32 shard, of which the host has a copy)."""
+    """The device keeps so many bytes per parameter of optimizer states although the optimizer is
+    in host memory (Megatron's fp32 shard, of which the host has a copy)."""
     host_pinned: bool = True
     """If true, the buffers of `host_gradients` and of parameters in host memory are pinned."""
     pinned_blocks: PinnedBlocks = "powers_of_two"
