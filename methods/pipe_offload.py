@@ -4,8 +4,8 @@ Claim: with chunks that live long on the host, a pipeline's activations need les
 of interleaving's, so less tensor parallelism is needed: up to 19 % faster at lower memory.
 Source: Wan et al., PipeOffload, arXiv 2503.01328; sail-sg/zero-bubble-pipeline-parallelism,
 scheduler/group_interleaved_1f1b.py and offloading.py.  Interleaving in groups of g micro-batches,
-half of pp <= g <= pp, keeps g (vpp - 1) + pp - r chunks on rank r; of every rank the first chunks,
-whose backward comes last, are copied to the host after their forward and back before it.
+half of pp <= g <= pp, keeps g (vpp - 1) + pp - r chunks on rank r; the first chunks of every
+rank, whose backward comes last, are copied to the host after their forward and back before it.
 Deviations: whole chunks are copied, as many as memory asks for; the repository recomputes norms and
 activation functions, pools host buffers, and lets the two ranks of a PCIe switch take turns.  The
 last rank's last chunk, whose backward follows at once, stays.  Weight gradients follow input
@@ -35,7 +35,7 @@ from rematbench.workload import NonNegativeInt, PositiveInt
 
 
 class PipeOffload(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`group`: micro-batches of a group (None: the fewest).  `chunks`: how many of a rank's chunks
+    """`group`: micro-batches in a group (None: the fewest).  `chunks`: how many of a rank's chunks
     are copied (None: as few as fit)."""
 
     name: ClassVar[str] = "pipe_offload"

@@ -21,7 +21,7 @@ from rematbench.workload import PositiveInt
 
 
 class Seq1F1B(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`slices`: their number; `equal`: of equal length in place of equal FLOPs."""
+    """`slices`: the number of slices; `equal`: of equal length, not of equal FLOPs."""
 
     name: ClassVar[str] = "seq1f1b"
     moves_passes: ClassVar[bool] = True

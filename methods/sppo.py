@@ -1,10 +1,11 @@
-"""sppo: 1F1B over slices of a sequence, each of which sends as many bytes to the host.
+"""sppo: 1F1B over slices of a sequence that all send the same number of bytes to the host.
 
 Claim: with slices that overlap each other's copies, sequences of four million tokens train on 128
 A100, up to 3.38 times faster than Megatron-LM and DeepSpeed.
-Source: Chen et al., SPPO, arXiv 2503.10377.  Slices of equal FLOPs of about 2,000 to 16,000
-tokens; of slice i a share alpha_i of the activations goes to the host, alpha_i A_i the same for
-all, so that each copy hides behind the same compute; keys and values stay on the device.
+Source: Chen et al., SPPO, arXiv 2503.10377.  Slices have equal FLOPs and about 2,000 to
+16,000 tokens; a share alpha_i of the activations A_i of slice i goes to the host, with alpha_i A_i
+the same for all, so that each copy hides behind the same compute; keys and values stay on the
+device.
 Deviations: alpha is the smallest share that fits (the paper solves for the copy that hides).
 Tensors leave whole, the largest first, and are not rebuilt.  No stack is asked whether it has the
 schedule.
@@ -34,8 +35,8 @@ KEYS = ("k", "v")
 
 
 class Sppo(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`alpha`: the mean share that leaves (None: the smallest that fits, of `steps`).  `tokens`: of
-    a slice on average.  Tensors below `min_bytes` stay."""
+    """`alpha`: the mean share that leaves (None: the smallest that fits, of `steps`).  `tokens`:
+    the mean length of a slice.  Tensors below `min_bytes` stay."""
 
     name: ClassVar[str] = "sppo"
     moves_passes: ClassVar[bool] = True

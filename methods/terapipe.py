@@ -22,8 +22,8 @@ from rematbench.workload import PositiveInt
 
 
 class TeraPipe(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`slices`: so many of equal length (None: those of the least time, of up to `pieces` pieces
-    of the sequence)."""
+    """`slices`: the number of slices of equal length (None: slices of the least time, which are cut
+    at multiples of 1 / `pieces` of the sequence)."""
 
     name: ClassVar[str] = "terapipe"
     moves_passes: ClassVar[bool] = True
@@ -50,6 +50,6 @@ class TeraPipe(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
                 pieces -= 1
             lengths = least_time(problem, base, pieces)
         if not lengths:
-            return Unsupported(f"{seq_len} tokens have no {self.slices} slices of equal length")
+            return Unsupported(f"{seq_len} tokens do not divide into {self.slices} equal slices")
         made = replace(base, slices=lengths if len(lengths) > 1 else (), schedule="gpipe")
         return made.noting(slices=",".join(map(str, lengths)))

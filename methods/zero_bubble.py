@@ -1,11 +1,11 @@
 """zero_bubble: weight gradients in passes of their own, which fill the pipeline's bubble.
 
 Claim: a backward's two halves depend on different things, so 1F1B's bubble of (pp - 1)(F + B + W)
-falls to (pp - 1)(F + B - W) at the first stage's memory, and to (pp - 1)(F + B - 2 W) at twice it.
+falls to (pp - 1)(F + B - W) at the first stage's memory, to (pp - 1)(F + B - 2 W) at twice that.
 Source: Qi et al., Zero Bubble Pipeline Parallelism, ICLR 2024 (arXiv 2401.10241), ZB-H1 and ZB-H2
 of figures 2 and 3; sail-sg/zero-bubble-pipeline-parallelism keeps, as here, a linear's input and
 its output's gradient until the weight's gradient, and gathers a split input again.
-Deviations: the orders by hand, not those of the repository's solver.  The next step starts once
+Deviations: fixed orders, not those of the repository's solver.  The next step starts once
 every rank has ended this one, so the shift between ranks, (pp - 1) F, stays (the paper checks the
 norm of gradients after the update).  The embedding's gradient stays with the input gradients, and
 so do the gradients of linears that a base computes in pieces.  No stack is asked whether it has the

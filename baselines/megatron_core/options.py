@@ -185,7 +185,8 @@ RECIPES = {name: word for word, name in MEGATRON.items()}
 
 
 def recipe_words(work: Workload) -> list[str]:
-    """The recipe of quantised linears; per tensor, gradients have a format of their own."""
+    """The options of the recipe of quantised linears.  Recipes with one scale for a tensor quantise
+    gradients in another format (hybrid: e4m3, and e5m2 for gradients)."""
     if work.recipe == "none":
         return []
     bits, one = (4, "e2m1") if work.recipe == "nvfp4" else (8, "e4m3")

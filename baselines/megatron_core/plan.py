@@ -128,10 +128,10 @@ class MegatronCore(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     @classmethod
     def remarks(cls, problem: Problem) -> tuple[str, ...]:
-        """What the options without the model's arguments leave out."""
+        """What the options do not say."""
         lay, whole = problem.layout, "the model's arguments are not here: --whole prints them"
         one = lay.tp > 1 or lay.cp > 1
-        words = "CUDA_DEVICE_MAX_CONNECTIONS=1 is for tp or cp above 1 before Blackwell"
+        words = "CUDA_DEVICE_MAX_CONNECTIONS=1 is needed with tp or cp above 1 before Blackwell"
         return (whole, words) if one else (whole,)
 
     @classmethod

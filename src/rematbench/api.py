@@ -75,8 +75,8 @@ def simulate(problem: Job, method: str | Composition | Method, *, checked: bool 
 def estimate(model: str | Path, *, method: str = IDENTITY, **facts: Any) -> Estimate:
     """Whether a job fits: bytes by rank and kind, the verdict with its margin, why, and options
     that would fit; `print` shows it.  `model`: a name, a config.json or a file; `facts`: those of a
-    Problem (`cluster`, `gpus`, `seq_len`, degrees, what trains, precision), one GPU and one
-    micro-batch a pass of the pipeline where they are not given.
+    Problem (`cluster`, `gpus`, `seq_len`, degrees, what trains, precision), by default one GPU and
+    as many micro-batches as the pipeline has stages.
 
     Raises ConfigError, LayoutError, RateError or MethodError, all ValueErrors, for a wrong input.
     """

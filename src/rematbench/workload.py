@@ -147,7 +147,7 @@ class Quantised(Trained, Part, frozen=True, kw_only=True, forbid_unknown_fields=
     """Quantised weights are the parameters, and are gathered as such (Megatron's
     --fp8-param-gather, torchao's FP8 all-gather); otherwise they are copies of these."""
     bf16_ends: Annotated[NonNegativeInt, Fact(metavar="N")] = 0
-    """So many of the first and as many of the last layers are not quantised."""
+    """So many layers at each end of the model are not quantised."""
 
     def quantises(self, layer: int, count: int) -> bool:
         """Whether the linears of a layer (global index) of a model with `count` are quantised."""

@@ -287,7 +287,7 @@ def flags(
     if isinstance(plan, Unsupported):
         raise CommandError(f"unsupported: {plan.reason}")
     if asked.method.name != IDENTITY and alike(asked.problem, plan, asked.base):
-        raise CommandError(f"{run.method} touches nothing of this job: options are keep_all's")
+        raise CommandError(f"{run.method} changes nothing here: its options are keep_all's")
     answer = flags_of(asked.problem, plan, baseline, whole=whole)
     fits = banner(told_fragmented(evaluate_method(asked.problem, asked.method, asked.base)))
     lost = costs(asked.problem, plan, answer.plan) if answer.missing and answer.plan else None

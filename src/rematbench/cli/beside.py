@@ -27,7 +27,7 @@ def beside(plain: Result, result: Result) -> str:
     before, after = plain.device_total_bytes, result.device_total_bytes
     if before is None or after is None:
         return f"{words}: {plain.reason or result.reason}"
-    change = f"{gib(abs(after - before))} {'more' if after > before else 'fewer'} with it"
+    change = f"{gib(abs(after - before))} {'more' if after > before else 'less'} with it"
     room = f"{BANNERS[plain.status]}, {gib(before)} GiB in all ({change})"
     if not plain.timed or not result.timed:
         return f"{words}: {room}"

@@ -246,7 +246,7 @@ def _learnt(rows: Sequence[dict[str, Any]], half_width: float) -> str:
     if half_width > band_after(len(rows)):
         return f"of these rows {'left out' if len(rows) > 1 else 'after the fit'}"
     known = max(count for count in COUNTS if count <= len(rows))
-    more = "" if known == len(rows) else f" (the most that was tried below your {len(rows)})"
+    more = "" if known == len(rows) else f" (the largest number tried below your {len(rows)})"
     return f"of published stacks after a calibration on {known} row{'s' * (known > 1)} each{more}"
 
 

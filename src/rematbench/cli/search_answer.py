@@ -38,7 +38,7 @@ class SearchAnswer:
     ) -> None:
         self.out, self.job, self.at, self.ended = out, job, at, ended
         self.results = [with_engines(item) for item in job.completed(at.results[:top])]
-        self.not_shown = ""  # words on columns that had no room
+        self.not_shown = ""  # names the columns that had no room
         self.planned: list[Result] = []
         self.without: dict[str, str] = {}  # planners without a plan that fits, and why
         self.changes: list[str] = []

@@ -232,8 +232,9 @@ class CostModel(KernelCosts):
         return float(self._memory_s(float(traffic)))
 
     def quantise_s(self, weights: int) -> float:
-        """Seconds in which weights are quantised once a step, where a rank keeps the copies: read
-        as the update left them, and for their largest elements, and written in each form."""
+        """Seconds in which weights are quantised once a step, if the rank keeps the copies.  They
+        are read in the bytes of the parameters, once more for each pass over their largest
+        elements, and written in each form."""
         held = holds_copies(self.workload, self.system, self.layout.zero_stage)
         if self.recipe is None or not held:
             return 0.0

@@ -41,7 +41,7 @@ def make_problem(spec: Job, constants: Calibration | None = None) -> Problem:
     system = of_trained(system, spec.work, layout.zero_stage)
     system = with_recipe(with_optimizer(system, chosen.optimizer_kind), spec.work)
     work = spec.workload(trained_model(model, system))
-    if work.fp32_norms and fsdp_shards(layout, system):  # gathers norms in 16 bits
+    if work.fp32_norms and fsdp_shards(layout, system):  # FSDP gathers 16 bits
         work = replace(work, fp32_norms=False)
     return Problem(
         workload=work,

@@ -1,5 +1,5 @@
-"""Facts of a stack that nobody has read, and a network that nobody published: the usual value
-stands in for them, which is said."""
+"""Facts of a stack that nobody has read, and a network that nobody published: a usual value stands
+in for them, and the answer names it."""
 
 import dataclasses
 
@@ -49,8 +49,8 @@ def _on_one_gpu(problem: Problem, facts: list[str]) -> list[str]:
 
 
 def unread(problem: Problem) -> str:
-    """The same facts with their values, in one line, and what a network without a source moves;
-    empty if there are none."""
+    """The same facts with their values, in one line, and how a network without a source changes
+    the step; empty if there are none."""
     values = flat(problem.system)
     facts = [fact_words(key, values[key]) for key in unread_facts(problem)]
     said = f"assumed without a source: {', '.join(facts)}" if facts else ""

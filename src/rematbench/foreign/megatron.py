@@ -150,7 +150,7 @@ def _states(reading: Reading, options: Options) -> None:
     if "use-precision-aware-optimizer" in options:
         moments = sum(MOMENT_BYTES.get(first_value(options, name), 4) for name in MOMENTS)
         copy = 2 if reading.get("precision") == "bf16" else 4
-        if copy + moments != ADAM_BYTES and not hosted:  # whose copies and moments are fp32
+        if copy + moments != ADAM_BYTES and not hosted:  # on the host both are fp32
             reading.facts["optimizer_bytes"] = copy + moments
     elif hosted:  # distrib_optimizer.py: the fp32 shard stays, and the host has a copy of it
         reading.facts["resident_bytes"] = 4

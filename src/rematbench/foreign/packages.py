@@ -71,7 +71,7 @@ def read_files(paths: list[Path], variables: Mapping[str, str] | None = None) ->
         if beside.is_file() and beside.resolve() not in present:
             present.add(beside.resolve())
             merge(whole, read_file(beside, environment))
-    if whole.system == "huggingface-deepspeed":  # which narrows what PEFT made fp32
+    if whole.system == "huggingface-deepspeed":  # it narrows PEFT's fp32
         whole.values.pop("trained_dtype", None)
     whole.files = [named for named in whole.files if not _read(named, present)]
     for named in whole.files if not _has_states(whole) else ():

@@ -28,7 +28,7 @@ class Degrees(Part, frozen=True, kw_only=True, forbid_unknown_fields=True):
     tp: Annotated[PositiveInt, Fact(column="always")] = 1
     """So many ranks share each matrix (tensor parallelism)."""
     tp_columns: PositiveInt = 1
-    """So many times tp ranks share each matrix, which is then cut both ways (AxoNN)."""
+    """So many ranks also split the other dimension of each matrix (AxoNN)."""
     cp: Annotated[PositiveInt, Fact(column="always")] = 1
     """So many ranks share each sequence (context parallelism)."""
     pp: Annotated[PositiveInt, Fact(column="always")] = 1

@@ -74,7 +74,7 @@ def _shared_rules(lay: Layout, work: Workload) -> Rules:
     return [
         (
             shares and model.num_layers % max(1, model.layer_groups) != 0,
-            f"{model.num_layers} layers are no multiple of layer_groups = {model.layer_groups}",
+            f"{model.num_layers} layers must be a multiple of layer_groups {model.layer_groups}",
         ),
         (
             shares and (lay.pp > 1 or lay.zero_stage > 1 or work.frozen_layers > 0),

@@ -234,7 +234,7 @@ class Parallel(Part, frozen=True, kw_only=True, forbid_unknown_fields=True):
     cp_kind: CpKind = "none"
     """Ranks that share a sequence exchange keys and values in this way (none: no such ranks)."""
     cp_merges: bool = False
-    """If true, context parallelism runs attention for one rank's keys and values after the other
+    """If true, context parallelism runs attention for the keys and values of one rank after another
     and merges the parts in fp32, whatever it gathers (torch's context_parallel)."""
     p2p_overlap: P2pOverlap
     """With these schedules a pipeline send overlaps with the next pass; with others a rank waits
@@ -257,8 +257,8 @@ class Zero(Part, frozen=True, kw_only=True, forbid_unknown_fields=True):
     gather_overlap: bool
     """If true, the gather of parameters overlaps with compute."""
     broadcast_s: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.0
-    """Updated parameters are gathered by a broadcast of each rank's shard after the other, which
-    takes so many seconds beside its bytes (0: by an all-gather)."""
+    """Updated parameters are gathered by broadcasts of one rank's shard after another, each of
+    which takes this many seconds beside those of its bytes (0: by an all-gather)."""
     bucket_bytes: Bytes = 0
     """The gradient bucket of an overlapped reduction has so many bytes (0: not bucketed)."""
     reentrant: bool = False
@@ -308,8 +308,8 @@ class Host(Part, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """If true, torch updates tensor by tensor on the host, where each has buffers of its own for
     its weights and for their gradients, both of `host_grad_bytes` (Megatron's hybrid optimizer)."""
     resident_bytes: StateBytes = 0
-    """So many bytes per parameter of the optimizer's states stay on the device when the optimizer
-    is in host memory (Megatron's fp32 shard, of which the host has a copy)."""
+    """The device keeps so many bytes per parameter of optimizer states although the optimizer is
+    in host memory (Megatron's fp32 shard, of which the host has a copy)."""
     host_pinned: bool = True
     """If true, the buffers of `host_gradients` and of parameters in host memory are pinned."""
     pinned_blocks: PinnedBlocks = "powers_of_two"

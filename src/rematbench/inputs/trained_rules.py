@@ -26,8 +26,7 @@ def trained_rules(lay: Layout, work: Workload) -> list[tuple[bool, str]]:
         ),
         (
             lay.tp > 1 and (work.dora or (work.partly and not work.lora_rank)),
-            f"tp = {lay.tp} with weights that do not train, other than with adapters without dora: "
-            "not modelled",
+            f"tp = {lay.tp} with frozen weights is modelled only for adapters without dora",
         ),
         (
             work.lora_rank % lay.tp > 0,

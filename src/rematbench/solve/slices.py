@@ -42,7 +42,7 @@ def equal_work(problem: Problem, count: int) -> tuple[int, ...]:
 
 
 def even(problem: Problem, count: int) -> tuple[int, ...]:
-    """Return `count` slices of equal length; empty if the sequence does not divide so."""
+    """Return `count` slices of equal length; empty if the sequence does not divide into them."""
     size, rest = divmod(problem.workload.seq_len, count)
     return () if rest or size % unit_tokens(problem) else (size,) * count
 

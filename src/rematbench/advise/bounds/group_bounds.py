@@ -405,7 +405,7 @@ class GroupBounds(LayoutGroup):
         probe, cost = self.probe(candidate, pieces), self.problem.cost
         shares = self.shares(candidate)[0]
         assert isinstance(probe, Probe)
-        if probe.reordered:  # the walk knows no such order
+        if probe.reordered:  # the walk has no such order
             return float(self._step_s(candidate, pieces)[step - 1, index]) * SHARED
         share = np.broadcast_to(shares, (len(shares), len(self.choices)))[step - 1, index]
         facts = self.at_share(candidate, self._timed(candidate, pieces), share)

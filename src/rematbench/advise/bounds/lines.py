@@ -151,8 +151,8 @@ class Chunk:
         )
 
     def _pass(self, label: str, cost: Callable[[Block, Profile], PassCost]) -> PassCost:
-        """The least cost of the blocks of a label.  Of slices of a sequence the seconds of all add
-        up, and bytes are the least slice's."""
+        """The least cost of the blocks of a label.  The seconds of all slices of a sequence
+        add up; bytes are those of the smallest slice."""
         by_slice: dict[int, list[PassCost]] = defaultdict(list)
         for block, profile in self.blocks[label]:
             number = max(map(slice_of, block.written)) if self.program.slices else 0

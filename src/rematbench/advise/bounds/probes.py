@@ -97,7 +97,7 @@ class Small(NamedTuple):
         if content not in self.programs.stored:
             self.programs.stored[content] = stored(self.problem, plan)
         none = no_cost()
-        share = min(plan.slices) / sum(plan.slices) if plan.slices else 1.0  # of the least slice
+        share = min(plan.slices) / sum(plan.slices) if plan.slices else 1.0  # the smallest slice
         return [
             none._replace(
                 forward=none.forward._replace(net_bytes=share * kept_bytes),

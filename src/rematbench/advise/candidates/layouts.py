@@ -31,8 +31,8 @@ FLEX: dict[str, Dispatcher] = {"hopper": "deepep", "blackwell": "hybridep"}
 
 
 ENDS, MOST_LESS = 2, 4
-"""Layers that the first and the last of several chunks on a rank lack together of what the others
-have, for the embedding and the loss, and at most."""
+"""By how many layers the first and the last chunk together may be smaller than two other chunks if
+ranks have several chunks: for the embedding and the loss, and at most."""
 _RULE = re.compile(r"(\d+ x|stages? [\d, ]+|--\w+: [\d, ]+)|\b[1-9]\d*\b")
 """The numbers of a rule: of a factor and of ZeRO's stages (which stay), or of the layout."""
 MOST_MICRO_BATCH = 64
@@ -307,10 +307,11 @@ def _micro_batches(fixed: int | None, sequences: int) -> list[int]:
 
 def _chunks(fixed: int | None, pp: int, layers: int, stages: str) -> list[int]:
     """Chunks per rank: those of stated stages; else 1, and each number for which all chunks have
-    equally many layers if the embedding, the head or both count as a layer (the chunks at the ends
-    then have one layer less; Megatron: account_for_embedding_in_pipeline_split,
-    account_for_loss_in_pipeline_split).  If no number is so, those for which the ends lack
-    MOST_LESS layers together and have some, as texts of stages can say."""
+    the same number of layers if the embedding, the head or both count as a layer (the chunks at the
+    ends then have one layer less; Megatron: account_for_embedding_in_pipeline_split,
+    account_for_loss_in_pipeline_split).  If there is no such number, those for which the
+    chunks at the ends are not empty and have at most MOST_LESS layers less together, which the text
+    of stages can say."""
     if fixed is not None:
         return [fixed]
     if stages:
@@ -371,8 +372,9 @@ def _stages(fixed: ZeroStage | None, pp: int, peers: bool, system: System) -> li
 
 def partitions(layout: Layout, layers: int) -> Iterator[LayoutChoice]:
     """The even partition, and the partitions with one layer less or more on the first or the last
-    rank (without interleaving, from pp 3 on).  Of several chunks on a rank the ends share what they
-    lack in every way; of ENDS layers each lacks one, as the even partition has it."""
+    rank (without interleaving, from pp 3 on).  With interleaving, if the layers do not fill all
+    chunks (ENDS apart, which the even partition takes from both ends), every split of the missing
+    layers over the first and the last chunk."""
     sizes = even_sizes(layers, layout)
     even = LayoutChoice(layout, sizes)
     yield even

@@ -201,8 +201,8 @@ class ByLayer:
         return min(tuned, key=lambda item: item.fitting_s, default=None)
 
     def stated(self) -> tuple[Result, ...]:
-        """The plans that fit at stages that no bound covers, fastest first: that keeps everything,
-        or those of the listed methods, on all layers and with lists."""
+        """The plans that fit at stages that no bound covers, fastest first: the plan that
+        keeps everything, or plans of the listed methods on all layers and with lists."""
         self._texts = self.listed
         tried = map(self._trials, self.space.space.choices[:MOST])
         fits = [trial.result for trials in tried for trial in trials if trial.result.fits]

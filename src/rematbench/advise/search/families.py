@@ -32,8 +32,8 @@ class PlanFamily:
     roots: tuple[Candidate, ...]
     """The candidates that a search begins with on every layout."""
     firsts: tuple[Candidate, ...]
-    """Those of which one is the fastest: the candidate that keeps everything, with the passes of
-    the layout or of a method that moves them."""
+    """The candidates that keep everything, with the passes of the layout or of a method that moves
+    passes; no plan is faster than the fastest of them."""
 
     def __init__(
         self,

@@ -48,7 +48,7 @@ def _of_layouts(job: SearchSpace, layouts: list[Layout]) -> Iterator[str]:
         yield f"micro-batches of more than {MOST_MICRO_BATCH} sequences"
     if any(layout.pp > 1 for layout in layouts):
         yield "partitions other than the even one with a layer more or less at the ends"
-        yield "schedules other than 1F1B (name zero_bubble or seq1f1b with --method)"
+        yield "schedules other than 1F1B and its interleaving (--method zero_bubble or seq1f1b)"
     if any(layout.ep > 1 for layout in layouts):
         yield from _of_exchanges(job)
     if "hybrid_sharding" in features and not fixed.shard_degree:

@@ -88,8 +88,9 @@ def of_packages(
 def of_trainers(
     job: SearchSpace, known: Sequence[Result], run: Rounds
 ) -> Iterator[tuple[tuple[str, ...], str, Result | None]]:
-    """The trainers that run the job's stack: those with the same methods of their own, the keys
-    that say the fastest of these plans (empty where none fits), and that plan."""
+    """Groups of trainers that run the job's stack and have the same methods; for each group their
+    names, the keys that select the fastest plan of these methods (empty if none fits), and that
+    plan."""
     request = job.request
     alike: dict[tuple[str, ...], list[Trainer]] = {}
     for trainer in load_compare().trainers:

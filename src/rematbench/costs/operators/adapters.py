@@ -367,7 +367,7 @@ class _Trainer:
         rank, rows = self.work.lora_rank, self.activations[f"lora_{targets[0]}"].rows
         low = tuple(f"lora_{target}" for target in targets)
         outs = [self._output(op, target) for target in targets]
-        whole = self.tp if op.reduce is not None else 1  # a row-parallel linear's columns
+        whole = self.tp if op.reduce is not None else 1  # row-parallel outputs are whole
         widths = [self._columns(out) // whole for out in outs]
         trained = sum(widths) * rank
         kernels: dict[str, tuple[Kernel, ...]] = {

@@ -73,7 +73,7 @@ def _narrow_embedding(b: Builder) -> OpTable:
 
 def _narrow_head(b: Builder) -> str:
     """Add what narrows the decoder's output for the output projection: a linear, an activation and
-    a norm (AlbertMLMHead).  Its output's name."""
+    a norm (AlbertMLMHead).  Return the name of the output."""
     narrow = b.model.narrow
     b.shard("layer_output")
     b.column("head_narrow", "layer_output", {"head_narrow": narrow}, bias=True)

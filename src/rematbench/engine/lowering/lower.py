@@ -207,7 +207,7 @@ class _RankLowering:
         self.steps.append(Step(self.block_index[key], item.micro_batch, item.chunk))
 
     def _place(self, key: Key, build: Callable[[], Block]) -> None:
-        own = (*key, self.rank) if key[0] == "vocabulary" else key  # it names the other ranks
+        own = (*key, self.rank) if key[0] == "vocabulary" else key  # events name the other ranks
         if own not in self.shared.blocks:
             self.shared.blocks[own] = build()
         self.block_index[key] = len(self.blocks)

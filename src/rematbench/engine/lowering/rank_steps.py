@@ -68,8 +68,8 @@ class StepFacts(NamedTuple):
     reduce_last: bool  # gradients are reduced in each chunk's last backward
     sum_first: bool  # each chunk's first backward allocates sums of gradients
     pairs: bool = False  # a backward and the forward after it overlap their exchanges
-    slices: int = 1  # of a sequence, whose passes have numbers one after another
-    barriers: int | None = None  # of a vocabulary that all stages share
+    slices: int = 1  # slices of a sequence have consecutive numbers of passes
+    barriers: int | None = None  # if stages share a vocabulary: barriers of a micro-batch
     update_last: bool = False  # pieces of states are updated from each chunk's last backward on
 
 
@@ -85,7 +85,7 @@ def pass_kinds(
     order: tuple[Pass, ...], windows: tuple[Window, ...], slices: int = 1
 ) -> dict[PassKind, Pass]:
     """Return the kinds of passes of a rank, each with its first pass.  Passes of several `slices`
-    of a sequence have numbers one after another."""
+    of a sequence have consecutive numbers."""
     found: dict[PassKind, Pass] = {}
     kinds = _kinds(order, windows, slices)
     for item in order:

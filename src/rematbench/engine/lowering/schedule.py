@@ -81,8 +81,9 @@ def sliced_passes(
 def _shared_vocabulary(barriers: int, rank: int, pp: int, total: int) -> tuple[Pass, ...]:
     """Return 1F1B with a vocabulary that all stages share (`shared_vocabulary`): a micro-batch's
     backward comes as many periods after its logits as there are barriers, so rank r keeps pp - r +
-    barriers micro-batches.  All stages work on the same logits at one time: rank r's backward is pp
-    - 1 - r backwards, two thirds of so many periods, behind the last's."""
+    barriers micro-batches.  All stages work on the same logits at one time.  Rank
+    r's backward comes pp - 1 - r backwards after the last rank's, and a backward is two thirds of a
+    period."""
     behind = pp - 1 - rank
     after = behind % 3 > 0  # the logits come during a backward, which ends first
     lag = (2 * behind + 2 * after) // 3
@@ -107,7 +108,7 @@ def _shared_vocabulary(barriers: int, rank: int, pp: int, total: int) -> tuple[P
 def _interlaced(rank: int, pp: int, total: int) -> tuple[Pass, ...]:
     """Return the interlaced pipeline (nnScaler, Lin et al. 2024): all stages compute the logits and
     their gradients of a micro-batch at one time, and between two such passes each stage runs a
-    forward and a backward, of two neighbours in another order.  A micro-batch goes down two stages
+    forward and a backward, odd ranks the backward first.  A micro-batch goes down two stages
     and up one between two passes, so rank 0 keeps 1.5 pp."""
     last = (pp - 1) // 2
     down, up = rank // 2, last + pp - rank

@@ -243,8 +243,8 @@ def _experts(row: Row, model: Model) -> Experts:
 
 
 def _latent(model: Model, columns: dict[str, int]) -> Latent:
-    """The latent attention of a row, with what its words do not say as the named model has it;
-    RowError where that has none."""
+    """The latent attention of a row: its columns, and the named model's values for the others;
+    RowError if a value is in neither."""
     given = {**to_builtins(model.latent or {}), **columns}
     try:
         return convert(given, Latent)
@@ -403,8 +403,8 @@ def _layout(row: Row, system: System, instances: int) -> Layout:
 def _stages(row: Row, layers: int, layout: Layout, ends: int, last: int | None) -> str:
     """The stages of a row whose layout says more than their number, as text.  `ends`: the layers by
     which the first and the last chunk are smaller than the others.  `last`: layers of the last
-    stage (Megatron's decoder-last-pipeline-num-layers); of the others the last have one more, where
-    the rest does not divide."""
+    stage (Megatron's decoder-last-pipeline-num-layers); if the other stages cannot be equal, the
+    last of them have one layer more."""
     cells = text(row, "partition").split(",")
     if last is not None:
         each, more = divmod(layers - last, layout.pp - 1)

@@ -20,7 +20,7 @@ def embedding(call: Call) -> Tensors:
     table = call.parameter("embedding").value
     whole = model.problem.layout.tp == 1
     out = arithmetic.embed(_ids(call), table, model.vocab_start, whole=whole)
-    if _positions(call) and model.tp_rank == 0:  # by one rank of the group
+    if _positions(call) and model.tp_rank == 0:  # one rank of the group adds them
         out = out + call.parameter("position").value[call.rows(model.where)]
     return {call.op.outputs[0]: out}
 

@@ -353,7 +353,7 @@ class Exchanges:
 
 
 TIED_TAG = 1
-MOST_SLICES = 128  # of a sequence, whose messages have tags of their own
+MOST_SLICES = 128  # each slice of a sequence has its own tags of messages
 
 
 class Message(NamedTuple):

@@ -167,8 +167,8 @@ def _norm(call: Call) -> Tensors:
 
 
 def _split(group: Group, x: Tensor) -> tuple[int, Callable[[Tensor], None]]:
-    """The columns of whole rows, of which each rank of a group has as many as `x`, and the sum over
-    the group."""
+    """The number of columns of whole rows, of which each rank of the group has as many as `x`, and
+    the sum over the group."""
     return group.size * x.shape[-1], group.all_reduce
 
 
@@ -209,7 +209,8 @@ NAMED = {"lm_head": "lm_head", "predict_head": "lm_head", "join": "join"}
 
 
 def _side(call: Call) -> Tensor:
-    """The operator's input; of both predictions' columns its own, unless a gather chose them."""
+    """The operator's input: its columns of an input that holds those of both predictions, unless a
+    gather has selected them."""
     x, side = call.input(), call.model.sides.get(call.op.name)
     return x if side is None or x.shape[-1] == call.model.kind.hidden else x[:, side]
 

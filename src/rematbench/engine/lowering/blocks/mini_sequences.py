@@ -2,7 +2,8 @@
 
 Tensors between the operators of a run exist one piece at a time (`X%j`).  The run's inputs are
 read, and its outputs written, as slices of whole storages.  The sizes of pieces differ by at most
-one row.  Pieces of heads are equal; of fewer heads of keys than pieces, some pieces share a head.
+one row.  Pieces of heads are equal; if there are fewer key heads than pieces, some pieces share a
+head.
 """
 
 from math import gcd

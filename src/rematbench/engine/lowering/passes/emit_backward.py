@@ -274,7 +274,7 @@ class BackwardEmitter:
             else:
                 w.wait(COMPUTE, event)
             incoming = [full] if gathered else incoming
-        here = self.recomputer.run is not None  # in pieces, which no later pass knows
+        here = self.recomputer.run is not None  # no later pass works on pieces
         if self.apart and not here and op.is_matrix and op.backward_weight:
             self.deferred.append(Deferred(unit, op, [*incoming, *saved], saved))
             if op.backward_input:

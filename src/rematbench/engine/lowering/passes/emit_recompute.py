@@ -106,7 +106,7 @@ class Recomputer:
         storage = self.storages(unit)[name]
         if storage in self.on_device or storage in self.rebuilt:
             return True
-        if self.piece is None and (run := self.chunk.run_of(unit, name)):  # in pieces, or nowhere
+        if self.piece is None and (run := self.chunk.run_of(unit, name)):  # only pieces can exist
             pieces = [storage.of_piece(piece.number) for piece in run.pieces]
             if self.on_device.issuperset(pieces):
                 return True
