@@ -80,9 +80,9 @@ def leaving(layout: str, *kinds: str) -> Case:
     return cases.in_host_memory(cases.case(layout, "keep", precision="bf16"), *kinds)
 
 
-def ordered(layout: str, schedule: str) -> Case:
+def ordered(layout: str, schedule: str, **changes: object) -> Case:
     """Passes in an order of their own: weight gradients apart, or the vocabulary everywhere."""
-    case = cases.case(layout, "keep", precision="bf16")
+    case = cases.case(layout, "keep", precision="bf16", system_changes=changes)
     return dataclasses.replace(case, plan=replace(case.plan, schedule=schedule))
 
 
@@ -108,6 +108,7 @@ REFUSED: dict[str, Callable[[], Case]] = {
 """Cases by what the runtime refuses of them, in its own words."""
 MADE: dict[str, Callable[[], Case]] = {
     "tp2 apart": lambda: ordered("tp2-pp2", "zb-h1"),
+    "tp2 apart beside": lambda: ordered("tp2-pp2", "zb-h1", **OVERLAP),
     "pp2 tied": lambda: cases.case("pp2", "keep", precision="bf16", model=cases.TIED),
     "dp2 once": lambda: test_in_backward.case("dp2", "keep", "bf16")[1],
     "tp2 once": lambda: test_in_backward.case("tp2", "keep", "bf16")[1],

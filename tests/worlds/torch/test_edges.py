@@ -117,6 +117,7 @@ PROGRAM: dict[str, tuple[str, ...]] = {
         "emit_backward.WeightEmitter._kernel: w.collective on tp",
         "emit_backward.WeightEmitter._kernel: w.wait on compute",
     ),
+    "tp2 apart beside": ("emit_backward.BackwardEmitter._backward_op: w.wait (2) on compute",),
     "pp2 tied": (
         "step_blocks.tied_send_block: w.wait on pp_send",
         "step_blocks.tied_recv_block: w.wait on compute",

@@ -278,7 +278,10 @@ class BackwardEmitter:
         if self.apart and not here and op.is_matrix and op.backward_weight:
             self.deferred.append(Deferred(unit, op, [*incoming, *saved], saved))
             if op.backward_input:
-                self._input_gradient(unit, op, [*incoming, *saved], [], overlapping)
+                reads = [*incoming, *saved]
+                reduced = self._input_gradient(unit, op, reads, [], overlapping)
+                if reduced:  # no kernel of the weight is here to overlap the reduction
+                    w.wait(COMPUTE, reduced)
             self.rebuild.settle()
             return
         pending, regathered = self._regather(unit, op, saved)
