@@ -19,7 +19,7 @@ from rematbench.evaluate.proof import check
 from rematbench.plan import ByteBudget, Plan, Rule, Select
 from rematbench.problem import Problem
 from tests.engine.test_schedule import in_flight
-from tests.engine.twin.interpreter import EARLY, interpret
+from tests.engine.twin.interpreter import EARLY, LATE, Rank, interpret
 from tests.problems import BALANCED, layers, problem, transfers
 from tests.program_text import parse_program
 from tests.strategies import SYSTEMS, cases
@@ -35,6 +35,17 @@ def program_of(case: Case) -> Program:
     return lower(case[1], case[0])
 
 
+def held_to_the_ledger(program: Program, at_issue: frozenset[str] = LATE) -> list[Rank]:
+    """The ranks that the interpreter has run, with the ledger's bytes after every action."""
+    ranks = interpret(program, at_issue)
+    for twin, rank, ledger in zip(ranks, program.ranks, issue_order(program), strict=True):
+        assert twin.after == list(live_bytes(rank.actions()))
+        assert twin.after[-1] == (0, 0)
+        assert twin.peak == ledger.device_peak_bytes
+        assert twin.slot_bytes() == pool_bytes(rank)
+    return ranks
+
+
 @SLOW
 @given(cases())
 def test_never_deadlocks_leaks_or_loses_bytes(case: Case) -> None:
@@ -45,14 +56,9 @@ def test_never_deadlocks_leaks_or_loses_bytes(case: Case) -> None:
     check(program)
     keep_all = replace(plan, rules=(), transfers=given_problem.base_plan.transfers)
     expected = [rank.gradients for rank in interpret(lower(keep_all, given_problem))]
-    for at_issue in (frozenset({"compute"}), EARLY):
-        ranks = interpret(program, at_issue)
+    for at_issue in (LATE, EARLY):
+        ranks = held_to_the_ledger(program, at_issue)
         assert [rank.gradients for rank in ranks] == expected
-        for twin, rank, ledger in zip(ranks, program.ranks, issue_order(program), strict=True):
-            assert twin.after == list(live_bytes(rank.actions()))
-            assert twin.after[-1] == (0, 0)
-            assert twin.peak == ledger.device_peak_bytes
-            assert twin.slot_bytes() == pool_bytes(rank)
 
 
 @SLOW

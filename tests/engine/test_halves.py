@@ -10,7 +10,6 @@ from msgspec.structs import replace
 from rematbench.engine.lowering.lower import lower
 from rematbench.engine.lowering.schedule import passes
 from rematbench.engine.program.action import Action, Kind
-from rematbench.engine.program.ledger import issue_order, live_bytes
 from rematbench.engine.program.profile import program_profiles
 from rematbench.engine.program.program import Program
 from rematbench.engine.simulate.op_level import simulate
@@ -19,6 +18,7 @@ from rematbench.evaluate.proof import CheckError, check
 from rematbench.plan import Pass, Plan, PlanError, Schedule
 from rematbench.problem import Problem
 from rematbench.solve.orders import grouped_orders
+from tests.engine.test_engine import held_to_the_ledger
 from tests.engine.twin.interpreter import interpret
 from tests.problems import BALANCED, FULL, GPT, LLAMA, half, layers, problem, transfers
 from tests.worlds.torch.cases import mini
@@ -109,10 +109,7 @@ def test_programs_are_sound_and_real_bytes_are_the_ledger_s(
     for name, plan in plans.items():
         program = lower(plan, given)
         check(program)
-        ranks = interpret(program)
-        for twin, rank, ledger in zip(ranks, program.ranks, issue_order(program), strict=True):
-            assert twin.after == list(live_bytes(rank.actions()))
-            assert twin.peak == ledger.device_peak_bytes
+        ranks = held_to_the_ledger(program)
         if name != "mini":
             assert [rank.gradients for rank in ranks] == gradients
 

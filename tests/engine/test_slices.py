@@ -11,7 +11,6 @@ from rematbench.engine.lowering.lower import lower
 from rematbench.engine.lowering.schedule import passes, sliced_passes
 from rematbench.engine.lowering.slices import slice_problems
 from rematbench.engine.program.action import Action, Kind
-from rematbench.engine.program.ledger import issue_order, live_bytes
 from rematbench.engine.program.program import Program
 from rematbench.engine.simulate.op_level import simulate
 from rematbench.evaluate.evaluation import evaluate
@@ -25,6 +24,7 @@ from rematbench.plan import Plan, PlanError, Select
 from rematbench.problem import Problem
 from rematbench.solve.slices import equal_work, least_time
 from rematbench.worlds.records.record import plan_hash
+from tests.engine.test_engine import held_to_the_ledger
 from tests.engine.twin.interpreter import interpret
 from tests.problems import BALANCED, FULL, GPT, LLAMA, all_methods, half, layers, problem, remade
 
@@ -89,10 +89,7 @@ def test_programs_are_sound_and_real_bytes_are_the_ledger_s(
         plan = keep.with_rules(*rules)
         program = lower(plan, given)
         check(program)
-        ranks = interpret(program)
-        for twin, rank, ledger in zip(ranks, program.ranks, issue_order(program), strict=True):
-            assert twin.after == list(live_bytes(rank.actions()))
-            assert twin.peak == ledger.device_peak_bytes
+        ranks = held_to_the_ledger(program)
         assert [rank.gradients for rank in ranks] == gradients
 
 

@@ -199,21 +199,21 @@ def _mistyped(error: TyperException) -> None:
     if type(error).__name__ == "NoArgsIsHelpError":
         sys.stderr.write(f"{text}\n")
         sys.exit(2)
-    hint = _not_modelled(text) or _our_option(text)
+    hint = _meant(text) or _our_option(text)
     _fail(context.command_path if context else "rematbench", text.rstrip(".") + hint)
 
 
-NOT_MODELLED = {
+OPTIONS_MEANT = {
     r"--(q?lora|adapter|peft)\b": "adapters are --lora-rank and --lora-targets",
     r"--precision.*'(mx)?fp8": "FP8 is a recipe of linears: --recipe fp8, fp8-block or mxfp8",
     r"--precision.*'(nv|mx)?fp4": "FP4 is a recipe of linears: --recipe nvfp4",
 }
-"""What is not modelled yet, by the words of a message about an option that does not exist."""
+"""The options that a mistyped option or value means, by the words of the message about it."""
 
 
-def _not_modelled(message: str) -> str:
-    """The reason for an option, or a value, that will exist once its feature is modelled."""
-    reasons = (why for words, why in NOT_MODELLED.items() if re.search(words, message))
+def _meant(message: str) -> str:
+    """The options that do what an option, or a value, that does not exist asks for."""
+    reasons = (why for words, why in OPTIONS_MEANT.items() if re.search(words, message))
     return next((f"; {reason}" for reason in reasons), "")
 
 
