@@ -314,7 +314,9 @@ def test_nothing_faster_is_missed_behind_dense_layers(seed: int, dense: int) -> 
 def test_nothing_faster_is_missed_where_exchanges_overlap(seed: int, predictions: int) -> None:
     """Also of a layer that predicts one more token, which is paired with a layer as any other."""
     one = overlapped(seed)
-    model = replace(one.spec.model, mtp_layers=predictions)
+    model = one.spec.model
+    assert isinstance(model, Model)
+    model = replace(model, mtp_layers=predictions)
     one = replace(one, spec=one.spec.changed(model=model))
     found = nothing_faster_is_missed(one, least=1)
     assert {plan.result.problem.ep_overlaps for plan in found} == {True}

@@ -1,5 +1,6 @@
 """A vocabulary that all stages share: order, soundness, bytes, and the published cells."""
 
+from collections.abc import Callable
 from itertools import accumulate
 from statistics import median
 
@@ -79,12 +80,12 @@ def test_stages_have_equal_weights_and_equal_work(schedule: Schedule) -> None:
     assert 24 * 3.75 <= shared <= 24 * 3.75 + 4 * 3.75 + 3.75
 
 
-def changed(program: Program, label: str, keep: object) -> Program:
+def changed(program: Program, label: str, keep: Callable[[Action], bool]) -> Program:
     """The program in which blocks of a label lack the actions that `keep` refuses."""
     ranks = []
     for rank in program.ranks:
         blocks = tuple(
-            replace(block, written=tuple(filter(keep, block.written)))  # type: ignore[arg-type]
+            replace(block, written=tuple(filter(keep, block.written)))
             if block.label == label
             else block
             for block in rank.blocks
