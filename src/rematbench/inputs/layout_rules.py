@@ -97,10 +97,23 @@ def _rules(lay: Layout, work: Workload, system: System) -> list[tuple[bool, str]
             f"cp = {lay.cp} around a ring has no sliding windows (TransformerEngine); a stack with "
             "cp_kind: allgather has",
         ),
+        (
+            work.sample_len > 0 and (work.document_len > 0 or work.seq_len % 4 > 0),
+            "sample_len needs samples that are not packed (document_len), and a seq_len that is a "
+            "multiple of 4",
+        ),
+        (
+            work.sample_len > 0 and lay.tp * lay.cp * lay.pp > 1,
+            "sample_len over ranks of tp, cp or pp is not modelled",
+        ),
+        (
+            work.sample_spread > 0 and not work.sample_len,
+            "sample_spread is that of sample_len, which is 0",
+        ),
         *_ulysses_rules(lay, work, system),
         *_latent_rules(lay, work, system),
         *_expert_rules(lay, work, system),
-        *trained_rules(lay, work),
+        *trained_rules(lay, work, system),
         *_ep_overlap_rules(lay, work, system),
         *_stack_rules(lay, system),
     ]

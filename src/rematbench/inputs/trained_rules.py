@@ -1,12 +1,13 @@
 """Rules of layouts for a model of which only a part trains."""
 
 from rematbench.inputs.layout import Layout
+from rematbench.inputs.system import System
 from rematbench.workload import PACKED_BYTES, Workload
 
 
-def trained_rules(lay: Layout, work: Workload) -> list[tuple[bool, str]]:
+def trained_rules(lay: Layout, work: Workload, system: System) -> list[tuple[bool, str]]:
     """The rules of a model of which only a part trains."""
-    model, mlp = work.model, {"gate", "up", "down"}
+    model, mlp, known = work.model, {"gate", "up", "down"}, _bytes_of_adapters(work, system)
     experts = model.experts is not None and bool(mlp & {*work.targets})
     return [
         (
@@ -19,14 +20,16 @@ def trained_rules(lay: Layout, work: Workload) -> list[tuple[bool, str]]:
             "fp32_norms needs frozen norms and linears of less than 16 bits (base_dtype)",
         ),
         (work.dora and not work.lora_rank, "dora needs adapters (lora_rank)"),
-        (experts, "adapters of experts are not modelled (lora_targets: q,k,v,o)"),
+        (experts, f"adapters of experts are not modelled (lora_targets: q,k,v,o); {known}"),
         (
             model.latent is not None and not {"q", "k", "v"}.isdisjoint(work.targets),
-            "adapters of latent attention are not modelled (lora_targets: o,gate,up,down)",
+            "adapters of latent attention are not modelled (lora_targets: o,gate,up,down); "
+            f"{known}",
         ),
         (
             lay.tp > 1 and (work.dora or (work.partly and not work.lora_rank)),
-            f"tp = {lay.tp} with frozen weights is modelled only for adapters without dora",
+            f"tp = {lay.tp} with frozen weights is modelled only for adapters without dora"
+            f"{f'; {known}, over {lay.tp} ranks' * bool(work.lora_rank)}",
         ),
         (
             work.lora_rank % lay.tp > 0,
@@ -45,3 +48,13 @@ def trained_rules(lay: Layout, work: Workload) -> list[tuple[bool, str]]:
             f"pp = {lay.pp} where no layer trains: not modelled",
         ),
     ]
+
+
+def _bytes_of_adapters(work: Workload, system: System) -> str:
+    """The weights of low-rank adapters and their bytes with gradients and states, in words.  DoRA
+    has a magnitude for each row of a linear more, which is left out."""
+    layers = range(work.frozen_layers, work.model.num_layers)
+    count = work.lora_rank * sum(work.adapted_widths(layer) for layer in layers)
+    states = system.states
+    each = states.param_bytes + states.grad_bytes + states.optimizer_bytes
+    return f"they have {count:,} weights, {count * each / 2**30:.2f} GiB with gradients and states"
