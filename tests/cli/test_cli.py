@@ -137,6 +137,7 @@ def test_a_command_loads_no_library_that_draws_or_fits_and_no_other_command() ->
         (["simulate", "keep_all", *DEMO, "--estimator", "atc24"], "3 stages or more, not 1"),
         (["simulate", "full_recompute", *PIPE, "--estimator", "atc24"], "run again whole"),
         (["compare"], "missing option: --model, --cluster, --gpus"),
+        (["fit", "llama-7b"], "missing option: --cluster, --seq-len"),
         (["compare", "keep_all", *DEMO], "unexpected extra argument"),
         (["compare", *DEMO, "--limit", "0"], "'--limit'"),
         (["compare", *DEMO, "--methods", "nowhere"], "no such folder of methods"),
