@@ -269,7 +269,7 @@ def targets() -> tuple[Target, ...]:
         ),
         Target(
             name="page",
-            outputs=("results/index.html", "results/REPORT.md"),
+            outputs=("results/index.html",),
             module=f"{BUILDERS}.page",
             inputs={"suite": "config/paper.yaml"},
             reads=lambda _: [*PAGE, *_tables(), *figures()],
