@@ -83,7 +83,6 @@ class Bands(Struct, frozen=True):
     experts: Errors = {}
 
     def band(self, job: JobProperties) -> Band:
-        """The band of a job's predicted speed."""
         outside = self.covered.outside(job)
         half_width, sources = self._like(job, outside)
         wider = quantile(self.devices) if job.device and self.devices else 0.0
@@ -154,7 +153,6 @@ def speed_errors(cells: Iterable[LeftOutCell]) -> Errors:
 
 
 def by_source(cells: Iterable[LeftOutCell]) -> dict[str, list[LeftOutCell]]:
-    """Published rows by source, in their order."""
     found: dict[str, list[LeftOutCell]] = defaultdict(list)
     for cell in cells:
         found[cell.source].append(cell)

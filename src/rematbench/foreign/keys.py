@@ -38,7 +38,6 @@ class Section(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def keys(self) -> set[str]:
-        """All keys of the section."""
         named = (self.numbers, self.shapes, self.facts, self.words, self.refused)
         return {*self.read, *self.no_effect, *(key for kind in named for key in kind)}
 
@@ -57,14 +56,12 @@ class Dialect(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 @cache
 def declared(name: str) -> Dialect:
-    """The content of a dialect's file."""
     path = data_dir("config") / "foreign" / f"{name}.yaml"
     return convert(read_mapping(path, str(path)), Dialect, str(path))
 
 
 @cache
 def dialect(name: str) -> dict[str, Section]:
-    """The sections of a dialect."""
     made = declared(name)
     sections: dict[str, Section] = {}
     for part in [*(dialect(base) for base in made.base), made.sections]:

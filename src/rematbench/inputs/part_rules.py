@@ -9,7 +9,6 @@ Rules = list[tuple[bool, str]]
 
 
 def part_rules(lay: Layout, work: Workload) -> Rules:
-    """All rules of this file."""
     return [*_shared_rules(lay, work), *_memory_rules(lay, work), *_column_rules(lay, work)]
 
 

@@ -58,7 +58,6 @@ class ReportConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     folded: tuple[str, ...] = ()
 
     def caption(self, name: str) -> str:
-        """The caption of a figure."""
         return self.captions.get(name, name.replace("_", " "))
 
 
@@ -74,7 +73,6 @@ class Part(Struct, frozen=True, kw_only=True):
 
     @property
     def command(self) -> str:
-        """The command that makes the table or figure."""
         return f"./bench reproduce results/{self.source}"
 
 
@@ -111,7 +109,6 @@ class Page(Struct, frozen=True, kw_only=True):
 
 
 def load_report() -> ReportConfig:
-    """The sections and texts of config/report.yaml."""
     label = "config/report.yaml"
     return convert(read_mapping(data_dir("config") / "report.yaml", label), ReportConfig, label)
 

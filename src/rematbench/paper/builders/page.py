@@ -26,7 +26,6 @@ MOST_BYTES = 5_000_000
 
 
 def build(output: Path, values: Mapping[str, str], suite: Path) -> str:
-    """Write one self-contained page of the tables and figures that are there."""
     spec, config = load_matrix(suite), load_report()
     results = Path("results")
     tables = results / "paper" / "tables"
