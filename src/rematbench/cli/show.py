@@ -337,7 +337,6 @@ def speed_lines(result: Result) -> list[str]:
 
 
 def run_notes(request: Request, result: Result, evaluation: PlanEvaluation) -> list[str]:
-    """Notes on a run, the most important first."""
     problem, band = result.problem, result.error_band
     why = over_peak(evaluation.mfu_causal, evaluation.mfu_dense)
     timed = not evaluation.not_timed and not nominal(problem)
