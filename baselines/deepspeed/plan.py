@@ -54,7 +54,6 @@ class DeepSpeed(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def mechanism(self) -> str:
-        """The method of methods/ that changes the same things, if there is one."""
         if self.mlp_tiles > 1 or self.loss_tiles > 1:
             return self.name
         return "keep_all" if self.checkpointing == "none" else "full_recompute"
@@ -120,7 +119,6 @@ class DeepSpeed(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @classmethod
     def facts_with_options(cls, problem: Problem) -> set[str]:
-        """The facts of the problem's stack that options give."""
         return {*options.KEYS, *options.POLICY}
 
     def flags(self, problem: Problem, _: Plan | None = None, *, whole: bool = False) -> str:

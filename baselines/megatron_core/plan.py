@@ -177,7 +177,6 @@ class MegatronCore(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     @property
     def mechanism(self) -> str:
-        """The method of methods/ that changes the same things, if there is one."""
         if self.offload_modules:
             return self.name
         names = {"full": "full_recompute", "selective": "selective_recompute"}
@@ -211,7 +210,6 @@ class MegatronCore(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     @classmethod
     def facts_with_options(cls, problem: Problem) -> set[str]:
-        """The facts of the problem's stack that options give."""
         return options.facts_with_options(problem)
 
     def flags(self, problem: Problem, plan: Plan | None = None, *, whole: bool = False) -> str:

@@ -68,7 +68,6 @@ def join_groups(job: PackageJob) -> Coordinates:
 
 
 def leave_groups() -> None:
-    """Destroy the process groups of the last job."""
     mpu.destroy_model_parallel()
 
 
@@ -92,7 +91,6 @@ class Rig:
 
     @property
     def tp(self) -> tuple[int, int]:
-        """(tensor-parallel rank, degree)."""
         return self.place.tp, self.job.run.layout.tp
 
     def states(self) -> Iterator[torch.Tensor]:
@@ -271,7 +269,6 @@ def pooled() -> list[torch.Tensor]:
 
 
 def pool_bytes() -> int:
-    """The bytes of the host memory of fine-grained offloading."""
     return sum(tensor.untyped_storage().nbytes() for tensor in pooled())
 
 

@@ -58,7 +58,6 @@ class CpuDevice(TorchFunctionMode):
     """Factories of CUDA tensors or pinned memory make plain CPU tensors."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run the function with its device and pinning replaced."""
         given = dict(kwargs or {})
         if _is_cuda(given.get("device")):
             given["device"] = CPU

@@ -121,7 +121,6 @@ class Recorder:
 
     @property
     def alive_bytes(self) -> int:
-        """The bytes of the kept storages."""
         return sum(kept.nbytes for kept in self._found.values())
 
     def release(self) -> list[SavedTensor]:

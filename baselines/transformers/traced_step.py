@@ -53,7 +53,6 @@ class StepTrace(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def saved_bytes(self) -> int:
-        """The bytes that autograd keeps for the backward."""
         return sum(kept.nbytes * kept.layers for kept in self.saved)
 
     @property

@@ -81,22 +81,18 @@ class KernelCosts:
 
     @cached_property
     def network(self) -> NetworkConstants:
-        """Constants of the cluster's links."""
         return self.calibration.networks[self.calibration.network_entry(self.cluster.constants)]
 
     @cached_property
     def stack(self) -> SystemConstants:
-        """Constants of the software stack."""
         return self.calibration.systems[self.calibration.system_entry(self.system.constants)]
 
     @property
     def common(self) -> CommonConstants:
-        """Constants that are the same on every cluster and stack."""
         return self.calibration.common
 
     @cached_property
     def recipe(self) -> Recipe | None:
-        """The recipe of quantised linears."""
         return recipe_of(self.workload)
 
     def calls(self, op: Op, direction: Direction) -> int:
@@ -161,7 +157,6 @@ class KernelCosts:
         return tiles.tiled(kernel, self._operand_bytes(kernel), weight_gradient=weight)
 
     def _head_dims(self, kernel: Attention) -> tuple[int, int]:
-        """The head dimensions of the kernel that runs: of queries and keys, and of values."""
         dims = kernel.head_dim, kernel.values
         if not self._rounds:
             return dims
@@ -272,7 +267,6 @@ class KernelCosts:
 
     @cached_property
     def _backend_rates(self) -> AttentionRates:
-        """The attention backend's rates on this GPU generation."""
         return self.calibration.kernels.attention(self.cluster.generation, self.attention)
 
     def _unfused_attention_s(self, kernel: Attention, forward: bool) -> Quantity:

@@ -112,7 +112,6 @@ def _expert_ranks(
 
 
 def _stage_ranks(layout: Layout, stage: int, order: tuple[str, ...]) -> NDArray[np.int64]:
-    """All ranks of a pipeline stage."""
     return _ranks(layout, "pp", 0, order)[:, stage]
 
 

@@ -41,7 +41,6 @@ class Comm(Struct, frozen=True):
 
     @property
     def stream(self) -> str:
-        """The stream on which the collective runs."""
         return STREAMS_OF.get(self.group, self.group)
 
 
@@ -59,7 +58,6 @@ class Activation(Struct, frozen=True):
 
     @property
     def nbytes(self) -> int:
-        """Device bytes."""
         return self.rows * self.row_bytes
 
 

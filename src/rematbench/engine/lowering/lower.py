@@ -475,7 +475,6 @@ class _SlicedLowering(_RankLowering):
         return tuple(found)
 
     def add(self, key: Key, build: Callable[[], Block], item: Pass) -> None:
-        """Append a step after the last pass, of the micro-batch of a slice."""
         super().add(key, build, item._replace(micro_batch=item.micro_batch // len(self.parts)))
 
     def _block(self, key: Key) -> Block:

@@ -226,7 +226,6 @@ class RankModel:
 
     @cached_property
     def shapes(self) -> Shapes:
-        """Sizes of tensors on one rank."""
         return shapes(self.problem.workload, self.problem.layout, self.problem.system)
 
     @property
@@ -243,7 +242,6 @@ class RankModel:
         return Shape(s.micro_batch, rows, s.heads // ranks, kv_heads, *dims)
 
     def dtype_of(self, tensor: Activation) -> torch.dtype:
-        """The element type of an activation."""
         if tensor.name in SAVED.values() and self.problem.system.loss.logits_fp32:
             return wide(self.dtype)
         if tensor.name in OF_BYTES or tensor.copy_of or tensor.name.endswith("_mask"):
@@ -259,7 +257,6 @@ class RankModel:
         return found + [t for states in self.every_unit() for t in states.host_tensors()]
 
     def every_unit(self) -> list[UnitStates]:
-        """The states that are kept by unit."""
         return [states for chunk in self.unit_states for states in chunk.values()]
 
     def states(self) -> list[Tensor]:

@@ -152,7 +152,6 @@ def _launch(cases: list[Case], timeout_s: float) -> list[Result]:
 
 
 def _reason(folder: Path, number: int, failure: RankError) -> tuple[Status, str]:
-    """The status and the reason of a case without a result."""
     cause = error_of_job(sorted(folder.glob(f"{number}.*.error")), failure)
     return cast(Status, cause.status), cause.reason
 
@@ -195,7 +194,6 @@ def device_kind(kind: str) -> str:
 
 
 def has_gpu() -> bool:
-    """Whether torch can use a GPU here."""
     return torch.cuda.is_available()
 
 

@@ -73,12 +73,10 @@ class Unit(NamedTuple):
 
     @property
     def expert_parameters(self) -> int:
-        """Of the parameters, those of experts."""
         return self.table.expert_parameters
 
     @property
     def trained_experts(self) -> int:
-        """Of the parameters with a gradient, those of experts."""
         return self.table.trained_experts
 
 
@@ -176,7 +174,6 @@ class ChunkOps:
         return found
 
     def of_layers(self, places: Sequence[int]) -> "ChunkOps":
-        """Return the chunk with only the layers at the given places."""
         layers = tuple([self.layers[place] for place in places])
         pieces, held = self.mini_sequences, self.held
         what = (self.problem, self.stage, self.chunk, layers, pieces, held)
@@ -185,7 +182,6 @@ class ChunkOps:
 
     @property
     def where(self) -> ChunkPlace:
-        """The place of the chunk, from which rules select."""
         return ChunkPlace(stage=self.stage, chunk=self.chunk, layers=self.layers)
 
     @cached_property
@@ -237,7 +233,6 @@ class ChunkOps:
         return self.storages(unit)[activation]
 
     def storages(self, unit: Unit) -> dict[str, Storage]:
-        """The storages of a unit's activations."""
         if unit.prefix not in self._names:
             named = {name: self._storage(unit, name) for name in unit.table.activations}
             self._names[unit.prefix] = named
@@ -259,7 +254,6 @@ class ChunkOps:
 
     @cached_property
     def sites(self) -> ChunkSites:
-        """The sites of all saved tensors of the chunk."""
         return ChunkSites(
             stage=self.stage,
             chunk=self.chunk,
@@ -295,7 +289,6 @@ class ChunkOps:
         return any(run.again for run in runs)
 
     def _with_again(self, fates: Fates) -> Fates:
-        """The fates where pieces compute some tensors again in their own backward."""
         found = dict(fates)
         for unit in self.units:
             for run in self.runs(unit).values():
@@ -382,7 +375,6 @@ class ChunkOps:
 
     @cached_property
     def layer_unit(self) -> dict[int, Unit]:
-        """Return a layer's unit by its index inside the chunk."""
         return {unit.place: unit for unit in self.units if unit.table.part == "layer"}
 
 
