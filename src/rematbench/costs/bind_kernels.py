@@ -1,5 +1,6 @@
 """Costs of kernels and operators, bound to one problem, in seconds."""
 
+from dataclasses import dataclass
 from functools import cached_property
 from math import ceil, fsum
 from typing import Literal
@@ -28,28 +29,20 @@ from rematbench.workload import Workload
 Direction = Literal["forward", "backward_input", "backward_weight"]
 
 
+@dataclass(kw_only=True, eq=False)
 class KernelCosts:
     """Seconds of one rank's kernels.  Results are memoised, so that repeated calls are cheap.
     `untimed`: why kernels have no seconds ("": they have)."""
 
-    def __init__(
-        self,
-        *,
-        cluster: Cluster,
-        system: System,
-        layout: Layout,
-        workload: Workload,
-        calibration: Calibration,
-        attention: AttentionBackend,
-        untimed: str = "",
-    ) -> None:
-        self.cluster = cluster
-        self.system = system
-        self.layout = layout
-        self.workload = workload
-        self.calibration = calibration
-        self.attention = attention
-        self.untimed = untimed
+    cluster: Cluster
+    system: System
+    layout: Layout
+    workload: Workload
+    calibration: Calibration
+    attention: AttentionBackend
+    untimed: str = ""
+
+    def __post_init__(self) -> None:
         self._kernels: dict[tuple[Kernel, Direction], float] = {}
         self._ops: dict[tuple[int, Direction, float], tuple[Op, float]] = {}
 
@@ -157,12 +150,8 @@ class KernelCosts:
         return tiles.tiled(kernel, self._operand_bytes(kernel), weight_gradient=weight)
 
     def _head_dims(self, kernel: Attention) -> tuple[int, int]:
-        dims = kernel.head_dim, kernel.values
-        if not self._rounds:
-            return dims
-        return tiles.rounded(dims[0], tiles.HEAD_DIM_MULTIPLE), tiles.rounded(
-            dims[1], tiles.HEAD_DIM_MULTIPLE
-        )
+        multiple = tiles.HEAD_DIM_MULTIPLE if self._rounds else 1
+        return tiles.rounded(kernel.head_dim, multiple), tiles.rounded(kernel.values, multiple)
 
     def _least_s(self, kernel: Attention, gemm: tuple[int, int, int, int]) -> float:
         """The fewest seconds of one of unfused attention's GEMMs (m, n, k, batch): 0 if its rows,
@@ -284,13 +273,8 @@ class KernelCosts:
         head_dim, v_dim = self._head_dims(kernel)
         passes = formulas.UNFUSED_FORWARD_PASSES if forward else formulas.UNFUSED_BACKWARD_PASSES
         dropout = self.workload.model.drops_attention
-        scores = formulas.scores_s(
-            many * q * kv,
-            passes + (formulas.DROPOUT_PASSES if dropout else 0.0),
-            self.workload.element_bytes,
-            self.cluster.hbm_bytes_per_s,
-            self.gpu,
-        )
+        passes += formulas.DROPOUT_PASSES if dropout else 0.0
+        scores = self._memory_s(passes * (many * q * kv) * self.workload.element_bytes)
         if forward:
             return pair_s(head_dim, v_dim) + scores
         return pair_s(head_dim, head_dim) + pair_s(v_dim, v_dim) + scores
@@ -335,9 +319,8 @@ def part_of(kernel: Kernel, direction: Direction, rows_fraction: float) -> Kerne
         return kernel
     match kernel:
         case Gemm(m=m, k=k):
-            rows = k if direction == "backward_weight" else m
-            some = max(1, round(rows * rows_fraction))
             weight = direction == "backward_weight"
+            some = max(1, round((k if weight else m) * rows_fraction))
             return replace(kernel, k=some) if weight else replace(kernel, m=some)
         case Elementwise(hbm_bytes=nbytes):
             return replace(kernel, hbm_bytes=round(nbytes * rows_fraction))
