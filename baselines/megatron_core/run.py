@@ -130,7 +130,8 @@ class Trainer:
 
     def gradients(self, *, whole: bool) -> tuple[dict[str, float], dict[str, Tensor]]:
         """Norms and whole gradients, from the buffers of all ranks."""
-        specs = model_specs(self.rig.job.run.model, self.rig.padded_vocab)
+        run = self.rig.job.run
+        specs = model_specs(run.model, self.engine.padded_vocab(run))
         pieces = self.rig.gradient_pieces()
         return norms(pieces, specs), assemble(pieces, specs) if whole else {}
 
