@@ -39,11 +39,13 @@ def test_a_file_of_another_job_is_refused(tmp_path: Path, text: str, word: str) 
         "swift rlhf --model m --tuner_type full",
         "NPROC_PER_NODE=8 megatron rlhf --model Qwen/Qwen3-8B",
         "deepspeed --module openrlhf.cli.train_rm --model.model_name_or_path m",
-        "torchrun -m verl.trainer.fsdp_sft_trainer model.partial_pretrain=m model.lora_rank=8",
+        "torchrun -m verl.trainer.sft_trainer model.path=m model.lora_adapter_path=x",
         "torchrun -m verl.trainer.sft_trainer model.path=m engine=megatron",
         "accelerate launch open_instruct/dpo_tune_cache.py --model_name_or_path m",
         "accelerate launch --use_megatron_lm train.py --model_name_or_path m",
         f"x.py {SIZES} --max-tokens-per-gpu 64 --rollout-batch-size 8 --colocate",
+        f"x.py {SIZES} --max-tokens-per-gpu 64 --rollout-batch-size 8 --loss-type sft_loss",
+        f"x.py {SIZES} --max-tokens-per-gpu 64 --train-backend fsdp",
     ],
 )
 def test_a_command_of_another_job_is_refused(tmp_path: Path, line: str) -> None:
@@ -248,6 +250,13 @@ def test_a_torchtitan_command_reads_its_toml(tmp_path: Path) -> None:
 def test_a_recipe_in_a_package_is_named(tmp_path: Path, line: str, word: str) -> None:
     with pytest.raises(ConfigError, match=rf"{word}.*not read"):
         job(tmp_path, line)
+
+
+def test_slimes_supervised_training_has_no_engine(tmp_path: Path) -> None:
+    line = f"x.py {SIZES} --max-tokens-per-gpu 64 --rollout-batch-size 8 --ref-load m "
+    line += "--loss-type sft_loss --debug-train-only --disable-compute-advantages-and-returns"
+    made, reading = job(tmp_path, line)
+    assert (reading.refused, reading.unknown, made.options["seq_len"]) == ([], [], "64")
 
 
 def test_openrlhf_has_dots_in_its_options(tmp_path: Path) -> None:

@@ -271,9 +271,37 @@ def test_compiled_norms_keep_no_steps(tmp_path: Path) -> None:
     assert (stack["compiled"], stack["norm_keeps_steps"]) == (True, False)
 
 
-def test_variables_of_the_environment_state_facts(tmp_path: Path) -> None:
-    line = f"export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True\nx.py {SIZES} --bf16"
-    assert facts(job(tmp_path, line)[0])["expandable_segments"] is True
+ALLOC, GROWS = "PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True"
+
+
+@pytest.mark.parametrize(
+    ("before", "states"),
+    [
+        ("export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True\n", True),
+        ("PYTORCH_CUDA_ALLOC_CONF=max_split_size_mb:128,expandable_segments:True ", True),
+        ("srun --export=ALL,PYTORCH_ALLOC_CONF=expandable_segments:True ", True),
+        (
+            f"""ray job submit --runtime-env-json='{{"env_vars": {{"{ALLOC}": "{GROWS}"}}}}' -- """,
+            True,
+        ),
+        ("PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False ", False),
+        ("", False),
+    ],
+)
+def test_variables_of_the_environment_state_facts(
+    tmp_path: Path, before: str, states: bool
+) -> None:
+    made = facts(job(tmp_path, f"{before}x.py {SIZES} --bf16")[0])
+    assert made.get("expandable_segments", False) is states
+
+
+def test_only_megatrons_own_optimizer_on_the_host_leaves_a_copy_on_the_device(
+    tmp_path: Path,
+) -> None:
+    line = f"x.py {SIZES} --bf16 "
+    assert facts(job(tmp_path, f"{line}--optimizer-cpu-offload")[0])["resident_bytes"] == 4
+    made = job(tmp_path, f"{line}--deepspeed --zero-stage 1 --cpu-optimizer")[0]
+    assert (made.options["optimizer"], "resident_bytes" in facts(made)) == ("host", False)
 
 
 SWITCHES = [

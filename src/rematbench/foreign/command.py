@@ -3,7 +3,8 @@ OpenRLHF.
 
 Sources of names and defaults: Transformers 4.57, TrainingArguments; accelerate 1.11,
 commands/launch.py; torchrun; DeepSpeed 0.19.8, launcher/runner.py; ms-swift 4.6.0,
-swift/arguments/sft_args.py and swift/trainers/arguments.py; OpenRLHF 0.8, cli/train_sft.py.
+swift/arguments/sft_args.py and swift/trainers/arguments.py; OpenRLHF 0.8, cli/train_sft.py
+(options) and models/actor.py (quantised weights).
 """
 
 import json
@@ -63,6 +64,8 @@ VERL = {
     "model.use_liger": "use_liger_kernel",
     "use_remove_padding": "use_remove_padding",
     "model.use_remove_padding": "use_remove_padding",
+    "model.lora_rank": "lora_rank",
+    "model.target_modules": "target_modules",
     "ulysses_sequence_parallel_size": "sequence_parallel_size",
     "engine.ulysses_sequence_parallel_size": "sequence_parallel_size",
 }
@@ -74,10 +77,13 @@ VERL_DEFAULTS: dict[str, Any] = {
     "max_length": 1024,
     "gradient_checkpointing": True,
     "attn_implementation": "flash_attention_2",
+    "target_modules": "all-linear",
+    "dtype": "float32",
     "fsdp": "full_shard",
     "bf16": True,
 }
 """The defaults of the same file; fsdp_sft_trainer.py has the kernel, the shards, the precision."""
+MODULES = ("verl.trainer.", "openrlhf.cli.")
 UNSLOTH = "unsloth-cli.py"
 UNSLOTH_DEFAULTS: dict[str, Any] = {
     **{"max_seq_length": 2048, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 4},
@@ -102,7 +108,7 @@ def trainer_of(script: Script, words: list[str]) -> Package | None:
     """The package whose trainer a command starts; None for every other command."""
     options = {name.replace("-", "_") for name in options_of(words)}
     programs = [word.rsplit("/", 1)[-1] for word in words if not word.startswith("-")]
-    if any(word.startswith("verl.trainer.") for word in words) or UNSLOTH in programs:
+    if UNSLOTH in programs or any(word.startswith(MODULES) for word in words):
         return "Transformers"
     for pair in pairwise(programs):
         if pair in PROGRAMS:
@@ -178,8 +184,8 @@ def _openrlhf(data: dict[str, Any], words: list[str]) -> dict[str, Any]:
         data["stage"] = "rl"
     if data.pop("ds.param_dtype", None) in ("bf16", None):
         data.setdefault("bf16", True)
-    data["dtype"] = data.get("dtype", "bfloat16")
-    return data
+    data = {"dtype": "bfloat16", "target_modules": "all-linear", **data}
+    return {"bnb_4bit_use_double_quant": True, **data}
 
 
 def _verl(words: list[str]) -> dict[str, Any]:

@@ -115,14 +115,15 @@ def _read(options: Options, script: Script) -> Reading:
             if first_value(options, written).isdigit():
                 reading.put(name, int(first_value(options, written)), f"--{written}")
     if SLIME in options:  # slime/backends/megatron_utils/arguments.py, set_default_megatron_args
-        options = {"bf16": [], "use-distributed-optimizer": [], **options}
-        tokens = whole(first_value(options, SLIME), script.file, f"--{SLIME}")
-        reading.put("seq_len", tokens, f"--{SLIME}")
-        reading.put("micro_batch", 1, f"--{SLIME}")
-        reading.notes.append(f"--{SLIME}: a micro-batch holds so many tokens at most")
+        options = {"bf16": [], "use-distributed-optimizer": [], **_supervised(options)}
     reading.facts |= ABSENT
     data = {name: values[0] if values else True for name, values in options.items()}
     read_keys(reading, data, "megatron", prefix="--")
+    if SLIME in options:
+        tokens = whole(first_value(options, SLIME), script.file, f"--{SLIME}")
+        reading.put("seq_len", tokens * reading.get("cp", 1), f"--{SLIME}")
+        reading.put("micro_batch", 1, f"--{SLIME}")
+        reading.notes.append(f"--{SLIME}: a rank's micro-batch holds so many tokens at most")
     _layout(reading, options, script)
     _model(reading, options)
     read_experts(reading, options)
@@ -139,6 +140,16 @@ def _read(options: Options, script: Script) -> Reading:
     return reading
 
 
+def _supervised(options: Options) -> Options:
+    """The options of slime without those of an engine and of a reference model, where the line has
+    the loss of supervised training and neither of the two (slime/utils/arguments.py)."""
+    if first_value(options, "loss-type") != "sft_loss" or "debug-train-only" not in options:
+        return options
+    refused = dialect("megatron")[""].refused
+    engine = refused["rollout_batch_size"]
+    return {k: v for k, v in options.items() if refused.get(k.replace("-", "_")) != engine}
+
+
 def _states(reading: Reading, options: Options) -> None:
     """The bytes and the home of the optimizer's states.  The precision-aware optimizer keeps of
     the fp32 copy only what a bf16 parameter lacks (megatron-core 0.16.1, optimizer_config.py,
@@ -152,7 +163,7 @@ def _states(reading: Reading, options: Options) -> None:
         copy = 2 if reading.get("precision") == "bf16" else 4
         if copy + moments != ADAM_BYTES and not hosted:  # on the host both are fp32
             reading.facts["optimizer_bytes"] = copy + moments
-    elif hosted:  # distrib_optimizer.py: the fp32 shard stays, and the host has a copy of it
+    elif "optimizer-cpu-offload" in options:  # distrib_optimizer.py: the fp32 shard stays
         reading.facts["resident_bytes"] = 4
     if not hosted:
         return
