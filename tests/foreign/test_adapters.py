@@ -64,6 +64,7 @@ def test_a_command_without_a_tuner_has_its_packages_default(tmp_path: Path) -> N
     line = "torchrun train.py --model_name_or_path m --bf16 --lora_r 4"
     assert read(tmp_path, line, "run.sh")[0]["lora_targets"] == "q,v"
     assert not read(tmp_path, f"{TRL}lora_r: 4\n")[0]
+    assert read(tmp_path, FACTORY)[0]["lora_rank"] == "8"
 
 
 TUNE = """

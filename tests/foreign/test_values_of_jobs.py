@@ -37,6 +37,7 @@ def test_offloaded_inputs_have_a_home(tmp_path: Path, text: str, method: str, re
     [
         (FACTORY + "bf16: true", True),
         (FACTORY + "pure_bf16: true", False),
+        (FACTORY.replace("full", "lora") + "fp16: true", False),
         (FACTORY + "bf16: true\ndeepspeed: {zero_optimization: {stage: 2}}", False),
         (TRL, True),
         (TRL + "dtype: bfloat16", False),

@@ -212,7 +212,7 @@ def read_factory(data: Mapping[str, Any], file: str) -> Reading:
         both = key in ("bf16", "fp16")
         if (both or key not in ours) and value not in (None, False):
             options[key.replace("_", "-")] = [] if value is True else [str(value)]
-    trainer = {key: value for key, value in data.items() if key in ours}
+    trainer = {"finetuning_type": "full"} | {k: v for k, v in data.items() if k in ours}
     reading = _read(options, Script(file=file))
     more = read_trainer(trainer, file, "LLaMA-Factory")
     more.values.pop("trained_dtype", None)  # Megatron narrows adapters

@@ -100,7 +100,9 @@ def _precision(reading: Reading, data: Mapping[str, Any]) -> None:
     if weights == "float32" and "precision" not in reading.values:
         reading.put("precision", "fp32", "dtype")
     scaled = reading.get("precision") == "fp16"  # torch's GradScaler takes fp32 gradients alone
-    wide = weights == "float32" or scaled or (reading.package in WIDENS and not weights)
+    widened = scaled or (reading.package in WIDENS and not weights)
+    kept = reading.package == "LLaMA-Factory" and data.get("finetuning_type", "lora") != "full"
+    wide = weights == "float32" or (widened and not kept)  # it widens what trains alone
     narrow = reading.get("precision") == "fp32" or not is_off(data.get("pure_bf16"))
     if wide and not narrow:
         reading.put("wide_weights", 1, "dtype")
@@ -155,7 +157,8 @@ def _kernels(reading: Reading, data: Mapping[str, Any]) -> None:
         elif plugin != LIGER_PLUGIN:
             reading.refused.append(f"plugins: {plugin} is not modelled")
     loss = data.get("loss_type")
-    if reading.package == "TRL" and loss in (None, "chunked_nll"):
+    early = "max_seq_length" in data  # TRL before 0.20, whose loss has logits
+    if reading.package == "TRL" and (loss == "chunked_nll" or (loss is None and not early)):
         reading.put("pieces", PIECES, "loss_type")
         if loss is None:
             reading.notes.append("TRL of 2026 has the loss in chunks (older: loss_type: nll)")
