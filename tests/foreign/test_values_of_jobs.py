@@ -347,6 +347,28 @@ def test_a_written_stack_of_megatron_loads(tmp_path: Path, options: str) -> None
     loads(tmp_path, job(tmp_path, f"x.py {SIZES} {options}", cluster="h100-80gb")[0])
 
 
+@pytest.mark.parametrize(
+    ("more", "settings"),
+    [
+        ("", []),
+        (
+            " --recompute-granularity selective --recompute-modules mlp",
+            ["recompute=selective", "modules=[mlp]"],
+        ),
+    ],
+)
+def test_modules_on_the_host_are_those_of_the_package(
+    tmp_path: Path, more: str, settings: list[str]
+) -> None:
+    line = f"x.py {SIZES} --fine-grained-activation-offloading --offload-modules "
+    made, reading = job(tmp_path, f"{line}core_attn attn_proj{more}")
+    own = ["bias_activation_fusion=true", "offload_modules=[core_attn,attn_proj]"]
+    assert (made.method, [*made.settings]) == ("megatron_core", own + settings)
+    assert not reading.refused
+    assert "moe_act" in job(tmp_path, f"{line}moe_act{more}")[1].refused[0]
+    assert job(tmp_path, f"{line}core_attn --recompute-granularity full")[1].refused
+
+
 def test_weights_in_fp32_are_those_of_the_stack_that_runs(tmp_path: Path) -> None:
     line = "accelerate launch --use_deepspeed --zero_stage 2 --num_processes 8 trl/scripts/sft.py "
     line += "--model_name_or_path Qwen/Qwen3-8B --max_length 512 --bf16 --loss_type nll "

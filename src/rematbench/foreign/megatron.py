@@ -51,6 +51,8 @@ TODAY = "megatron-core-0.16"
 """The stack of a launch line, which names no version."""
 LAYERS = ("recompute-num-layers", "activations-checkpoint-num-layers", "checkpoint-num-layers")
 """The layers of a recomputed group: today's name, that of 2021 and that of 2020."""
+OFFLOADED = ("attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm")
+"""The modules of --offload-modules whose tensors are modelled: not those of experts."""
 SWIFT_TASKS = {("megatron", "sft"), ("megatron", "pt"), ("megatron", "rlhf")}
 SLIME = "max-tokens-per-gpu"
 ENGINE = {"tensor_model_parallel_size", "pipeline_model_parallel_size", "use_mca"}
@@ -129,7 +131,7 @@ def _read(options: Options, script: Script) -> Reading:
     read_experts(reading, options)
     read_megatron_recipe(reading, options)
     _states(reading, options)
-    reading.method = _method(reading, options)
+    reading.method = _offloaded(reading, options, *_method(reading, options))
     _named_model(reading, options)
     _deepspeed(reading, options, script)
     if "partition-activations" in options and reading.get("tp", 1) > 1:
@@ -379,6 +381,28 @@ def _method(reading: Reading, options: Options) -> tuple[str, dict[str, object]]
     if granularity == "selective":
         return "selective_recompute", _modules(reading, options)
     return "keep_all", {}
+
+
+def _offloaded(
+    reading: Reading, options: Options, name: str, settings: dict[str, object]
+) -> tuple[str, dict[str, object]]:
+    """A method with the modules whose inputs go to the host beside it, which megatron_core has."""
+    switch = "fine-grained-activation-offloading"
+    if switch not in options:
+        return name, settings
+    modules = [name for text in options.get("offload-modules", []) for name in text.split(",")]
+    if lacking := sorted({*modules} - {*OFFLOADED}) or ["none"] * (not modules):
+        allowed = ", ".join(OFFLOADED)
+        reading.refused.append(f"--{switch}: {' '.join(lacking)} (allowed: {allowed})")
+        return name, settings
+    moved: dict[str, object] = {"offload_modules": f"[{','.join(modules)}]"}
+    if name == "full_recompute":
+        reading.refused.append(
+            "--offload-modules: with full recomputation (megatron-core has none)"
+        )
+    elif name == "selective_recompute":
+        moved |= {"recompute": "selective", **settings}
+    return "megatron_core", {"bias_activation_fusion": "true", **moved}
 
 
 def _modules(reading: Reading, options: Options) -> dict[str, object]:
