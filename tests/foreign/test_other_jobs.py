@@ -19,6 +19,8 @@ from tests.foreign.small_jobs import AXOLOTL, FACTORY, SIZES, SWIFT, TITAN, TRL,
         (TRL.replace("nll", "dft"), "loss"),
         (AXOLOTL + "rl: grpo\ntrl: {use_vllm: true}", "reinforcement"),
         (AXOLOTL + "reward_model: true", "reinforcement"),
+        (AXOLOTL + "model_type: AutoModelForSequenceClassification", "another head"),
+        (TRL + "deepspeed_config: {zero_stage: 3}", "accelerate"),
         (FACTORY.replace("stage: sft", "stage: dpo"), "stage: dpo"),
         (FACTORY + "use_adam_mini: true", "Adam-mini"),
         (FACTORY + "use_kt: true", "KTransformers"),
@@ -50,6 +52,23 @@ def test_a_file_of_another_job_is_refused(tmp_path: Path, text: str, word: str) 
 )
 def test_a_command_of_another_job_is_refused(tmp_path: Path, line: str) -> None:
     assert job(tmp_path, line)[1].refused
+
+
+@pytest.mark.parametrize(
+    ("more", "zero"),
+    [("--deepspeed_config ds_z2.json", "2"), ("--zero_stage 3", "3"), ("", None)],
+)
+def test_a_switch_of_deepspeed_takes_its_file(tmp_path: Path, more: str, zero: str | None) -> None:
+    (tmp_path / "ds_z2.json").write_text('{"zero_optimization": {"stage": 2}}')
+    line = f"deepspeed --num_gpus 8 train.py --deepspeed --model_name_or_path m --bf16 {more}"
+    made, reading = job(tmp_path, line)
+    assert (made.options.get("zero_stage"), bool(reading.refused)) == (zero, zero is None)
+
+
+def test_a_value_of_a_command_can_turn_its_yamls_off(tmp_path: Path) -> None:
+    (tmp_path / "full.yaml").write_text(FACTORY + "bf16: true\ndeepspeed: ds_z3.json\n")
+    made, reading = job(tmp_path, "llamafactory-cli train full.yaml deepspeed=null")
+    assert (made.options["zero_stage"], reading.files) == ("0", [])
 
 
 @pytest.mark.parametrize(
@@ -85,6 +104,9 @@ def test_a_name_of_a_file_chooses_no_task(tmp_path: Path, out: str) -> None:
         "--softmax-type learnable",
         "--window-attn-skip-freq 2",
         "--quick-geglu",
+        "--defer-embedding-wgrad-compute",
+        "--remote-device cpu",
+        "--pipeline-model-parallel-size 2 --microbatch-group-size-per-vp-stage 4",
         "--fp8-format e4m3 --fp8-recipe custom",
         "--fp8-format hybrid --no-fp8-wgrad --log-throughput",
         "--fp8-format hybrid --transformer-impl local",

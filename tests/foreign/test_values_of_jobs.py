@@ -296,6 +296,12 @@ def test_variables_of_the_environment_state_facts(
     assert made.get("expandable_segments", False) is states
 
 
+def test_a_rank_order_and_an_unfused_activation_are_facts(tmp_path: Path) -> None:
+    line = f"x.py {SIZES} --bf16 --swiglu --use-tp-pp-dp-mapping --no-bias-swiglu-fusion"
+    stack = facts(job(tmp_path, line)[0])
+    assert (stack["rank_order"], stack["fused_swiglu"]) == (["tp", "cp", "pp", "dp"], False)
+
+
 def test_only_megatrons_own_optimizer_on_the_host_leaves_a_copy_on_the_device(
     tmp_path: Path,
 ) -> None:

@@ -158,6 +158,9 @@ def _data(words: list[str], options: Options) -> dict[str, Any]:
     if any(word.endswith(UNSLOTH) for word in words):
         data = {**UNSLOTH_DEFAULTS, **data}
         data["lora_rank"] = data.pop("r")
+    config = data.pop("deepspeed_config", None)
+    if data.get("deepspeed", config) in (True, config) and (config or "zero_stage" in data):
+        data["deepspeed"] = config  # a switch beside a file, or beside options
     precision = str(data.pop("mixed_precision", "")).lower()
     if precision in ("bf16", "fp16", "fp8"):
         data.setdefault(precision, True)
@@ -206,7 +209,7 @@ def _with_file(
 ) -> tuple[Package, dict[str, Any]]:
     """The options together with those of the YAML file that the command names (`trl sft --config
     x.yaml`, `llamafactory-cli train x.yaml lr=1`); the command's count."""
-    data |= {name: value for name, _, value in _overrides(words)}
+    data |= {name: _value([value]) for name, _, value in _overrides(words)}
     content = _content(script, words)
     if not content:
         return package, data

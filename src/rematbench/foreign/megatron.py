@@ -51,6 +51,8 @@ TODAY = "megatron-core-0.16"
 """The stack of a launch line, which names no version."""
 LAYERS = ("recompute-num-layers", "activations-checkpoint-num-layers", "checkpoint-num-layers")
 """The layers of a recomputed group: today's name, that of 2021 and that of 2020."""
+GROUPS = ("microbatch-group-size-per-virtual-pipeline-stage", "microbatch-group-size-per-vp-stage")
+"""Micro-batches that a chunk runs in a row: pp of them by default."""
 OFFLOADED = ("attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm")
 """The modules of --offload-modules whose tensors are modelled: not those of experts."""
 SWIFT_TASKS = {("megatron", "sft"), ("megatron", "pt"), ("megatron", "rlhf")}
@@ -126,7 +128,8 @@ def _read(options: Options, script: Script) -> Reading:
         reading.put("seq_len", tokens * reading.get("cp", 1), f"--{SLIME}")
         reading.put("micro_batch", 1, f"--{SLIME}")
         reading.notes.append(f"--{SLIME}: a rank's micro-batch holds so many tokens at most")
-    _layout(reading, options, script)
+    _layout(reading, options)
+    _attention(reading, options, script)
     _model(reading, options)
     read_experts(reading, options)
     read_megatron_recipe(reading, options)
@@ -257,7 +260,7 @@ def _deepspeed(reading: Reading, options: Options, script: Script) -> None:
         reading.notes.append("--zero-stage 0 with --bf16: DeepSpeed shards the states as stage 1")
 
 
-def _layout(reading: Reading, options: Options, script: Script) -> None:
+def _layout(reading: Reading, options: Options) -> None:
     stage = "1" if "use-distributed-optimizer" in options else "0"
     if "deepspeed" in options:
         stage = first_value(options, "zero-stage", "")
@@ -269,11 +272,18 @@ def _layout(reading: Reading, options: Options, script: Script) -> None:
     reading.put("sp", "sequence-parallel" in options, "--sequence-parallel")
     if stages := first_value(options, name := "pipeline-model-parallel-layout"):
         reading.put("stages", stages, f"--{name}")
+    for name in GROUPS:
+        if options.get(name, [group := str(reading.get("pp", 1))]) != [group]:
+            reading.refused.append(f"--{name}: other than pp {group} is not modelled")
     for word in ("bf16", "fp16"):
         if word in options:
             reading.put("precision", word, f"--{word}")
     if "precision" not in reading.values:
         reading.put("precision", "fp32", "neither --bf16 nor --fp16")
+
+
+def _attention(reading: Reading, options: Options, script: Script) -> None:
+    """The kernel of attention that a line and its variables of the environment choose."""
     backend = first_value(options, "attention-backend", "auto")
     no_flash, no_fused = (script.variables.get(name) == ["0"] for name in NVTE)
     if backend == "auto" and (no_flash or no_fused):

@@ -171,12 +171,20 @@ def _task(reading: Reading, data: Mapping[str, Any]) -> None:
     stage = str(data.get("stage", "sft"))
     if stage not in TASKS:
         reading.refused.append(f"stage: {stage} (only pt and sft have one model and one loss)")
+    kind = str(data.get("model_type") or "")
+    if kind.startswith("AutoModel") and kind != "AutoModelForCausalLM":
+        reading.refused.append(f"model_type: {kind} has another head than a language model")
+    for key in ("distributed_type", "deepspeed_config"):
+        if data.get(key):
+            reading.refused.append(f"{key}: a key of accelerate, whose own file is read")
 
 
 def _nested(reading: Reading, value: Any) -> None:
     """Read a DeepSpeed section, or name the DeepSpeed file to be read."""
     if isinstance(value, Mapping):
         merge(reading, read_deepspeed(value, reading.file))
+    elif value is True:
+        reading.refused.append("deepspeed: the program makes its configuration (--zero)")
     else:
         reading.files.append(Path(str(value)))
 
