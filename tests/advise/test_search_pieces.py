@@ -110,9 +110,8 @@ def test_no_pieces_are_tried_where_host_memory_is_short() -> None:
     assert search.excluded.counts["host memory too small for any number of pieces"] == 9
 
 
-@pytest.mark.parametrize(
-    ("gib", "fewer"), [pytest.param(9.8, False, marks=pytest.mark.full), (10.5, True)]
-)
+@pytest.mark.full  # the answers of any search are those of everything: test_search_everything.py
+@pytest.mark.parametrize(("gib", "fewer"), [(9.8, False), (10.5, True)])
 def test_more_pieces_are_tried_unprobed_where_the_allocator_alone_keeps_a_plan_out(
     monkeypatch: pytest.MonkeyPatch, gib: float, fewer: bool
 ) -> None:
