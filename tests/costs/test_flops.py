@@ -8,8 +8,9 @@ from rematbench.costs import copies, formulas
 from rematbench.costs.flops import attention_flop_per_token, hfu, mfu, model_flop_per_token
 from rematbench.inputs.kernel_rates import Device
 from rematbench.inputs.load import load_model
-from rematbench.workload import Model, Workload
+from rematbench.workload import Workload
 from tests.cost_constants import COMMON, GPU
+from tests.problems import LLAMA
 
 H800, A800 = 989.5e12, 312e12
 
@@ -36,20 +37,8 @@ def test_published_mfu(model: str, seq_len: int, peak: float, speed: int, percen
 
 def small(document_len: int = 0, **changes: object) -> Workload:
     """16 tokens of a small model."""
-    model = Model(
-        name="small",
-        num_layers=2,
-        hidden=4,
-        num_heads=2,
-        num_kv_heads=1,
-        head_dim=3,
-        ffn=8,
-        vocab=10,
-        mlp="swiglu",
-        norm="rmsnorm",
-        position="rope",
-        tied_embeddings=False,
-    )
+    model = replace(LLAMA, num_layers=2, hidden=4, num_heads=2, num_kv_heads=1, head_dim=3, ffn=8)
+    model = replace(model, vocab=10)
     return Workload(model=replace(model, **changes), seq_len=16, document_len=document_len)
 
 

@@ -25,53 +25,23 @@ from rematbench.evaluate.problems import trained_model
 from rematbench.evaluate.proof import check
 from rematbench.inputs.layout import Layout, LayoutError
 from rematbench.inputs.layout_rules import check_layout
-from rematbench.inputs.load import load_system
-from rematbench.inputs.system import with_facts
+from rematbench.inputs.load import load_model, load_system
+from rematbench.inputs.system import System, with_facts
 from rematbench.plan import PlanError
 from rematbench.problem import Problem, rank_parameters
 from rematbench.solve.recompute_modules import Module, modules_dropped
 from rematbench.workload import Experts, Latent, Model, Workload
-from tests.problems import LLAMA, plan_of, problem, refusal
+from tests.problems import LLAMA, layer_of, plan_of, problem, refusal
 
 MEGATRON = load_system("megatron-core")
 TOKENS = 4096
-V3 = Model(
-    name="deepseek-v3",
-    num_layers=61,
-    hidden=7168,
-    num_heads=128,
-    num_kv_heads=128,
-    head_dim=192,
-    ffn=18432,
-    vocab=129280,
-    mlp="swiglu",
-    norm="rmsnorm",
-    position="rope",
-    tied_embeddings=False,
-    latent=Latent(q_rank=1536, kv_rank=512, nope=128, rope=64, v=128),
-    experts=Experts(
-        count=256,
-        active=8,
-        ffn=2048,
-        shared_ffn=2048,
-        router="sigmoid",
-        groups=8,
-        dense_layers=(0, 1, 2),
-        aux_loss=0.0001,
-    ),
-)
+SHIPPED = load_model("deepseek-v3")
+V3 = replace(SHIPPED, mtp_layers=0, experts=replace(SHIPPED.experts, aux_loss=0.0001))
 LITE = replace(V3, name="no-experts", experts=None)
 
 
 def table(model: Model = V3, **layout: int) -> OpTable:
-    return layer_table(
-        Workload(model=model, seq_len=TOKENS),
-        Layout(**layout),
-        MEGATRON,
-        fused_attention=True,
-        window=0,
-        dense=False,
-    )
+    return layer_of(Workload(model=model, seq_len=TOKENS), MEGATRON, **layout)
 
 
 STATISTICS, NORMS = 4 * 4, 4 * 2
@@ -190,16 +160,20 @@ def test_mla_up_proj_needs_latent_attention() -> None:
 @pytest.mark.parametrize(
     ("stack", "degrees", "words"),
     [
-        ("megatron-core", {"cp": 2, "cp_kind": "allgather"}, "MLA with cp_comm_type='all_gather'"),
-        ("deepspeed", {"dp": 2, "ulysses": 2}, "does not match the required shape, the keys'"),
+        (
+            with_facts(MEGATRON, cp_kind="allgather"),
+            *({"cp": 2}, "MLA with cp_comm_type='all_gather'"),
+        ),
+        (
+            load_system("deepspeed"),
+            *({"dp": 2, "ulysses": 2}, "does not match the required shape, the keys'"),
+        ),
     ],
 )
-def test_layouts_that_packages_refuse(stack: str, degrees: dict[str, Any], words: str) -> None:
-    given = dict(degrees)
-    system = with_facts(load_system(stack), **{k: given.pop(k) for k in ("cp_kind",) if k in given})
+def test_layouts_that_packages_refuse(stack: System, degrees: dict[str, int], words: str) -> None:
     work = Workload(model=LITE, seq_len=TOKENS)
     with pytest.raises(LayoutError, match=re.escape(words)):
-        check_layout(Layout(global_batch=2, **given), work, system)
+        check_layout(Layout(global_batch=2, **degrees), work, stack)
     check_layout(Layout(global_batch=2, cp=2), work, MEGATRON)
 
 
