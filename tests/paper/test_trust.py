@@ -11,7 +11,6 @@ import pytest
 
 from rematbench.evidence.accuracy import left_out_errors, load_accuracy
 from rematbench.evidence.decisions import Decision
-from rematbench.evidence.decisions import sweeps as published_sweeps
 from rematbench.evidence.job_evidence import (
     JobProperties,
     LeftOutCell,
@@ -20,7 +19,6 @@ from rematbench.evidence.job_evidence import (
     out_of_source,
 )
 from rematbench.inputs.configfile import ConfigError, read_mapping
-from rematbench.inputs.constants import is_fit
 from rematbench.inputs.load import calibration
 from rematbench.paper.sheet.table import Table
 from rematbench.paper.tables import systems
@@ -76,20 +74,6 @@ def test_losses_are_means_over_sweeps() -> None:
     assert len(alike) == 3
     assert (alike[-1]["sweeps"], alike[-1]["regret"]) == (3, pytest.approx(0.1))
     assert not regret_table([]).rows
-
-
-def test_the_note_of_decisions_says_what_constants_saw() -> None:
-    """Every source with a sweep has fitted rows; the sources named have no sweep."""
-    rows = [{**row, "pred_status": "ok"} for row in out_of_source()]
-    named = {key[0] for key in published_sweeps(rows)}
-    fit = calibration().fit
-    assert "fitted to some rows of each source" in regret_table([]).note
-    for source in named:
-        assert any(is_fit(row, fit) for row in rows if row["source"] == source), source
-    for word in ("MosaicML", "NVIDIA"):
-        assert word in regret_table([]).note
-        assert any(word in row["source"] for row in rows)
-        assert not any(word in source for source in named)
 
 
 def test_a_cell_is_drawn_in_the_groups_of_its_own_sheet() -> None:
