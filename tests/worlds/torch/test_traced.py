@@ -32,8 +32,8 @@ from tests.typed import Ran, typed
 from tests.worlds.torch import cases, grid
 from tests.worlds.torch.cases import TINY_GPT
 
-LAYOUTS = ("tp2", "cp2", "pp4-vpp2")
-MORE = ("pp2", "ulysses2", "dp2", "tp2-pp2", "tp2-ulysses2")
+LAYOUTS = ("tp2", "cp2", "pp2")
+MORE = ("pp4-vpp2", "ulysses2", "dp2", "tp2-pp2", "tp2-ulysses2")
 
 
 def real(case: Case) -> tuple[list[tuple[int, int]], int, int]:
