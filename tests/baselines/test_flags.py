@@ -32,7 +32,7 @@ from rematbench.worlds.packages.process import job as make_job
 from rematbench.worlds.records.record import Record, World
 from rematbench.worlds.torch.case import Case, Result
 from rematbench.worlds.torch.rank_processes import execute_cases
-from tests.baselines.cases import LEFT_OUT, STEPS, TINY, Asked, asked_problem, weighed
+from tests.baselines.cases import LEFT_OUT, PATIENCE_S, STEPS, TINY, Asked, asked_problem, weighed
 from tests.installed import needs
 from tests.problems import plan_of
 
@@ -100,7 +100,7 @@ def same_as_the_plan(method: str, settings: dict[str, Any], ran: Record) -> None
 def printed_job(baseline: str, answer: FlagsAnswer, world: World = "executed") -> PackageJob:
     """A job of the default policy whose options are what was printed: nothing else says them."""
     made, method = asked_problem(Asked("one")), policy(baseline)
-    job = make_job(made, method, world, options=answer.flags, timeout_s=60.0)
+    job = make_job(made, method, world, options=answer.flags, timeout_s=PATIENCE_S)
     return replace(job, steps=STEPS if world == "executed" else 1, gradients=world == "executed")
 
 
@@ -114,8 +114,8 @@ def of_method(method: str, settings: dict[str, Any], baseline: str) -> list[Pack
     _, answer = answered(method, settings, baseline)
     assert not answer.missing
     made = asked_problem(ONE)
-    named = make_job(made, policy(baseline, answer.settings), steps=1, timeout_s=60.0)
-    none = make_job(made, policy(baseline), steps=1, timeout_s=60.0)
+    named = make_job(made, policy(baseline, answer.settings), steps=1, timeout_s=PATIENCE_S)
+    none = make_job(made, policy(baseline), steps=1, timeout_s=PATIENCE_S)
     return [printed_job(baseline, answer), named, none, printed_job(baseline, answer, "traced")]
 
 
