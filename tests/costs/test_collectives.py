@@ -167,14 +167,14 @@ def test_latency_counts_hops_and_the_faster_protocol_wins() -> None:
     )
     # 8 ranks on 2 nodes: 7 steps, 7 x 2 / 8 of them between nodes
     hops = 7 * 0.25 * 5.0 + 7 * 0.75 * 1.0
-    assert c.all_gather_s(0.0, 8, 2, 1.0, two) == pytest.approx(hops)
-    assert c.all_gather_s(160.0, 8, 2, 1.0, two) == pytest.approx(hops + 10.0 + 140.0)
+    assert c.ring_steps_s(7, 8, 2, 0.0, 1.0, two) == pytest.approx(hops)
+    assert c.ring_steps_s(7, 8, 2, 160.0, 1.0, two) == pytest.approx(hops + 10.0 + 140.0)
 
 
 def test_collectives_broadcast() -> None:
     nbytes, ranks = np.array([[1e6], [1e9]]), np.array([1, 2, 8])
     nodes = np.array([1, 1, 4])
-    table = c.all_gather_s(nbytes, ranks, nodes, 1e9, COMMON)
+    table = c.ring_steps_s(ranks - 1, ranks, nodes, nbytes, 1e9, COMMON)
     assert np.shape(table) == (2, 3)
     assert np.all(np.asarray(table)[:, 0] == 0.0)
     rates = c.ring_bytes_per_s(np.array([1, 4]), np.array([1, 4]), 200e9, 6.25e9, 8)

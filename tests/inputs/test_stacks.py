@@ -304,7 +304,9 @@ def test_a_job_names_the_other_versions_of_its_stack() -> None:
     words += ["--gpus", "8", "--seq-len", "4096", "--global-batch", "8", "--zero", "3"]
     words.append("--notes")
     shown = CliRunner().invoke(APP, [*words, "--system", "huggingface-flash"]).output
-    assert "; other versions: huggingface-flash-4.4x (`rematbench systems" in shown
+    assert "; other versions: huggingface-flash-4.4x (`rematbench systems" in " ".join(
+        shown.split()
+    )
     refused = CliRunner().invoke(APP, [*words, "--system", "torchtitan", "--cp", "2"])
     assert str(refused.exception).endswith("cp = 2 (another version has it: torchtitan-2026)")
     assert "other versions" not in CliRunner().invoke(APP, [*words, "--system", "deepspeed"]).output

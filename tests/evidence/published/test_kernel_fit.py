@@ -14,7 +14,7 @@ import yaml
 from rematbench.costs.kernel_seconds import attention_share
 from rematbench.costs.operators.kernels import Attention
 from rematbench.evidence.kernels.kernel_curves import solve
-from rematbench.evidence.kernels.kernel_fit import as_text, curve_table, fit_share, refit
+from rematbench.evidence.kernels.kernel_fit import as_text, fit_share, refit
 from rematbench.evidence.kernels.kernel_rows import (
     TOLERANCE,
     Array,
@@ -154,7 +154,6 @@ def test_parameters_fitted_to_kernel_rows_are_counted() -> None:
         return 0
 
     assert sum(counts.values()) == sum(map(listed, files)) > 100
-    assert curve_table(RATES)[-1][1] == sum(counts.values())
     told = how_to_read(calibration())
     assert (
         f"{len(calibration().fitted)} are fitted to published steps; {sum(counts.values())}" in told
@@ -170,16 +169,6 @@ def test_gemms_of_blackwell_are_those_of_its_kernel_rows() -> None:
     assert (constants.gemm_half_k, constants.gemm_tail_waves) == (rates.half_k, rates.tail)
     assert (constants.tile_rows, constants.tile_columns) == (rates.tile_rows, rates.tile_columns)
     assert constants.sm_count == RATES.generation("blackwell").sm_count
-
-
-def test_curve_table_has_the_evidence_of_the_files() -> None:
-    table = {name: rest for name, *rest in curve_table(RATES)}
-    fa3 = yaml.safe_load((FOLDER / "hopper.yaml").read_text())["attention"]["fa3"]["evidence"]
-    lines = [line for found in fa3["outliers"] for line in found["lines"]]
-    worst = max((found["worst"] for found in fa3["outliers"]), key=abs)
-    told = [len(fa3["fitted"]), fa3["rows"], fa3["sources"], len(lines), worst]
-    assert table["hopper.attention.fa3"] == told
-    assert "blackwell.hbm" not in table  # its value is not fitted
 
 
 def test_refit_refuses_a_row_of_a_new_kind(tmp_path: Path) -> None:
