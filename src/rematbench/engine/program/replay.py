@@ -192,8 +192,6 @@ def _written(block: Block, late: bool) -> list[Request]:
 
 
 class _Run:
-    """Successive training steps of one rank."""
-
     def __init__(
         self,
         memory: Allocator,
