@@ -108,7 +108,6 @@ class Small(NamedTuple):
 
     @property
     def ranks(self) -> range:
-        """All ranks."""
         return range(len(self.base.partition))
 
     def alike(self, plan: Plan) -> bool:

@@ -13,7 +13,6 @@ from rematbench.worlds.records.record import read_record
 
 
 def build(output: Path, values: Mapping[str, str], records: Path) -> str:
-    """Write a line per rank: bytes at the peak by what holds them."""
     again = replay(read_record(records / f"{values['record']}.json"), cluster="")
     program = lower(again.plan, again.problem)
     bars = stage_bytes(again.problem, again.plan, program, again.evaluation)
