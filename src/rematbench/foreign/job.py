@@ -32,8 +32,8 @@ ROTATING: dict[str, dict[str, Any]] = {
 }
 """Stacks of which a later one has context parallelism, with the facts that it then needs."""
 SUFFIXES = re.compile(r"-(instruct|thinking|chat|base|hf|it|\d{4})(?=-|$)")
-ALIKE = (("llama-2", "llama2"), ("llama-3-", "llama3-"), ("llama-3.3", "llama-3.1"))
-ALIKE += (("-a22b", ""), ("_", "-"))
+ALIKE = [("llama-2", "llama2"), ("llama-3-", "llama3-"), ("llama-3.3", "llama-3.1")]
+ALIKE += [("-a22b", ""), ("_", "-")]
 """Parts of the hub's names with those of shipped models; Llama 3.3 has the shape of 3.1."""
 VERSION = re.compile(r"-v\d[\d.]*(?=-|$)")
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from rematbench.foreign.adapters import TARGETS, read_adapters
 from rematbench.foreign.deepspeed import read_deepspeed
-from rematbench.foreign.keys import dialect, read_keys
+from rematbench.foreign.keys import declared, dialect, read_keys
 from rematbench.foreign.megatron_experts import read_experts
 from rematbench.foreign.reading import LAUNCHER, Options, Reading, first_value, number, whole
 from rematbench.foreign.recipes import read_megatron_recipe
@@ -30,17 +30,6 @@ VOCABULARIES = {"GPT2BPETokenizer": 50257, "Llama2Tokenizer": 32000}
 """Vocabulary of tokenizers that come with their files: GPT-2's 50,257 tokens (Radford et al. 2019)
 and Llama 2's 32,000 (Touvron et al. 2023, arXiv 2307.09288)."""
 POSITIONS = {"rope": "rope", "learned_absolute": "learned", "none": "none", "alibi": "alibi"}
-SWIFT: Options = {
-    **{name: [] for name in ("bf16", "use-distributed-optimizer", "use-flash-attn")},
-    "recompute-granularity": ["selective"],
-    "micro-batch-size": ["1"],
-    "global-batch-size": ["16"],
-    "attention-backend": ["flash"],
-    "cross-entropy-loss-fusion": [],
-    "moe-token-dispatcher-type": ["alltoall"],
-    "expert-tensor-parallel-size": ["1"],
-}
-"""The defaults of ms-swift 4.6.0, swift/megatron/arguments/megatron_args.py."""
 OLD = {"activations-checkpoint-method", "checkpoint-activations", "checkpoint-num-layers"}
 OLD |= {"model-parallel-size", "batch-size", "DDP-impl"}
 """Options of Megatron-LM before 2023, which has neither Transformer Engine nor flash attention
@@ -96,7 +85,7 @@ def read_megatron(script: Script, words: list[str]) -> Reading:
 def read_swift(script: Script, words: list[str]) -> Reading:
     """The reading of `megatron sft` of ms-swift: Megatron's options with underscores and values,
     and a model by name.  ConfigError for a wrong value."""
-    options = {**script.headers, **SWIFT}
+    options = {**script.headers, **declared("swift").defaults}
     for name, values in options_of(words).items():
         option = SWIFT_NAMES.get(name, name.replace("_", "-"))
         if values[:1] == ["false"]:

@@ -27,7 +27,7 @@ from rematbench.foreign.torchtitan import read_torchtitan
 from rematbench.foreign.torchtune import read_torchtune
 from rematbench.foreign.trainers import merge, read_accelerate, read_trainer
 from rematbench.inputs.configfile import ConfigError, read_mapping, read_text
-from rematbench.inputs.foreign import REFUSED, Package, package_of, pointer
+from rematbench.inputs.foreign import REFUSED, package_of, pointer
 from rematbench.inputs.huggingface import is_huggingface
 
 READ = "launch lines of Megatron and of Hugging Face trainers, DeepSpeed JSON, YAML of accelerate, "
@@ -130,7 +130,7 @@ def read_file(path: Path, variables: dict[str, list[str]]) -> Reading:
     return _package(package, data, label)
 
 
-READERS: dict[Package, Callable[[Mapping[str, Any], str], Reading]] = {
+READERS: dict[str, Callable[[Mapping[str, Any], str], Reading]] = {
     "DeepSpeed": read_deepspeed,
     "accelerate": read_accelerate,
     "nanotron": read_nanotron,
@@ -139,11 +139,11 @@ READERS: dict[Package, Callable[[Mapping[str, Any], str], Reading]] = {
     "PEFT": read_peft,
 }
 """The readers of packages that are no trainers of Hugging Face."""
-CONFIGURED: tuple[Package, ...] = ("torchtitan", "torchtune", "nanotron")
+CONFIGURED: tuple[str, ...] = ("torchtitan", "torchtune", "nanotron")
 """Packages whose commands name one file, which has the whole job."""
 
 
-def _package(package: Package, data: Mapping[str, Any], label: str) -> Reading:
+def _package(package: str, data: Mapping[str, Any], label: str) -> Reading:
     if package in REFUSED:
         raise ConfigError(label, "", pointer(package, label))
     if package == "LLaMA-Factory" and ENGINE & data.keys():
@@ -208,7 +208,7 @@ def _configured(script: Script) -> Reading | None:
                 continue
             data = _mapping(beside, str(beside))
             package = package_of(data)
-            if package not in CONFIGURED:
+            if package is None or package not in CONFIGURED:
                 continue
             options = options_of(words)
             own = {name: (values or ["true"])[0] for name, values in options.items() if "." in name}

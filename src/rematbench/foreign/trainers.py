@@ -221,15 +221,8 @@ SHARDING = {
     "4": 3,
 }
 FSDP_SYSTEM = "torchtitan"
-FSDP_WORDS = {
-    "auto_wrap",
-    "true",
-    "fsdp2",
-    "full_shard",
-    "shard_grad_op",
-    "no_shard",
-    "hybrid_shard",
-}
+FSDP_WORDS = {"auto_wrap", "true", "fsdp2"}
+FSDP_WORDS |= {kind.lower() for kind in SHARDING if not kind.isdigit()}
 
 
 def _fsdp(reading: Reading, data: Mapping[str, Any], flat: Mapping[str, Any]) -> None:

@@ -22,7 +22,6 @@ class ByHand(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def label(self) -> str:
-        """The name in tables."""
         return f"torch by hand, {self.means}"
 
 
@@ -70,12 +69,10 @@ def load_layers(path: Path) -> LayerSuite:
 
 
 def layer_names(suite: LayerSuite) -> dict[str, str]:
-    """Return the labels of the suite's cells, by cell name."""
     return _planned(suite) | by_hand_names(suite)
 
 
 def by_hand_names(suite: LayerSuite) -> dict[str, str]:
-    """Return the labels of the steps written by hand, by cell name."""
     return {name: one.label for name, _, one in _by_hand(suite)}
 
 

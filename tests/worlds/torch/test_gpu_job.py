@@ -59,8 +59,8 @@ def test_a_rank_that_failed_but_hangs_is_ended(
     (tmp_path / "0.1.error").write_text("oom\nOutOfMemoryError: full\n")
     alive: Any = [SimpleNamespace(exitcode=None)]
     start = time.monotonic()
-    failure = ranks.watch(alive, tmp_path, 60.0)
-    assert time.monotonic() - start < 10.0
+    failure = ranks.watch(alive, tmp_path, 600.0)
+    assert time.monotonic() - start < 300.0  # long before its time is over
     assert rank_processes._reason(tmp_path, 0, failure) == ("oom", "OutOfMemoryError: full")
 
 

@@ -55,7 +55,7 @@ def test_a_piece_that_starts_a_unit_early_shows_in_the_weights(
 ) -> None:
     whole, cut = early("one", "keep", "host")
     monkeypatch.setattr(lowering, "ready_pieces", one_unit_early)
-    assert not any(same(weights(whole), weights(cut)))
+    assert not same(weights(whole), weights(cut))[-1]  # apart from the first late gradient on
 
 
 def test_a_removed_wait_of_the_host_shows_in_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,4 +70,4 @@ def test_a_removed_wait_of_the_host_shows_in_the_weights(monkeypatch: pytest.Mon
     broken = Program(ranks=(replace(rank, blocks=blocks),))
     correct = list(weights(whole))
     monkeypatch.setattr("tests.worlds.torch.test_host_update.lower", lambda plan, made: broken)
-    assert not any(same(correct, weights(cut, delay_s=0.01)))
+    assert not same(correct, weights(cut, delay_s=0.01))[-1]

@@ -19,8 +19,6 @@ Stamp = torch.cuda.Event | float
 
 
 class TimedAction(NamedTuple):
-    """An action and its seconds."""
-
     action: Action
     seconds: float
 
@@ -80,7 +78,6 @@ class Key(NamedTuple):
 
 
 def by_key(actions: Iterable[TimedAction]) -> dict[Key, list[TimedAction]]:
-    """Actions by their key."""
     found: dict[Key, list[TimedAction]] = {}
     for timed in actions:
         action = timed.action

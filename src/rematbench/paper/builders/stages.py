@@ -12,7 +12,6 @@ from rematbench.worlds.records.plan_replay import replay
 
 
 def build(output: Path, values: Mapping[str, str], records: Path) -> str:
-    """Write a line per rank: bytes at the peak by what holds them."""
     again = replay(records / f"{values['record']}.json")
     program = lower(again.plan, again.problem)
     bars = stage_bytes(again.problem, again.plan, program, again.evaluation)

@@ -8,7 +8,6 @@ from rematbench.worlds.records.plan_replay import replay
 
 
 def build(output: Path, values: Mapping[str, str], records: Path) -> str:
-    """Write the step of the record `record` of a folder."""
     again = replay(records / f"{values['record']}.json", timeline=True)
     write_timeline(again, output)
     return f"{output}: one step of {again.evaluation.step_s:.3f} s"

@@ -172,7 +172,6 @@ class Table(Struct, frozen=True, kw_only=True):
         return f"MFU {why}." if why else ""
 
     def printed(self) -> TableText:
-        """The table as formatted text."""
         texts = self.texts
         heads, rows = map(str, texts.columns), map(tuple, texts.to_numpy())
         return TableText(

@@ -43,7 +43,6 @@ STATUS = Column("pred_status", "ours")
 
 
 def build(predictions: Path) -> list[Table]:
-    """All tables of the ATC'24 paper."""
     cells = read_predicted(predictions)
     return [waterfall(cells), figure7(cells), figure9(cells), abstract(cells)]
 

@@ -62,7 +62,6 @@ AGREEMENT = (
 
 
 def build(records: Path, agreement: Path) -> list[Table]:
-    """The tables of all points and engines."""
     points = load_points()
     traced = points_table(points, records)
     if not traced.rows:

@@ -39,7 +39,6 @@ BUNDLE = "rematbench predict results/published/runs.csv --bundle {} -o predictio
 
 
 def build(answers: list[Path], predictions: Path, published: Path) -> Table:
-    """The table of all published claims."""
     predicted = prediction_answers(read_predicted(predictions))
     found = [*load_answers(answers), *predicted]
     return claims_table(read_sheet(published), load_claims(), found)

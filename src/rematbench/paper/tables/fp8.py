@@ -18,7 +18,6 @@ Row = Mapping[str, Any]
 
 
 def build(cells: Path) -> Table:
-    """The table of the dense rows with a twin."""
     return fp8_table(of_sheet(read_predicted(cells), "fp8.csv"))
 
 

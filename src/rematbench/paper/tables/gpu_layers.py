@@ -114,7 +114,6 @@ def _ratios(
 
 
 def layers_table(rows: Sequence[dict[str, Any]]) -> Table:
-    """Measured and predicted steps and bytes."""
     bars = (
         f"Mean absolute errors: time {mean_error([row['step_s_error'] for row in rows])} "
         f"(expected: at most {100 * TIME_BAR:g} %), allocated bytes "

@@ -39,7 +39,6 @@ Row = dict[str, Any]
 
 
 def build(runs: list[Path]) -> list[Table]:
-    """The tables of the plans of all runs."""
     plans = searched_plans(runs)
     if not plans:
         raise CommandError("no turn of a plan (searched/*.jsonl) there")
@@ -99,7 +98,6 @@ def advice_rows(rows: Sequence[Row]) -> list[Row]:
 
 
 def searched_table(rows: Sequence[Row]) -> Table:
-    """Every plan, measured and predicted."""
     errors = [abs(row["step_s_error"]) for row in rows if row["step_s"]]
     out = [f"{row['cell']} ({row['method']})" for row in rows if row["status"] == "oom"]
     return Table(

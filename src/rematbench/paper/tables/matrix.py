@@ -38,7 +38,6 @@ def build(suite: Path, results: list[Path]) -> list[Table]:
 
 
 def matrix_tables(lines: Sequence[Line], spec: MatrixSpec) -> list[Table]:
-    """All tables of the matrix."""
     return [
         arm_table(lines, SAME, spec),
         arm_table(lines, BEST, spec),

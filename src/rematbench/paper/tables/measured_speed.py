@@ -41,7 +41,6 @@ NOTE = (
 
 
 def build(executed: Path) -> Table:
-    """The table of all cells."""
     return speed_table(read_sheet(executed, NEEDED))
 
 
@@ -51,7 +50,6 @@ def signed(value: Any) -> str:
 
 
 def speed_table(rows: Sequence[Row]) -> Table:
-    """The table of the rows of executed.csv, in their order."""
     return Table(
         name="measured_speed",
         title="Measured speed and memory, problem x engine x method (executed)",

@@ -34,7 +34,6 @@ Line = dict[str, Any]
 
 
 def build(suite: Path, records: list[Path]) -> list[Table]:
-    """The table and the sheets of a suite's records."""
     found = read_records(records)
     if not found:
         raise CommandError(f"no record (*.json) below {', '.join(map(str, records))}")

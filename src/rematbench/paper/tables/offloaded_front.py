@@ -68,7 +68,6 @@ def _of(row: Cell, series: str, world: str) -> dict[str, Any]:
 
 
 def _both(row: Cell, case: PublishedCase) -> Iterator[dict[str, Any]]:
-    """A row as published and as predicted."""
     name, every = NAMES[row["variant"]], int(row["update_interleave"] or 0)
     share = {"share": float(row["host_ratio"]), "visiting": 1 / every if every else 0.0}
     published = {"peak_device_bytes": float(row["peak_device_bytes"])}

@@ -22,7 +22,6 @@ RUNGS: dict[str, tuple[str, ...]] = {
 
 
 def build(suite: Path) -> Table:
-    """The table of the models of the suite's matrix."""
     return pareto_table(load_matrix(suite))
 
 

@@ -199,7 +199,6 @@ def space_table(rows: Sequence[Row]) -> Table:
 
 
 def expert_table(rows: Sequence[Row]) -> Table:
-    """The table of the best plans of models with experts."""
     return Table(
         name="searched_experts",
         title="Models with experts: the best plan of the whole space (simulated)",

@@ -68,7 +68,6 @@ def build(
 
 
 def systems_table(rows: Sequence[Row]) -> Table:
-    """The table of rows."""
     return Table(
         name="systems",
         title="Systems of the literature, and what of each runs here",

@@ -207,7 +207,6 @@ class Engines:
                 self.offers[name] = Offers(problem, name)
 
     def of(self, plan: Plan) -> tuple[str, ...]:
-        """The names of the engines that can run a plan."""
         key = msgspec.json.encode(replace(plan, fit={}))
         if key not in self.cache:
             mine = (plan, _first(self.problem, plan))
@@ -260,7 +259,6 @@ def _apart_bytes(fate: Resolved, counterpart: Resolved | None) -> int:
 
 
 def offloads_any(table: Table) -> bool:
-    """Whether any site offloads a byte."""
     return any(fate.offload_bytes for fate in table.values())
 
 

@@ -80,7 +80,6 @@ class Case:
 
     @property
     def world_size(self) -> int:
-        """The number of processes."""
         return self.problem.layout.gpus
 
 

@@ -77,7 +77,6 @@ class Exchanges:
         """The units whose gradients are summed, by chunk and group."""
 
     def group(self, action: Action) -> Group:
-        """The communicator that an action names."""
         assert action.exchange.comm is not None
         return self.groups.by_name[action.exchange.comm.group]
 
@@ -423,7 +422,6 @@ class Messages:
             self.arrival = torch.empty_like(self.tied.grad_flat)
 
     def states(self) -> list[Tensor]:
-        """The storages of this object that are not activations."""
         return [] if self.arrival is None else [self.arrival]
 
     def attach(self, mark: Mark) -> None:
@@ -432,7 +430,6 @@ class Messages:
         mark.callbacks, self.callbacks = self.callbacks, []
 
     def _message(self, action: Action, span: Span) -> Message:
-        """The message of an action on a span."""
         lay, stage = self.model.problem.layout, self.model.place.pp
         return message(lay, stage, action, (span.micro_batch, span.chunk))
 

@@ -189,7 +189,6 @@ class Executor:
             self.events[event, span.micro_batch, span.chunk] = mark
 
     def wait(self, action: Action, span: Span) -> None:
-        """Block the action's stream until an event."""
         event = action.wait
         assert event is not None
         mark = self.local.get(event) or self.events.get((event, span.micro_batch, span.chunk))
@@ -298,7 +297,6 @@ class Executor:
                     self.memory[span.key(storage)].data.add_(whole[first:last])
 
     def backward_weight(self, action: Action, span: Span) -> None:
-        """Compute weight gradients and add them to their buffers."""
         found = self.names.of(action, span.chunk)
         operators.BACKWARD_WEIGHT[action.op](self._backward_call(action, span, found))
 

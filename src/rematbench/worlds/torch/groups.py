@@ -29,8 +29,6 @@ RELEASE_S = 1.0
 
 
 class Coordinates(NamedTuple):
-    """A rank's place along every dimension."""
-
     tp: int
     cp: int
     dp: int

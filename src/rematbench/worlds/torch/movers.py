@@ -119,8 +119,6 @@ class Form(NamedTuple):
 
 
 class Movers:
-    """Allocates, copies and frees the storages of one rank."""
-
     def __init__(
         self,
         model: RankModel,

@@ -212,13 +212,11 @@ class Call(NamedTuple):
 
     @property
     def recipe(self) -> Recipe:
-        """The recipe of quantised linears."""
         found = recipe_of(self.model.problem.workload)
         assert found is not None
         return found
 
     def scale_key(self, name: str) -> tuple[int, int, str, str]:
-        """The key of a quantised copy's scale."""
         return self.span.micro_batch, self.span.chunk, self.unit.prefix, name
 
     def narrowed(self, x: Tensor, *, weight: bool = False) -> Tensor:

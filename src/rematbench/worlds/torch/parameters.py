@@ -315,7 +315,6 @@ def local_size(spec: ParameterSpec, layout: Layout) -> int:
 
 
 def shard(full: Tensor, spec: ParameterSpec, rank: int, degree: int) -> Tensor:
-    """The shard of a tensor-parallel rank."""
     if spec.split is None or degree == 1:
         return full
     return full.chunk(degree, spec.split)[rank]
@@ -366,7 +365,6 @@ class Parameter:
     grad_shard: Tensor | None = None
 
     def lend(self, flat: Tensor) -> None:
-        """Replace the compute copy."""
         self.flat = flat
         self.__dict__.pop("value", None)
 

@@ -20,7 +20,7 @@ from typing import Literal, cast
 import torch
 import torch.distributed as dist
 
-from rematbench.engine.lowering.blocks.chunk_ops import ChunkOps
+from rematbench.engine.lowering.blocks.chunk_ops import ChunkFacts, ChunkOps
 from rematbench.host.files import scratch
 from rematbench.host.memory import free_bytes
 from rematbench.host.ranks import RankError, error_of_job, run_ranks
@@ -80,10 +80,11 @@ def initialization_bytes(case: Case) -> int:
 def _specs(case: Case, stage: int) -> list[ParameterSpec]:
     """A rank's parameters in the order in which they are made."""
     problem, plan = case.problem, case.plan
+    facts = ChunkFacts(held=plan.held, cuts=plan.cuts)
     places = [
         (unit.table.part, unit.layer)
         for number, layers in enumerate(plan.partition[stage])
-        for unit in ChunkOps(problem, stage, number, layers, held=plan.held, cuts=plan.cuts).units
+        for unit in ChunkOps(problem, stage, number, layers, facts).units
     ]
     model = problem.workload.model
     held = range(model.experts.count // problem.layout.ep) if model.experts else None
@@ -152,7 +153,6 @@ def _launch(cases: list[Case], timeout_s: float) -> list[Result]:
 
 
 def _reason(folder: Path, number: int, failure: RankError) -> tuple[Status, str]:
-    """The status and the reason of a case without a result."""
     cause = error_of_job(sorted(folder.glob(f"{number}.*.error")), failure)
     return cast(Status, cause.status), cause.reason
 
@@ -195,7 +195,6 @@ def device_kind(kind: str) -> str:
 
 
 def has_gpu() -> bool:
-    """Whether torch can use a GPU here."""
     return torch.cuda.is_available()
 
 

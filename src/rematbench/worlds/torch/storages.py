@@ -29,7 +29,6 @@ class Span(NamedTuple):
         return self.first + self.size
 
     def key(self, storage: Storage) -> Key:
-        """The key of a storage of this (micro-batch, chunk)."""
         return (storage, self.micro_batch, self.chunk)
 
 
@@ -174,7 +173,6 @@ class Block(NamedTuple):
 
 
 def host_bytes(nbytes: int, *, pinned: bool) -> Tensor:
-    """New host memory."""
     return torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned)
 
 

@@ -86,7 +86,6 @@ class UnitStates:
 
     @property
     def size(self) -> int:
-        """The number of the unit's parameters."""
         return sum(parameter.size for parameter in self.parameters)
 
     def part(self, whole: Tensor) -> Tensor:
@@ -113,13 +112,11 @@ class UnitStates:
             self.gradients.add_(part)
 
     def tensors(self) -> list[Tensor]:
-        """The tensors on the device."""
         homes = (self.sharing.weights_on_host, self.sharing.gradients_on_host)
         pairs = zip((self.weights, self.gradients), homes, strict=True)
         return [tensor for tensor, on_host in pairs if not on_host]
 
     def host_tensors(self) -> list[Tensor]:
-        """The tensors in host memory."""
         homes = (self.sharing.weights_on_host, self.sharing.gradients_on_host)
         pairs = zip((self.weights, self.gradients), homes, strict=True)
         found = [tensor for tensor, on_host in pairs if on_host]

@@ -111,7 +111,6 @@ def _groups(case: Case, rank: int, groups: dict[tuple[object, ...], Groups]) -> 
 def run_case(
     case: Case, rank: int, device: torch.device, cached_groups: dict[tuple[object, ...], Groups]
 ) -> RankResult:
-    """Train the case's steps on this rank."""
     problem, plan = case.problem, case.plan
     require_executable(problem, plan)
     lowered = case.program or lower(plan, problem)
