@@ -1,5 +1,5 @@
 """Experts and latent attention: the ledger's bytes, the autograd model's gradients and keep_all's
-numbers, on one process and on grids of tensor, expert and pipeline parallelism; refusals by name."""
+numbers, on one process and on grids of tensor, expert and pipeline parallelism; and refusals."""
 
 from dataclasses import replace
 from functools import cache
