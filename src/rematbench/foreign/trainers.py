@@ -249,6 +249,8 @@ def _fsdp(reading: Reading, data: Mapping[str, Any], flat: Mapping[str, Any]) ->
     reshard = str(plain.get("reshard_after_forward", "true")).upper()
     strategy = str(plain.get("sharding_strategy", kinds[0])).upper()
     strategy = reshard if reshard in SHARDING else strategy
+    if reshard not in ("TRUE", "FALSE", *SHARDING):
+        reading.refused.append(f"fsdp_config.reshard_after_forward: {reshard} is not modelled")
     key = "fsdp_config.sharding_strategy"
     if strategy not in SHARDING:
         problem = f"{strategy} (allowed: {', '.join(SHARDING)})"
