@@ -80,6 +80,7 @@ def test_a_value_of_a_command_can_turn_its_yamls_off(tmp_path: Path) -> None:
     [
         ("policy: {}\nloss_fn: {}", "NeMo-RL"),
         ("step_scheduler: {}\nmodel: {}", "Automodel"),
+        ("model: m\nmodel_class: llm\ndist_config: {name: fsdp2}", "LLaMA-Factory v1"),
         ("actor_rollout_ref: {}\ndata: {}", "verl"),
     ],
 )
@@ -90,6 +91,24 @@ def test_a_file_of_a_package_that_is_not_read_is_named(
         ConfigError, match=f"a {package} configuration, which is not read|an {package}"
     ):
         job(tmp_path, text, "job.yaml")
+
+
+@pytest.mark.parametrize(("processes", "fits"), [("", False), ("NPROC_PER_NODE=2 ", True)])
+def test_layers_on_several_devices_of_a_process_are_refused(
+    tmp_path: Path, processes: str, fits: bool
+) -> None:
+    line = f"CUDA_VISIBLE_DEVICES=0,1 {processes}swift sft --model m --max_length 512"
+    refused = job(tmp_path, line)[1].refused
+    assert (not refused, "device_map" in " ".join(refused)) == (fits, not fits)
+
+
+def test_accelerates_checkpointing_wraps_whatever_the_trainer_says(tmp_path: Path) -> None:
+    config = {"distributed_type": "FSDP", "fsdp_config": {"fsdp_activation_checkpointing": True}}
+    (tmp_path / "fsdp.json").write_text(json.dumps(config))
+    line = "accelerate launch --config_file fsdp.json swift/cli/sft.py --model Qwen/Qwen3-8B "
+    line += "--per_device_train_batch_size 1 --gradient_checkpointing false --tuner_type full"
+    made, reading = job(tmp_path, line)
+    assert (made.method, reading.package) == ("full_recompute", "ms-swift")
 
 
 @pytest.mark.parametrize("out", ["runs/dpo", "grpo.out", "reward"])
@@ -308,8 +327,9 @@ def test_a_micro_batch_of_verl_can_be_that_of_all_ranks_or_of_tokens(tmp_path: P
 
 
 def test_a_number_without_a_value_stops_the_run(tmp_path: Path) -> None:
-    line = f"x.py {SIZES} --bf16 --tensor-model-parallel-size $(expr 16 / 2)"
-    assert job(tmp_path, line)[1].unknown == ["--tensor-model-parallel-size"]
+    line = f"x.py {SIZES} --bf16 --tensor-model-parallel-size $("
+    assert job(tmp_path, f"{line}nproc)")[1].unknown == ["--tensor-model-parallel-size"]
+    assert job(tmp_path, f"N=8; {line}expr 16 / $N)")[0].options["tp"] == "2"
 
 
 def test_a_key_of_verl_is_named_whatever_its_letters(tmp_path: Path) -> None:

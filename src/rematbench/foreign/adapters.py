@@ -72,7 +72,8 @@ def _dtype(reading: Reading, data: Mapping[str, Any], *, packed: bool) -> None:
     narrow = reading.system == "huggingface-deepspeed" or reading.package == "Megatron"
     if narrow or not is_off(data.get("pure_bf16")) or (reading.package == "TRL" and packed):
         return
-    autocast = any(not is_off(data.get(word)) for word in ("bf16", "fp16"))
+    words = any(not is_off(data.get(word)) for word in ("bf16", "fp16"))
+    autocast = words or reading.package in ("TRL", "ms-swift")  # whose default is bf16
     reading.put("trained_dtype", "autocast" if autocast else "fp32", "lora_r")
     reading.notes.append("PEFT holds adapters in fp32 (autocast_adapter_dtype)")
 

@@ -60,6 +60,8 @@ def trainer_of(script: Script, words: list[str]) -> str | None:
         return package_of(content) if content else None
     if options & {"finetuning_type", "cutoff_len"}:
         return "LLaMA-Factory"
+    if any("swift/cli/" in word for word in words):
+        return "ms-swift"
     trl = programs[:1] == ["trl"] or any("trl/" in word for word in words) or "sft.py" in programs
     return "TRL" if trl else "Transformers"
 
@@ -77,6 +79,7 @@ def read_command(script: Script, words: list[str], package: str) -> Reading:
         reading = read_trainer(data, script.file, package)
     reading.command = True
     read_launcher(reading, script, {**headers, **options})
+    _device_map(reading, script, words)
     if micro is not None:  # verl's number for all ranks
         ranks = reading.get("gpus_per_node", 1) * reading.get("nodes", 1)
         reading.put("micro_batch", max(1, int(micro) // ranks), "data.micro_batch_size")
@@ -201,9 +204,20 @@ def read_launcher(reading: Reading, script: Script, options: Options) -> None:
             reading.put(value, int(text), f"--{option}")
     devices = " ".join(script.variables.get("CUDA_VISIBLE_DEVICES", []))
     devices = first_value(options, "include", devices).rpartition(":")[2]  # localhost:0,1
-    if not {"gpus", "gpus_per_node"} & reading.values.keys() and devices.replace(",", "").isdigit():
-        count = len([one for one in devices.split(",") if one])
+    count = len([one for one in devices.split(",") if one.isdigit()])
+    if count and not {"gpus", "gpus_per_node"} & reading.values.keys():
         reading.put("gpus_per_node", count, "CUDA_VISIBLE_DEVICES")
+
+
+def _device_map(reading: Reading, script: Script, words: list[str]) -> None:
+    """Refuse layers on several devices of a process, which ms-swift's own command makes of all
+    visible ones (swift/utils/torch_utils.py, get_device_map)."""
+    visible = " ".join(script.variables.get("CUDA_VISIBLE_DEVICES", [])).split(",")
+    processes = " ".join(script.variables.get("NPROC_PER_NODE", ["1"]))
+    own = reading.package == "ms-swift" and words[:1] == ["swift"] and processes.isdigit()
+    if own and len(visible) > int(processes):
+        text = f"{len(visible)} devices for {processes} processes (NPROC_PER_NODE)"
+        reading.refused.append(f"CUDA_VISIBLE_DEVICES: {text}, as device_map is not modelled")
 
 
 def _document(reading: Reading, script: Script) -> None:

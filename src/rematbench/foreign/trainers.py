@@ -203,7 +203,9 @@ def merge(reading: Reading, more: Reading) -> None:
         reading.put(name, value, more.keys.get(name, name))
     reading.facts |= more.facts
     reading.model |= more.model
-    reading.method = reading.method or more.method
+    wraps = more.package == "accelerate" and more.method is not None  # whatever the trainer does
+    if reading.method is None or (wraps and reading.method[0] == "keep_all"):
+        reading.method = more.method
     if reading.package != "Megatron":  # whose launch line says which of its stacks runs
         reading.system = more.system or reading.system
     for name in ("ignored", "unknown", "refused", "notes", "files"):

@@ -16,7 +16,7 @@ def signs() -> dict[str, list[set[str]]]:
     return {package: [*map(set, every)] for package, every in packages.items()}
 
 
-REFUSED = ("GPT-NeoX", "NeMo", "NeMo-RL", "Automodel", "verl")
+REFUSED = ("GPT-NeoX", "LLaMA-Factory v1", "NeMo", "NeMo-RL", "Automodel", "verl")
 """Packages whose files are recognised and not read."""
 
 
