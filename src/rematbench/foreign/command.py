@@ -35,14 +35,14 @@ TASKS |= {"prm", "xpo", "bco", "nash", "distill", "distillation", "distillm", "r
 """Words in names of programs that train something else than one model with one loss."""
 MODULES = ("verl.trainer.", "openrlhf.cli.")
 UNSLOTH = "unsloth-cli.py"
-TRAINERS = ("TRL", "LLaMA-Factory", "axolotl")
+TRAINERS = ("TRL", "LLaMA-Factory", "axolotl", "Transformers")
 NAMES = {*LAUNCHER, "include", "exclude", "module", "hostfile", "local_rank", "standalone"}
 """Options that the launcher reads."""
 ENVIRONMENT = {"NPROC_PER_NODE": "gpus_per_node", "NGPU": "gpus_per_node", "NNODES": "nodes"}
 PLUGIN = {"use_deepspeed", "zero_stage", "deepspeed_config_file", "offload_optimizer_device"}
 PLUGIN |= {"offload_param_device", "zero3_init_flag", "zero3_save_16bit_model"}
 """Options of `accelerate launch` about DeepSpeed."""
-FILES = (".yaml", ".yml")
+FILES = (".yaml", ".yml", ".json")
 WORDS: dict[str, Any] = {"true": True, "false": False, "null": None, "none": None}
 
 

@@ -74,7 +74,8 @@ def _packing(reading: Reading, data: Mapping[str, Any]) -> None:
         if not crossing:
             text = "attention stays inside documents: --document-len, else whole sequences"
         reading.notes.append(f"{key}: {text}")
-    if not keys and is_off(data.get("pad_to_sequence_len")):
+    joined = reading.keys.get("seq_len") == "block_size"  # run_clm.py, group_texts
+    if not keys and is_off(data.get("pad_to_sequence_len")) and not joined:
         note_cap(reading)
 
 
