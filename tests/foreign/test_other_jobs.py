@@ -304,6 +304,17 @@ def test_slimes_supervised_training_has_no_engine(tmp_path: Path) -> None:
     assert (reading.refused, reading.unknown, made.options["seq_len"]) == ([], [], "64")
 
 
+@pytest.mark.parametrize(
+    ("text", "word"), [("step_scheduler: {}\nmodel: {}", "Automodel"), ("a: 1", "not a job")]
+)
+def test_a_file_that_a_command_names_is_not_called_absent(
+    tmp_path: Path, text: str, word: str
+) -> None:
+    (tmp_path / "am.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=f"names am.yaml, .*{word}"):
+        job(tmp_path, "torchrun recipes/llm/finetune.py --config am.yaml")
+
+
 def test_openrlhf_has_dots_in_its_options(tmp_path: Path) -> None:
     text = "read -r -d '' cmd <<EOF\nopenrlhf.cli.train_sft --data.max_len 2048 "
     text += "--train.batch_size 256 --train.micro_batch_size 2 --ds.zero_stage 3 --ds.adam_offload "

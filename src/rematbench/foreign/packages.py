@@ -188,6 +188,11 @@ def _unread(script: Script) -> str:
     all_words = [word for words in script.commands for word in words]
     all_words += [text for texts in script.variables.values() for text in texts]
     named = [word for word in all_words if Path(word).suffix in STRUCTURED]
+    beside = Path(script.file).parent / Path(named[-1]).name if named else None
+    if beside and beside.is_file():
+        package = package_of(_mapping(beside, str(beside)))
+        words = pointer(package, str(beside)) if package in REFUSED else "not a job that is read"
+        return f"the command names {named[-1]}, {words}"
     if named:
         return f"the command names {named[-1]}, which is not beside it: read that file"
     for word in all_words:

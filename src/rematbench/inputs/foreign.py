@@ -29,7 +29,7 @@ def package_of(data: Mapping[str, Any]) -> str | None:
 
 def pointer(package: str, file: str) -> str:
     """A sentence that names the package and the command that reads the file."""
+    named = f"{'an' if package[0] in 'aA' else 'a'} {package} configuration"
     if package in REFUSED:
-        return f"a {package} configuration, which is not read: give its values as options"
-    article = "an" if package[0] in "aA" else "a"
-    return f"{article} {package} configuration; read it with: rematbench read {file}"
+        return f"{named}, which is not read: give its values as options"
+    return f"{named}; read it with: rematbench read {file}"
