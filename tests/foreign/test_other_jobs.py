@@ -69,6 +69,22 @@ def test_a_switch_of_deepspeed_takes_its_file(tmp_path: Path, more: str, zero: s
     assert (made.options.get("zero_stage"), bool(reading.refused)) == (zero, zero is None)
 
 
+def test_a_file_is_read_at_its_path_before_its_name(tmp_path: Path) -> None:
+    (tmp_path / "ds").mkdir()
+    for stage, folder in ((2, tmp_path), (3, tmp_path / "ds")):
+        (folder / "c.json").write_text(json.dumps({"zero_optimization": {"stage": stage}}))
+    line = "deepspeed --num_gpus 8 train.py --model_name_or_path m --bf16 --deepspeed {}/c.json"
+    stages = [job(tmp_path, line.format(at))[0].options["zero_stage"] for at in ("ds", "elsewhere")]
+    assert stages == ["3", "2"]
+
+
+@pytest.mark.parametrize(("ranks", "fits"), [(1, True), (2, False)])
+def test_a_degree_of_one_is_none(tmp_path: Path, ranks: int, fits: bool) -> None:
+    lines = [f"x.py {SIZES} --bf16 --num-distributed-optimizer-instances {ranks}"]
+    lines += [f"torchrun openrlhf.cli.train_sft --pretrain m --ring_attn_size {ranks}"]
+    assert [not job(tmp_path, line)[1].refused for line in lines] == [fits, fits]
+
+
 def test_a_value_of_a_command_can_turn_its_yamls_off(tmp_path: Path) -> None:
     (tmp_path / "full.yaml").write_text(FACTORY + "bf16: true\ndeepspeed: ds_z3.json\n")
     made, reading = job(tmp_path, "llamafactory-cli train full.yaml deepspeed=null")
