@@ -100,11 +100,9 @@ def release_block(event: Event, storages: tuple[Storage, ...]) -> Block:
     return Block(f"free_{event}", tuple(w.actions))
 
 
-def held_block(output: Storage, *, sent: bool) -> Block:
-    """With `sent`, wait for the send of an output that stays; otherwise free the output."""
-    if sent:
-        return wait_block("sent", SENT["f"])
-    return Block("free_held", (Action(kind=Kind.FREE, stream=COMPUTE, frees=(output,)),))
+def free_block(storages: tuple[Storage, ...], label: str = "release") -> Block:
+    """Free a chunk's gathered parameters, its shards of gradients, or an output that stayed."""
+    return Block(label, (Action(kind=Kind.FREE, stream=COMPUTE, frees=storages),))
 
 
 def wait_block(label: str, event: Event, stream: str = COMPUTE) -> Block:

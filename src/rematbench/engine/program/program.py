@@ -58,11 +58,6 @@ class Periods(NamedTuple):
         return [self.shift(number) for number in range(1, self.times)]
 
 
-def _moves_tensor(action: Action) -> bool:
-    """Whether a copy between device and host is of a unit's tensor."""
-    return action.part.letter not in ("", "P")
-
-
 class Part(NamedTuple):
     """Actions of a block in issue order.  If the part has `periods`, the actions of the first
     period."""
@@ -125,7 +120,7 @@ class Block(Struct, frozen=True, dict=True):
     def copies(self) -> tuple[tuple[Action, int], ...]:
         """The copies of activations (not of states), and how often each copy occurs."""
         moved = (pair for pair in self.counted() if pair[0].kind in (Kind.D2H, Kind.H2D))
-        return tuple(pair for pair in moved if _moves_tensor(pair[0]))
+        return tuple(pair for pair in moved if pair[0].part.letter not in ("", "P"))
 
     @cached_property
     def actions(self) -> tuple[Action, ...]:

@@ -190,7 +190,7 @@ def _both(program: Program, total: int) -> float:
             at: block.label for at, block in enumerate(rank.blocks) if block.label in ("D2H", "H2D")
         }
         copies = [step for step in rank.steps if step[0] in labels] if labels else []
-        sizes = {at: _block_bytes(rank, at) for at in labels}
+        sizes = {at: sum(a.nbytes * n for a, n in rank.blocks[at].counted()) for at in labels}
         met = {
             at + side
             for at, (one, other) in enumerate(pairwise(copies))
@@ -236,10 +236,6 @@ def copied_bytes(block: Block, kind: Kind) -> int:
 
 def _copies(block: Block, kind: Kind) -> list[tuple[Action, int]]:
     return [pair for pair in block.copies if pair[0].kind is kind]
-
-
-def _block_bytes(rank: RankProgram, block: int) -> int:
-    return sum(action.nbytes * count for action, count in rank.blocks[block].counted())
 
 
 def _crosses(problem: Problem, action: Action, rank: int) -> bool:

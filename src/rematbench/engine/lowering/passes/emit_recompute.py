@@ -213,16 +213,12 @@ class Recomputer:
         whole tensor."""
         fate = self.fate(unit, name)
         storage = made.get(name)
-        if storage is None:
-            return self._input(unit, name)
-        if storage.rows == REBUILT and fate is not None and rows_of([fate]) < fraction:
+        if storage is None and not self._available(unit, name):
+            raise PlanError(_orphan(self.chunk.storage(unit, name)))
+        fewer = fate is not None and rows_of([fate]) < fraction
+        if storage is None or (storage.rows == REBUILT and fewer):
             return self.ensure(unit, name)
         return storage
-
-    def _input(self, unit: Unit, name: str) -> Storage:
-        if not self._available(unit, name):
-            raise PlanError(_orphan(self.chunk.storage(unit, name)))
-        return self.ensure(unit, name)
 
     def _outputs(self, unit: Unit, op: Op, missing: set[str]) -> dict[str, Storage]:
         """The storages that recomputation writes: missing tensors and inputs of later operators."""

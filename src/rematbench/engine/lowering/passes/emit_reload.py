@@ -85,8 +85,7 @@ class Reloader:
         self._free_on_host([each for each, _ in self.offloaded[unit.prefix]])
 
     def _free_on_host(self, storages: list[Storage]) -> None:
-        frees = tuple([storage.on_host for storage in storages])
-        self.w.free(*frees)
+        self.w.free(*[storage.on_host for storage in storages])
 
     def _fetch(self, unit: Unit) -> None:
         if unit.prefix in self.offloaded and unit.prefix not in self.fetched:

@@ -75,7 +75,10 @@ class BucketReducer(GradReducer):
         if last or self._filled() >= self.system.zero.bucket_bytes:
             self._empty(w)
         if last:
-            self._close(w)
+            self._drain(w, 0)
+            if self.held and self.opened:
+                w.free(*(alloc.storage for alloc in self.held))
+            self._record_end(w)
 
     def _size(self, unit: Unit) -> int:
         return self.system.states.reduce_bytes * unit.trained
@@ -95,10 +98,3 @@ class BucketReducer(GradReducer):
         if self.bucket:
             copy = Alloc(COPY, min(self._filled(), self.buckets.copy))
             self._reduce_storages(w, self._filled(), (), (copy,))
-
-    def _close(self, w: BlockWriter) -> None:
-        self._drain(w, 0)
-        if self.held and self.opened:
-            held = tuple(alloc.storage for alloc in self.held)
-            w.free(*held)
-        self._record_end(w)

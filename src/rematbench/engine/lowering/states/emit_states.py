@@ -66,20 +66,15 @@ def gathered_parts(unit: Unit, fate: StateFate, layout: Layout) -> list[Gathered
     """Return the parts of a unit's parameters that are gathered: those of experts from expert
     data-parallel peers, if there are any, and all others."""
     experts = unit.expert_parameters
-    by_layer = fate.gather == "layer"
+    here = layout.state_shards == 1 and fate.home == "device"
     found: list[Gathered] = []
-    if unit.parameters > experts and not (by_layer and _is_here(fate, layout)):
+    if unit.parameters > experts and not (fate.gather == "layer" and here):
         found.append(Gathered(weights_of(unit.prefix), unit.parameters - experts, "dp"))
     if experts and layout.expert_shards > 1:
         found.append(Gathered(weights_of(unit.prefix, EXPERTS), experts, "edp"))
     if fate.release == "step":
         return [part._replace(storage=part.storage.held) for part in found]
     return found
-
-
-def _is_here(fate: StateFate, layout: Layout) -> bool:
-    """Whether a rank has all parameters, but for those of experts, on its device."""
-    return layout.state_shards == 1 and fate.home == "device"
 
 
 class ParameterGatherer:
@@ -366,7 +361,8 @@ class GradReducer:
         size = sum(self.system.states.reduce_bytes * u.trained for u in self.bucket)
         due = self.transient or last or size >= self.system.zero.bucket_bytes
         if self.bucket and due:
-            self._reduce(w, size)
+            buffers = tuple(map(self.buffer, self.bucket)) if self.transient else ()
+            self._reduce_storages(w, size, buffers, ())
         if self.transient:
             self._drain(w, 0 if last or not self.beside else 1)
         if last:
@@ -408,10 +404,6 @@ class GradReducer:
             )
         )
         w.free(self.buffer(unit))
-
-    def _reduce(self, w: BlockWriter, size: int) -> None:
-        buffers = tuple(self.buffer(u) for u in self.bucket) if self.transient else ()
-        self._reduce_storages(w, size, buffers, ())
 
     def _reduce_storages(
         self, w: BlockWriter, size: int, storages: tuple[Storage, ...], allocs: tuple[Alloc, ...]

@@ -21,7 +21,7 @@ from rematbench.engine.lowering.states.emit_states import (
     gradient_reductions,
     updated,
 )
-from rematbench.engine.program.action import COMPUTE, Action, Alloc, Kind
+from rematbench.engine.program.action import COMPUTE, Alloc
 from rematbench.engine.program.program import Block
 from rematbench.engine.program.storage import ModelPart, Role, Storage, storage_of
 from rematbench.plan import Plan, gathers_by_layer
@@ -104,11 +104,6 @@ def _sums_of(unit: ModelPart) -> Storage:
 def held_copies(plan: Plan, problem: Problem, chunk: ChunkOps) -> tuple[Storage, ...]:
     fate, lay = plan.state("parameter"), problem.layout
     return tuple(part.storage for unit in chunk.units for part in gathered_parts(unit, fate, lay))
-
-
-def free_block(storages: tuple[Storage, ...]) -> Block:
-    """Free a chunk's gathered parameters, or its shards of gradients."""
-    return Block("release", (Action(kind=Kind.FREE, stream=COMPUTE, frees=storages),))
 
 
 class UnitSums(NamedTuple):

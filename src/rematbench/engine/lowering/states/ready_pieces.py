@@ -16,8 +16,7 @@ from rematbench.engine.lowering.blocks.writer import BlockWriter
 from rematbench.engine.lowering.states.emit_states import Reduced
 from rematbench.engine.lowering.states.state_pieces import (
     PieceWidths,
-    device_update,
-    host_update,
+    piece_update,
     rank_share,
     unit_ranges,
     visit_of,
@@ -113,7 +112,7 @@ class ReadyWriter:
             events = (down,)
         for event in events:
             self.w.wait(HOST_UPDATE, event)
-        self.w.add(host_update(part, one.piece, self.widths, _updated(part)))
+        self.w.add(piece_update(part, one.piece, self.widths, event=_updated(part)))
 
     def _visit(self, one: Ready, events: tuple[Event, ...]) -> None:
         """Copy a piece's states to the device; one of `slots` visits must be free."""
@@ -140,7 +139,7 @@ class ReadyWriter:
             reads = (states,) if states else ()
             for event in events:
                 self.w.wait(COMPUTE, event)
-            self.w.add(device_update(one.part, piece, self.widths, reads))
+            self.w.add(piece_update(one.part, piece, self.widths, reads))
             if states:
                 nbytes, done = self.widths.states * piece.count, self.w.mark(COMPUTE)
                 self.w.state_copy(Kind.D2H, part, STATES_DOWN, nbytes, after=done, reads=reads)
