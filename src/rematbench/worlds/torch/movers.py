@@ -85,6 +85,10 @@ def _copy(target: Tensor, source: Tensor) -> Callable[[], Tensor]:
     return lambda: target.copy_(source, non_blocking=True)
 
 
+def _add(total: Tensor, arrived: Tensor) -> None:
+    total.add_(arrived)
+
+
 def _host(parameter: Parameter) -> HostShard:
     if parameter.host is None:
         raise ExecutionError(f"{parameter.spec.name} has no states in host memory")
@@ -255,8 +259,8 @@ class Movers:
                 states.added.wait()
             source, arrival = states.part(self.memory[span.key(storage)].data), states.arrival
             self.streams.run(action.stream, _copy(arrival, source))
-            add = partial(states.gradients.add_, arrival)
-            states.added = self.updates.start(add, action.stream)
+            sums = states.gradients
+            states.added = self.updates.start(partial(_add, sums, arrival), action.stream)
 
     def _count_pinned(self, block: Block) -> None:
         """Count only the lent bytes of a pinned block: the block itself stays in its pool."""
