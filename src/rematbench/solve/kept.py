@@ -183,7 +183,6 @@ def _kinds_of_chunks(
 def _alike(
     problem: Problem, plan: Plan, rank: int, chunk: int, ends: Collection[tuple[int, int]]
 ) -> object:
-    """A key that is equal for chunks with equal layers and the same rules."""
     layers = plan.partition[rank][chunk]
     reached = covered(plan.rules, ChunkPlace(stage=rank, chunk=chunk, layers=layers))
     at_end = [(rank, chunk) == end for end in ends]

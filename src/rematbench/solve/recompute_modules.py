@@ -80,7 +80,6 @@ def rebuilding(
 
 
 def chunks_of(plan: Plan) -> list[tuple[int, ...]]:
-    """The layers of each chunk of each rank."""
     return [layers for rank in plan.partition for layers in rank]
 
 

@@ -61,7 +61,6 @@ class Stage:
         return found if found and self.cost_s(found) < self.cost_s(shared) else shared
 
     def kept_bytes(self, policies: Sequence[StagePolicy]) -> int:
-        """Bytes that the policies keep with all micro-batches in flight."""
         return sum(p.kept_bytes * g.in_flight for p, g in zip(policies, self.sizes, strict=True))
 
     def cost_s(self, policies: Sequence[StagePolicy]) -> float:

@@ -68,7 +68,6 @@ def least_time(problem: Problem, plan: Plan, pieces: int) -> tuple[int, ...]:
     rest_s = [_seconds(problem, [op for op in t.ops if op.name != "attention"]) for t in tables]
 
     def seconds(count: int, before: int) -> float:
-        """Seconds of `count` pieces behind `before` pieces."""
         attention = behind(tables[count - 1].op("attention"), before * size)
         return layers * (rest_s[count - 1] + _seconds(problem, [attention]))
 

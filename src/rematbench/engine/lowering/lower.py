@@ -120,7 +120,6 @@ def lower(
 
 
 def rank_orders(plan: Plan, problem: Problem) -> tuple[tuple[Pass, ...], ...]:
-    """Return the passes of every rank, in issue order."""
     lay = problem.layout
     if plan.orders:
         return plan.orders
@@ -364,7 +363,6 @@ class _RankLowering:
         return MatrixGatherer(parameter, system, order, kept, forward=forward, layout=lay)
 
     def _layers_ahead(self, chunk: ChunkOps) -> int:
-        """The most layers by which gathers per layer run ahead."""
         if self.by_matrix:
             return layers_ahead(chunk, self.problem.system)
         return self.plan.state("parameter").prefetch_layers
@@ -432,7 +430,6 @@ class _RankLowering:
         return block_of(chunk, fates, plan.transfers, 0, emitter, forward=False)
 
     def _updater(self, chunk: ChunkOps) -> Callable[[BlockWriter], ReadyWriter]:
-        """Makes the writer of the updates that start in a chunk's last backward."""
         cut = self.plan.state("optimizer").pieces
         assert self.ready is not None
         assert cut is not None

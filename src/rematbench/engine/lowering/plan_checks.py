@@ -86,7 +86,6 @@ def _check_partition(plan: Plan, problem: Problem) -> None:
 
 
 def _check_cuts(plan: Plan, problem: Problem) -> None:
-    """Raise PlanError for cuts that are no virtual stages, or beside what is not modelled."""
     stages, model = problem.layout.num_chunks, problem.workload.model
     if any(cut >= stages for cut in plan.cuts):
         raise PlanError(f"cuts {plan.cuts} must be among the virtual stages 1 to {stages - 1}")
@@ -113,7 +112,6 @@ def _check_host_states(plan: Plan) -> None:
 
 
 def _check_pieces(plan: Plan, problem: Problem) -> None:
-    """Raise PlanError if the pieces of optimizer states contradict the plan or the stack."""
     cut = [state.kind for state in plan.states if state.pieces and state.kind != "optimizer"]
     if cut:
         raise PlanError(f"pieces are of optimizer states, not of the {cut[0]} states")

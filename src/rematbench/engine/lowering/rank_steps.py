@@ -74,8 +74,6 @@ class StepFacts(NamedTuple):
 
 
 class RankSteps(NamedTuple):
-    """A rank's steps, and the keys of its blocks in order of first use."""
-
     keys: tuple[Key, ...]
     steps: tuple[Step, ...]
 

@@ -52,7 +52,6 @@ class Steps(Protocol):
 
 
 def emit_step_end(steps: Steps, plan: Plan, problem: Problem) -> None:
-    """Append the steps of a rank after its last pass."""
     system, lay = problem.system, problem.layout
     sites = last_backwards(steps.order)
     updated = plan.state("optimizer").update == "backward"
@@ -106,7 +105,6 @@ def _end_held(steps: Steps, plan: Plan, problem: Problem) -> None:
 
 
 def _free_shards(steps: Steps, plan: Plan, problem: Problem) -> None:
-    """Free the shards of gradients that a rank has for its update alone."""
     summing = first_passes(steps.order, forward=False)
     for chunk in steps.chunks if sums_gradients(plan) else ():
         shards = tuple(unit.shard for unit in unit_sums(plan, problem, chunk))
@@ -115,7 +113,6 @@ def _free_shards(steps: Steps, plan: Plan, problem: Problem) -> None:
 
 
 def _update(steps: Steps, plan: Plan, problem: Problem) -> None:
-    """Append the update of the rank's share of the parameters, on the device or on the host."""
     system, optimizer = problem.system, plan.state("optimizer")
     held = rank_parameters(problem, plan, steps.rank, trained=True)
     count = rank_sharded(problem, plan, steps.rank, optimizer)

@@ -45,7 +45,6 @@ class Periods(NamedTuple):
     inside: tuple["Periods", ...] = ()
 
     def later(self, events: int) -> "Periods":
-        """Return the same periods with the numbers of events raised by `events`."""
         inside = tuple([each.later(events) for each in self.inside])
         return self._replace(event=self.event + events, inside=inside)
 
@@ -54,7 +53,6 @@ class Periods(NamedTuple):
 
     @property
     def shifts(self) -> list[LayerShift | PieceShift]:
-        """Return the renaming from period 0 to each further period."""
         return [self.shift(number) for number in range(1, self.times)]
 
 
@@ -132,7 +130,6 @@ class Block(Struct, frozen=True, dict=True):
 
     @property
     def count(self) -> int:
-        """The number of actions, all periods included."""
         return sum(times for _, times in self.counted())
 
     def counted(self) -> Iterator[tuple[Action, int]]:
@@ -187,13 +184,11 @@ class RankProgram(Struct, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def runs(self) -> list[int]:
-        """How often each block runs."""
         counts: list[int] = np.bincount(self.block_of_step, minlength=len(self.blocks)).tolist()
         return counts
 
     @cached_property
     def first_steps(self) -> list[Step]:
-        """The first step of each block that runs."""
         _, first = np.unique(self.block_of_step, return_index=True)
         return [self.steps[at] for at in first.tolist()]
 

@@ -29,8 +29,6 @@ MemoryBlock = tuple[int, int]
 
 
 class RepeatedRequests(NamedTuple):
-    """Requests that a block makes `times` times in a row."""
-
     lines: list[Request]
     times: int
 

@@ -139,7 +139,6 @@ def _exchanged_bytes(problem: Problem, program: Program) -> dict[str, float]:
 
 
 def collectives(block: Block) -> Counter[Comm]:
-    """Return the collectives of a block, and how often each occurs."""
     found: Counter[Comm] = Counter()
     for action, count in block.counted():
         comm = action.exchange.comm
@@ -230,7 +229,6 @@ def trailing_bytes(block: Block) -> int:
 
 
 def copied_bytes(block: Block, kind: Kind) -> int:
-    """Return the bytes that a block's activation copies of a kind move."""
     return sum([action.nbytes * n for action, n in _copies(block, kind)])
 
 

@@ -48,7 +48,6 @@ class Sharing:
         )
 
     def ranges(self, specs: Sequence[ParameterSpec], layout: Layout) -> dict[str, tuple[int, int]]:
-        """This rank's range of each parameter of a unit, by name."""
         sizes = [local_size(spec, layout) for spec in specs]
         size = sum(sizes) // self.shards
         found, first = {}, size * self.rank
@@ -82,7 +81,6 @@ class UnitStates:
         return sum(parameter.size for parameter in self.parameters)
 
     def part(self, whole: Tensor) -> Tensor:
-        """This rank's range of a buffer of the whole unit."""
         return whole[self.start : self.stop]
 
     def lend_weights(self, whole: Tensor) -> None:
@@ -92,7 +90,6 @@ class UnitStates:
             parameter.lend(part)
 
     def drop_weights(self) -> None:
-        """Let no parameter hold gathered weights."""
         for parameter in self.parameters:
             parameter.lend(parameter.flat.new_empty(0))
 
@@ -105,7 +102,6 @@ class UnitStates:
             self.gradients.add_(part)
 
     def at_home(self, *, on_host: bool) -> list[Tensor]:
-        """The tensors in host memory, or on the device."""
         homes = (self.sharing.weights_on_host, self.sharing.gradients_on_host)
         pairs = zip((self.weights, self.gradients), homes, strict=True)
         found = [tensor for tensor, home in pairs if home == on_host]

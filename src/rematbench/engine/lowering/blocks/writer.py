@@ -56,7 +56,6 @@ class BlockWriter:
         self._events = 0
 
     def add(self, action: Action) -> int:
-        """Append an action and return its index."""
         slots, allocs = self.slots, action.allocs
         if slots and allocs and any([alloc.storage in slots for alloc in allocs]):
             allocs = tuple([Alloc(a.storage, a.nbytes, slots.get(a.storage)) for a in allocs])
@@ -260,7 +259,6 @@ class BlockWriter:
             self._write_out(piece)
 
     def _write_out(self, piece: RepeatedPiece) -> None:
-        """Write the actions of all pieces that a piece stands for."""
         start, end = piece.start.action, piece.end.action
         body = self.actions[start:end]
         more = [action for shift in piece.periods.shifts for action in shift.of(body)]

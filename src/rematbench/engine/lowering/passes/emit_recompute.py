@@ -52,7 +52,6 @@ class Recomputer:
 
     @property
     def number(self) -> int | None:
-        """The number of the piece in progress, None outside of runs."""
         return self.piece.number if self.piece else None
 
     def storages(self, unit: Unit) -> dict[str, Storage]:
@@ -352,7 +351,6 @@ class Rebuilder:
         self.stalls = []
 
     def before_receive(self) -> None:
-        """Rebuild the tensors whose window is before the pipeline's receive."""
         for unit in self.chunk.units:
             missing = {
                 name

@@ -37,7 +37,6 @@ class Reloader:
             self.fetched[self.ahead] = COPIED_IN
 
     def _offloaded(self) -> dict[ModelPart, list[tuple[Storage, int]]]:
-        """Offloaded storages, each with its bytes, by unit."""
         table: dict[ModelPart, list[tuple[Storage, int]]] = {}
         for unit in self.chunk.units:
             for _, _, site in self.chunk.saved(unit):

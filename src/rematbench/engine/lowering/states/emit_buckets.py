@@ -64,7 +64,6 @@ class BucketReducer(GradReducer):
         return self.width * max(sizes, default=0)
 
     def after(self, w: BlockWriter, unit: Unit, *, last: bool) -> None:
-        """Copy a unit's gradients into the bucket; reduce a full bucket."""
         if unit.trained:
             self._open(w)
             if self._filled() + self._size(unit) > self.system.zero.bucket_bytes:
@@ -93,7 +92,6 @@ class BucketReducer(GradReducer):
         self.opened = True
 
     def _empty(self, w: BlockWriter) -> None:
-        """Reduce what is in the bucket, after the reduction before."""
         self._drain(w, 0)
         if self.bucket:
             copy = Alloc(COPY, min(self._filled(), self.buckets.copy))

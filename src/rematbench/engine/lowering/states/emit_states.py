@@ -166,7 +166,6 @@ class ParameterGatherer:
                 w.wait(COMPUTE, self.pending[read.prefix])
 
     def _want(self, w: BlockWriter, unit: Unit) -> None:
-        """Gather the weights that a unit's kernels read and that are not gathered."""
         for read in self._read(unit):
             if self.parts(read) and read.prefix not in self.pending:
                 self._gather(w, read)
@@ -182,7 +181,6 @@ class ParameterGatherer:
     def _issue(
         self, w: BlockWriter, part: ModelPart, buffer: Storage, parameters: int, group: Group = "dp"
     ) -> Event:
-        """Issue the gather of `parameters` parameters of a part; returns its end event."""
         payload = (self.width if self.layerwise else self.system.states.gather_bytes) * parameters
         allocs = (Alloc(buffer, payload),) if self.layerwise else ()
         reads: tuple[Storage, ...] = ()
@@ -331,7 +329,6 @@ class GradReducer:
         self.survivors: set[Storage] = set()  # storages that the block leaves
 
     def buffer(self, unit: Unit) -> Storage:
-        """Return the storage of a unit's full gradients."""
         return storage_of(unit.prefix, role=Role.WEIGHT_GRADIENTS)
 
     def before(self, w: BlockWriter, unit: Unit) -> None:
@@ -369,13 +366,11 @@ class GradReducer:
             self._record_end(w)
 
     def _sum_norms(self, w: BlockWriter, unit: Unit) -> None:
-        """Sum the norms' gradients of a unit over the tensor-parallel peers."""
         reads = [self.buffer(unit)] if self.transient else []
         norms = norm_reduction(self.system, unit.norm_parameters)
         self.norms.append(w.collective(norms, unit.prefix, "norm_gradients", reads, []))
 
     def _record_end(self, w: BlockWriter) -> None:
-        """Record the end of the block's reductions, if there are peers."""
         if self.shared:
             w.wait("dp", w.mark(COMPUTE))
             w.add(Action(kind=Kind.EVENT, stream="dp", event=REDUCED))
@@ -428,7 +423,6 @@ class GradReducer:
         self.bucket = []
 
     def take_reduced(self) -> list[Reduced]:
-        """The units that were reduced since the last call."""
         found, self.reduced = self.reduced, []
         return found
 
@@ -441,7 +435,6 @@ class GradReducer:
     def _exchange(
         self, w: BlockWriter, size: int, storages: tuple[Storage, ...], allocs: tuple[Alloc, ...]
     ) -> Event:
-        """Reduce the bucket over the data-parallel peers; returns the end event."""
         w.wait("dp", w.mark(COMPUTE))
         for norm in self.norms[-1:]:
             w.wait("dp", norm)

@@ -51,14 +51,12 @@ class HeldParameters(ParameterGatherer):
     there."""
 
     def before(self, w: BlockWriter, units: list[Unit], position: int) -> None:
-        """Name the copies that a unit's kernels read."""
         self.ready(w, units[position])
 
     def ready(self, w: BlockWriter, unit: Unit) -> None:
         w.parameters[unit.prefix] = self.buffers(unit)
 
     def arrive(self, w: BlockWriter, units: list[Unit]) -> set[Storage]:
-        """Return the storages that the block frees: none."""
         return set()
 
     def after(self, w: BlockWriter, unit: Unit) -> None:
@@ -77,14 +75,12 @@ class GradientSums(GradReducer):
         self.apart = self.width != self.system.states.reduce_bytes
 
     def before(self, w: BlockWriter, unit: Unit) -> None:
-        """Allocate the storage to which the unit's kernels add."""
         if self.apart:
             super().before(w, unit)
         else:
             self._begin(w, unit)
 
     def after(self, w: BlockWriter, unit: Unit, *, last: bool) -> None:
-        """Add a buffer to the sum."""
         if self.apart and unit.trained:
             self._begin(w, unit)
             w.free(self.buffer(unit))
@@ -97,7 +93,6 @@ class GradientSums(GradReducer):
 
 
 def _sums_of(unit: ModelPart) -> Storage:
-    """The sums of a unit's gradients over the micro-batches."""
     return storage_of(unit, role=Role.SUMS).held
 
 
@@ -107,8 +102,6 @@ def held_copies(plan: Plan, problem: Problem, chunk: ChunkOps) -> tuple[Storage,
 
 
 class UnitSums(NamedTuple):
-    """A unit, the collectives that reduce its gradients, and the rank's shard of the result."""
-
     part: ModelPart
     comms: tuple[Comm, ...]
     shard: Alloc

@@ -84,7 +84,6 @@ class ReadyWriter:
         self.visiting: list[ModelPart] = []  # visits whose states go back
 
     def after(self, reduced: Sequence[Reduced]) -> None:
-        """Start the pieces that are ready after these units."""
         due = [(one, events) for unit, events in reduced for one in self.due.get(unit, ())]
         if due:
             self._land(len(self.landing))
@@ -133,7 +132,6 @@ class ReadyWriter:
         self.landing.append((one, (*events, up), states))
 
     def _land(self, count: int) -> None:
-        """Issue the first `count` updates on the device that wait."""
         for one, events, states in self.landing[:count]:
             part, piece = part_of("P", one.piece.number), one.piece
             reads = (states,) if states else ()
@@ -149,12 +147,10 @@ class ReadyWriter:
 
 
 def _updated(part: ModelPart) -> Event:
-    """The event after which the host has updated a piece."""
     return event_of(f"{part}.updated")
 
 
 def _back(part: ModelPart) -> Event:
-    """The event after which a piece's states are on the host again."""
     return event_of(f"{part}.back")
 
 

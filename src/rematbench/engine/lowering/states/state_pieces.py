@@ -122,7 +122,6 @@ def unit_ranges(
 
 
 def visit_of(part: ModelPart) -> Storage:
-    """A piece's states while they are on the device."""
     return storage_of(part, role=Role.STATES)
 
 
@@ -154,8 +153,6 @@ def update_block(pieces: Sequence[Piece], cut: Pieces | None, widths: PieceWidth
 
 
 class _Writer:
-    """Writes the update of a rank's pieces, in the order of the pieces."""
-
     def __init__(self, pieces: Sequence[Piece], cut: Pieces | None, widths: PieceWidths) -> None:
         self.pieces, self.widths = pieces, widths
         self.slots, self.named = (cut.slots if cut else 0), cut is not None
@@ -204,7 +201,6 @@ class _Writer:
             self.ready = self.w.mark(COMPUTE)
 
     def _gradients(self, piece: Piece) -> Event:
-        """The event after which a piece's gradients are on the host."""
         arrived, nbytes = self.down.pop(piece.number, None), self.widths.down * piece.count
         if arrived or not nbytes:
             return arrived or self.ready
@@ -242,7 +238,6 @@ class _Writer:
             self.w.free(alloc.storage)
 
     def _visit(self, piece: Piece) -> None:
-        """Copy a piece's states to the device, update them there, and copy them back."""
         self._end_visits(max(0, self.slots - 1))
         part, nbytes = self._part(piece), self.widths.states * piece.count
         states = visit_of(part)
