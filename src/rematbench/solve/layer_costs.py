@@ -15,7 +15,7 @@ def _part_s(
 ) -> float:
     cost = problem.cost
     return fsum(
-        sum(cost.op_s(op, way) for way in ways)
+        fsum(cost.op_s(op, way) for way in ways)
         + fsum(cost.comm_s(c, 0) for name in comms if (c := getattr(op, name)) is not None)
         for op in table.ops
     )
