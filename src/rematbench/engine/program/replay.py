@@ -29,8 +29,6 @@ MemoryBlock = tuple[int, int]
 
 
 class RepeatedRequests(NamedTuple):
-    """Requests that a block makes `times` times in a row."""
-
     lines: list[Request]
     times: int
 
@@ -94,7 +92,7 @@ def _requests(
         for alloc in action.allocs:
             if alloc.nbytes and not alloc.slot and alloc.storage.place != HOST:
                 lines.append((alloc.storage, rounded(alloc.nbytes)))
-        if late and _updates(action):
+        if late and action.kind is Kind.OPTIMIZER and action.stream != HOST_UPDATE:
             lines.append(((action.part, ""), UPDATED))
         elif action.scratch:
             lines.append((None, rounded(action.scratch)))
@@ -106,10 +104,6 @@ def _requests(
         if ends and index in ends:
             lines.append(((ends[index], ""), DIFFERENTIATED))
     return lines
-
-
-def _updates(action: Action) -> bool:
-    return action.kind is Kind.OPTIMIZER and action.stream != HOST_UPDATE
 
 
 def _ends(block: Block) -> dict[int, ModelPart]:
