@@ -3,7 +3,8 @@ OpenRLHF.
 
 Sources of names and defaults: Transformers 4.57, TrainingArguments; accelerate 1.11,
 commands/launch.py; torchrun; DeepSpeed 0.19.8, launcher/runner.py; ms-swift 4.6.0,
-swift/arguments/sft_args.py and swift/trainers/arguments.py; OpenRLHF 0.8, cli/train_sft.py.
+swift/arguments/sft_args.py and swift/trainers/arguments.py; OpenRLHF 0.8, cli/train_sft.py
+(options) and models/actor.py (quantised weights).
 """
 
 import json
@@ -32,6 +33,7 @@ PROGRAMS: dict[tuple[str, str], str] = {
 TASKS = {"dpo", "grpo", "kto", "orpo", "cpo", "ppo", "rloo", "reward", "rlhf", "gkd", "simpo", "rm"}
 TASKS |= {"prm", "xpo", "bco", "nash", "distill", "distillation", "distillm", "rft", "gspo", "dapo"}
 """Words in names of programs that train something else than one model with one loss."""
+MODULES = ("verl.trainer.", "openrlhf.cli.")
 UNSLOTH = "unsloth-cli.py"
 TRAINERS = ("TRL", "LLaMA-Factory", "axolotl")
 NAMES = {*LAUNCHER, "include", "exclude", "module", "hostfile", "local_rank", "standalone"}
@@ -48,7 +50,7 @@ def trainer_of(script: Script, words: list[str]) -> str | None:
     """The package whose trainer a command starts; None for every other command."""
     options = {name.replace("-", "_") for name in options_of(words)}
     programs = [word.rsplit("/", 1)[-1] for word in words if not word.startswith("-")]
-    if any(word.startswith("verl.trainer.") for word in words) or UNSLOTH in programs:
+    if UNSLOTH in programs or any(word.startswith(MODULES) for word in words):
         return "Transformers"
     for pair in pairwise(programs):
         if pair in PROGRAMS:
@@ -98,6 +100,9 @@ def _data(words: list[str], options: Options) -> dict[str, Any]:
     if any(word.endswith(UNSLOTH) for word in words):
         data = {**declared("unsloth").defaults, **data}
         data["lora_rank"] = data.pop("r")
+    config = data.pop("deepspeed_config", None)
+    if data.get("deepspeed", config) in (True, config) and (config or "zero_stage" in data):
+        data["deepspeed"] = config  # a switch beside a file, or beside options
     precision = str(data.pop("mixed_precision", "")).lower()
     if precision in ("bf16", "fp16", "fp8"):
         data.setdefault(precision, True)
@@ -125,8 +130,8 @@ def _openrlhf(data: dict[str, Any], words: list[str]) -> dict[str, Any]:
         data["stage"] = "rl"
     if data.pop("ds.param_dtype", None) in ("bf16", None):
         data.setdefault("bf16", True)
-    data["dtype"] = data.get("dtype", "bfloat16")
-    return data
+    data = {"dtype": "bfloat16", "target_modules": "all-linear", **data}
+    return {"bnb_4bit_use_double_quant": True, **data}
 
 
 def _verl(words: list[str]) -> dict[str, Any]:
@@ -148,7 +153,7 @@ def _with_file(
 ) -> tuple[str, dict[str, Any]]:
     """The options together with those of the YAML file that the command names (`trl sft --config
     x.yaml`, `llamafactory-cli train x.yaml lr=1`); the command's count."""
-    data |= {name: value for name, _, value in _overrides(words)}
+    data |= {name: _value([value]) for name, _, value in _overrides(words)}
     content = _content(script, words)
     if not content:
         return package, data

@@ -13,6 +13,8 @@ from rematbench.foreign.reading import AUTO, Reading, switch, whole
 from rematbench.inputs.configfile import convert, read_mapping
 from rematbench.inputs.paths import data_dir
 
+REST = [(-1, "shards"), (-1, "global_batch")]
+"""Numbers that are what the others leave, with their value in a file."""
 OFF = {"", "false", "none", "null", "no", "off", "0", "0.0", "[]", "{}"}
 
 
@@ -122,7 +124,7 @@ def _number(reading: Reading, section: Section, key: str, value: Any, where: str
     if value is True:
         reading.notes.append(f"{where} has no value: --set NAME=VALUE gives its variable")
         reading.unknown.append(where)
-    elif value != AUTO:
+    elif value != AUTO and (value, section.numbers.get(key)) not in REST:
         size = whole(value, reading.file, where)
         if key in section.numbers:
             reading.put(section.numbers[key], size, where)
