@@ -193,6 +193,7 @@ def test_a_late_row_is_not_cut_either(first: int) -> None:
         assert f" {result.evaluation.step_s:.4g} " in text
 
 
+@pytest.mark.usefixtures("no_assumed_facts")
 def test_the_table_says_host_memory_and_engines() -> None:
     one = asked(model="llama-7b", pp=1, tp=2, seq_len=16384)
     ran = Comparison(one.job, load_compare(), only=["memo", "full_recompute"])
@@ -228,6 +229,7 @@ def test_every_part_of_a_step_has_a_look() -> None:
 # -- flags, --check, the heading --------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("no_assumed_facts")
 def test_the_nearest_options_lose_the_fewest_bytes() -> None:
     """Megatron drops the whole MLP with its norm's output."""
     one = asked(tp=2, pp=1)
@@ -247,6 +249,7 @@ def test_the_nearest_options_lose_the_fewest_bytes() -> None:
     assert "compared with selective_recompute:mlp: peak -" in ran.out
 
 
+@pytest.mark.usefixtures("no_assumed_facts")
 def test_a_missing_line_says_two_different_things() -> None:
     """Windows are named, and a scope is nothing where nothing is rebuilt."""
     windows = Recompute(window=Window(op="proj", direction="backward"))
