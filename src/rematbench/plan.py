@@ -401,7 +401,7 @@ def passes_refusal(plan: Plan, layout: Layout, system: System, model: Model) -> 
         "experts": model.experts is not None,
         "layers that predict more tokens": model.mtp_layers > 0,
         "tensor parallelism without norms before": layout.tp > 1 and not model.pre_norm,
-        "CUDA graphs": system.kernels.cuda_graphs,
+        "CUDA graphs": system.kernels.captures,
         "parameters gathered per layer": gathers_by_layer(plan.state("parameter"), layout),
         "sharded gradients": gradient.shards > 1 or gradient.home == "host",
         "updates in the backward": optimizer.update == "backward"

@@ -29,6 +29,48 @@ def check_layout(layout: Layout, workload: Workload, system: System) -> None:
         _check(_prediction_rules(layout, workload, system))
 
 
+def _graph_rules(work: Workload, system: System) -> list[tuple[bool, str]]:
+    """The rules of what CUDA graphs capture, as Megatron-core asserts them (0.16.1,
+    core/transformer/transformer_config.py); experts whose sizes stay on the device are HybridEP's
+    (NVIDIA/Megatron-LM pull request 4247, paged stashing)."""
+    kernels, model, said = system.kernels, work.model, "cuda_graphs:"
+    if not kernels.captures:
+        return []
+    parts = kernels.cuda_graphs.split(",")
+    whole = kernels.captures_iteration or "moe" in parts
+    sized = work.expert_padding != "none" or system.experts.dispatcher == "hybridep"
+    routed = model.experts is not None
+    beside = {"layer", "moe", "mlp"} & {*parts} and system.experts.ep_overlap != "none"
+    return [
+        (
+            not routed and any(part.startswith("moe") for part in parts),
+            f"{said} moe cuda graph is only supported for MoE",
+        ),
+        (
+            "moe" in parts and "moe_router" in parts,
+            f"{said} cuda_graph_scope must not contain both moe and moe_router",
+        ),
+        (
+            "moe_preprocess" in parts and "moe_router" not in parts,
+            f"{said} moe_preprocess cuda graph is only supported with moe_router cuda graph",
+        ),
+        (
+            whole and routed and not sized,
+            f"{said} {kernels.cuda_graphs} holds experts of known sizes: expert_padding, or the "
+            "dispatcher hybridep, whose sizes stay on the device",
+        ),
+        (
+            bool(beside),
+            f"{said} scope on moe and mlp is not supported with ep_overlap "
+            "(overlap_moe_expert_parallel_comm)",
+        ),
+        (
+            kernels.cuda_graphs not in ("layer", "full_iteration") and model.block != "sequential",
+            f"{said} parts of a layer with attention and MLP in parallel are not modelled",
+        ),
+    ]
+
+
 def _check(rules: list[tuple[bool, str]]) -> None:
     for broken, rule in rules:
         if broken:
@@ -102,6 +144,7 @@ def _rules(lay: Layout, work: Workload, system: System) -> list[tuple[bool, str]
         *_expert_rules(lay, work, system),
         *trained_rules(lay, work),
         *_ep_overlap_rules(lay, work, system),
+        *_graph_rules(work, system),
         *_stack_rules(lay, system),
     ]
 
