@@ -30,7 +30,6 @@ class Seq1F1B(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     equal: bool = False
 
     def plan(self, problem: Problem, base: Plan) -> Plan | Unsupported:
-        """The base with the passes of slices."""
         if base.schedule not in ("1f1b", "gpipe") or base.orders or base.slices:
             return Unsupported(f"needs the passes of 1F1B, not {base.schedule} with other orders")
         if self.slices == 1:

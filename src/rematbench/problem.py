@@ -239,7 +239,6 @@ class Problem:
 
     @cached_property
     def embedding(self) -> OpTable:
-        """Operators of the embedding."""
         table = embedding_table(self.workload, self.layout, self.system)
         place = Place(trains=self.workload.frozen_layers == 0)
         return trained_table(table, self.workload, self.system, place, self.layout.tp)
@@ -250,7 +249,6 @@ class Problem:
 
     @cached_property
     def head(self) -> OpTable:
-        """Operators of the final norm, output projection and loss."""
         table = head_table(self.workload, self.layout, self.system)
         place = self._place(self.workload.model.num_layers)
         return trained_table(table, self.workload, self.system, place, self.layout.tp)
@@ -263,7 +261,6 @@ class Problem:
 
     @cached_property
     def _kinds(self) -> tuple[LayerKind, ...]:
-        """The kind of each layer."""
         model = self.workload.model
         windows = model.attention_window or (0,) * model.num_layers
         every = enumerate((*windows, *(0 for _ in range(model.mtp_layers))))
@@ -319,7 +316,6 @@ class Problem:
 
     @property
     def layer_kinds(self) -> tuple[OpTable, ...]:
-        """The distinct layer tables."""
         return tuple(self._layers.values())
 
     @cached_property

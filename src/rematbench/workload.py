@@ -113,7 +113,6 @@ class Trained(Part, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def trained(self) -> "Trained":
-        """These facts alone."""
         return Trained(**{name: getattr(self, name) for name in Trained.__struct_fields__})
 
     @property
@@ -123,7 +122,6 @@ class Trained(Part, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def adapted(self) -> bool:
-        """Whether adapters train."""
         return bool(self.lora_rank or self.bottleneck)
 
     @property
@@ -203,7 +201,6 @@ class Work(Quantised, Part, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     @property
     def element_bytes(self) -> int:
-        """Bytes of one activation element."""
         return BYTES_PER_ELEMENT[self.precision]
 
 

@@ -16,12 +16,12 @@ from rematbench.inputs.layout import LayoutError
 from rematbench.inputs.load import load_model
 from rematbench.model import Latent
 from rematbench.plan import Plan, Unsupported
-from rematbench.plugins.discover import discover
 from rematbench.problem import Problem, rank_parameters, rank_states
 from rematbench.workload import PACKED_BYTES
 from rematbench.worlds.packages.limits import setup_of
 from rematbench.worlds.packages.process import baselines
 from tests.predicted import predicted
+from tests.problems import all_methods
 
 RANK = 16
 LATENT = Latent(kv_rank=512, nope=128, rope=64, v=128)
@@ -166,7 +166,7 @@ def test_tensor_parallel_ranks_share_adapters(tp: int, sp: bool) -> None:
     whole = [table.activations[name].nbytes for name in gathered]
     assert whole == [2 * model.hidden * 1024] * len(gathered)
     for name in ("keep_all", "full_recompute"):
-        plan = discover().resolve(name).plan(problem, problem.base_plan)
+        plan = all_methods().resolve(name).plan(problem, problem.base_plan)
         assert isinstance(plan, Plan)
         assert check(lower(plan, problem)).reads > 0
 
@@ -278,7 +278,7 @@ def test_reentrant_units_of_fsdp_keep_frozen_inputs_and_gradients() -> None:
     held = [0, 0]
     for index, parts in enumerate(("", "norms")):
         problem = made("huggingface-fsdp-4.46", trained_parts=parts, cluster="a100-80gb", **facts)
-        plan = discover().resolve("full_recompute").plan(problem, problem.base_plan)
+        plan = all_methods().resolve("full_recompute").plan(problem, problem.base_plan)
         assert isinstance(plan, Plan)
         allocs = [
             alloc

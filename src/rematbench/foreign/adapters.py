@@ -13,6 +13,8 @@ from rematbench.foreign.keys import is_off, read_keys
 from rematbench.foreign.reading import Reading, number, whole
 
 TUNERS = ("finetuning_type", "adapter", "tuner_type", "train_type")
+LORA = {"ms-swift": "tuner_type", "LLaMA-Factory": "finetuning_type"}
+"""Trainers of adapters if no key says otherwise, with that key."""
 SWITCHES = ("use_peft", "use_lora", "lora_enable")
 RANKS = ("lora_r", "lora_rank")
 TARGETS = ("lora_target_modules", "target_modules", "lora_target")
@@ -104,8 +106,8 @@ def _adapts(reading: Reading, data: Mapping[str, Any]) -> bool:
             reading.refused.append(f"{key}: {word} (only full training and LoRA are modelled)")
     if words:
         return any(word in ("lora", "qlora") for word in words.values())
-    if reading.package == "ms-swift":
-        reading.notes.append("tuner_type: lora is ms-swift's default")
+    if reading.package in LORA:
+        reading.notes.append(f"{LORA[reading.package]}: lora is {reading.package}'s default")
         return True
     ranks = reading.package == "Transformers" and _first(data, RANKS)
     return bool(_first(data, SWITCHES) or ranks)

@@ -2,7 +2,8 @@
 
 Source of names and defaults: https://github.com/pytorch/torchtune, recipes/configs and
 recipes/lora_finetune_*.py: weights, adapters and states have the configuration's dtype; QLoRA holds
-linears as torchao's NF4 with quantised scales (torchtune/modules/common_utils.py).
+linears as torchao's NF4 with quantised scales (torchtune/modules/common_utils.py); ranks shard all
+states (recipes/*_distributed.py, training.shard_model).
 """
 
 from collections.abc import Mapping
@@ -17,6 +18,7 @@ from rematbench.foreign.reading import Reading
 def read_torchtune(data: Mapping[str, Any], file: str) -> Reading:
     """The reading of a torchtune configuration.  ConfigError for a wrong value."""
     reading = Reading(file=file, package="torchtune", system="torchtitan")
+    reading.put("zero_stage", 3, "FSDP2")
     read_keys(reading, data, "torchtune")
     if folder := _section(data, "checkpointer").get("checkpoint_dir"):
         reading.put("model", Path(str(folder)).name, "checkpointer.checkpoint_dir")

@@ -83,7 +83,6 @@ def least_time(problem: Problem, plan: Plan, pieces: int) -> tuple[int, ...]:
 
 
 def _seconds(problem: Problem, ops: Sequence[Op]) -> float:
-    """Seconds of the forward and the backward of operators."""
     return fsum(problem.cost.op_s(op, way) for op in ops for way in WAYS)
 
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from rematbench.engine.lowering.blocks.chunk_ops import ChunkOps, Unit, trailing_unit
+from rematbench.engine.lowering.blocks.chunk_ops import ChunkFacts, ChunkOps, Unit, trailing_unit
 from rematbench.engine.lowering.blocks.fates import Fates, covered, phased
 from rematbench.engine.lowering.blocks.writer import BlockWriter
 from rematbench.engine.lowering.passes.emit_backward import BackwardEmitter, WeightEmitter
@@ -153,14 +153,10 @@ class _RankLowering:
         self.plan, self.problem, self.rank, self.shared = plan, problem, rank, shared
         lay, system = problem.layout, problem.system
         self.order = rank_orders(plan, problem)[rank]
-        pieces, held, apart = plan.mini_sequences, plan.held, _apart(self.order)
+        facts = ChunkFacts.of(plan)._replace(shares=plan.schedule in VOCABULARY)
+        apart = _apart(self.order)
         self.chunks = [
-            ChunkOps.of(
-                *(problem, rank, c, layers, pieces, held),
-                backward_next=c not in apart,
-                cuts=plan.cuts,
-                shares=plan.schedule in VOCABULARY,
-            )
+            ChunkOps.of(problem, rank, c, layers, facts._replace(backward_next=c not in apart))
             for c, layers in enumerate(plan.partition[rank])
         ]
         self.blocks: list[Block] = []
@@ -475,7 +471,6 @@ class _SlicedLowering(_RankLowering):
         return tuple(found)
 
     def add(self, key: Key, build: Callable[[], Block], item: Pass) -> None:
-        """Append a step after the last pass, of the micro-batch of a slice."""
         super().add(key, build, item._replace(micro_batch=item.micro_batch // len(self.parts)))
 
     def _block(self, key: Key) -> Block:

@@ -160,8 +160,6 @@ def replay(
 
 
 class _Run:
-    """Successive training steps of one rank."""
-
     def __init__(
         self, memory: Allocator, lines: dict[int, CachedRequests], late: Late | None
     ) -> None:

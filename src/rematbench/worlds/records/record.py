@@ -16,7 +16,7 @@ from msgspec import Struct
 from msgspec.structs import FieldInfo, asdict, fields, replace
 
 import rematbench
-from rematbench.engine.lowering.blocks.chunk_ops import ChunkOps
+from rematbench.engine.lowering.blocks.chunk_ops import ChunkFacts, ChunkOps
 from rematbench.engine.lowering.blocks.fates import PHASES, resolve
 from rematbench.evaluate.evaluation import RankBytes
 from rematbench.evaluate.result import Result, Status
@@ -83,7 +83,6 @@ class RunSpec(Workload, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def run_id(self) -> str:
-        """The hash of the spec's canonical JSON."""
         return content_hash(self)
 
 
@@ -144,7 +143,6 @@ class Record(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def world(self) -> World:
-        """The world that the numbers come from."""
         return self.spec.world
 
 
@@ -223,7 +221,7 @@ def plan_hash(problem: Problem, plan: Plan) -> str:
     table = []
     for rank, chunks in enumerate(plan.partition):
         for chunk, layers in enumerate(chunks):
-            sites = ChunkOps(problem, rank, chunk, layers, cuts=plan.cuts).sites
+            sites = ChunkOps(problem, rank, chunk, layers, ChunkFacts(cuts=plan.cuts)).sites
             for phase in PHASES:
                 fates, _ = resolve(plan, sites, phase, 0)
                 table.append([[*site, fate] for site, fate in fates.items()])

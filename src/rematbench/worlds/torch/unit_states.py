@@ -8,7 +8,6 @@ hold ranges of them while they are alive.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -16,14 +15,8 @@ from torch import Tensor
 from rematbench.inputs.layout import Layout
 from rematbench.plan import Plan, gathers_by_layer
 from rematbench.worlds.torch.arithmetic import wide
-from rematbench.worlds.torch.parameters import Parameter, ParameterSpec, in_host_memory, local_size
-
-
-class Pending(Protocol):
-    """Work on another thread."""
-
-    def wait(self) -> None:
-        """Block the calling thread until the work is done; raise its error."""
+from rematbench.worlds.torch.parameters import Parameter, ParameterSpec, host_memory, local_size
+from rematbench.worlds.torch.streams import PendingMessage
 
 
 @dataclass(frozen=True)
@@ -82,11 +75,10 @@ class UnitStates:
     weights: Tensor
     gradients: Tensor
     arrival: Tensor | None = None
-    added: Pending | None = None
+    added: PendingMessage | None = None
 
     @property
     def size(self) -> int:
-        """The number of the unit's parameters."""
         return sum(parameter.size for parameter in self.parameters)
 
     def part(self, whole: Tensor) -> Tensor:
@@ -112,18 +104,12 @@ class UnitStates:
         if self.sharing.sums and not self.sharing.gradients_on_host:
             self.gradients.add_(part)
 
-    def tensors(self) -> list[Tensor]:
-        """The tensors on the device."""
+    def at_home(self, *, on_host: bool) -> list[Tensor]:
+        """The tensors in host memory, or on the device."""
         homes = (self.sharing.weights_on_host, self.sharing.gradients_on_host)
         pairs = zip((self.weights, self.gradients), homes, strict=True)
-        return [tensor for tensor, on_host in pairs if not on_host]
-
-    def host_tensors(self) -> list[Tensor]:
-        """The tensors in host memory."""
-        homes = (self.sharing.weights_on_host, self.sharing.gradients_on_host)
-        pairs = zip((self.weights, self.gradients), homes, strict=True)
-        found = [tensor for tensor, on_host in pairs if on_host]
-        return found if self.arrival is None else [*found, self.arrival]
+        found = [tensor for tensor, home in pairs if home == on_host]
+        return [*found, self.arrival] if on_host and self.arrival is not None else found
 
 
 def share(sharing: Sharing, parameters: list[Parameter]) -> UnitStates:
@@ -136,10 +122,10 @@ def share(sharing: Sharing, parameters: list[Parameter]) -> UnitStates:
     )
     gradients = torch.zeros(size * sharing.sums, dtype=wide(first.dtype), device=first.device)
     if sharing.weights_on_host:
-        weights = in_host_memory(weights)
+        weights = host_memory(weights)
     arrival = None
     if sharing.gradients_on_host:
-        arrival, gradients = in_host_memory(first.new_empty(size)), in_host_memory(gradients)
+        arrival, gradients = host_memory(first.new_empty(size)), host_memory(gradients)
     start = size * sharing.rank
     states = UnitStates(sharing, parameters, start, start + size, weights, gradients, arrival)
     if sharing.gathers:
