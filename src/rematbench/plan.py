@@ -415,7 +415,7 @@ def passes_refusal(plan: Plan, layout: Layout, system: System, model: Model) -> 
         "experts": model.experts is not None,
         "layers that predict more tokens": model.mtp_layers > 0,
         "tensor parallelism without norms before": layout.tp > 1 and not model.pre_norm,
-        "CUDA graphs": system.kernels.cuda_graphs,
+        "CUDA graphs": system.kernels.captures,
         **_of_states(plan, layout),
     }
     return refusal("weight gradients in passes of their own are not lowered with", reasons)
