@@ -18,6 +18,7 @@ DEMO = [
     *("--model", "llama-7b", "--cluster", "a800-80gb", "--gpus", "4"),
     *("--seq-len", "4096", "--global-batch", "8"),
 ]
+FIT = ["--cluster", "h100-80gb", "--seq-len", "4096"]
 PIPE = [*DEMO, "--system", "megatron-kwai", "--pp", "4", "--vpp", "2"]
 SHARDED = ["--system", "torchtitan"]
 KEYS = """
@@ -92,7 +93,7 @@ def test_a_command_loads_no_library_that_draws_or_fits_and_no_other_command() ->
     [
         (["simul"], "Did you mean 'simulate'"),
         (["simulate"], "METHOD"),
-        (["simulate", "keep_all"], "missing option: --model, --cluster, --gpus"),
+        (["simulate", "keep_all"], "missing options: --model, --cluster, --gpus"),
         (["simulate", "kep_all", *DEMO], "did you mean 'keep_all'"),
         (["simulate", "keep_all", *DEMO, "--model", "llama-8b"], "unknown model 'llama-8b'"),
         (["simulate", "keep_all", *DEMO, "--model", "no.json"], "no.json: no such model file"),
@@ -132,8 +133,19 @@ def test_a_command_loads_no_library_that_draws_or_fits_and_no_other_command() ->
         ),
         (["simulate", "keep_all", *DEMO, "--zero", "2"], "no ZeRO stage 2 (--zero: 0, 1)"),
         (["simulate", "keep_all", *DEMO, "--pp", "4", "--system", "llm-foundry"], "no pipeline"),
-        (["compare"], "missing option: --model, --cluster, --gpus"),
-        (["fit", "llama-7b"], "missing option: --cluster, --seq-len"),
+        (["compare"], "missing options: --model, --cluster, --gpus"),
+        (["fit", "llama-7b"], "missing options: --cluster, --seq-len"),
+        (["fit", "llama-7b", "--fp8-params", *FIT], "need a recipe"),
+        (["fit", "llama-7b", "--recipe", "fp8", "--bf16-ends", "16", *FIT], "none of the 32"),
+        (["fit", "llama-7b", "--lora-targets", "q", *FIT], "lora_targets needs adapters"),
+        (["fit", "llama-7b", "--lora-targets", "x", *FIT], "'x': expected all, or some of q, k,"),
+        (["fit", "llama-7b", "--cuda-graphs", "x", *FIT], "'x': expected none, layer, full_it"),
+        (
+            ["fit", "llama-7b", "--hbm-bytes", "80", *FIT],
+            "'80' must be greater than or equal to 268435456",
+        ),
+        (["fit", "llama-7b", "--gpus", "8k", *FIT], "'--gpus': '8k' must be a valid integer"),
+        (["search", *DEMO, "--explain", "1"], "search: Option '--explain' requires 2"),
         (["compare", "keep_all", *DEMO], "unexpected extra argument"),
         (["compare", *DEMO, "--limit", "0"], "'--limit'"),
         (["compare", *DEMO, "--methods", "nowhere"], "no such folder of methods"),

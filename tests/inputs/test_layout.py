@@ -174,7 +174,7 @@ def test_a_printed_text_has_factors() -> None:
         ("EtmtL", "expected E, t, m"),
         ("Et||tL", "stage 2 holds nothing"),
         ("Et*999999999999L", "more than 65,536 letters"),
-        ("Et|tL", "2 layers in 2 stages, but test-llama has 4 layers and pp x vpp = 2"),
+        ("Et|tL", "2 layers in 2 stages; 4 layers in pp x vpp = 2 are needed"),
         ("Ettttmm|L", "4 layers and 2 prediction layers in 2 stages"),
         ("Etttt|t|L", "5 layers in 3 stages"),
     ],

@@ -14,7 +14,7 @@ StateBytes = Annotated[int, Meta(ge=0, le=1 << 10)]
 """Bytes of one parameter (or, for `held_logit_bytes`, of one logit)."""
 Multiple = Annotated[int, Meta(gt=0, le=1 << 24)]
 Bytes = Annotated[int, Meta(ge=0, le=1 << 60)]
-DeviceBytes = Annotated[int, Meta(gt=0, le=1 << 60)]
+DeviceBytes = Annotated[int, Meta(ge=1 << 28, le=1 << 60)]
 Workspaces = Annotated[int, Meta(ge=0, le=64)]
 Parameters = Annotated[int, Meta(ge=0, le=1 << 50)]
 """A number of parameters."""
@@ -40,7 +40,14 @@ EpOverlapChoice = Literal["off", "on", "delayed_wgrad"]
 Fp32Copy = Literal["none", "zero", "always"]
 WideAttention = Literal["none", "equal_heads", "fp32", "fp64"]
 _PARTS = "attn|mlp|moe|moe_router|moe_preprocess"
-Graphs = Annotated[str, Meta(pattern=rf"^(none|layer|full_iteration|({_PARTS})(,({_PARTS}))*)$")]
+Graphs = Annotated[
+    str,
+    Meta(
+        pattern=rf"^(none|layer|full_iteration|({_PARTS})(,({_PARTS}))*)$",
+        description="none, layer, full_iteration, or some of attn, mlp, moe, moe_router, "
+        "moe_preprocess between commas",
+    ),
+]
 """What CUDA graphs capture: none; each layer; a whole iteration but its update; or, between commas,
 parts of a layer by Megatron-core's names (transformer_config.py, cuda_graph_scope): attn (attention
 with its norm), mlp (a dense layer's), moe (experts with their norm), moe_router (norm, router and
