@@ -159,7 +159,6 @@ def facts_with_options(problem: Problem) -> set[str]:
 
 
 def expert_words(layout: Layout, work: Workload) -> list[str]:
-    """The layout of experts, and their capacity."""
     if work.model.experts is None:
         return []
     factor, padded = work.capacity_factor, work.expert_padding == "capacity"
@@ -210,7 +209,6 @@ def partition_words(stages: tuple[Stage, ...], layout: Layout) -> list[str]:
 
 
 def model_words(model: Model) -> list[str]:
-    """The arguments of a model."""
     words = [
         f"--num-layers {model.num_layers}",
         f"--hidden-size {model.hidden}",

@@ -26,7 +26,6 @@ from rematbench.inputs.system import FACTS as STACK_FACTS
 from rematbench.inputs.system import Accepts, with_facts
 from rematbench.plan import Plan, Unsupported
 from rematbench.workload import Experts
-from rematbench.worlds.packages import flags
 from rematbench.worlds.packages.flags import FlagsAnswer, fates, flags_of
 from rematbench.worlds.packages.process import PackageJob, baselines, policy, run_jobs
 from rematbench.worlds.packages.process import job as make_job
@@ -56,10 +55,9 @@ def assuming() -> None:
 
 
 @pytest.fixture(autouse=True)
-def _no_facts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Or they do not, since every answer takes most of a second to try each fact."""
+def _no_facts(request: pytest.FixtureRequest) -> None:
     if "assuming" not in request.fixturenames:
-        monkeypatch.setattr(flags, "assumed_facts", lambda *_: ())
+        request.getfixturevalue("no_assumed_facts")
 
 
 def answered(

@@ -1,5 +1,6 @@
 """Bytes, stacks and lengths are those of the job that a file says."""
 
+import json
 from itertools import combinations
 from pathlib import Path
 
@@ -187,6 +188,14 @@ def test_a_layout_of_stages_is_read(tmp_path: Path) -> None:
     made = job(tmp_path, f"{line} --pipeline-model-parallel-layout 'Et*2|t*3L'")[0]
     assert made.words[made.words.index("--partition") + 1] == "2,3"
     assert "--layout" not in made.words
+
+
+def test_blocks_of_transformers_own_example_are_full(tmp_path: Path) -> None:
+    values = {"model_name_or_path": "Qwen/Qwen3-8B", "block_size": 4096, "bf16": True}
+    (tmp_path / "args.json").write_text(json.dumps(values))
+    made, reading = job(tmp_path, "torchrun --nproc_per_node 8 x/run_clm.py args.json")
+    assert (made.method, reading.package) == ("keep_all", "Transformers")
+    assert not [line for line in reading.notes if "cap" in line]
 
 
 @pytest.mark.parametrize(

@@ -141,7 +141,6 @@ class KernelCosts:
 
     @cached_property
     def _rounds(self) -> bool:
-        """Whether kernels round widths up: on GPUs."""
         return self.cluster.generation != "cpu"
 
     def _tiled(self, kernel: Gemm, direction: Direction) -> Gemm:

@@ -408,7 +408,6 @@ def _combine(b: Builder, layout: Layout, experts: Experts, out: str, once: bool)
 
 
 def _shared(b: Builder, experts: Experts, x: str) -> None:
-    """The MLP that every token passes, split over tensor-parallel ranks."""
     model, width = b.model, experts.shared_ffn // b.s.tp
     names = ("shared_gate_out", "shared_up_out") if model.gated else ("shared_up_out",)
     b.column("shared_fc1", x, dict.fromkeys(names, width), bias=model.mlp_bias)
@@ -426,7 +425,6 @@ def _shared(b: Builder, experts: Experts, x: str) -> None:
 
 
 def _sum(b: Builder, experts: Experts, inputs: tuple[str, str], out: str) -> None:
-    """Add the shared expert's output, scaled by its gate if it has one."""
     b.shard(out)
     gate = b.model.hidden if experts.shared_gate else 0
     b.op(

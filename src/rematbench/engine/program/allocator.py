@@ -113,7 +113,6 @@ class Pool:
         return (key >> BITS) + (key & ADDRESS) == self.end
 
     def growth(self, size: int) -> int:
-        """Return the bytes to request from the device so that `size` fits."""
         if self.expandable:
             tail = self.end - self.ends[self.end] if self.end in self.ends else 0
             return -(-(size - tail) // self.page) * self.page
@@ -122,7 +121,6 @@ class Pool:
         return -(-size // ROUND_LARGE) * ROUND_LARGE
 
     def grow(self, nbytes: int) -> None:
-        """Add device memory: a new segment, or pages at the end of the expandable segment."""
         self.segments[self.end] = nbytes
         start, self.end = self.end, self.end + nbytes
         self.insert(start, nbytes)

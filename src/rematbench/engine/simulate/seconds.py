@@ -295,7 +295,6 @@ Begins = dict[Kind, frozenset[str]]
 
 
 def table_of(problem: Problem, slices: tuple[int, ...], action: Action) -> OpTable:
-    """Return the operator table of an action of a program with these slices."""
     number, variant = divmod(action.variant, len(problem.layer_kinds))
     if len(slices) > 1:
         problem = slice_problems(problem, slices)[number]

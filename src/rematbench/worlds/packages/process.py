@@ -73,7 +73,6 @@ class PackageJob(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 def baselines() -> dict[str, MethodEntry]:
-    """Every whole baseline's policy by name."""
     return loaded()[0]
 
 
@@ -84,7 +83,6 @@ def loaded() -> tuple[dict[str, MethodEntry], dict[str, str]]:
 
 
 def broken_baselines() -> dict[str, str]:
-    """Why baselines are left out, by file."""
     return loaded()[1]
 
 

@@ -180,12 +180,10 @@ class ChunkOps:
 
     @property
     def input(self) -> Storage:
-        """The boundary activation that enters the chunk's first layer."""
         return _layer_input(0)
 
     @property
     def output(self) -> Storage:
-        """The boundary activation that leaves the chunk's last layer."""
         return _layer_input(len(self.layers))
 
     @property
@@ -276,7 +274,6 @@ class ChunkOps:
 
     @cached_property
     def _computes_again(self) -> bool:
-        """Whether some pieces compute tensors again in their own backward."""
         runs = [run for unit in self.units for run in self.runs(unit).values()]
         return any(run.again for run in runs)
 
@@ -291,7 +288,6 @@ class ChunkOps:
         return found
 
     def saved(self, unit: Unit) -> list[tuple[str, Storage, Site]]:
-        """Return (activation, storage, site) for each saved tensor of a unit."""
         return self._saved[unit.prefix]
 
     @cached_property
@@ -307,7 +303,6 @@ class ChunkOps:
 
     @cached_property
     def _runs(self) -> dict[tuple[Part, int], dict[str, MiniRun]]:
-        """The mini-sequence runs of each operator table; layers share few tables."""
         tables = {(unit.table.part, unit.variant): unit.table for unit in self.units}
         again = self.problem.system.kernels.tiles_again
         return {
@@ -324,7 +319,6 @@ class ChunkOps:
 
     @cached_property
     def _run_of(self) -> dict[tuple[Part, int], dict[str, MiniRun]]:
-        """By operator table, the run inside which an activation exists only in pieces."""
         return {
             key: {name: run for run in runs.values() for name in run.interior}
             for key, runs in self._runs.items()

@@ -23,8 +23,6 @@ from rematbench.plan import Transfers
 
 
 class ForwardEmitter:
-    """Builds the forward block of one chunk under resolved fates."""
-
     def __init__(
         self,
         chunk: ChunkOps,
