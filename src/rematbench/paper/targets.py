@@ -32,6 +32,7 @@ PUBLISHED = "results/published"
 LEFT_OUT = "config/left_out.csv"
 """The rows from which bands of predictions are learnt."""
 WORDS = "config/rows.yaml"
+TEXTS = "config/tables.yaml"
 PAGE = ("config/report.yaml", "src/rematbench/paper/page.html.jinja")
 
 
@@ -165,7 +166,7 @@ def _table(file: catalog.TableFile) -> Target:
         outputs=tuple(file.outputs(f"results/{suite}/tables")),
         module=file.module,
         inputs=file.inputs,
-        reads=lambda _: file.reads,
+        reads=lambda _: [TEXTS, *file.reads],
         table=file,
     )
 

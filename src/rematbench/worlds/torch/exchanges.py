@@ -330,8 +330,7 @@ class Exchanges:
                 self._gather_into_room(action, span, states, group)
                 continue
             whole = self.memory[span.key(action.reads[0])].data if action.reads else states.weights
-            part = states.part(whole)
-            self.streams.run(action.stream, partial(group.all_gather, whole, part))
+            self.streams.run(action.stream, partial(states.gather, whole, group.all_gather))
 
     def _gather_into_room(
         self, action: Action, span: Span, states: UnitStates, group: Group
@@ -340,7 +339,7 @@ class Exchanges:
         self.streams.wait(action.stream, self.streams.mark(COMPUTE))
         with self.streams.storage_pool():
             whole = states.weights.new_empty(states.size)
-        self.streams.run(action.stream, partial(group.all_gather, whole, states.weights), whole)
+        self.streams.run(action.stream, partial(states.gather, whole, group.all_gather), whole)
         self.memory.put(span.key(action.allocs[0].storage), Value(whole))
         states.lend_weights(whole)
 

@@ -135,7 +135,8 @@ class Movers:
         """Allocate a zero buffer for a unit's gradients. The unit's parameters hold ranges of the
         buffer until it is freed after their update."""
         (alloc,) = action.allocs
-        parameters = self.model.unit_parameters(span.chunk, action.part)
+        among = self.model.unit_parameters(span.chunk, action.part)
+        parameters = [one for one in among if one.spec.trained]
         dtype = wide(self.model.dtype) if self.model.update_in_backward else self.model.dtype
         sizes = [parameter.size for parameter in parameters]
         if sum(sizes) * dtype.itemsize != alloc.nbytes:

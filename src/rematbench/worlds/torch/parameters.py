@@ -388,7 +388,7 @@ class Parameter:
 
     def update(self, rule: AdamW, step: int) -> None:
         """One AdamW step (Loshchilov and Hutter, arXiv 1711.05101) on this rank's shard."""
-        if self.start == self.stop:
+        if self.start == self.stop or not self.spec.trained:
             return
         grad, value = self.host or HostShard(self.own_grad, self.own_value)
         adamw(self.master, self.moment1, self.moment2, grad, rule, step)
@@ -450,7 +450,7 @@ def build(
     flat[: own.numel()].copy_(own.reshape(-1))
     master = torch.zeros_like(flat, dtype=wide(dtype))
     master[: own.numel()].copy_(own.reshape(-1))
-    master, host = master[start:stop].clone(), None
+    master, host = master[start : stop if spec.trained else start].clone(), None
     if on_host:
         master = host_memory(master)
         host = HostShard(host_memory(master), host_memory(flat[start:stop]))
