@@ -128,8 +128,6 @@ class ForwardEmitter:
             self.trails = unit is self.trailing
 
     def _hold_graph(self, unit: Unit) -> None:
-        """Allocate the memory that a layer's CUDA graph holds until the backward, in addition to
-        the kept tensors."""
         eager = uncaptured(self.chunk.problem, unit.table)
         apart = {name for op in unit.table.ops if op.name in eager for name in op.outputs}
         sites = [site for name, _, site in self.chunk.saved(unit) if name not in apart]
