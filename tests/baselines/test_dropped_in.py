@@ -125,15 +125,13 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         del sys.modules[name]
 
 
-def test_it_is_listed_and_held_to_the_contract(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_it_is_listed_and_held_to_the_contract(folder: Path) -> None:
     assert {"toy", "megatron_core", "deepspeed"} <= baselines().keys()
     contract.test_the_docstring_says_claim_source_and_deviations("toy")
     contract.test_the_policy_knows_no_framework("toy")
     contract.test_run_has_the_four_functions("toy")
     contract.test_every_candidate_plans_lowers_and_is_safe("toy", "dp")
-    contract.test_its_own_plans_are_equal_to_its_flags("toy", monkeypatch)
+    contract.test_its_own_plans_are_equal_to_its_flags("toy")
     contract.test_a_problem_that_no_option_says_has_its_reasons("toy", "one")
     contract.test_settings_survive_the_run_spec("toy")
 

@@ -251,9 +251,14 @@ def test_plan_prints_a_rank_of_actions() -> None:
     assert "\nR0.0 compute L0.attn_norm" in ran.out
 
 
-def test_a_record_is_replayed_as_stages_and_trace(tmp_path: Path) -> None:
+@pytest.mark.parametrize("mine", [False, True])
+def test_a_record_is_replayed_as_stages_and_trace(tmp_path: Path, mine: bool) -> None:
+    """Also where its stack is a file beside it."""
     record, trace, stages = (tmp_path / name for name in ("run.json", "trace.json", "stages.csv"))
-    assert typed("simulate", "keep_all", *PIPE, "--out", str(record)).code == 0
+    stack = tmp_path / "mine.yaml"
+    stack.write_text("name: mine\nversion: '1'\nbase: megatron-core\n")
+    more = ["--system", str(stack)] if mine else []
+    assert typed("simulate", "keep_all", *PIPE, *more, "--out", str(record)).code == 0
     assert read_record(record).status == "ok"
     assert typed("stages", str(record), "-o", str(stages)).code == 0
     assert len(stages.read_text().splitlines()) == 1 + 4

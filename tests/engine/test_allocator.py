@@ -17,9 +17,8 @@ from rematbench.evaluate.evaluator import SINGLE_EVALUATOR, Lowered, evaluate, u
 from rematbench.evaluate.problems import make_problem
 from rematbench.inputs.job import Job
 from rematbench.plan import Plan
-from rematbench.plugins.discover import discover
 from rematbench.problem import Problem
-from tests.problems import BALANCED, LLAMA, half, layers, plan_of, problem, transfers
+from tests.problems import BALANCED, LLAMA, all_methods, half, layers, plan_of, problem, transfers
 from tests.program_text import parse_program
 
 
@@ -197,7 +196,7 @@ def test_what_comes_after_the_peak_and_in_a_second_step_is_replayed(
             micro_batch=micro_batch,
         )
     )
-    plan = discover().resolve(method, None, given).plan(given)
+    plan = all_methods().resolve(method, None, given).plan(given)
     assert isinstance(plan, Plan)
     lowered = SINGLE_EVALUATOR.lowered(given, plan)
     (actions,), (held,) = lowered.program.ranks, lowered.ranks
@@ -227,7 +226,7 @@ def rooms(lowered: Lowered) -> list[int]:
 def test_a_replay_that_ends_early_gives_the_same_verdict(method: str, pp: int) -> None:
     """Also where cached segments would be given back, and with a reserve of one MiB."""
     whole = problem(model=WIDE, seq_len=1024, pp=pp, global_batch=6)
-    plan = discover().resolve(method, None, whole).plan(whole)
+    plan = all_methods().resolve(method, None, whole).plan(whole)
     assert isinstance(plan, Plan)
     early = 0
     for room in rooms(known := Lowered(whole, plan)):
@@ -252,7 +251,7 @@ def test_a_round_that_changes_nothing_is_replayed_once(
 ) -> None:
     """One rank runs its micro-batches one after the other, and nothing is alive between them."""
     given = problem(model=WIDE, seq_len=1000, global_batch=6)
-    plan = discover().resolve(text, None, given).plan(given)
+    plan = all_methods().resolve(text, None, given).plan(given)
     assert isinstance(plan, Plan)
     (actions,) = lower(plan, given).ranks
     lines, asked = _Run._lines, list[int]()

@@ -21,6 +21,7 @@ from tests.foreign.small_jobs import AXOLOTL, FACTORY, SIZES, SWIFT, TITAN, TRL,
         (AXOLOTL + "reward_model: true", "reinforcement"),
         (AXOLOTL + "model_type: AutoModelForSequenceClassification", "another head"),
         (TRL + "deepspeed_config: {zero_stage: 3}", "accelerate"),
+        (TRL + "fsdp_config: {reshard_after_forward: 8}", "reshard_after_forward"),
         (FACTORY.replace("stage: sft", "stage: dpo"), "stage: dpo"),
         (FACTORY + "use_adam_mini: true", "Adam-mini"),
         (FACTORY + "use_kt: true", "KTransformers"),
@@ -48,6 +49,9 @@ def test_a_file_of_another_job_is_refused(tmp_path: Path, text: str, word: str) 
         f"x.py {SIZES} --max-tokens-per-gpu 64 --rollout-batch-size 8 --colocate",
         f"x.py {SIZES} --max-tokens-per-gpu 64 --rollout-batch-size 8 --loss-type sft_loss",
         f"x.py {SIZES} --max-tokens-per-gpu 64 --train-backend fsdp",
+        f"torchrun pretrain_bert.py {SIZES} --bf16",
+        f"torchrun examples/multimodal/pretrain_vlm.py {SIZES} --bf16",
+        f"torchrun pretrain_gpt.py {SIZES} --bf16 --lora-rank 8",
     ],
 )
 def test_a_command_of_another_job_is_refused(tmp_path: Path, line: str) -> None:

@@ -160,6 +160,23 @@ def test_interleaved_chunks_differ(tmp_path: Path, options: str, partition: str)
         job(tmp_path, f"{line}-rank 2 --decoder-first-pipeline-num-layers 3")
 
 
+@pytest.mark.parametrize(
+    ("name", "model"),
+    [
+        ("deepseek-ai/DeepSeek-V2-Lite-Chat", "deepseek-v2-lite"),
+        ("deepseek-ai/DeepSeek-V3-0324", "deepseek-v3"),
+        ("deepseek-ai/DeepSeek-V3.1", None),
+        ("mistralai/Mixtral-8x7B-Instruct-v0.1", "mixtral-8x7b"),
+        ("Qwen/Qwen3-235B-A22B-Thinking-2507", "qwen3-235b"),
+        ("meta-llama/Llama-3.3-70B-Instruct", "llama-3.1-70b"),
+        ("Qwen/Qwen3-8B-FP8", None),
+    ],
+)
+def test_a_name_of_the_hub_is_a_shipped_model(tmp_path: Path, name: str, model: str | None) -> None:
+    text = TRL.replace("Qwen/Qwen3-8B", name)
+    assert job(tmp_path, text, "job.yaml")[0].options.get("model") == model
+
+
 def test_a_layout_of_stages_is_read(tmp_path: Path) -> None:
     text = "Et|(tt|)*2,L"
     line = f"x.py {SIZES.replace('-layers 4', '-layers 5')} --bf16 --pipeline-model-parallel-size 2"

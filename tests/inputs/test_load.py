@@ -237,3 +237,11 @@ def test_an_alias_may_have_a_slash() -> None:
     assert load_system("megatron-lm-23e00ed0 / te-2.11").name == "megatron-lm-23e00ed0"
     with pytest.raises(ConfigError, match="no such system file"):
         load_system("nemo-24.12/25.03")
+
+
+def test_a_folder_of_a_stacks_name_hides_no_stack(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "trl").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert load_system("trl").name == "trl"

@@ -40,6 +40,10 @@ TODAY = "megatron-core-0.16"
 """The stack of a launch line, which names no version."""
 LAYERS = ("recompute-num-layers", "activations-checkpoint-num-layers", "checkpoint-num-layers")
 """The layers of a recomputed group: today's name, that of 2021 and that of 2020."""
+OTHERS = {"bert", "t5", "vlm", "mamba", "hybrid", "retro", "ict", "vision", "dino", "rl"}
+"""Words in names of programs that train something else than a language model of equal layers."""
+ADAPTED = {"lora-rank", "lora-dropout", "tuner-type", "train-type", "target-modules"}
+"""Options of adapters, which only ms-swift's Megatron is known to read so."""
 GROUPS = ("microbatch-group-size-per-virtual-pipeline-stage", "microbatch-group-size-per-vp-stage")
 """Micro-batches that a chunk runs in a row: pp of them by default."""
 OFFLOADED = ("attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm")
@@ -67,7 +71,15 @@ def is_swift(words: list[str]) -> bool:
 
 def read_megatron(script: Script, words: list[str]) -> Reading:
     """The reading of a launch line of a script.  ConfigError for a wrong value."""
-    return _read({**script.headers, **options_of(words)}, script)
+    options = options_of(words)
+    reading = _read({**script.headers, **options}, script)
+    for name in ADAPTED & options.keys():
+        reading.refused.append(f"--{name}: adapters of this package are not read")
+    for word in words:
+        parts = {*re.split(r"[/_]", word.removesuffix(".py"))} & OTHERS
+        if word.endswith(".py") and parts:
+            reading.refused.append(f"{word}: trains another model than one of decoder layers")
+    return reading
 
 
 def read_swift(script: Script, words: list[str]) -> Reading:

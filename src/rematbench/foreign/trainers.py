@@ -83,7 +83,7 @@ def note_cap(reading: Reading) -> None:
     if "seq_len" in reading.values:
         reading.notes.append(
             f"{reading.keys['seq_len']}: nothing packs, so this is a cap, and shorter sequences "
-            "need less (--seq-len)"
+            "need less (--seq-len, --sample-len)"
         )
 
 
@@ -249,6 +249,8 @@ def _fsdp(reading: Reading, data: Mapping[str, Any], flat: Mapping[str, Any]) ->
     reshard = str(plain.get("reshard_after_forward", "true")).upper()
     strategy = str(plain.get("sharding_strategy", kinds[0])).upper()
     strategy = reshard if reshard in SHARDING else strategy
+    if reshard not in ("TRUE", "FALSE", *SHARDING):
+        reading.refused.append(f"fsdp_config.reshard_after_forward: {reshard} is not modelled")
     key = "fsdp_config.sharding_strategy"
     if strategy not in SHARDING:
         problem = f"{strategy} (allowed: {', '.join(SHARDING)})"

@@ -88,10 +88,11 @@ def _rules(lay: Layout, work: Workload, system: System) -> Iterator[str]:
             f"cp = {lay.cp} around a ring has no sliding windows (TransformerEngine); a stack with "
             "cp_kind: allgather has"
         )
+    yield from _sample_rules(lay, work)
     yield from _ulysses_rules(lay, work, system)
     yield from _latent_rules(lay, work, system)
     yield from _expert_rules(lay, work, system)
-    yield from trained_rules(lay, work)
+    yield from trained_rules(lay, work, system)
     yield from _ep_overlap_rules(lay, work, system)
     yield from _stack_rules(lay, system)
     if lay.stages or work.model.mtp_layers:
@@ -144,6 +145,20 @@ def _shard_rules(lay: Layout, system: System) -> Iterator[str]:
             f"shard_degree {degree} with zero_stage {lay.zero_stage} shards nothing: take "
             "zero_stage 0, or a shard_degree of at least 2"
         )
+
+
+def _sample_rules(lay: Layout, work: Workload) -> Iterator[str]:
+    if not work.sample_len:
+        if work.sample_spread:
+            yield "sample_spread is that of sample_len, which is 0"
+        return
+    if work.document_len or work.seq_len % 4:
+        yield (
+            "sample_len needs samples that are not packed (document_len), and a seq_len that is a "
+            "multiple of 4"
+        )
+    if lay.tp * lay.cp * lay.pp > 1:
+        yield "sample_len over ranks of tp, cp or pp is not modelled"
 
 
 def _ulysses_rules(lay: Layout, work: Workload, system: System) -> Iterator[str]:

@@ -21,7 +21,7 @@ from rematbench.plugins.registry import Registry
 from rematbench.worlds import executed, package, traced
 from rematbench.worlds.agreement import executor_record
 from rematbench.worlds.packages.process import Device, baselines
-from rematbench.worlds.records.measured import BOUNDS, Engine, Measured
+from rematbench.worlds.records.measured import BOUNDS
 from rematbench.worlds.records.record import Record, RecordError, make_record, read_record
 from rematbench.worlds.records.suite_cells import Cell
 
@@ -48,7 +48,7 @@ def differences(rerun: Record, committed: Record) -> list[str]:
     differences, a last line names the changed inputs of the run."""
     found = list(_scalars(rerun, committed, ("status", "reason", "plan_hash", *SIMULATED)))
     found += _of_ranks(rerun.ranks, committed.ranks)
-    found += _of_engine(rerun.engine, committed.engine)
+    found += _of_both(rerun.engine, committed.engine, RAN, "ran a package")
     new, old = rerun.measured, committed.measured
     if new is None or old is None:
         found += [] if new == old else ["only one of the two records has measured numbers"]
@@ -63,7 +63,9 @@ def differences(rerun: Record, committed: Record) -> list[str]:
         found += _of_steps(
             new.gradient_norms[:first], old.gradient_norms[:first], "gradient_norms", bound
         )
-        found += _of_verdict(new, old)
+        verdict = ("against", "bound", "first_only", "lossless")
+        compared = "is compared with another method"
+        found += _of_both(new.comparison, old.comparison, verdict, compared)
     changed = [what for what in INPUTS if _input(rerun, what) != _input(committed, what)]
     return [*found, f"changed since: {', '.join(changed)}"] if found and changed else found
 
@@ -72,11 +74,12 @@ def _input(record: Record, kind: str) -> str:
     return str(getattr(record.spec, f"{kind}_hash"))
 
 
-def _of_engine(new: Engine | None, old: Engine | None) -> Iterator[str]:
+def _of_both(new: object, old: object, names: Sequence[str], words: str) -> Iterator[str]:
+    """Differences of what each record, one of them (`words`), or none has."""
     if new is None or old is None:
-        yield from [] if new == old else ["only one of the two records ran a package"]
+        yield from [] if new == old else [f"only one of the two records {words}"]
     else:
-        yield from _scalars(new, old, RAN)
+        yield from _scalars(new, old, names)
 
 
 def _scalars(a: object, b: object, names: Sequence[str]) -> Iterator[str]:
@@ -126,16 +129,6 @@ def _of_steps(
     for step, a, b in apart[:1]:
         where = f"{name} of step {step}: {a}, committed {b}"
         yield f"{where} (bound {bound:g}; {len(apart)} of {len(now)} steps differ)"
-
-
-def _of_verdict(new: Measured, old: Measured) -> Iterator[str]:
-    """Differences in the comparison with another method: the method, the bound, the verdict."""
-    a, b = new.comparison, old.comparison
-    if a is None or b is None:
-        if a != b:
-            yield "only one of the two records is compared with another method"
-        return
-    yield from _scalars(a, b, ("against", "bound", "first_only", "lossless"))
 
 
 def rerun_record(record: Record, cell_of: Callable[[], Cell], registry: Registry) -> Record:

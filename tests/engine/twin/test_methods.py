@@ -75,9 +75,17 @@ def keeping(made: Problem, plan: Plan) -> Program:
 
 
 @pytest.mark.parametrize(
-    "layout", ["tp", pytest.param("1f1b", marks=pytest.mark.full), "interleaved"]
+    ("layout", "name"),
+    [
+        *(("tp" if name in ONE_CHUNK else "interleaved", name) for name in REGISTRY.methods),
+        *(
+            pytest.param(layout, name, marks=pytest.mark.full)
+            for layout in ("tp", "1f1b")
+            for name in REGISTRY.methods
+            if layout == "1f1b" or name not in ONE_CHUNK
+        ),
+    ],
 )
-@pytest.mark.parametrize("name", REGISTRY.methods)
 def test_memory_equals_the_ledger_after_every_action(name: str, layout: str) -> None:
     made, plan = of(name, layout)
     program = lower(plan, made)

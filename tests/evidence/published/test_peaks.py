@@ -150,7 +150,7 @@ def test_all_rows_keep_the_promise(group: Group) -> None:
     assert report.status == "met"
 
 
-@pytest.mark.parametrize("widest", [False, True])
+@pytest.mark.parametrize("widest", [pytest.param(False, marks=pytest.mark.full), True])
 def test_without_a_host_errors_are_larger(widest: bool) -> None:
     shipped = calibration()
     rows = [row for row in small() if (row["tp"] == "8") is widest and not is_fit(row, shipped.fit)]
@@ -159,6 +159,7 @@ def test_without_a_host_errors_are_larger(widest: bool) -> None:
     assert mean_error(predicted(rows)) < 0.7 * mean_error(instant)
 
 
+@pytest.mark.full
 def test_the_figure_shows_how_long_devices_wait(tmp_path: Path) -> None:
     sheet, names = tmp_path / "rows.csv", ("predicted.csv", "instant.csv")
     rows = [row for row in small() if row["pp"] == "1" and row["layers"] == "24"]

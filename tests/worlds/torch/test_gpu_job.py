@@ -61,7 +61,8 @@ def test_a_rank_that_failed_but_hangs_is_ended(
     start = time.monotonic()
     failure = ranks.watch(alive, tmp_path, 600.0)
     assert time.monotonic() - start < 300.0  # long before its time is over
-    assert rank_processes._reason(tmp_path, 0, failure) == ("oom", "OutOfMemoryError: full")
+    cause = ranks.error_of_job([tmp_path / "0.1.error"], failure)
+    assert (cause.status, cause.reason) == ("oom", "OutOfMemoryError: full")
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,7 @@ from rematbench.engine.lowering.rank_steps import (
     rank_steps,
 )
 from rematbench.engine.lowering.repeated_layers import block_of
+from rematbench.engine.lowering.samples import with_samples
 from rematbench.engine.lowering.schedule import passes, sliced_passes
 from rematbench.engine.lowering.shared_vocabulary import SharedVocabulary
 from rematbench.engine.lowering.slices import of_slice, slice_problems, sliced
@@ -116,6 +117,8 @@ def lower(
     )
     matched = {index for lowering in lowerings.values() for index in lowering.matched}
     check_rules(plan, problem, None if partly else matched)
+    if problem.workload.sample_len and only is None:
+        return replace(program, ranks=(with_samples(program.ranks[0], plan, problem, lower),))
     return program
 
 

@@ -176,15 +176,26 @@ class Late(Struct, frozen=True, kw_only=True):
         return sum(sum(tensors) for unit in kept for tensors in unit)
 
 
+class Samples(Struct, frozen=True, kw_only=True):
+    """Micro-batches of differing lengths.  `at`: three lengths, of which the first is that of the
+    rank's program and `shorter` are the blocks of the others; `drawn`: the lengths of successive
+    micro-batches."""
+
+    at: tuple[int, int, int]
+    drawn: tuple[int, ...]
+    shorter: tuple[tuple[Block, ...], ...]
+
+
 # Why: docs/decisions/engine.md, Is a program an event graph without issue order?
 class RankProgram(Struct, frozen=True, kw_only=True, dict=True):
     """All actions of a pipeline rank in issue order.  `late`: the tensors that the rank allocates
-    between its activations, if the stack does so."""
+    between its activations, if the stack does so.  `samples`: their lengths, if these differ."""
 
     rank: int
     blocks: tuple[Block, ...]
     steps: tuple[Step, ...]
     late: Late | None = None
+    samples: Samples | None = None
 
     @cached_property
     def block_of_step(self) -> NDArray[np.intp]:

@@ -54,11 +54,6 @@ def heads_to_rows(out: Tensor, heads: Tensor, group: Group, head_dim: int) -> No
         out.view(rows.shape).copy_(rows)
 
 
-def exchange_rows(out: Tensor, rows: Tensor, group: Group) -> None:
-    """Fill `out` with each rank's rows for this rank; `rows` has a part for each, in rank order."""
-    group.all_to_all(out, rows)
-
-
 STATE_PEERS = ("dp", "edp")
 """The groups over which states are shared: of experts, and of everything else."""
 SEVERAL = ("attention", "sort")
@@ -117,9 +112,10 @@ class Exchanges:
         group, head_dim = self.group(action), self.model.kind.head_dim
         back = action.reads[0].is_gradient
         to_heads = (action.op == "to_heads") != back
-        move: Callable[[Tensor, Tensor, Group], None] = exchange_rows
+        move: Callable[[Tensor, Tensor], None] = group.all_to_all
         if action.op in ORDERS:
-            move = partial(rows_to_heads if to_heads else heads_to_rows, head_dim=head_dim)
+            turn = rows_to_heads if to_heads else heads_to_rows
+            move = partial(turn, group=group, head_dim=head_dim)
         for source, target, width in self._pairs(action, span.chunk, back=back):
             sent = self.memory[span.key(source)].rows(span.first, span.size)
             shape = (sent.shape[0] // group.size, width)
@@ -129,7 +125,7 @@ class Exchanges:
                 shape = (sent.shape[0] * group.size, width // group.size)
             with self._output_pool(stays=target in {alloc.storage for alloc in action.allocs}):
                 out = sent.new_empty(shape)
-            self.streams.run(action.stream, partial(move, out, sent, group), out)
+            self.streams.run(action.stream, partial(move, out, sent), out)
             self._arrived(action, span, target, out)
 
     def _pairs(
@@ -336,8 +332,7 @@ class Exchanges:
                 self._gather_into_room(action, span, states, group)
                 continue
             whole = self.memory[span.key(action.reads[0])].data if action.reads else states.weights
-            part = states.part(whole)
-            self.streams.run(action.stream, partial(group.all_gather, whole, part))
+            self.streams.run(action.stream, partial(states.gather, whole, group.all_gather))
 
     def _gather_into_room(
         self, action: Action, span: Span, states: UnitStates, group: Group
@@ -346,7 +341,7 @@ class Exchanges:
         self.streams.wait(action.stream, self.streams.mark(COMPUTE))
         with self.streams.storage_pool():
             whole = states.weights.new_empty(states.size)
-        self.streams.run(action.stream, partial(group.all_gather, whole, states.weights), whole)
+        self.streams.run(action.stream, partial(states.gather, whole, group.all_gather), whole)
         self.memory.put(span.key(action.allocs[0].storage), Value(whole))
         states.lend_weights(whole)
 
@@ -413,7 +408,7 @@ class Messages:
         self.model, self.groups, self.memory = model, groups, memory
         self.streams = streams
         self.pending: list[PendingMessage] = []
-        self.callbacks: list[Callable[[], None]] = []
+        self.callbacks: list[Callable[[], object]] = []
         self.posted: list[tuple[dist.Work, Tensor]] = []
         self.tied = model.parameters.get("embedding.weight")
         exchanged = model.place.pp in (model.problem.embedding_ranks or ())
@@ -487,8 +482,4 @@ class Messages:
         assert tied is not None
         assert arrival is not None
         self._begin(message, self._send(tied.grad_flat, message))
-        self.callbacks.append(partial(_add, tied.grad_flat, arrival))
-
-
-def _add(total: Tensor, arrived: Tensor) -> None:
-    total.add_(arrived)
+        self.callbacks.append(partial(tied.grad_flat.add_, arrival))

@@ -99,10 +99,6 @@ class Executor:
         own = [*self.slots.arenas.values(), *self.messages.states(), self.loss]
         return [*self.model.states(), *own]
 
-    def stop_tracking(self) -> None:
-        """Count no further bytes, so that the tracker does not slow the timed steps."""
-        self.tracker = self.movers.tracker = None
-
     # -- walk -------------------------------------------------------------------------------------
 
     def run_step(self) -> float:
@@ -221,18 +217,16 @@ class Executor:
                 target = self.memory[span.key(name)].view(span.first, span.size)
                 target.copy_(made[output].view(target.shape))
         if action.op in SAVED:
-            self._loss_made(action, span, call, found.places[SAVED[action.op]][0])
+            name = found.places[SAVED[action.op]][0]
+            self.counting[name] = action.kind is Kind.FORWARD
+            if call.op.reduce is None:
+                self._finish_loss(call, name, span, action.stream)
 
     def recompute(self, action: Action, span: Span) -> None:
         """Run a forward operator once more and count its FLOPs."""
         before = self.model.flop
         self.forward(action, span)
         self.recompute_flop += self.model.flop - before
-
-    def _loss_made(self, action: Action, span: Span, call: Call, name: Storage) -> None:
-        self.counting[name] = action.kind is Kind.FORWARD
-        if call.op.reduce is None:
-            self._finish_loss(call, name, span, action.stream)
 
     def _finish_loss(self, call: Call, name: Storage, span: Span, stream: str) -> None:
         saved = {SAVED[call.op.name]: self.memory[span.key(name)].rows(span.first, span.size)}

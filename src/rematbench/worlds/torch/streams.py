@@ -26,7 +26,7 @@ class Mark:
     def __init__(self, event: torch.cuda.Event | None) -> None:
         self.event = event
         self.messages: list[PendingMessage] = []
-        self.callbacks: list[Callable[[], None]] = []
+        self.callbacks: list[Callable[[], object]] = []
 
     def finish(self) -> None:
         """Wait for the messages (on CUDA the current stream waits, not the host)."""
