@@ -460,7 +460,6 @@ def vocabulary_refusal(plan: Plan, layout: Layout, system: System, work: Workloa
         "tied embeddings": model.tied_embeddings,
         "layers that predict more tokens": model.mtp_layers > 0,
         "weights that do not train": work.partly,
-        "states that come at the first step": system.states.late_state_bytes > 0,
         "pieces of the head": any("loss" in run.ops for run in plan.mini_sequences),
     }
     return refusal("a vocabulary over all stages is not lowered with", reasons)
