@@ -81,8 +81,7 @@ def _saved_bytes(
     for item in live:
         key = (item.micro_batch, item.chunk)
         if key not in fates:
-            layers = plan.partition[rank][item.chunk]
-            ops = ChunkOps(problem, rank, item.chunk, layers, cuts=plan.cuts)
+            ops = ChunkOps.of_plan(problem, plan, rank, item.chunk)
             fates[key], _ = resolve(plan, ops.sites, phase[key], item.micro_batch)
         site = _site(item.storage)
         fate = fates[key].get(site) if site else None

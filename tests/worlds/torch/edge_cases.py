@@ -18,9 +18,9 @@ from rematbench.evaluate.proof import check
 from rematbench.worlds.torch import movers, single_rank, worker
 from rematbench.worlds.torch.batch import MicroBatch
 from rematbench.worlds.torch.case import Case
-from rematbench.worlds.torch.exchanges import used_channels
 from rematbench.worlds.torch.executor import Executor
 from rematbench.worlds.torch.groups import Groups
+from rematbench.worlds.torch.messages import used_channels
 from rematbench.worlds.torch.parameters import Parameter
 from rematbench.worlds.torch.rank_model import RankModel
 from rematbench.worlds.torch.streams import CudaStreams, Mark

@@ -10,8 +10,8 @@ from rematbench.engine.lowering.lower import lower
 from rematbench.engine.program.action import Kind
 from rematbench.engine.program.program import Program
 from rematbench.worlds.torch.case import Case
-from rematbench.worlds.torch.exchanges import reordered_channel, used_channels
 from rematbench.worlds.torch.groups import Channel, channels
+from rematbench.worlds.torch.messages import reordered_channel, used_channels
 from tests.worlds.torch import cases
 from tests.worlds.torch.rendezvous import Comm, Walk
 

@@ -160,6 +160,7 @@ class _RankLowering:
                 backward_next=c not in apart,
                 cuts=plan.cuts,
                 shares=plan.schedule in VOCABULARY,
+                turns=plan.turns,
             )
             for c, layers in enumerate(plan.partition[rank])
         ]
@@ -320,12 +321,10 @@ class _RankLowering:
         one = self.chunks[0]
         boundary = one.wide if key[-1] == "wide" else one.boundary
         match key:
-            case ("recv_f", *_):
-                return recv_block(boundary, one.input, forward=True)
-            case ("recv_b", Storage() as output, *_):
-                return recv_block(boundary, output, forward=False)
-            case ("send_f" | "send_b" as what, Storage() as output, *_):
-                return send_block(boundary, output, forward=what == "send_f")
+            case ("recv", str(word), Storage() as storage, *_):
+                return recv_block(boundary, storage, word)
+            case ("send", str(word), Storage() as output, *_):
+                return send_block(boundary, output, word)
             case ("sent_f" | "free_held" as what, Storage() as output):
                 return held_block(output, sent=what == "sent_f")
             case ("free_f", Storage() as output):

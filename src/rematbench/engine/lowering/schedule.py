@@ -3,7 +3,8 @@ and zero-bubble schedules."""
 
 from functools import lru_cache
 
-from rematbench.plan import VOCABULARY, ZERO_BUBBLE, Pass, Phase, Schedule
+from rematbench.engine.lowering.v_shapes import v_shape
+from rematbench.plan import SHAPES, VOCABULARY, ZERO_BUBBLE, Pass, Phase, Schedule
 
 
 @lru_cache(maxsize=512)
@@ -19,6 +20,8 @@ def passes(
     megatron-core 0.16.1 has no such rule (`interleaved`).
     """
     total = num_micro_batches * vpp
+    if schedule in SHAPES:
+        return v_shape(schedule, pp, num_micro_batches)[rank]
     if schedule in ZERO_BUBBLE:
         return _zero_bubble(ZERO_BUBBLE[schedule], rank, pp, total)
     if schedule in VOCABULARY:

@@ -222,8 +222,8 @@ def plan_hash(problem: Problem, plan: Plan) -> str:
     differ only in addresses, because no executor of rematbench sets addresses."""
     table = []
     for rank, chunks in enumerate(plan.partition):
-        for chunk, layers in enumerate(chunks):
-            sites = ChunkOps(problem, rank, chunk, layers, cuts=plan.cuts).sites
+        for chunk in range(len(chunks)):
+            sites = ChunkOps.of_plan(problem, plan, rank, chunk).sites
             for phase in PHASES:
                 fates, _ = resolve(plan, sites, phase, 0)
                 table.append([[*site, fate] for site, fate in fates.items()])

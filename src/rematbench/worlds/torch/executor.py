@@ -13,8 +13,9 @@ from rematbench.engine.program.storage import Event, Role, Storage, part_of, sto
 from rematbench.worlds.torch import operators
 from rematbench.worlds.torch.dispatch import Tracker
 from rematbench.worlds.torch.ends import finish_loss
-from rematbench.worlds.torch.exchanges import Exchanges, Messages
+from rematbench.worlds.torch.exchanges import Exchanges
 from rematbench.worlds.torch.groups import Groups
+from rematbench.worlds.torch.messages import Messages
 from rematbench.worlds.torch.movers import HostUpdates, Movers
 from rematbench.worlds.torch.operands import Call, Names, Operands
 from rematbench.worlds.torch.parameters import AdamW, Parameter

@@ -82,8 +82,8 @@ def _specs(case: Case, stage: int) -> list[ParameterSpec]:
     problem, plan = case.problem, case.plan
     places = [
         (unit.table.part, unit.layer)
-        for number, layers in enumerate(plan.partition[stage])
-        for unit in ChunkOps(problem, stage, number, layers, held=plan.held, cuts=plan.cuts).units
+        for number in range(problem.layout.vpp)
+        for unit in ChunkOps.of_plan(problem, plan, stage, number, plan.held).units
     ]
     model = problem.workload.model
     held = range(model.experts.count // problem.layout.ep) if model.experts else None

@@ -41,9 +41,9 @@ from rematbench.worlds.torch.devices import (
 )
 from rematbench.worlds.torch.dispatch import Tracker
 from rematbench.worlds.torch.draws import drawing_threads
-from rematbench.worlds.torch.exchanges import reordered_channel, used_channels
 from rematbench.worlds.torch.executor import Executor
 from rematbench.worlds.torch.groups import Groups, default_backend
+from rematbench.worlds.torch.messages import reordered_channel, used_channels
 from rematbench.worlds.torch.parameters import Owner, Parameter, ParameterSpec, square_sum
 from rematbench.worlds.torch.rank_model import NotExecutable, RankModel, require_executable
 

@@ -98,6 +98,13 @@ class ChunkEnds(NamedTuple):
     wide_out: bool = False
     cut: bool = False
     local: bool = False
+    before: str = ""
+    after: str = ""
+
+    def word(self, direction: str, *, receives: bool = False) -> str:
+        """The word of a message of the chunk (see `engine/program/storage.py:STEP`), whose marks
+        are `before` at its input and `after` at its output."""
+        return direction + (self.before if (direction == "f") == receives else self.after)
 
 
 class ChunkOps:
@@ -115,14 +122,15 @@ class ChunkOps:
         backward_next: bool = False,
         cuts: tuple[int, ...] = (),
         shares: bool = False,
+        turns: bool = False,
     ) -> None:
         self.mini_sequences, self.held, self.cuts = mini_sequences, held, cuts
-        self.shares = shares
+        self.shares, self.turns = shares, turns
         pp, vpp = problem.layout.pp, problem.layout.vpp
         self.problem, self.stage, self.chunk, self.layers = problem, stage, chunk, layers
         self.backward_next = backward_next  # each forward is followed by its own backward
         self.first = stage == 0 and chunk == 0
-        self.last = stage == pp - 1 and chunk == vpp - 1
+        self.last = chunk == vpp - 1 and stage == (0 if turns else pp - 1)
         virtual = chunk * pp + stage
         self.cut, self.local = virtual in cuts, virtual + 1 in cuts
         self._logits = True
@@ -163,25 +171,34 @@ class ChunkOps:
         backward_next: bool = False,
         cuts: tuple[int, ...] = (),
         shares: bool = False,
+        turns: bool = False,
     ) -> "ChunkOps":
         """Return the chunk, which all plans of the problem share.  `shares`: its rank has a share
-        of the vocabulary, in passes of their own."""
+        of the vocabulary, in passes of their own; `turns`: chunks turn at the last rank."""
         what = (stage, chunk, layers, mini_sequences, held)
-        key = (*what, backward_next, cuts, shares)
+        key = (*what, backward_next, cuts, shares, turns)
         found = problem.chunks.get(key)
         if not isinstance(found, cls):
-            weak = _weak(problem)
-            found = cls(weak, *what, backward_next=backward_next, cuts=cuts, shares=shares)
+            weak, after = _weak(problem), backward_next
+            found = cls(weak, *what, backward_next=after, cuts=cuts, shares=shares, turns=turns)
             problem.chunks[key] = found
         return found
+
+    @classmethod
+    def of_plan(
+        cls, problem: Problem, plan: Plan, rank: int, chunk: int, held: tuple[str, ...] = ()
+    ) -> "ChunkOps":
+        """Return a chunk of a plan, with its own tensors."""
+        layers = plan.partition[rank][chunk]
+        return cls(problem, rank, chunk, layers, held=held, cuts=plan.cuts, turns=plan.turns)
 
     def of_layers(self, places: Sequence[int]) -> "ChunkOps":
         """Return the chunk with only the layers at the given places."""
         layers = tuple([self.layers[place] for place in places])
         pieces, held = self.mini_sequences, self.held
         what = (self.problem, self.stage, self.chunk, layers, pieces, held)
-        after, cuts = self.backward_next, self.cuts
-        return ChunkOps.of(*what, backward_next=after, cuts=cuts, shares=self.shares)
+        after, cuts, shares, turns = self.backward_next, self.cuts, self.shares, self.turns
+        return ChunkOps.of(*what, backward_next=after, cuts=cuts, shares=shares, turns=turns)
 
     @property
     def where(self) -> ChunkPlace:
@@ -192,7 +209,8 @@ class ChunkOps:
     def shape(self) -> tuple[object, ...]:
         """The facts that determine the chunk's blocks.  Chunks of equal shape have equal blocks."""
         units = tuple((u.prefix, u.variant) for u in self.units)
-        return (self.first, self.last, self.backward_next, self.shares, units, self.cut, self.local)
+        of_plan = self.shares, units, self.cut, self.local, *self._marks
+        return (self.first, self.last, self.backward_next, *of_plan)
 
     @property
     def input(self) -> Storage:
@@ -230,7 +248,17 @@ class ChunkOps:
         return ChunkEnds(
             *(self.first, self.last, self.output, self.input, back),
             *(wide_in, self.predicts is not None, self.cut, self.local),
+            *self._marks,
         )
+
+    @property
+    def _marks(self) -> tuple[str, str]:
+        """The marks of the messages at its input and at its output."""
+        if not self.turns:
+            return "", ""
+        at_last = self.stage == self.problem.layout.pp - 1
+        back = "^" if self.chunk else ""
+        return "@" if at_last and self.chunk else back, "@" if at_last and not self.chunk else back
 
     def storage(self, unit: Unit, activation: str) -> Storage:
         """Return the storage of an activation.  A layer's output is the next layer's input."""
