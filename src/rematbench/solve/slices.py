@@ -1,20 +1,18 @@
 """Lengths of the slices of a sequence: of equal work, or of the least time in a pipeline."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from itertools import pairwise
 from math import fsum, inf, sqrt
 
 from msgspec.structs import replace
 
-from rematbench.costs.bind_kernels import Direction
 from rematbench.costs.operators.kernels import Attention, Gemm
-from rematbench.costs.operators.ops import Op
+from rematbench.costs.operators.ops import Op, OpTable
 from rematbench.engine.lowering.slices import slice_problems
 from rematbench.inputs.shapes import causal_pairs
 from rematbench.plan import Plan
 from rematbench.problem import Problem
-
-WAYS: tuple[Direction, ...] = ("forward", "backward_input", "backward_weight")
+from rematbench.solve.layer_costs import backward_s, forward_s
 
 
 def unit_tokens(problem: Problem) -> int:
@@ -48,21 +46,36 @@ def even(problem: Problem, count: int) -> tuple[int, ...]:
 
 
 def least_time(problem: Problem, plan: Plan, pieces: int) -> tuple[int, ...]:
-    """Return the slices, each of some of `pieces` equal pieces of the sequence, with the least sum
-    t_i + (pp - 1) max t_j (Li et al. 2021, arXiv 2102.07988, section 3.3): for a bound of t_j the
-    least sum by dynamic programming, over all bounds.  t is the time of a slice's passes on the
-    longest stage, and grows with the tokens before the slice by attention alone."""
-    seq_len, pp = problem.workload.seq_len, problem.layout.pp
+    """Return the slices, each of some of `pieces` equal pieces of the sequence, with the least m
+    sum t_i + (pp - 1) max t_j for m micro-batches (Li et al. 2021, arXiv 2102.07988, section 3.3):
+    for a bound of t_j the least sum by dynamic programming, over all bounds.  t is the time of a
+    slice's passes on the longest stage and of its two messages, the mean of all hops, and grows
+    with the tokens before the slice by attention alone."""
+    lay, seq_len = problem.layout, problem.workload.seq_len
+    pp, m = lay.pp, lay.num_micro_batches
     size = seq_len // pieces
     layers = max(len(chunk) for rank in plan.partition for chunk in rank)
     lengths = tuple(size * count for count in range(1, pieces + 1))
     tables = [part.layer(0) for part in slice_problems(problem, lengths)]
-    rest_s = [_seconds(problem, [op for op in t.ops if op.name != "attention"]) for t in tables]
+
+    def stage_s(table: OpTable, ops: Iterable[Op]) -> float:
+        some = replace(table, ops=tuple(ops))
+        return layers * (forward_s(problem, some) + backward_s(problem, some))
+
+    def messages_s(table: OpTable) -> float:
+        nbytes = table.activations["layer_input"].nbytes
+        hops = range(pp - 1)
+        sent = [problem.cost.p2p_s(nbytes, r, r + 1, replicated=not lay.sp) for r in hops]
+        return 2 * fsum(sent) / max(1, pp - 1)
+
+    rest_s = [
+        stage_s(t, (op for op in t.ops if op.name != "attention")) + messages_s(t) for t in tables
+    ]
 
     def seconds(count: int, before: int) -> float:
         """Seconds of `count` pieces behind `before` pieces."""
-        attention = _behind(tables[count - 1].op("attention"), before * size)
-        return layers * (rest_s[count - 1] + _seconds(problem, [attention]))
+        table = tables[count - 1]
+        return rest_s[count - 1] + stage_s(table, [_behind(table.op("attention"), before * size)])
 
     known = {(k, i): seconds(k, i) for i in range(pieces) for k in range(1, pieces - i + 1)}
     best: tuple[float, tuple[int, ...]] = (inf, (seq_len,))
@@ -72,7 +85,7 @@ def least_time(problem: Problem, plan: Plan, pieces: int) -> tuple[int, ...]:
         least: list[tuple[float, tuple[int, ...]]] = [(0.0, ())]
         for end in range(1, pieces + 1):
             ways_here = (
-                (least[end - k][0] + known[k, end - k], (*least[end - k][1], k * size))
+                (least[end - k][0] + m * known[k, end - k], (*least[end - k][1], k * size))
                 for k in range(1, end + 1)
                 if known[k, end - k] <= bound
             )
@@ -80,11 +93,6 @@ def least_time(problem: Problem, plan: Plan, pieces: int) -> tuple[int, ...]:
         found = (least[-1][0] + (pp - 1) * bound, least[-1][1])
         best = min(best, found)
     return best[1]
-
-
-def _seconds(problem: Problem, ops: Sequence[Op]) -> float:
-    """Seconds of the forward and the backward of operators."""
-    return fsum(problem.cost.op_s(op, way) for op in ops for way in WAYS)
 
 
 def _behind(op: Op, context: int) -> Op:
