@@ -464,7 +464,7 @@ def slices_refusal(
         return f"slices of {total} tokens in all are no sequence of {work.seq_len}"
     reasons = {
         "context parallelism": layout.cp > 1 or layout.ulysses > 1,
-        "several chunks on a rank": layout.vpp > 1,
+        "several chunks on a rank": layout.vpp > 1 and plan.schedule != "interleaved_1f1b",
         "attention scores in memory": attention != "flash",
         "keys and values repeated for each head": system.kernels.repeats_kv,
         "attention windows": any(model.attention_window),

@@ -53,6 +53,28 @@ def test_slices_in_flight_and_the_bubble(pp: int, m: int, k: int) -> None:
     assert step_s / (3.0 * k * m) - 1 == pytest.approx((pp - 1) / (k * m))
 
 
+@pytest.mark.parametrize(("pp", "vpp", "m", "k"), [(2, 2, 4, 2), (4, 2, 4, 4), (2, 3, 2, 4)])
+def test_interleaved_slices(pp: int, vpp: int, m: int, k: int) -> None:
+    """A rank waits for pp - 1 forwards and backwards of a slice of a chunk; groups have whole
+    sequences, at least pp slices; bytes are the ledger's, and no rule changes a gradient."""
+    given = problem(model=layers(pp * vpp), pp=pp, vpp=vpp, global_batch=m)
+    plan = replace(given.base_plan, slices=(32 // k,) * k)
+    group = k * -(-pp // k)
+    for rank in range(pp):
+        order = sliced_passes(plan.schedule, rank, pp, m, k, vpp)
+        live = max(accumulate(item.forward - item.last for item in order))
+        assert live == min(group * (vpp - 1) + 2 * (pp - rank - 1) + k, m * k * vpp)
+    kinds = (Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
+    programs = [lower(each, given) for each in (plan, plan.with_rules(*FULL))]
+    found = simulate(programs[0], lambda a, _: float(a.op == "fc2" and a.kind in kinds))
+    assert found.step_s == 3 * (k * m * vpp + pp - 1)
+    gradients = []
+    for program in programs:
+        check(program)
+        gradients.append([rank.gradients for rank in held_to_the_ledger(program)])
+    assert gradients[0] == gradients[1]
+
+
 @pytest.mark.parametrize("slices", [(8, 8, 8, 8), (20, 12), (1, 31)])
 def test_slices_read_every_causal_pair_once(slices: tuple[int, ...]) -> None:
     given = problem(model=LLAMA)
@@ -175,7 +197,6 @@ def test_rules_of_one_slice() -> None:
     ("changes", "slices", "words"),
     [
         ({"cp": 2}, (16, 16), "not lowered with context parallelism"),
-        ({"pp": 2, "vpp": 2}, (16, 16), "not lowered with several chunks on a rank"),
         ({"attention": "unfused"}, (16, 16), "not lowered with attention scores in memory"),
         ({"pp": 2}, (16, 8), "slices of 24 tokens in all are no sequence of 32"),
         ({"tp": 2}, (15, 17), "a slice of 15 tokens"),

@@ -37,7 +37,7 @@ CASES = grid.short(
         *(case for layout, plans in RAW.items() for case in grid.raw_cases(layout, *plans)),
         *(case for layout in LAYOUTS for case in grid.method_cases(layout)),
         *grid.method_cases("pp2-vpp2", ("pipe_offload",)),
-        *grid.raw_cases("pp2-vpp2", "zb-v", "v-half-offload", "v-min-full"),
+        *grid.raw_cases("pp2-vpp2", "zb-v", "v-half-offload", "v-min-full", "slices"),
         *grid.raw_cases("tp2-no-sp", "slices"),
         *grid.raw_cases("tp2-no-sp", "mini", "mini-windows"),
         *grid.in_groups("tp2"),

@@ -125,7 +125,7 @@ def rank_orders(plan: Plan, problem: Problem) -> tuple[tuple[Pass, ...], ...]:
     if plan.orders:
         return plan.orders
     if (slices := len(plan.slices)) > 1:
-        of_job = lay.pp, lay.num_micro_batches, slices
+        of_job = lay.pp, lay.num_micro_batches, slices, lay.vpp
         return tuple(sliced_passes(plan.schedule, rank, *of_job) for rank in range(lay.pp))
     return tuple(
         passes(plan.schedule, rank, lay.pp, lay.vpp, lay.num_micro_batches)
@@ -449,7 +449,8 @@ class _SlicedLowering(_RankLowering):
     def __init__(self, plan: Plan, problem: Problem, rank: int, shared: BlockCache) -> None:
         super().__init__(plan, problem, rank, shared)
         self.parts: list[tuple[_RankLowering, list[int]]] = []
-        apart = Pass(True, 0, 0), Pass(True, 1, 0), Pass(False, 0, 0), Pass(False, 1, 0)
+        chunks = range(problem.layout.vpp)  # no forward is followed by its own backward
+        apart = tuple(Pass(f, m, c) for c in chunks for f in (True, False) for m in (0, 1))
         for number, part in enumerate(slice_problems(problem, plan.slices)):
             alone, places = of_slice(plan, number)
             alone = replace(alone, orders=(apart,) * problem.layout.pp)
