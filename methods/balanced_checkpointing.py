@@ -51,7 +51,6 @@ class BalancedCheckpointing(Struct, frozen=True, kw_only=True, forbid_unknown_fi
     scope: Scope = "consumer"
 
     def plan(self, problem: Problem, base: Plan) -> Plan | Unsupported:
-        """Recompute the point's activations where the base keeps them."""
         count = max(len(candidates(table)) for table in problem.layer_kinds)
         if self.point == "front" and count > MOST:
             return Unsupported(f"front has 2^{count} subsets of a layer's tensors (most: 2^{MOST})")

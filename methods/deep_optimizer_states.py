@@ -32,7 +32,6 @@ class DeepOptimizerStates(Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     slots: PositiveInt = 1
 
     def plan(self, problem: Problem, base: Plan) -> Plan | Unsupported:
-        """Interleave visits with the CPU's updates."""
         if reason := refusal(problem, base, host=True):
             return Unsupported(reason)
         counts = shares(problem, base)

@@ -53,7 +53,6 @@ class Karma(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     resident: NonNegativeInt | None = None
 
     def plan(self, problem: Problem, base: Plan) -> Plan | Unsupported:
-        """Swap or recompute the layers that the device cannot hold."""
         if "activation_offload" not in problem.system.accepts.features:
             return Unsupported(f"system {problem.system.name} has no activation offload")
         if not kept_activations(problem, base):

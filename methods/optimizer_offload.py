@@ -45,7 +45,6 @@ class OptimizerOffload(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     order: Literal["exact", "rollback", "stale"] = "exact"
 
     def plan(self, problem: Problem, base: Plan) -> Plan | Unsupported:
-        """Place the states by headroom and by f*."""
         visiting = self.visiting
         if visiting is None:
             visiting = problem.cost.visiting_share(two_way=self.slots > 1)
@@ -64,7 +63,6 @@ class OptimizerOffload(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return made.noting(share=share, visiting=visiting, bound=bound)
 
     def at(self, problem: Problem, base: Plan, share: float, visiting: float) -> Plan:
-        """The plan at one share and one fraction of visits."""
         counts = shares(problem, base)
         size = min(self.size, *counts)
         count = -(-max(counts) // size)

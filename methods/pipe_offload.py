@@ -45,7 +45,6 @@ class PipeOffload(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     chunks: NonNegativeInt | None = None
 
     def plan(self, problem: Problem, base: Plan) -> Plan | Unsupported:
-        """Reorder the passes and offload the first chunks of every rank."""
         lay, group = problem.layout, self.group or smallest_group(problem)
         if lay.vpp == 1 or base.orders:
             words = "orders of its own" if base.orders else "one"
@@ -70,7 +69,6 @@ class PipeOffload(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         return plan.noting(group=group, chunks=chunks, bound=bound)
 
     def at(self, problem: Problem, base: Plan, chunks: int) -> Plan:
-        """The plan that copies the first `chunks` chunks of every rank."""
         first, last = tuple(range(min(chunks, problem.layout.vpp - 1))), problem.layout.pp - 1
         selects = [Select(chunks=first, kept=True)] if first else []
         if chunks == problem.layout.vpp:

@@ -56,7 +56,6 @@ class PpOffload(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     release_lag: PositiveInt = 2
 
     def plan(self, problem: Problem, base: Plan) -> Plan | Unsupported:
-        """Offload alpha of the bytes that the base keeps."""
         pp = problem.layout.pp
         if pp < 3:
             return Unsupported(f"needs pp >= 3 so that copies have passes to hide behind, not {pp}")
@@ -69,7 +68,6 @@ class PpOffload(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return self.at(problem, base, alpha).noting(alpha=alpha, bound=bound)
 
     def _share(self, problem: Problem, base: Plan) -> tuple[float, str]:
-        """Alpha, and its source."""
         if self.alpha is not None:
             return self.alpha, "given"
         if self.fit == "paper":
@@ -102,7 +100,6 @@ class PpOffload(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return refused_in_pieces(problem, made)
 
     def at(self, problem: Problem, base: Plan, alpha: float) -> Plan:
-        """The plan at one alpha."""
         if alpha == 0.0:
             return base
         budget = ByteBudget(alpha=alpha, granularity=self.granularity, min_bytes=self.min_bytes)

@@ -32,7 +32,6 @@ class Seq1F1B(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     interleaved: bool = False
 
     def plan(self, problem: Problem, base: Plan) -> Plan | Unsupported:
-        """The base with the passes of slices."""
         usual = ("interleaved_1f1b",) if self.interleaved else ("1f1b", "gpipe")
         if base.schedule not in usual or base.orders or base.slices:
             return Unsupported(f"needs the passes of {usual[0]}, not {base.schedule} or others")

@@ -48,7 +48,6 @@ class Sppo(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     min_bytes: NonNegativeInt = 1 << 20
 
     def plan(self, problem: Problem, base: Plan) -> Plan | Unsupported:
-        """The base with the passes of slices, and their shares on the host."""
         if base.schedule not in ("1f1b", "gpipe") or base.orders or base.slices:
             return Unsupported(f"needs the passes of 1F1B, not {base.schedule} with other orders")
         if "activation_offload" not in problem.system.accepts.features:

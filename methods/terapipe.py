@@ -32,7 +32,6 @@ class TeraPipe(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     pieces: PositiveInt = 32
 
     def plan(self, problem: Problem, base: Plan) -> Plan | Unsupported:
-        """The base with the passes of slices, all forwards first."""
         if base.schedule not in ("1f1b", "gpipe") or base.orders or base.slices:
             return Unsupported(f"needs the passes of 1F1B, not {base.schedule} with other orders")
         seq_len = problem.workload.seq_len

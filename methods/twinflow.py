@@ -28,7 +28,6 @@ class Twinflow(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     size: PositiveInt = 100_000_000
 
     def plan(self, problem: Problem, base: Plan) -> Plan | Unsupported:
-        """Place a share of the pieces on the host."""
         if reason := refusal(problem, base, host=True):
             return Unsupported(reason)
         share, bound = self.ratio, "given"
@@ -40,7 +39,6 @@ class Twinflow(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return self.at(problem, base, share).noting(ratio=share, bound=bound)
 
     def at(self, problem: Problem, base: Plan, ratio: float) -> Plan:
-        """The plan at one ratio."""
         counts = shares(problem, base)
         size = min(self.size, *counts)
         places = even(-(-max(counts) // size), ratio, "host", "device")

@@ -35,7 +35,6 @@ class ZeroBubble(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     schedule: Literal["zb-h1", "zb-h2"] | Shape = "zb-h1"
 
     def plan(self, problem: Problem, base: Plan) -> Plan | Unsupported:
-        """The base with the schedule's order of passes."""
         lay, turns = problem.layout, self.schedule in SHAPES
         of = "interleaved_1f1b" if turns else "1f1b"
         other = "other passes" if base.orders or base.slices else base.schedule

@@ -26,7 +26,6 @@ class ZeroOffload(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     delayed: bool = False
 
     def plan(self, problem: Problem, base: Plan) -> Plan | Unsupported:
-        """Place every piece on the host."""
         if self.delayed:
             return Unsupported("delayed updates are one step old: not lossless; use delayed=false")
         if reason := refusal(problem, base, host=True):

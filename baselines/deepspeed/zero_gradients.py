@@ -132,7 +132,6 @@ class Bucketed(Zero0):
             self.filled.append(weight)
 
     def reduce(self, extra: int) -> None:
-        """Reduce the contents of the bucket while `extra` further bytes are alive."""
         raise NotImplementedError
 
     def end(self) -> None:
@@ -227,14 +226,12 @@ class Zero1(Zero2):
     bucket is filled when all gradients exist."""
 
     def add(self, weight: Weight, *, more: bool) -> None:
-        """Keep a new gradient, or put it into the bucket."""
         if self.last and self.sizes.overlap:
             super().add(weight, more=more)
         else:
             self.keep(weight)
 
     def end(self) -> None:
-        """Reduce all gradients after the last micro-batch."""
         if not self.last:
             return
         if not self.sizes.overlap:

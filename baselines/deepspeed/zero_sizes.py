@@ -40,7 +40,6 @@ def layer_weights(model: Model) -> tuple[Weight, ...]:
 
 
 def head_weight(model: Model) -> Weight:
-    """The output projection."""
     return Weight("lm_head", "logits", model.vocab * model.hidden)
 
 

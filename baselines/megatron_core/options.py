@@ -19,8 +19,15 @@ BUCKET_PARAMETERS = 40_000_000
 BACKENDS = {"fa1": "flash", "fa2": "flash", "fa3": "flash", "cudnn": "fused"}
 CP_KINDS = {"ring": "p2p", "allgather": "all_gather", "ulysses": "a2a"}
 VOCAB_MULTIPLE = 128
-RANK_ORDER = ("tp", "cp", "dp", "pp")
-PIPELINE_FIRST = ("tp", "cp", "pp", "dp")
+RANK_ORDERS: dict[tuple[str, ...], str] = {
+    ("tp", "cp", "dp", "pp"): "",
+    ("tp", "cp", "pp", "dp"): "--use-tp-pp-dp-mapping",
+}
+ROPES = {"fused": "", "eager": "--no-rope-fusion"}
+TP_OVERLAPS = {"gemm": "--tp-comm-overlap", "backward": ""}
+P2P_OVERLAPS = {"interleaved": "", "none": "--no-overlap-p2p-communication"}
+GRADIENTS = {4: "", 2: "--grad-reduce-in-bf16"}
+"""The dtype of gradients by bytes, which is that of their buffers and of their reduction."""
 STATES = {12: "", 8: "--exp-avg-dtype bf16 --exp-avg-sq-dtype bf16"}
 """Bytes of master weights and moments, each with the dtypes that the optimizer is told."""
 POSITIONS = {"rope": "rope", "learned": "learned_absolute", "none": "none"}
@@ -38,28 +45,9 @@ def _attention(system: System) -> str | None:
     return backend and f"--attention-backend {backend}"
 
 
-def _tp_overlap(system: System) -> str | None:
-    return {"gemm": "--tp-comm-overlap", "backward": ""}.get(system.parallel.tp_overlap)
-
-
-def _rope(system: System) -> str | None:
-    return {"fused": "", "eager": "--no-rope-fusion"}.get(system.kernels.rope)
-
-
 def _states(system: System) -> str | None:
     words = STATES.get(system.states.optimizer_bytes)
     return f"--use-precision-aware-optimizer {words}" if words else words
-
-
-def _p2p(system: System) -> str | None:
-    return {"interleaved": "", "none": "--no-overlap-p2p-communication"}.get(
-        system.parallel.p2p_overlap
-    )
-
-
-def _order(system: System) -> str | None:
-    orders: dict[tuple[str, ...], str] = {RANK_ORDER: "", PIPELINE_FIRST: "--use-tp-pp-dp-mapping"}
-    return orders.get(system.parallel.rank_order)
 
 
 def _bucket(system: System) -> str:
@@ -67,22 +55,17 @@ def _bucket(system: System) -> str:
     return f"--ddp-bucket-size {size}" if size not in (0, BUCKET_PARAMETERS) else ""
 
 
-def _gradients(nbytes: int) -> str | None:
-    """The dtype of gradients, which is that of their buffers and of their reduction."""
-    return {4: "", 2: "--grad-reduce-in-bf16"}.get(nbytes)
-
-
 OPTIONS: dict[str, Callable[[System], str | None]] = {
     "attention": _attention,
     "cudnn_first": lambda _: "",  # the kernel that the generation has is printed
     "fused_loss": lambda system: "--cross-entropy-loss-fusion" * system.loss.fused_loss,
-    "rope": _rope,
+    "rope": lambda system: ROPES.get(system.kernels.rope),
     "norm": lambda system: "" if system.kernels.norm == "fused" else "--transformer-impl local",
     "optimizer_bytes": _states,
-    "grad_bytes": lambda system: _gradients(system.states.grad_bytes),
-    "reduce_bytes": lambda system: _gradients(system.states.reduce_bytes),
-    "tp_overlap": _tp_overlap,
-    "p2p_overlap": _p2p,
+    "grad_bytes": lambda system: GRADIENTS.get(system.states.grad_bytes),
+    "reduce_bytes": lambda system: GRADIENTS.get(system.states.reduce_bytes),
+    "tp_overlap": lambda system: TP_OVERLAPS.get(system.parallel.tp_overlap),
+    "p2p_overlap": lambda system: P2P_OVERLAPS.get(system.parallel.p2p_overlap),
     "reduce_overlap": lambda system: "--overlap-grad-reduce" * system.zero.reduce_overlap,
     "gather_overlap": lambda system: "--overlap-param-gather" * system.zero.gather_overlap,
     "bucket_bytes": _bucket,
@@ -100,7 +83,7 @@ OPTIONS: dict[str, Callable[[System], str | None]] = {
         f"--make-vocab-size-divisible-by {system.loss.vocab_multiple}"
         * (system.loss.vocab_multiple != VOCAB_MULTIPLE)
     ),
-    "rank_order": _order,
+    "rank_order": lambda system: RANK_ORDERS.get(system.parallel.rank_order),
 }
 """The option of each fact: empty where Megatron-LM's default says the same, None for a value that
 no option gives."""

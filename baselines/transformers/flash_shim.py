@@ -200,7 +200,6 @@ class NoSquares(DispatchMode):
         self.rows = rows
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run the operator, then check the shapes of its outputs."""
         result = func(*args, **(kwargs or {}))
         for item in tree_iter(result):
             if isinstance(item, Tensor) and tuple(item.shape).count(self.rows) > 1:

@@ -269,7 +269,6 @@ class Pass(NamedTuple):
 
     @property
     def forward(self) -> bool:
-        """Whether the pass is a forward."""
         return self.kind is True
 
     @property

@@ -25,13 +25,14 @@ from rematbench.inputs.system import FACTS as STACK_FACTS
 from rematbench.inputs.system import Accepts, with_facts
 from rematbench.plan import Plan, Unsupported
 from rematbench.workload import Experts
+from rematbench.worlds.packages import flags
 from rematbench.worlds.packages.flags import FlagsAnswer, fates, flags_of
 from rematbench.worlds.packages.process import PackageJob, baselines, policy, run_jobs
 from rematbench.worlds.packages.process import job as make_job
 from rematbench.worlds.records.record import Record, World
 from rematbench.worlds.torch.case import Case, Result
 from rematbench.worlds.torch.rank_processes import execute_cases
-from tests.baselines.cases import LEFT_OUT, STEPS, TINY, Asked, asked_problem, weighed
+from tests.baselines.cases import LEFT_OUT, PATIENCE_S, STEPS, TINY, Asked, asked_problem, weighed
 from tests.installed import needs
 from tests.problems import plan_of
 
@@ -46,6 +47,18 @@ MEGATRON: dict[str, dict[str, Any]] = {
 DEEPSPEED: dict[str, dict[str, Any]] = {"full_recompute": {}, "keep_all": {}}
 OFFLOADING = "offloading"
 WRONG = "arguments of another job"
+
+
+@pytest.fixture
+def assuming() -> None:
+    """Answers also name the facts of the stack that act beside the options."""
+
+
+@pytest.fixture(autouse=True)
+def _no_facts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or they do not, since every answer takes most of a second to try each fact."""
+    if "assuming" not in request.fixturenames:
+        monkeypatch.setattr(flags, "assumed_facts", lambda *_: ())
 
 
 def answered(
@@ -87,7 +100,7 @@ def same_as_the_plan(method: str, settings: dict[str, Any], ran: Record) -> None
 def printed_job(baseline: str, answer: FlagsAnswer, world: World = "executed") -> PackageJob:
     """A job of the default policy whose options are what was printed: nothing else says them."""
     made, method = asked_problem(Asked("one")), policy(baseline)
-    job = make_job(made, method, world, options=answer.flags, timeout_s=60.0)
+    job = make_job(made, method, world, options=answer.flags, timeout_s=PATIENCE_S)
     return replace(job, steps=STEPS if world == "executed" else 1, gradients=world == "executed")
 
 
@@ -101,8 +114,8 @@ def of_method(method: str, settings: dict[str, Any], baseline: str) -> list[Pack
     _, answer = answered(method, settings, baseline)
     assert not answer.missing
     made = asked_problem(ONE)
-    named = make_job(made, policy(baseline, answer.settings), steps=1, timeout_s=60.0)
-    none = make_job(made, policy(baseline), steps=1, timeout_s=60.0)
+    named = make_job(made, policy(baseline, answer.settings), steps=1, timeout_s=PATIENCE_S)
+    none = make_job(made, policy(baseline), steps=1, timeout_s=PATIENCE_S)
     return [printed_job(baseline, answer), named, none, printed_job(baseline, answer, "traced")]
 
 
@@ -289,23 +302,14 @@ def test_a_fact_of_the_stack_is_printed_as_its_option(facts: dict[str, Any], wor
 
 def printed(baseline: str = "megatron_core", whole: bool = False, **spec: Any) -> FlagsAnswer:
     layout = Layout(**{"global_batch": 4, "dp": 2, "tp": 2, "pp": 2, **spec.pop("layout", {})})
-    made = make_problem(
-        Job.at(
-            layout,
-            **{
-                "model": "tiny-llama",
-                "cluster": "h800-80gb",
-                "system": "megatron-core",
-                "seq_len": 64,
-                **spec,
-            },
-        )
-    )
+    known = {"model": "tiny-llama", "cluster": "h800-80gb", "system": "megatron-core"}
+    made = make_problem(Job.at(layout, **known | {"seq_len": 64} | spec))
     plan = made.base_plan
     sizes = spec.get("sizes")
     return flags_of(made, replace(plan, partition=sizes) if sizes else plan, baseline, whole=whole)
 
 
+@pytest.mark.usefixtures("assuming")
 def test_options_of_two_stacks_differ_where_their_facts_do() -> None:
     """The two stacks of one package, and what no option of them says."""
     plain, fused = printed(), printed(system="nemo-24.12")
@@ -416,6 +420,7 @@ def test_sinks_have_an_option() -> None:
     assert any("attention sinks (not run here)" in line for line in answer.not_run)
 
 
+@pytest.mark.usefixtures("assuming")
 def test_deepspeed_says_overlap_and_buckets() -> None:
     """Of the stack, where the stage has them."""
     layout = {"tp": 1, "pp": 1, "zero_stage": 3}

@@ -17,14 +17,12 @@ from rematbench.cli.compare import Ranking, runnable
 from rematbench.cli.options import Request, RunOptions, request
 from rematbench.evaluate.breakdown import PARTS
 from rematbench.evaluate.result import Result
-from rematbench.evidence.published.closed_forms import closed_form
 from rematbench.evidence.published.estimators import fujii_estimate
 from rematbench.evidence.published.sheets import read_sheet
 from rematbench.inputs.paths import data_dir
 from rematbench.paper.studies.rule80 import scored_cells
-from rematbench.plan import Unsupported
 from tests.cli.test_cli import DEMO, PIPE
-from tests.problems import all_methods, plan_of
+from tests.problems import all_methods
 from tests.typed import typed
 
 
@@ -198,17 +196,6 @@ def test_fujii_stands_beside_the_ledger() -> None:
     assert found["total_bytes"] == form.total_bytes
     assert found["state_bytes"] + found["activation_bytes"] == pytest.approx(form.total_bytes)
     assert f"{form.total_bytes / 2**30:.2f}" in ran.out
-
-
-def test_atc24_is_the_estimate_that_the_method_asks() -> None:
-    """The alpha that `fit: paper` chooses is the smallest whose estimate is below its cap."""
-    asked = asked_of(model="llama-7b", cluster="a800-80gb", gpus=4, seq_len=16384, global_batch=8,
-                     pp=4, vpp=2, system="megatron-kwai")  # fmt: skip
-    plan = plan_of(asked.problem, "balanced_checkpointing+pp_offload", fit="paper")
-    assert 0 < float(plan.fit["alpha"]) < 1
-    form = closed_form("atc24", asked.problem, plan)
-    assert not isinstance(form, Unsupported)
-    assert form.total_bytes == pytest.approx(65_000 * 2**20, rel=1e-3)
 
 
 # -- Fujii's 80 % rule ------------------------------------------------------------------------

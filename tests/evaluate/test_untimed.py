@@ -18,8 +18,7 @@ from rematbench.inputs.job import Job
 from rematbench.inputs.kernel_rates import RateError
 from rematbench.inputs.load import calibration, load_cluster, load_model, load_system
 from rematbench.inputs.system import with_facts
-from rematbench.plugins.discover import discover
-from tests.problems import stacks
+from tests.problems import all_methods, stacks
 from tests.typed import typed
 
 GIB = 2**30
@@ -75,7 +74,7 @@ def simulated(method: str = "keep_all", **given: Any) -> Result:
         "global_batch": 8,
     }
     problem = make_problem(Job(**{**sizes, **given}))
-    found = evaluate_method(problem, discover().resolve(method, None, problem))
+    found = evaluate_method(problem, all_methods().resolve(method, None, problem))
     return with_band(told_fragmented(found))
 
 

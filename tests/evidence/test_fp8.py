@@ -4,6 +4,7 @@ from collections import defaultdict
 from statistics import fmean, median, quantiles
 from typing import Any
 
+import pytest
 from msgspec.structs import replace
 
 from rematbench.evaluate.problems import make_problem
@@ -47,6 +48,7 @@ def test_gains_over_twins_are_predicted_within_the_bars() -> None:
     assert quantiles(errors, n=10)[-1] <= 0.10
 
 
+@pytest.mark.full
 def test_the_constant_of_hopper_is_the_best_of_each_source_left_out() -> None:
     """Fitted to the other sources, with equal weight, it is within 4 % of the shipped value."""
     rows = [row for row in read_of("fp8.csv", "fp8") if row[SPEED]]

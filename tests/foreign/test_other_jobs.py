@@ -19,6 +19,9 @@ from tests.foreign.small_jobs import AXOLOTL, FACTORY, SIZES, SWIFT, TITAN, TRL,
         (TRL.replace("nll", "dft"), "loss"),
         (AXOLOTL + "rl: grpo\ntrl: {use_vllm: true}", "reinforcement"),
         (AXOLOTL + "reward_model: true", "reinforcement"),
+        (AXOLOTL + "model_type: AutoModelForSequenceClassification", "another head"),
+        (TRL + "deepspeed_config: {zero_stage: 3}", "accelerate"),
+        (TRL + "fsdp_config: {reshard_after_forward: 8}", "reshard_after_forward"),
         (FACTORY.replace("stage: sft", "stage: dpo"), "stage: dpo"),
         (FACTORY + "use_adam_mini: true", "Adam-mini"),
         (FACTORY + "use_kt: true", "KTransformers"),
@@ -39,15 +42,37 @@ def test_a_file_of_another_job_is_refused(tmp_path: Path, text: str, word: str) 
         "swift rlhf --model m --tuner_type full",
         "NPROC_PER_NODE=8 megatron rlhf --model Qwen/Qwen3-8B",
         "deepspeed --module openrlhf.cli.train_rm --model.model_name_or_path m",
-        "torchrun -m verl.trainer.fsdp_sft_trainer model.partial_pretrain=m model.lora_rank=8",
+        "torchrun -m verl.trainer.sft_trainer model.path=m model.lora_adapter_path=x",
         "torchrun -m verl.trainer.sft_trainer model.path=m engine=megatron",
         "accelerate launch open_instruct/dpo_tune_cache.py --model_name_or_path m",
         "accelerate launch --use_megatron_lm train.py --model_name_or_path m",
         f"x.py {SIZES} --max-tokens-per-gpu 64 --rollout-batch-size 8 --colocate",
+        f"x.py {SIZES} --max-tokens-per-gpu 64 --rollout-batch-size 8 --loss-type sft_loss",
+        f"x.py {SIZES} --max-tokens-per-gpu 64 --train-backend fsdp",
+        f"torchrun pretrain_bert.py {SIZES} --bf16",
+        f"torchrun examples/multimodal/pretrain_vlm.py {SIZES} --bf16",
+        f"torchrun pretrain_gpt.py {SIZES} --bf16 --lora-rank 8",
     ],
 )
 def test_a_command_of_another_job_is_refused(tmp_path: Path, line: str) -> None:
     assert job(tmp_path, line)[1].refused
+
+
+@pytest.mark.parametrize(
+    ("more", "zero"),
+    [("--deepspeed_config ds_z2.json", "2"), ("--zero_stage 3", "3"), ("", None)],
+)
+def test_a_switch_of_deepspeed_takes_its_file(tmp_path: Path, more: str, zero: str | None) -> None:
+    (tmp_path / "ds_z2.json").write_text('{"zero_optimization": {"stage": 2}}')
+    line = f"deepspeed --num_gpus 8 train.py --deepspeed --model_name_or_path m --bf16 {more}"
+    made, reading = job(tmp_path, line)
+    assert (made.options.get("zero_stage"), bool(reading.refused)) == (zero, zero is None)
+
+
+def test_a_value_of_a_command_can_turn_its_yamls_off(tmp_path: Path) -> None:
+    (tmp_path / "full.yaml").write_text(FACTORY + "bf16: true\ndeepspeed: ds_z3.json\n")
+    made, reading = job(tmp_path, "llamafactory-cli train full.yaml deepspeed=null")
+    assert (made.options["zero_stage"], reading.files) == ("0", [])
 
 
 @pytest.mark.parametrize(
@@ -83,6 +108,9 @@ def test_a_name_of_a_file_chooses_no_task(tmp_path: Path, out: str) -> None:
         "--softmax-type learnable",
         "--window-attn-skip-freq 2",
         "--quick-geglu",
+        "--defer-embedding-wgrad-compute",
+        "--remote-device cpu",
+        "--pipeline-model-parallel-size 2 --microbatch-group-size-per-vp-stage 4",
         "--fp8-format e4m3 --fp8-recipe custom",
         "--fp8-format hybrid --no-fp8-wgrad --log-throughput",
         "--fp8-format hybrid --transformer-impl local",
@@ -248,6 +276,13 @@ def test_a_torchtitan_command_reads_its_toml(tmp_path: Path) -> None:
 def test_a_recipe_in_a_package_is_named(tmp_path: Path, line: str, word: str) -> None:
     with pytest.raises(ConfigError, match=rf"{word}.*not read"):
         job(tmp_path, line)
+
+
+def test_slimes_supervised_training_has_no_engine(tmp_path: Path) -> None:
+    line = f"x.py {SIZES} --max-tokens-per-gpu 64 --rollout-batch-size 8 --ref-load m "
+    line += "--loss-type sft_loss --debug-train-only --disable-compute-advantages-and-returns"
+    made, reading = job(tmp_path, line)
+    assert (reading.refused, reading.unknown, made.options["seq_len"]) == ([], [], "64")
 
 
 def test_openrlhf_has_dots_in_its_options(tmp_path: Path) -> None:

@@ -70,7 +70,6 @@ def assumed_of(job: SearchJob) -> str:
 
 
 def show_assumed(out: Console, job: SearchJob) -> None:
-    """Print the kernels and the constants that the search assumes."""
     out.print(plain(f"assumes: {assumed_of(job)}"))
 
 

@@ -33,7 +33,6 @@ class StateBytes(Struct, frozen=True, kw_only=True):
 
     @property
     def total(self) -> int:
-        """Bytes of all states."""
         return self.parameter + self.gradient + self.optimizer
 
 
@@ -203,7 +202,6 @@ def _block(system: System, nbytes: int) -> int:
 
 
 def _pinned(system: System, nbytes: int) -> int:
-    """Host bytes of a pinned buffer of `nbytes`."""
     return nbytes if system.host.pinned_blocks == "exact" else pinned_block_bytes(nbytes)
 
 

@@ -68,11 +68,9 @@ class Band(Struct, frozen=True, kw_only=True):
     open_cause: bool = False
 
     def low(self, value: float) -> float:
-        """Return the lower end of the band around a predicted value."""
         return value * math.exp(-self.half_width)
 
     def high(self, value: float) -> float:
-        """Return the upper end of the band around a predicted value."""
         return value * math.exp(self.half_width)
 
     @property
@@ -180,17 +178,14 @@ class Result(Struct, frozen=True, kw_only=True):
 
     @property
     def problem(self) -> Problem:
-        """The problem for which the method planned."""
         return self.job.problem
 
     @property
     def base(self) -> Plan:
-        """The plan that the method changed."""
         return self.job.base
 
     @property
     def fits(self) -> bool:
-        """Whether the plan fits device and host memory."""
         return self.status == "ok"
 
     @property
@@ -215,7 +210,6 @@ class Result(Struct, frozen=True, kw_only=True):
 
     @property
     def tokens_per_s_per_gpu(self) -> float | None:
-        """Training tokens per second and GPU."""
         return self.timed.tokens_per_s_per_gpu if self.timed else None
 
     @property

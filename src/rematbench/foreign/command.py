@@ -3,7 +3,8 @@ OpenRLHF.
 
 Sources of names and defaults: Transformers 4.57, TrainingArguments; accelerate 1.11,
 commands/launch.py; torchrun; DeepSpeed 0.19.8, launcher/runner.py; ms-swift 4.6.0,
-swift/arguments/sft_args.py and swift/trainers/arguments.py; OpenRLHF 0.8, cli/train_sft.py.
+swift/arguments/sft_args.py and swift/trainers/arguments.py; OpenRLHF 0.8, cli/train_sft.py
+(options) and models/actor.py (quantised weights).
 """
 
 import json
@@ -13,17 +14,17 @@ from pathlib import Path
 from typing import Any
 
 from rematbench.foreign.deepspeed import read_deepspeed
-from rematbench.foreign.keys import is_off, read_keys
+from rematbench.foreign.keys import declared, is_off, read_keys
 from rematbench.foreign.megatron import ENGINE, read_factory
 from rematbench.foreign.reading import LAUNCHER, Options, Reading, first_value
 from rematbench.foreign.shell import Script, options_of
 from rematbench.foreign.trainers import merge, read_accelerate_deepspeed, read_trainer
 from rematbench.inputs.configfile import ConfigError, read_mapping
-from rematbench.inputs.foreign import Package, package_of
+from rematbench.inputs.foreign import package_of
 
 SIGNS = {"per_device_train_batch_size", "model_name_or_path", "finetuning_type"}
 SIGNS |= {"micro_train_batch_size", "model.model_name_or_path"}
-PROGRAMS: dict[tuple[str, str], Package] = {
+PROGRAMS: dict[tuple[str, str], str] = {
     ("swift", "sft"): "ms-swift",
     ("swift", "pt"): "ms-swift",
     ("swift", "rlhf"): "ms-swift",
@@ -32,61 +33,8 @@ PROGRAMS: dict[tuple[str, str], Package] = {
 TASKS = {"dpo", "grpo", "kto", "orpo", "cpo", "ppo", "rloo", "reward", "rlhf", "gkd", "simpo", "rm"}
 TASKS |= {"prm", "xpo", "bco", "nash", "distill", "distillation", "distillm", "rft", "gspo", "dapo"}
 """Words in names of programs that train something else than one model with one loss."""
-OPENRLHF = {
-    "pretrain": "model_name_or_path",
-    "micro_train_batch_size": "per_device_train_batch_size",
-    "max_len": "max_length",
-    "packing_samples": "packing",
-    "train.micro_batch_size": "per_device_train_batch_size",
-    "train.batch_size": "train_batch_size",
-    "data.max_len": "max_length",
-    "model.model_name_or_path": "model_name_or_path",
-    "model.gradient_checkpointing_enable": "gradient_checkpointing",
-    "ds.attn_implementation": "attn_implementation",
-    "ds.zero_stage": "zero_stage",
-    "ds.adam_offload": "adam_offload",
-    "ds.packing_samples": "packing",
-    "ds.use_liger_kernel": "use_liger_kernel",
-    "ds.tensor_parallel_size": "tensor_parallel_size",
-    "ds.ring_attn_size": "ring_attn_size",
-    "ds.load_in_4bit": "load_in_4bit",
-    "ds.lora.rank": "lora_rank",
-}
-"""Names of OpenRLHF (those with dots: since 2026), each with the name of Transformers."""
-VERL = {
-    "model.partial_pretrain": "model_name_or_path",
-    "model.path": "model_name_or_path",
-    "data.micro_batch_size_per_gpu": "per_device_train_batch_size",
-    "data.train_batch_size": "train_batch_size",
-    "data.max_length": "max_length",
-    "model.enable_gradient_checkpointing": "gradient_checkpointing",
-    "model.use_liger": "use_liger_kernel",
-    "use_remove_padding": "use_remove_padding",
-    "model.use_remove_padding": "use_remove_padding",
-    "ulysses_sequence_parallel_size": "sequence_parallel_size",
-    "engine.ulysses_sequence_parallel_size": "sequence_parallel_size",
-}
-"""Names of verl's trainer of supervised fine-tuning (verl 0.5, trainer/config/sft_trainer.yaml, and
-0.9, sft_trainer_engine.yaml), each with the name of Transformers."""
-VERL_DEFAULTS: dict[str, Any] = {
-    "per_device_train_batch_size": 4,
-    "train_batch_size": 256,
-    "max_length": 1024,
-    "gradient_checkpointing": True,
-    "attn_implementation": "flash_attention_2",
-    "fsdp": "full_shard",
-    "bf16": True,
-}
-"""The defaults of the same file; fsdp_sft_trainer.py has the kernel, the shards, the precision."""
+MODULES = ("verl.trainer.", "openrlhf.cli.")
 UNSLOTH = "unsloth-cli.py"
-UNSLOTH_DEFAULTS: dict[str, Any] = {
-    **{"max_seq_length": 2048, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 4},
-    **{"r": 16, "use_gradient_checkpointing": "unsloth", "optim": "adamw_8bit", "bf16": True},
-    **dict.fromkeys(("use_lora", "lora_target_linear", "use_liger_kernel"), True),
-    "bnb_4bit_use_double_quant": True,
-}
-"""The defaults of Unsloth's command (unslothai/unsloth, unsloth-cli.py), which adapts all linears.
-Its kernels fuse what Liger's do; layer inputs go to the host (`unsloth`)."""
 TRAINERS = ("TRL", "LLaMA-Factory", "axolotl")
 NAMES = {*LAUNCHER, "include", "exclude", "module", "hostfile", "local_rank", "standalone"}
 """Options that the launcher reads."""
@@ -98,11 +46,11 @@ FILES = (".yaml", ".yml")
 WORDS: dict[str, Any] = {"true": True, "false": False, "null": None, "none": None}
 
 
-def trainer_of(script: Script, words: list[str]) -> Package | None:
+def trainer_of(script: Script, words: list[str]) -> str | None:
     """The package whose trainer a command starts; None for every other command."""
     options = {name.replace("-", "_") for name in options_of(words)}
     programs = [word.rsplit("/", 1)[-1] for word in words if not word.startswith("-")]
-    if any(word.startswith("verl.trainer.") for word in words) or UNSLOTH in programs:
+    if UNSLOTH in programs or any(word.startswith(MODULES) for word in words):
         return "Transformers"
     for pair in pairwise(programs):
         if pair in PROGRAMS:
@@ -116,7 +64,7 @@ def trainer_of(script: Script, words: list[str]) -> Package | None:
     return "TRL" if trl else "Transformers"
 
 
-def read_command(script: Script, words: list[str], package: Package) -> Reading:
+def read_command(script: Script, words: list[str], package: str) -> Reading:
     """The reading of a trainer's command.  ConfigError for a wrong value."""
     options = {name.replace("-", "_"): value for name, value in options_of(words).items()}
     headers = {name.replace("-", "_"): value for name, value in script.headers.items()}
@@ -150,8 +98,11 @@ def _data(words: list[str], options: Options) -> dict[str, Any]:
     if any(word.startswith("verl.trainer.") for word in words):
         data |= _verl(words)
     if any(word.endswith(UNSLOTH) for word in words):
-        data = {**UNSLOTH_DEFAULTS, **data}
+        data = {**declared("unsloth").defaults, **data}
         data["lora_rank"] = data.pop("r")
+    config = data.pop("deepspeed_config", None)
+    if data.get("deepspeed", config) in (True, config) and (config or "zero_stage" in data):
+        data["deepspeed"] = config  # a switch beside a file, or beside options
     precision = str(data.pop("mixed_precision", "")).lower()
     if precision in ("bf16", "fp16", "fp8"):
         data.setdefault(precision, True)
@@ -169,7 +120,8 @@ def _data(words: list[str], options: Options) -> dict[str, Any]:
 
 def _openrlhf(data: dict[str, Any], words: list[str]) -> dict[str, Any]:
     """OpenRLHF's options by the names of Transformers and accelerate."""
-    data = {OPENRLHF.get(name, name): value for name, value in data.items()}
+    names = declared("openrlhf").names
+    data = {names.get(name, name): value for name, value in data.items()}
     data["use_deepspeed"] = True
     data.setdefault("zero_stage", 2)
     if data.pop("adam_offload", None):
@@ -178,16 +130,17 @@ def _openrlhf(data: dict[str, Any], words: list[str]) -> dict[str, Any]:
         data["stage"] = "rl"
     if data.pop("ds.param_dtype", None) in ("bf16", None):
         data.setdefault("bf16", True)
-    data["dtype"] = data.get("dtype", "bfloat16")
-    return data
+    data = {"dtype": "bfloat16", "target_modules": "all-linear", **data}
+    return {"bnb_4bit_use_double_quant": True, **data}
 
 
 def _verl(words: list[str]) -> dict[str, Any]:
     """The options of verl, `data.max_length=1024`, by the names of Transformers."""
     pairs = [word.lstrip("+").split("=", 1) for word in words if re.match(r"\+*[\w.@/]+=", word)]
-    data = {VERL.get(name, name): _value([value]) for name, value in pairs}
+    verl = declared("verl")
+    data = {verl.names.get(name, name): _value([value]) for name, value in pairs}
     sft = any("sft_trainer" in word for word in words)
-    data = {**VERL_DEFAULTS, **data, "stage": "sft" if sft else "rl"}
+    data = {**verl.defaults, **data, "stage": "sft" if sft else "rl"}
     by_tokens = data.pop("data.use_dynamic_bsz", "verl.trainer.sft_trainer" in words)
     if not is_off(by_tokens):  # the default of verl 0.9
         tokens = int(data.get("data.max_token_len_per_gpu", 8192))
@@ -196,11 +149,11 @@ def _verl(words: list[str]) -> dict[str, Any]:
 
 
 def _with_file(
-    script: Script, words: list[str], package: Package, data: dict[str, Any]
-) -> tuple[Package, dict[str, Any]]:
+    script: Script, words: list[str], package: str, data: dict[str, Any]
+) -> tuple[str, dict[str, Any]]:
     """The options together with those of the YAML file that the command names (`trl sft --config
     x.yaml`, `llamafactory-cli train x.yaml lr=1`); the command's count."""
-    data |= {name: value for name, _, value in _overrides(words)}
+    data |= {name: _value([value]) for name, _, value in _overrides(words)}
     content = _content(script, words)
     if not content:
         return package, data

@@ -27,7 +27,7 @@ from rematbench.foreign.torchtitan import read_torchtitan
 from rematbench.foreign.torchtune import read_torchtune
 from rematbench.foreign.trainers import merge, read_accelerate, read_trainer
 from rematbench.inputs.configfile import ConfigError, read_mapping, read_text
-from rematbench.inputs.foreign import REFUSED, Package, package_of, pointer
+from rematbench.inputs.foreign import REFUSED, package_of, pointer
 from rematbench.inputs.huggingface import is_huggingface
 
 READ = "launch lines of Megatron and of Hugging Face trainers, DeepSpeed JSON, YAML of accelerate, "
@@ -117,7 +117,7 @@ def read_file(path: Path, variables: dict[str, list[str]]) -> Reading:
     label = str(path)
     if path.suffix not in STRUCTURED:
         return _launch(path, label, variables)
-    data = _toml(path, label) if path.suffix == ".toml" else read_mapping(path, label)
+    data = _mapping(path, label)
     package = package_of(data)
     if package is None and is_huggingface(data) and SIZES & data.keys():
         reading = Reading(file=label, package="config.json")
@@ -130,7 +130,7 @@ def read_file(path: Path, variables: dict[str, list[str]]) -> Reading:
     return _package(package, data, label)
 
 
-READERS: dict[Package, Callable[[Mapping[str, Any], str], Reading]] = {
+READERS: dict[str, Callable[[Mapping[str, Any], str], Reading]] = {
     "DeepSpeed": read_deepspeed,
     "accelerate": read_accelerate,
     "nanotron": read_nanotron,
@@ -139,9 +139,11 @@ READERS: dict[Package, Callable[[Mapping[str, Any], str], Reading]] = {
     "PEFT": read_peft,
 }
 """The readers of packages that are no trainers of Hugging Face."""
+CONFIGURED: tuple[str, ...] = ("torchtitan", "torchtune", "nanotron")
+"""Packages whose commands name one file, which has the whole job."""
 
 
-def _package(package: Package, data: Mapping[str, Any], label: str) -> Reading:
+def _package(package: str, data: Mapping[str, Any], label: str) -> Reading:
     if package in REFUSED:
         raise ConfigError(label, "", pointer(package, label))
     if package == "LLaMA-Factory" and ENGINE & data.keys():
@@ -156,18 +158,29 @@ def _launch(path: Path, label: str, variables: dict[str, list[str]]) -> Reading:
         problem = "a Python configuration, which is not read: give its values as options"
         raise ConfigError(label, "", problem)
     script = read_script(read_text(path, label), label, variables)
-    reading = _command(script) or _titan(script)
+    reading = _command(script) or _configured(script)
     if reading is None:
         raise ConfigError(label, "", _unread(script))
-    for variable, (word, facts) in ENVIRONMENT.items():
-        if word in " ".join(script.variables.get(variable, [])).lower().replace(" ", ""):
-            reading.facts |= facts
+    reading.facts |= _environment(script)
     if script.undecided:
         tests = ", ".join(dict.fromkeys(script.undecided))
         reading.notes.append(
             f"these comparisons use a value that the script does not set, read as empty: {tests}"
         )
     return reading
+
+
+def _environment(script: Script) -> dict[str, Any]:
+    """The facts that variables of the environment state: those of the script, and those that a
+    command passes on (`--export=ALL,NAME=1`, ray's `{"env_vars": {"NAME": "1"}}`)."""
+    texts = [f"{name}={' '.join(values)}" for name, values in script.variables.items()]
+    texts += [" ".join(words) for words in script.commands]
+    facts: dict[str, Any] = {}
+    for variable, (word, stated) in ENVIRONMENT.items():
+        passed = re.compile(rf"\b{variable}[\W]*[=:][\W]*[\w:.,]*\b{word}", re.IGNORECASE)
+        if any(passed.search(text.replace(" ", "")) for text in texts):
+            facts |= stated
+    return facts
 
 
 def _unread(script: Script) -> str:
@@ -183,27 +196,38 @@ def _unread(script: Script) -> str:
     return f"no launch line with --num-layers or --model_name_or_path (read: {READ})"
 
 
-def _titan(script: Script) -> Reading | None:
-    """The reading of a torchtitan command: its TOML, which it names as an option or in CONFIG_FILE,
-    with the command's own values (`--training.local_batch_size 2`)."""
+def _configured(script: Script) -> Reading | None:
+    """The reading of a command of torchtitan, torchtune or nanotron: its file, which it names as an
+    option or in CONFIG_FILE, with the command's own values (`--training.local_batch_size 2`,
+    `optimizer.lr=1e-5`)."""
     config = script.variables.get("CONFIG_FILE", [])
     for words in reversed(script.commands):
         for word in (*words, *config):
             beside = Path(script.file).parent / Path(word.rpartition("=")[2]).name
-            if beside.suffix != ".toml" or not beside.is_file():
+            if beside.suffix not in STRUCTURED or not beside.is_file():
                 continue
-            data = _toml(beside, str(beside))
+            data = _mapping(beside, str(beside))
+            package = package_of(data)
+            if package is None or package not in CONFIGURED:
+                continue
             options = options_of(words)
-            for option, values in options.items():
-                section, _, key = option.partition(".")
-                if key and option != "job.config_file":
-                    written = values[0] if values else "true"
-                    part = data.setdefault(section, {})
-                    part[key.replace("-", "_")] = yaml.safe_load(written)
-            reading = read_torchtitan(data, script.file)
+            own = {name: (values or ["true"])[0] for name, values in options.items() if "." in name}
+            own |= dict(text.split("=", 1) for text in words if re.match(r"[\w.]+=", text))
+            for option, written in own.items():
+                _put(data, option.replace("-", "_").split("."), yaml.safe_load(written))
+            reading = READERS[package](data, script.file)
             read_launcher(reading, script, options)
             return reading
     return None
+
+
+def _put(data: dict[str, Any], path: list[str], value: Any) -> None:
+    """Set a value in a section of a file; `job.config_file` names the file itself."""
+    *sections, key = path
+    for section in sections:
+        data = data.setdefault(section, {})
+    if path != ["job", "config_file"]:
+        data[key] = value
 
 
 def _command(script: Script) -> Reading | None:
@@ -224,7 +248,9 @@ def _command(script: Script) -> Reading | None:
     return None
 
 
-def _toml(path: Path, label: str) -> dict[str, Any]:
+def _mapping(path: Path, label: str) -> dict[str, Any]:
+    if path.suffix != ".toml":
+        return dict(read_mapping(path, label))
     try:
         return tomllib.loads(read_text(path, label))
     except tomllib.TOMLDecodeError as error:

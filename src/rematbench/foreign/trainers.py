@@ -83,7 +83,7 @@ def note_cap(reading: Reading) -> None:
     if "seq_len" in reading.values:
         reading.notes.append(
             f"{reading.keys['seq_len']}: nothing packs, so this is a cap, and shorter sequences "
-            "need less (--seq-len)"
+            "need less (--seq-len, --sample-len)"
         )
 
 
@@ -100,7 +100,9 @@ def _precision(reading: Reading, data: Mapping[str, Any]) -> None:
     if weights == "float32" and "precision" not in reading.values:
         reading.put("precision", "fp32", "dtype")
     scaled = reading.get("precision") == "fp16"  # torch's GradScaler takes fp32 gradients alone
-    wide = weights == "float32" or scaled or (reading.package in WIDENS and not weights)
+    widened = scaled or (reading.package in WIDENS and not weights)
+    kept = reading.package == "LLaMA-Factory" and data.get("finetuning_type", "lora") != "full"
+    wide = weights == "float32" or (widened and not kept)  # it widens what trains alone
     narrow = reading.get("precision") == "fp32" or not is_off(data.get("pure_bf16"))
     if wide and not narrow:
         reading.put("wide_weights", 1, "dtype")
@@ -155,7 +157,8 @@ def _kernels(reading: Reading, data: Mapping[str, Any]) -> None:
         elif plugin != LIGER_PLUGIN:
             reading.refused.append(f"plugins: {plugin} is not modelled")
     loss = data.get("loss_type")
-    if reading.package == "TRL" and loss in (None, "chunked_nll"):
+    early = "max_seq_length" in data  # TRL before 0.20, whose loss has logits
+    if reading.package == "TRL" and (loss == "chunked_nll" or (loss is None and not early)):
         reading.put("pieces", PIECES, "loss_type")
         if loss is None:
             reading.notes.append("TRL of 2026 has the loss in chunks (older: loss_type: nll)")
@@ -168,12 +171,20 @@ def _task(reading: Reading, data: Mapping[str, Any]) -> None:
     stage = str(data.get("stage", "sft"))
     if stage not in TASKS:
         reading.refused.append(f"stage: {stage} (only pt and sft have one model and one loss)")
+    kind = str(data.get("model_type") or "")
+    if kind.startswith("AutoModel") and kind != "AutoModelForCausalLM":
+        reading.refused.append(f"model_type: {kind} has another head than a language model")
+    for key in ("distributed_type", "deepspeed_config"):
+        if data.get(key):
+            reading.refused.append(f"{key}: a key of accelerate, whose own file is read")
 
 
 def _nested(reading: Reading, value: Any) -> None:
     """Read a DeepSpeed section, or name the DeepSpeed file to be read."""
     if isinstance(value, Mapping):
         merge(reading, read_deepspeed(value, reading.file))
+    elif value is True:
+        reading.refused.append("deepspeed: the program makes its configuration (--zero)")
     else:
         reading.files.append(Path(str(value)))
 
@@ -210,15 +221,8 @@ SHARDING = {
     "4": 3,
 }
 FSDP_SYSTEM = "torchtitan"
-FSDP_WORDS = {
-    "auto_wrap",
-    "true",
-    "fsdp2",
-    "full_shard",
-    "shard_grad_op",
-    "no_shard",
-    "hybrid_shard",
-}
+FSDP_WORDS = {"auto_wrap", "true", "fsdp2"}
+FSDP_WORDS |= {kind.lower() for kind in SHARDING if not kind.isdigit()}
 
 
 def _fsdp(reading: Reading, data: Mapping[str, Any], flat: Mapping[str, Any]) -> None:
@@ -245,6 +249,8 @@ def _fsdp(reading: Reading, data: Mapping[str, Any], flat: Mapping[str, Any]) ->
     reshard = str(plain.get("reshard_after_forward", "true")).upper()
     strategy = str(plain.get("sharding_strategy", kinds[0])).upper()
     strategy = reshard if reshard in SHARDING else strategy
+    if reshard not in ("TRUE", "FALSE", *SHARDING):
+        reading.refused.append(f"fsdp_config.reshard_after_forward: {reshard} is not modelled")
     key = "fsdp_config.sharding_strategy"
     if strategy not in SHARDING:
         problem = f"{strategy} (allowed: {', '.join(SHARDING)})"

@@ -22,7 +22,6 @@ class Machine:
         self.smi = smi_name() if device == "cuda" else ""
 
     def state(self) -> GpuState:
-        """The GPU's state now; empty on a CPU."""
         return gpu_state(self.smi) if self.smi else GpuState()
 
     def about(self, calibration: Calibration) -> dict[str, Any]:

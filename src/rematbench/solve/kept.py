@@ -8,7 +8,7 @@ from msgspec.json import encode
 from msgspec.structs import replace
 
 from rematbench.costs.operators.ops import Part, rebuild_ops
-from rematbench.engine.lowering.blocks.chunk_ops import ChunkOps
+from rematbench.engine.lowering.blocks.chunk_ops import ChunkFacts, ChunkOps
 from rematbench.engine.lowering.blocks.fates import (
     ChunkPlace,
     Resolved,
@@ -157,9 +157,8 @@ def _kinds_of_chunks(
             seen.add(key)
             if kind.chunk not in made:
                 layers = plan.partition[rank][kind.chunk]
-                pieces, held = plan.mini_sequences, plan.held
-                what = (problem, rank, kind.chunk, layers, pieces, held)
-                made[kind.chunk] = ChunkOps.of(*what, cuts=plan.cuts, turns=plan.turns)
+                where = (problem, rank, kind.chunk, layers)
+                made[kind.chunk] = ChunkOps.of(*where, ChunkFacts.of(plan))
             yield made[kind.chunk], kind.phase, item.micro_batch
 
 

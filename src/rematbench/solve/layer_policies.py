@@ -45,7 +45,6 @@ class StagePolicy(Struct, frozen=True, kw_only=True):
 
     @property
     def cost_s(self) -> float:
-        """The objective: exposed seconds, and hidden seconds with a small weight."""
         return self.exposed_s + TIE * self.hidden_s
 
 
@@ -186,7 +185,6 @@ class _Model:
         return len(self.integer) - 1
 
     def costs(self) -> NDArray[np.float64]:
-        """The cost of each column: exposed seconds, and hidden seconds with a small weight."""
         cost = np.zeros(self.size)
         seconds = {job.op: job.seconds / self.scale for job in self.layer.jobs}
         for (number, job, slot), column in self.x.items():
@@ -250,7 +248,6 @@ class _Model:
         return row, 1000 * (max(budget_bytes, 0.0) / total - 1.0)
 
     def policy(self, number: int, x: NDArray[np.float64]) -> StagePolicy:
-        """The policy of a group, from the solver's values."""
         jobs = {job.op: job for job in self.layer.jobs}
         placements = tuple(
             Placement(job=jobs[op], slot=slot)

@@ -8,7 +8,7 @@ from typing import Literal
 
 from rematbench.costs.operators.ops import QUANTISED
 from rematbench.inputs.recipes import recipe_of
-from rematbench.plan import Plan, Recompute, Rule, Scope, Select
+from rematbench.plan import Group, Plan, Recompute, Rule, Scope, Select
 from rematbench.problem import Problem
 
 Module = Literal["core_attn", "layernorm", "mlp", "moe", "moe_act", "shared_experts", "mla_up_proj"]
@@ -82,6 +82,35 @@ def rebuilding(
         for some, where in parts
         if some and where != ()
     ]
+
+
+def chunks_of(plan: Plan) -> list[tuple[int, ...]]:
+    """The layers of each chunk of each rank."""
+    return [layers for rank in plan.partition for layers in rank]
+
+
+def rebuilding_layers(names: tuple[str, ...], layers: tuple[int, ...] | None) -> Rule:
+    """The rule that rebuilds these tensors of each of `layers` (None: of every layer) at once."""
+    select = Select(parts=("layer",), layers=layers, activations=names, kept=True)
+    return Rule(select, Recompute(scope="layer", whole=True))
+
+
+def rebuilding_groups(names: tuple[str, ...], plan: Plan, size: int) -> list[Rule]:
+    """Rules that rebuild the layers of every chunk in groups of `size`, each at once: these tensors
+    of all its layers, and the inputs of all but the first."""
+    if size == 1:
+        return [rebuilding_layers(names, None)]
+    rules: list[Rule] = []
+    for chunk in chunks_of(plan):
+        for group in (chunk[i : i + size] for i in range(0, len(chunk), size)):
+            if len(group) == 1:
+                rules.append(rebuilding_layers(names, group))
+                continue
+            fate = Recompute(scope=Group(group[0], group[-1]), whole=True)
+            for layers, tensors in ((group, names), (group[1:], ("layer_input",))):
+                select = Select(parts=("layer",), layers=layers, activations=tensors, kept=True)
+                rules.append(Rule(select, fate))
+    return rules
 
 
 def chosen_layers(base: Plan, layers: str, per_chunk: str) -> tuple[int, ...] | str:

@@ -64,7 +64,6 @@ class Stage:
         return sum(p.kept_bytes * g.in_flight for p, g in zip(policies, self.sizes, strict=True))
 
     def cost_s(self, policies: Sequence[StagePolicy]) -> float:
-        """The objective of the solvers, in seconds."""
         return fsum(p.cost_s * g.layers for p, g in zip(policies, self.sizes, strict=True))
 
 
@@ -101,16 +100,13 @@ class Relocation:
 
     @cached_property
     def front(self) -> tuple[StagePolicy, ...]:
-        """The front of the layer's policies, solved once for all layers."""
         return policy_front(self.layer, self.per_chunk)
 
     @property
     def smallest_policy(self) -> StagePolicy:
-        """The policy with the fewest kept bytes."""
         return min(self.front, key=lambda policy: policy.kept_bytes)
 
     def stages(self, base: Plan) -> list[Stage]:
-        """The stages of a base's partition, one per rank."""
         ranks = range(self.problem.layout.pp)
         return [Stage(self.problem, base, rank, exact=self.exact) for rank in ranks]
 

@@ -49,7 +49,6 @@ def middle(low: int, high: int) -> int | None:
 
 
 def twice(value: int) -> int:
-    """Twice the value."""
     return 2 * value
 
 

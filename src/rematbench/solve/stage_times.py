@@ -52,7 +52,6 @@ def contiguous(counts: Sequence[int]) -> tuple[tuple[tuple[int, ...], ...], ...]
 
 
 def counts_of(plan: Plan) -> tuple[int, ...]:
-    """The number of layers of each rank."""
     return tuple(sum(len(chunk) for chunk in chunks) for chunks in plan.partition)
 
 

@@ -117,7 +117,6 @@ def _rows(engine: str, device: Device, gpus: int) -> list[Row]:
 def _engine(
     engine: str, precision: Precision, rows: Sequence[Row], device: Device
 ) -> dict[str, Record]:
-    """The records of one engine in one precision, by file name."""
     if engine == EXECUTOR:
         records = [executor_record(problem(row.layout, precision), device) for row in rows]
     else:
@@ -134,7 +133,6 @@ def _engine(
 
 
 def record_name(engine: str, row: Row, precision: Precision) -> str:
-    """The file name of a run's record, without suffix."""
     return f"{engine}-{row.name}-{precision}"
 
 

@@ -8,8 +8,8 @@ import pytest
 from rematbench.evidence.published.row_cases import read_case
 from rematbench.evidence.published.sheets import Cell, RowError
 from rematbench.evidence.published.words import committed, sheets
-from rematbench.plugins.discover import discover
 from tests.predicted import predicted, published
+from tests.problems import all_methods
 
 LAYOUT = "layout not published"
 RECOMPUTATION = "recomputation not published"
@@ -55,7 +55,7 @@ MOE = {
 def outcome(row: Cell) -> str:
     """`read`, or the columns whose words refuse a row, or the reason."""
     try:
-        read_case(row, discover())
+        read_case(row, all_methods())
     except RowError as error:
         columns = re.findall(r"column (\w+): ", str(error))
         return " ".join(columns) or str(error).partition(":")[0].removeprefix("column ")

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from rematbench.engine.program.action import Kind
 from rematbench.engine.program.program import Program
 from rematbench.inputs.layout import Layout
+from rematbench.worlds.torch.exchanges import message
 from rematbench.worlds.torch.groups import Channel
-from rematbench.worlds.torch.messages import message
 
 Comm = Callable[[Channel], Hashable]
 Place = tuple[int, Hashable]

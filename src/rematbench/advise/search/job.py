@@ -215,7 +215,6 @@ class SearchSpace:
             return ()
 
     def choice(self, result: Result) -> LayoutChoice:
-        """The layout of a result of this job."""
         problem, base = result.problem, result.base.partition
         stages = stages_of(base, self.model.num_layers)
         sizes = tuple(len(stage.layers) for stage in stages)

@@ -361,7 +361,6 @@ class Solver:
         self.job = SearchJob(request)
 
     def __call__(self, task: Task) -> Result:
-        """The result of a planner."""
         method, choice = task
         job, only = self.job.job(choice), self.job.request.engine
         engines = Engines(job.problem, only) if only else None

@@ -114,7 +114,6 @@ class _Trainer:
         self.behind: dict[str, str] = {}  # outputs of bottleneck adapters, by their input
 
     def table(self) -> OpTable:
-        """The part with what trains."""
         ops = [new for op in self.old.ops for new in self._with_bottleneck(op)]
         found = OpTable(part=self.part, ops=tuple(ops), activations=self.activations)
         for name in self.unmade:
@@ -149,7 +148,6 @@ class _Trainer:
         yield replace(op, grad_gather=None, grad_reduce=None, regather=None)
 
     def _trains(self, op: Op) -> bool:
-        """Whether an operator's weights train."""
         work, place = self.work, self.place
         if not work.partly:
             return True
@@ -275,7 +273,6 @@ class _Trainer:
         self.behind[x] = out
 
     def _size(self, name: str) -> tuple[int, int]:
-        """Rows and bytes of a row of a tensor."""
         return self.activations[name].rows, self.activations[name].row_bytes
 
     # -- adapters --------------------------------------------------------------------------------
@@ -288,7 +285,6 @@ class _Trainer:
         return next((name for name in op.outputs if name.removesuffix("_raw") in names), "")
 
     def _columns(self, name: str) -> int:
-        """The columns of a tensor of the part."""
         return self.old.activations[name].row_bytes // self.e
 
     def _add(self, name: str, like: str, columns: int, width: int, *, live: bool) -> str:

@@ -59,7 +59,6 @@ class _Quantiser:
         self.kept = {name for op in table.ops if op not in linears for name in op.saves}
 
     def table(self) -> OpTable:
-        """The layer with quantised linears."""
         ops = [new for op in self.old.ops for new in self._rewritten(op)]
         tensors: dict[str, Activation] = {}
         for name, tensor in self.old.activations.items():

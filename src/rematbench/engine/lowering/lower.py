@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from rematbench.engine.lowering.blocks.chunk_ops import ChunkOps, Unit, trailing_unit
+from rematbench.engine.lowering.blocks.chunk_ops import ChunkFacts, ChunkOps, Unit, trailing_unit
 from rematbench.engine.lowering.blocks.fates import Fates, covered, phased
 from rematbench.engine.lowering.blocks.writer import BlockWriter
 from rematbench.engine.lowering.passes.emit_backward import BackwardEmitter, WeightEmitter
@@ -26,6 +26,7 @@ from rematbench.engine.lowering.rank_steps import (
     rank_steps,
 )
 from rematbench.engine.lowering.repeated_layers import block_of
+from rematbench.engine.lowering.samples import with_samples
 from rematbench.engine.lowering.schedule import passes, sliced_passes
 from rematbench.engine.lowering.shared_vocabulary import SharedVocabulary
 from rematbench.engine.lowering.slices import of_slice, slice_problems, sliced
@@ -116,6 +117,8 @@ def lower(
     )
     matched = {index for lowering in lowerings.values() for index in lowering.matched}
     check_rules(plan, problem, None if partly else matched)
+    if problem.workload.sample_len and only is None:
+        return replace(program, ranks=(with_samples(program.ranks[0], plan, problem, lower),))
     return program
 
 
@@ -153,15 +156,10 @@ class _RankLowering:
         self.plan, self.problem, self.rank, self.shared = plan, problem, rank, shared
         lay, system = problem.layout, problem.system
         self.order = rank_orders(plan, problem)[rank]
-        pieces, held, apart = plan.mini_sequences, plan.held, _apart(self.order)
+        facts = ChunkFacts.of(plan)._replace(shares=plan.schedule in VOCABULARY)
+        apart = _apart(self.order)
         self.chunks = [
-            ChunkOps.of(
-                *(problem, rank, c, layers, pieces, held),
-                backward_next=c not in apart,
-                cuts=plan.cuts,
-                shares=plan.schedule in VOCABULARY,
-                turns=plan.turns,
-            )
+            ChunkOps.of(problem, rank, c, layers, facts._replace(backward_next=c not in apart))
             for c, layers in enumerate(plan.partition[rank])
         ]
         self.blocks: list[Block] = []
@@ -475,7 +473,6 @@ class _SlicedLowering(_RankLowering):
         return tuple(found)
 
     def add(self, key: Key, build: Callable[[], Block], item: Pass) -> None:
-        """Append a step after the last pass, of the micro-batch of a slice."""
         super().add(key, build, item._replace(micro_batch=item.micro_batch // len(self.parts)))
 
     def _block(self, key: Key) -> Block:

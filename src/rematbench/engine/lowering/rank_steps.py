@@ -98,7 +98,6 @@ def pass_kinds(
 def _kinds(
     order: tuple[Pass, ...], windows: tuple[Window, ...], slices: int
 ) -> dict[tuple[int, int], PassKind]:
-    """The kind of each (micro-batch, chunk) of a rank."""
     inside = {
         micro_batch: tuple([first <= micro_batch // slices < end for first, end in windows])
         for micro_batch in {item.micro_batch for item in order}
@@ -110,7 +109,6 @@ def _kinds(
 
 
 def first_passes(order: tuple[Pass, ...], *, forward: bool) -> dict[int, Pass]:
-    """Return the first forward, or the first backward, of each chunk."""
     own = (item for item in reversed(order) if item.of_layers)
     return {item.chunk: item for item in own if item.forward is forward}
 
@@ -131,8 +129,6 @@ Release = tuple[int, Key, Pass]
 
 
 class _Walk:
-    """A walk over the passes of a rank that records steps."""
-
     def __init__(self, facts: StepFacts) -> None:
         self.facts = facts
         self.phase = phases(facts.order)

@@ -32,9 +32,7 @@ class Emitter(Protocol):
 
     w: BlockWriter
 
-    def block(self) -> Block:
-        """Return the block."""
-        ...
+    def block(self) -> Block: ...
 
 
 class Short(NamedTuple):
@@ -202,7 +200,6 @@ def _crossing(short: Short, lower: Iterable[Action], upper: Iterable[Action]) ->
 
 
 def _layers(actions: Iterable[Action]) -> set[int]:
-    """The numbers of the layers that actions name."""
     storages: set[Storage] = set()
     for action in actions:
         storages.update(action.reads, action.frees, [alloc.storage for alloc in action.allocs])

@@ -120,11 +120,9 @@ class SliceNames(NamedTuple):
     events: int = 0
 
     def storage(self, storage: Storage) -> Storage:
-        """The storage of the slice."""
         return storage.of_piece(self.number)
 
     def part(self, part: ModelPart) -> ModelPart:
-        """The part, which slices share."""
         return part
 
 
@@ -158,7 +156,6 @@ def _event(event: Event | None, number: int) -> Event | None:
 
 
 def _earlier(action: Action, number: int, role: Role = Role.ACTIVATION) -> list[Storage]:
-    """Keys and values (or their gradients) of the slices before one."""
     return [
         storage_of(action.part, name, role, piece=each) for each in range(number) for name in KEYS
     ]

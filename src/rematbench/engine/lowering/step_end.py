@@ -152,7 +152,6 @@ def _expert_parameters(chunk: ChunkOps) -> int:
 
 
 def _reductions(plan: Plan, problem: Problem, chunk: ChunkOps) -> tuple[Comm, ...]:
-    """A chunk's gradient reductions."""
     width, shards = problem.system.states.reduce_bytes, plan.state("optimizer").shards
     nbytes, experts = width * _parameters(chunk), width * _expert_parameters(chunk)
     return gradient_reductions(problem.layout, shards, 1, nbytes, experts)

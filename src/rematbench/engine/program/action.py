@@ -9,8 +9,6 @@ from rematbench.engine.program.storage import NO_PART, Event, ModelPart, Slot, S
 
 
 class Kind(Enum):
-    """Kinds of actions."""
-
     FORWARD = "F"
     BACKWARD_INPUT = "B"
     BACKWARD_WEIGHT = "W"

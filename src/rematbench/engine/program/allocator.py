@@ -83,7 +83,6 @@ class Pool:
         insort(self.keys, size << BITS | address)
 
     def remove(self, address: int) -> int:
-        """Remove a free block and return its size."""
         size = self.starts.pop(address)
         del self.ends[address + size]
         del self.keys[bisect_left(self.keys, size << BITS | address)]
@@ -190,7 +189,6 @@ class Allocator:
         return block
 
     def free(self, block: tuple[int, int]) -> None:
-        """Give a block back to its pool."""
         address, size = block
         self.allocated -= size
         self.pools[size <= SMALL].insert(address, size)
@@ -210,7 +208,6 @@ class Allocator:
         pool.grow(growth)
 
     def peaks(self, *, oom_at: int | None = None, ended: bool = False) -> AllocatorPeaks:
-        """The peaks so far."""
         return AllocatorPeaks(
             reserved_bytes=self.reserved_peak,
             allocated_bytes=self.allocated_peak,

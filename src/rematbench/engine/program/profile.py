@@ -46,7 +46,6 @@ class Lifetimes(NamedTuple):
     deaths: list[Storage]
 
     def renamed(self, new: Callable[[Storage], Storage]) -> "Lifetimes":
-        """Return other storages with the same lifetimes."""
         births = {new(storage): nbytes for storage, nbytes in self.births.items()}
         return Lifetimes(births, [*map(new, self.deaths)])
 

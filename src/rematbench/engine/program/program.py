@@ -50,7 +50,6 @@ class Periods(NamedTuple):
         return self._replace(event=self.event + events, inside=inside)
 
     def shift(self, number: int) -> LayerShift | PieceShift:
-        """Return the renaming from period 0 to period `number`."""
         return self.naming.shift(number, number * self.events)
 
     @property
@@ -78,12 +77,10 @@ class Part(NamedTuple):
 
     @property
     def shifts(self) -> list[LayerShift | PieceShift]:
-        """The renaming to each further period."""
         return self.periods.shifts if self.periods else []
 
     @property
     def inside(self) -> tuple["Part", ...]:
-        """The parts of the first period."""
         return parted(self.written, self.periods.inside) if self.periods else ()
 
 
@@ -132,12 +129,10 @@ class Block(Struct, frozen=True, dict=True):
 
     @cached_property
     def actions(self) -> tuple[Action, ...]:
-        """All actions in issue order."""
         return tuple(_expanded(self.parts)) if self.periods else self.written
 
     @cached_property
     def parts(self) -> tuple[Part, ...]:
-        """The parts of the block; see `parted`."""
         return parted(self.written, self.periods)
 
     @property
@@ -181,19 +176,29 @@ class Late(Struct, frozen=True, kw_only=True):
         return sum(sum(tensors) for unit in kept for tensors in unit)
 
 
+class Samples(Struct, frozen=True, kw_only=True):
+    """Micro-batches of differing lengths.  `at`: three lengths, of which the first is that of the
+    rank's program and `shorter` are the blocks of the others; `drawn`: the lengths of successive
+    micro-batches."""
+
+    at: tuple[int, int, int]
+    drawn: tuple[int, ...]
+    shorter: tuple[tuple[Block, ...], ...]
+
+
 # Why: docs/decisions/engine.md, Is a program an event graph without issue order?
 class RankProgram(Struct, frozen=True, kw_only=True, dict=True):
     """All actions of a pipeline rank in issue order.  `late`: the tensors that the rank allocates
-    between its activations, if the stack does so."""
+    between its activations, if the stack does so.  `samples`: their lengths, if these differ."""
 
     rank: int
     blocks: tuple[Block, ...]
     steps: tuple[Step, ...]
     late: Late | None = None
+    samples: Samples | None = None
 
     @cached_property
     def block_of_step(self) -> NDArray[np.intp]:
-        """The block that each step runs."""
         return np.fromiter(map(itemgetter(0), self.steps), np.intp, len(self.steps))
 
     @cached_property
@@ -240,7 +245,6 @@ class Program(Struct, frozen=True, kw_only=True, dict=True):
 
     @property
     def pp(self) -> int:
-        """The number of pipeline ranks."""
         return len(self.ranks)
 
     @property
@@ -263,7 +267,6 @@ class Program(Struct, frozen=True, kw_only=True, dict=True):
         return tuple(found.values())
 
     def text(self) -> str:
-        """Return the programs of all ranks, each after a line `rank N`."""
         return "".join(f"rank {r.rank}\n{r.text()}" for r in self.ranks)
 
 

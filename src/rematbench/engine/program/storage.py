@@ -156,12 +156,10 @@ class Storage(Named, frozen=True, eq=False, gc=False):
 
     @property
     def is_gradient(self) -> bool:
-        """Whether it is an activation's gradient."""
         return self.role in _VALUES
 
     @property
     def gradient(self) -> "Storage":
-        """The gradient of an activation."""
         return self._with("gradient", 2, _GRADIENTS.get(self.role))
 
     @property
@@ -172,7 +170,6 @@ class Storage(Named, frozen=True, eq=False, gc=False):
 
     @property
     def on_host(self) -> "Storage":
-        """Its copy in host memory."""
         return self._with(HOST, 5, HOST)
 
     @property
@@ -185,7 +182,6 @@ class Storage(Named, frozen=True, eq=False, gc=False):
         return self._with(rows, 3, rows)
 
     def of_piece(self, piece: int) -> "Storage":
-        """Its piece of a mini-sequence."""
         return self._with(("piece", piece), 4, piece)
 
     def later(self, layers: int) -> "Storage":
@@ -246,7 +242,6 @@ def event_of(text: str) -> Event:
 
 @_one_object
 def local_event(number: int) -> Event:
-    """Return a block's event of this number."""
     return Event(f"e{number}", number, "", is_local=True)
 
 

@@ -235,7 +235,6 @@ def copied_bytes(block: Block, kind: Kind) -> int:
 
 
 def _copies(block: Block, kind: Kind) -> list[tuple[Action, int]]:
-    """The copies of a kind of activations, and how often each occurs."""
     return [pair for pair in block.copies if pair[0].kind is kind]
 
 

@@ -106,7 +106,6 @@ def _role(block: RowBlock) -> int:
 
 @lru_cache(maxsize=64)
 def _runs(steps: tuple[Step, ...], roles: tuple[int, ...], pp: int) -> Runs:
-    """The runs of a rank's steps; `roles`: of its blocks."""
     keys: dict[tuple[int, ...], int] = {}
     runs: list[tuple[int, int]] = []
     run: list[int] = []

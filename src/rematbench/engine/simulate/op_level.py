@@ -44,9 +44,7 @@ class RankedSeconds(Protocol):
     """Costs of actions, with the host's time and a key of ranks.  Ranks of equal costs have equal
     keys and share compiled blocks."""
 
-    def __call__(self, action: Action, rank: int) -> float:
-        """Return the seconds of the action on its stream."""
-        ...
+    def __call__(self, action: Action, rank: int) -> float: ...
 
     def alike(self, rank: int) -> Hashable:
         """Return a key that is equal for ranks on which every action takes the same time."""
@@ -91,7 +89,6 @@ class Simulation(Struct, frozen=True, kw_only=True):
     intervals: tuple[Interval, ...] = ()
 
     def busy_s(self, rank: int, stream: str) -> float:
-        """Return the busy seconds of a rank's stream."""
         return self.stream_busy_s[rank][STREAM_INDEX[stream]]
 
 
@@ -251,13 +248,10 @@ class Busy(Protocol):
     """A compiled block that knows the seconds during which it keeps each stream busy."""
 
     @property
-    def busy_s(self) -> tuple[float, ...]:
-        """Seconds by stream."""
-        ...
+    def busy_s(self) -> tuple[float, ...]: ...
 
 
 def busy(program: Program, code: Sequence[Sequence[Busy]]) -> tuple[tuple[float, ...], ...]:
-    """Return the busy seconds by rank and stream."""
     totals = []
     for rank in program.ranks:
         seconds = [0.0] * len(STREAMS)

@@ -90,7 +90,6 @@ class ActionCosts:
                 self._kernels.clear()
 
     def __call__(self, action: Action, rank: int) -> float:
-        """Return the seconds of the action on its stream."""
         if action.kind in DIRECTION:
             return self._kernels_s(action, rank)
         if action.kind is Kind.STALL:
@@ -225,7 +224,6 @@ class ActionCosts:
         return found.forward if action.exchange.beside == "backward" else found.backward
 
     def _op(self, action: Action, rank: int) -> Op:
-        """The operator that an action runs, from its layer's operator table."""
         part = action.part.letter
         key = (part, action.variant, action.op)
         if key not in self._ops:

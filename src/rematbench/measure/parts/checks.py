@@ -57,7 +57,6 @@ class Summary(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def ended(self) -> bool:
-        """Whether every part ended well."""
         return all(part.status == "ok" for part in self.parts)
 
     @property

@@ -153,13 +153,11 @@ class TurnLog:
 
     @property
     def rounds(self) -> int:
-        """The number of the last round."""
         return max((turn.round for turn in self.turns), default=0)
 
     def note(
         self, cell: Cell, number: int, place: int, status: Any, reason: str = "", **seen: Any
     ) -> None:
-        """Write a turn's line."""
         known: dict[str, Any] = {**identity(cell), "cell": cell.name, "round": number}
         known |= {"place": place, "status": status, "reason": one_line(reason)}
         line = Turn(**known, **self.machine.about(cell.problem.calibration) | seen)

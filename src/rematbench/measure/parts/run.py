@@ -66,7 +66,6 @@ class GpuRequest(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float = math.inf
 
     def limit_s(self, part: str) -> float:
-        """Seconds that a part may take."""
         return min(self.seconds, (LIMITS | ON_DEMAND)[part])
 
     @property

@@ -79,7 +79,6 @@ class OneGpuJob(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         )
 
     def at(self, memory_gib: float) -> str:
-        """The problem's name for a given device memory."""
         return f"{self.name}-{memory_gib:g}gib".replace(".", "_")
 
 

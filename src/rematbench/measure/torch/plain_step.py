@@ -35,14 +35,12 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, total: Tensor) -> Tensor:
-        """x @ weight.T; `total`: the weight's gradient so far, in the shape of the weight."""
         ctx.save_for_backward(x, weight)
         ctx.total = total
-        return arithmetic.linear(x, weight)
+        return F.linear(x, weight)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        """The input's gradient; the weight's gradient is added to its buffer."""
         x, weight = ctx.saved_tensors
         arithmetic.add_weight_gradient(ctx.total, grads[0], x)
         return grads[0] @ weight, None, None

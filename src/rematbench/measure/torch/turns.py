@@ -56,8 +56,6 @@ class TurnResult(NamedTuple):
 
 
 class Turns:
-    """Runs turns on one device."""
-
     def __init__(self, device: torch.device, state: Callable[[], GpuState]) -> None:
         """`state` asks for the GPU's state."""
         torch.set_num_threads(1)  # as in a rank's process

@@ -7,17 +7,7 @@ from typing import Any
 import msgspec
 
 from rematbench.host.console import CommandError
-from rematbench.paper.sheet.table import (
-    Column,
-    Table,
-    columns,
-    fixed,
-    gib,
-    percent,
-    sheet,
-    signed_percent,
-    whole,
-)
+from rematbench.paper.sheet.table import Table, sheet, table_of
 from rematbench.plugins.discover import discover
 from rematbench.plugins.registry import IDENTITY
 from rematbench.worlds.records.record import Metrics, Record, read_records
@@ -34,7 +24,6 @@ Line = dict[str, Any]
 
 
 def build(suite: Path, records: list[Path]) -> list[Table]:
-    """The table and the sheets of a suite's records."""
     found = read_records(records)
     if not found:
         raise CommandError(f"no record (*.json) below {', '.join(map(str, records))}")
@@ -104,27 +93,7 @@ def method_table(records: Sequence[tuple[str, Record]], labels: Mapping[str, str
         rows.append(_method_line(problem, record, base.get(problem), labels))
     order = list(dict.fromkeys(row["problem"] for row in rows))
     rows.sort(key=lambda row: (order.index(row["problem"]), RANKS[row["status"]], row["slow"]))
-    return Table(
-        name="methods",
-        title="Methods at the same layout (simulated)",
-        columns=(
-            *columns("problem"),
-            Column("label", "method"),
-            Column("status", "verdict"),
-            Column("step_s", "step s", fixed(3)),
-            Column("tokens_per_s_per_gpu", "tokens/s/GPU", whole),
-            *columns("mfu_causal mfu_dense"),
-            Column("hfu", "HFU %", percent),
-            *columns("peak_device_bytes headroom_bytes"),
-            Column("freed_bytes", "freed GiB", gib),
-            Column("slowdown", "step against keep_all %", signed_percent),
-            *columns("host_node_bytes remark"),
-        ),
-        rows=tuple(rows),
-        note="World: simulated. All methods of a problem use the same layout, which need not be "
-        "the best for each. freed: reduction of the largest device peak relative to keep_all. If "
-        "a plan does not fit, the table shows its speed with enough memory.",
-    )
+    return table_of("methods", rows)
 
 
 RANKS = {"ok": 0, "oom": 1, "unsupported": 2, "failed": 3}

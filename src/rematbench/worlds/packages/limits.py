@@ -42,7 +42,6 @@ class Setup(NamedTuple):
 
     @property
     def model(self) -> Model:
-        """The model that is trained."""
         return self.work.model
 
 
@@ -56,7 +55,6 @@ def setup_of(request: Problem | RunSpec) -> Setup:
 
 
 def active_reasons(reasons: Iterable[Reason]) -> tuple[str, ...]:
-    """The texts of the reasons that hold."""
     return tuple(reason for holds, reason in reasons if holds)
 
 

@@ -57,7 +57,6 @@ class Extra(Struct, frozen=True, kw_only=True):
 
     @property
     def nbytes(self) -> int:
-        """Device bytes of the tensor."""
         return self.rows * self.row_bytes
 
 
@@ -138,12 +137,10 @@ class StackProblem(Problem):
 
     @cached_property
     def embedding(self) -> OpTable:
-        """Operators of the embedding."""
         return self._extended(super().embedding)
 
     @cached_property
     def head(self) -> OpTable:
-        """Operators of the final norm, output projection and loss."""
         return self._extended(super().head)
 
 

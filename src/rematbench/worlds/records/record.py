@@ -83,7 +83,6 @@ class RunSpec(Workload, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def run_id(self) -> str:
-        """The hash of the spec's canonical JSON."""
         return content_hash(self)
 
 
@@ -144,7 +143,6 @@ class Record(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def world(self) -> World:
-        """The world that the numbers come from."""
         return self.spec.world
 
 

@@ -80,7 +80,6 @@ class Case:
 
     @property
     def world_size(self) -> int:
-        """The number of processes."""
         return self.problem.layout.gpus
 
 
@@ -108,19 +107,19 @@ class RankResult:
     """
 
     place: Coordinates
-    losses: list[float]
-    gradients: list[dict[str, GradientShard]]
-    bytes_after: list[tuple[int, int]]
-    device_peak_bytes: int
-    host_peak_bytes: int
+    losses: list[float] = field(default_factory=list)
+    gradients: list[dict[str, GradientShard]] = field(default_factory=list)
+    bytes_after: list[tuple[int, int]] = field(default_factory=list)
+    device_peak_bytes: int = 0
+    host_peak_bytes: int = 0
     peak_bytes: int = 0
     allocated_bytes: int = 0
     reserved_bytes: int = 0
     pinned_bytes: int = 0
     state_bytes: int
-    offload_bytes: int
-    recompute_flop: float
-    step_s: list[float]
+    offload_bytes: int = 0
+    recompute_flop: float = 0.0
+    step_s: list[float] = field(default_factory=list)
 
 
 @dataclass(kw_only=True)

@@ -11,7 +11,6 @@ from rematbench.host.memory import cpu_set
 
 
 def gpu_count() -> int:
-    """The number of GPUs that torch can use on this machine."""
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
@@ -110,7 +109,6 @@ def limit_memory(device: torch.device, nbytes: int) -> None:
 
 
 def reset_peaks(device: torch.device | None = None) -> None:
-    """Reset the peaks of the allocators."""
     torch.cuda.reset_peak_memory_stats(device)
     if pinned_peak():
         torch.cuda.reset_peak_host_memory_stats()

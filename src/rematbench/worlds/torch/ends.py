@@ -71,7 +71,7 @@ def finish_loss(call: Call, group: Group) -> Tensor:
     top = saved.amax(-1)
     group.all_reduce(top, "max")
     saved.sub_(top[:, None])
-    column, mine = arithmetic.shard_labels(labels, model.vocab_start, saved.shape[-1])
+    column, mine = arithmetic.in_shard(labels, model.vocab_start, saved.shape[-1])
     target = saved.gather(1, column[:, None])[:, 0].masked_fill(~mine, 0.0)
     saved.exp_()
     sums = torch.stack([saved.sum(-1), target])

@@ -1,4 +1,4 @@
-"""Collectives of actions, on the storages of a rank.
+"""Collectives and point-to-point messages of actions, on the storages of a rank.
 
 Ulysses (DeepSpeed-Ulysses, arXiv 2309.14509) moves a tensor between two orders by all-to-all. In
 the order of rows a rank has its part of every sequence with all heads: rows x (heads head_dim). In
@@ -8,21 +8,27 @@ shares of rows mean the same in both orders. With fewer KV heads than ranks, eac
 several ranks, and the gradients of its copies are summed.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from rematbench.costs.operators.ops import Activation
+from rematbench.engine.lowering.slices import MARK
 from rematbench.engine.program.action import COMPUTE, Action, Kind
-from rematbench.engine.program.storage import ModelPart, Storage
-from rematbench.worlds.torch.groups import Group, Groups
+from rematbench.engine.program.program import Program
+from rematbench.engine.program.storage import STEP, ModelPart, Storage, stage_of
+from rematbench.inputs.layout import Layout
+from rematbench.worlds.torch.groups import Channel, Group, Groups
 from rematbench.worlds.torch.parameters import Parameter
 from rematbench.worlds.torch.rank_model import RankModel
 from rematbench.worlds.torch.storages import Memory, Span, Value
-from rematbench.worlds.torch.streams import Streams
+from rematbench.worlds.torch.streams import Mark, PendingMessage, Streams
 from rematbench.worlds.torch.unit_states import UnitStates
 
 
@@ -48,11 +54,6 @@ def heads_to_rows(out: Tensor, heads: Tensor, group: Group, head_dim: int) -> No
         out.view(rows.shape).copy_(rows)
 
 
-def exchange_rows(out: Tensor, rows: Tensor, group: Group) -> None:
-    """Fill `out` with each rank's rows for this rank; `rows` has a part for each, in rank order."""
-    group.all_to_all(out, rows)
-
-
 STATE_PEERS = ("dp", "edp")
 """The groups over which states are shared: of experts, and of everything else."""
 SEVERAL = ("attention", "sort")
@@ -71,7 +72,6 @@ class Exchanges:
         """The units whose gradients are summed, by chunk and group."""
 
     def group(self, action: Action) -> Group:
-        """The communicator that an action names."""
         assert action.exchange.comm is not None
         return self.groups.by_name[action.exchange.comm.group]
 
@@ -112,9 +112,10 @@ class Exchanges:
         group, head_dim = self.group(action), self.model.kind.head_dim
         back = action.reads[0].is_gradient
         to_heads = (action.op == "to_heads") != back
-        move: Callable[[Tensor, Tensor, Group], None] = exchange_rows
+        move: Callable[[Tensor, Tensor], None] = group.all_to_all
         if action.op in ORDERS:
-            move = partial(rows_to_heads if to_heads else heads_to_rows, head_dim=head_dim)
+            turn = rows_to_heads if to_heads else heads_to_rows
+            move = partial(turn, group=group, head_dim=head_dim)
         for source, target, width in self._pairs(action, span.chunk, back=back):
             sent = self.memory[span.key(source)].rows(span.first, span.size)
             shape = (sent.shape[0] // group.size, width)
@@ -124,7 +125,7 @@ class Exchanges:
                 shape = (sent.shape[0] * group.size, width // group.size)
             with self._output_pool(stays=target in {alloc.storage for alloc in action.allocs}):
                 out = sent.new_empty(shape)
-            self.streams.run(action.stream, partial(move, out, sent, group), out)
+            self.streams.run(action.stream, partial(move, out, sent), out)
             self._arrived(action, span, target, out)
 
     def _pairs(
@@ -331,8 +332,7 @@ class Exchanges:
                 self._gather_into_room(action, span, states, group)
                 continue
             whole = self.memory[span.key(action.reads[0])].data if action.reads else states.weights
-            part = states.part(whole)
-            self.streams.run(action.stream, partial(group.all_gather, whole, part))
+            self.streams.run(action.stream, partial(states.gather, whole, group.all_gather))
 
     def _gather_into_room(
         self, action: Action, span: Span, states: UnitStates, group: Group
@@ -341,6 +341,157 @@ class Exchanges:
         self.streams.wait(action.stream, self.streams.mark(COMPUTE))
         with self.streams.storage_pool():
             whole = states.weights.new_empty(states.size)
-        self.streams.run(action.stream, partial(group.all_gather, whole, states.weights), whole)
+        self.streams.run(action.stream, partial(states.gather, whole, group.all_gather), whole)
         self.memory.put(span.key(action.allocs[0].storage), Value(whole))
         states.lend_weights(whole)
+
+
+TIED_TAG = 1
+MOST_SLICES = 128  # each slice of a sequence has its own tags of messages
+
+
+class Message(NamedTuple):
+    """The channel that a message takes, and the tag of the message on that channel."""
+
+    channel: Channel
+    tag: int
+
+
+def message(layout: Layout, stage: int, action: Action, span: tuple[int, int]) -> Message:
+    """The message of a SEND or RECV on a stage, for a (micro-batch, chunk). Its tag follows from
+    the micro-batch and the virtual stage of the receiver; the gradient of a shared embedding takes
+    the closing links of the rings. A message to the rank's other chunk takes no channel."""
+    pp, (micro_batch, chunk) = layout.pp, span
+    sends = action.kind is Kind.SEND
+    if action.op == "tied":
+        ends = (stage, pp - 1 - stage) if sends else (pp - 1 - stage, stage)
+        return Message(Channel("b" if ends[0] == 0 else "f", *ends), TIED_TAG)
+    word, _, number = action.op.partition(MARK)
+    if number:
+        micro_batch = micro_batch * MOST_SLICES + int(number)
+    step, back = STEP[word], word[0] == "b"
+    receiver = chunk * pp + stage_of(word, stage, pp, receives=not sends)
+    receiver += (-1 if back else 1) * sends
+    tag = 2 + (micro_batch * layout.num_chunks + receiver) * 2 + back
+    ends = (stage, stage + step) if sends else (stage - step, stage)
+    return Message(Channel("f" if step > 0 else "b", ends[0] % pp, ends[1] % pp), tag)
+
+
+def _messages(program: Program, layout: Layout, kind: Kind) -> Iterator[Message]:
+    for stage, rank in enumerate(program.ranks):
+        for action, micro_batch, chunk in rank.actions():
+            if action.kind is kind:
+                yield message(layout, stage, action, (micro_batch, chunk))
+
+
+def used_channels(program: Program, layout: Layout) -> set[Channel]:
+    """The channels that the messages of any rank take."""
+    return {channel for channel, _ in _messages(program, layout, Kind.SEND)}
+
+
+def reordered_channel(program: Program, layout: Layout) -> str:
+    """The first channel whose messages are received in a different order than they are sent. A
+    transport without tags (NCCL) would mix such messages up. Empty if there is no such channel."""
+    sent: dict[Channel, list[int]] = {}
+    received: dict[Channel, list[int]] = {}
+    for found, kind in ((sent, Kind.SEND), (received, Kind.RECV)):
+        for channel, tag in _messages(program, layout, kind):
+            found.setdefault(channel, []).append(tag)
+    for channel in {**sent, **received}:
+        if sent.get(channel) != received.get(channel):
+            return f"stage {channel.sender} to {channel.receiver} ({channel.direction})"
+    return ""
+
+
+class Messages:
+    """Sends and receives of one rank; the event of an action holds its messages in flight."""
+
+    def __init__(self, model: RankModel, groups: Groups, memory: Memory, streams: Streams) -> None:
+        self.model, self.groups, self.memory = model, groups, memory
+        self.streams = streams
+        self.pending: list[PendingMessage] = []
+        self.callbacks: list[Callable[[], object]] = []
+        self.posted: list[tuple[dist.Work, Tensor]] = []
+        self.turning: dict[int, tuple[Tensor, Mark]] = {}  # to this rank's other chunk, by tag
+        self.tied = model.parameters.get("embedding.weight")
+        exchanged = model.place.pp in (model.problem.embedding_ranks or ())
+        self.arrival: Tensor | None = None
+        if exchanged and self.tied is not None:
+            self.arrival = torch.empty_like(self.tied.grad_flat)
+
+    def states(self) -> list[Tensor]:
+        return [] if self.arrival is None else [self.arrival]
+
+    def attach(self, mark: Mark) -> None:
+        """Make an event wait for the messages issued since the last event."""
+        mark.messages, self.pending = self.pending, []
+        mark.callbacks, self.callbacks = self.callbacks, []
+
+    def _message(self, action: Action, span: Span) -> Message:
+        lay, stage = self.model.problem.layout, self.model.place.pp
+        return message(lay, stage, action, (span.micro_batch, span.chunk))
+
+    def send(self, action: Action, span: Span) -> None:
+        """Start a send; the sent storage stays alive until the event."""
+        found = self._message(action, span)
+        if action.op == "tied":
+            self._send_tied(found)
+            return
+        data = self.memory[span.key(action.reads[0])].data
+        if found.channel.sender == found.channel.receiver:
+            with _disable_current_modes():  # transport memory, as of `_post`
+                self.turning[found.tag] = data.clone(), self.streams.mark(action.stream)
+        elif self.groups.buffered:
+            self._post(data, found)
+        else:
+            self._begin(found, self._send(data, found))
+
+    def _begin(self, message: Message, work: dist.Work) -> None:
+        self.pending.append(self.streams.pending(message.channel, work))
+
+    def _send(self, data: Tensor, message: Message) -> dist.Work:
+        channel = message.channel
+        return self.groups.send(data, channel.receiver, channel.direction, message.tag)
+
+    def _receive(self, data: Tensor, message: Message) -> None:
+        channel = message.channel
+        work = self.groups.receive(data, channel.sender, channel.direction, message.tag)
+        self._begin(message, work)
+
+    def _post(self, data: Tensor, message: Message) -> None:
+        """Send a copy on gloo. Gloo's send blocks the host until the receiver is ready, whereas a
+        GPU's host would continue to issue. The copy is transport memory, outside the ledger; the
+        action's event is complete at once."""
+        with _disable_current_modes():
+            copy = data.clone()
+        self.posted.append((self._send(copy, message), copy))
+
+    def flush(self) -> None:
+        """Wait until every copied message is sent."""
+        while self.posted:
+            self.posted.pop()[0].wait()
+
+    def receive(self, action: Action, span: Span) -> None:
+        """Allocate a boundary tensor and start to receive it."""
+        if action.op == "tied":
+            assert self.arrival is not None
+            self._receive(self.arrival, self._message(action, span))
+            return
+        columns = action.nbytes // (span.size * self.model.dtype.itemsize)
+        data = torch.empty(span.size, columns, dtype=self.model.dtype, device=self.model.device)
+        found = self._message(action, span)
+        if found.tag in self.turning:
+            copy, mark = self.turning.pop(found.tag)
+            self.streams.wait(action.stream, mark)
+            self.streams.run(action.stream, partial(data.copy_, copy), data)
+        else:
+            self._receive(data, found)
+        rows = Value(data, span.first, span.size)
+        self.memory.put(span.key(action.allocs[0].storage), rows)
+
+    def _send_tied(self, message: Message) -> None:
+        tied, arrival = self.tied, self.arrival
+        assert tied is not None
+        assert arrival is not None
+        self._begin(message, self._send(tied.grad_flat, message))
+        self.callbacks.append(partial(tied.grad_flat.add_, arrival))

@@ -13,9 +13,8 @@ from rematbench.engine.program.storage import Event, Role, Storage, part_of, sto
 from rematbench.worlds.torch import operators
 from rematbench.worlds.torch.dispatch import Tracker
 from rematbench.worlds.torch.ends import finish_loss
-from rematbench.worlds.torch.exchanges import Exchanges
+from rematbench.worlds.torch.exchanges import Exchanges, Messages
 from rematbench.worlds.torch.groups import Groups
-from rematbench.worlds.torch.messages import Messages
 from rematbench.worlds.torch.movers import HostUpdates, Movers
 from rematbench.worlds.torch.operands import Call, Names, Operands
 from rematbench.worlds.torch.parameters import AdamW, Parameter
@@ -99,10 +98,6 @@ class Executor:
         """The tensors on the device that are not activations."""
         own = [*self.slots.arenas.values(), *self.messages.states(), self.loss]
         return [*self.model.states(), *own]
-
-    def stop_tracking(self) -> None:
-        """Count no further bytes, so that the tracker does not slow the timed steps."""
-        self.tracker = self.movers.tracker = None
 
     # -- walk -------------------------------------------------------------------------------------
 
@@ -190,7 +185,6 @@ class Executor:
             self.events[event, span.micro_batch, span.chunk] = mark
 
     def wait(self, action: Action, span: Span) -> None:
-        """Block the action's stream until an event."""
         event = action.wait
         assert event is not None
         mark = self.local.get(event) or self.events.get((event, span.micro_batch, span.chunk))
@@ -223,18 +217,16 @@ class Executor:
                 target = self.memory[span.key(name)].view(span.first, span.size)
                 target.copy_(made[output].view(target.shape))
         if action.op in SAVED:
-            self._loss_made(action, span, call, found.places[SAVED[action.op]][0])
+            name = found.places[SAVED[action.op]][0]
+            self.counting[name] = action.kind is Kind.FORWARD
+            if call.op.reduce is None:
+                self._finish_loss(call, name, span, action.stream)
 
     def recompute(self, action: Action, span: Span) -> None:
         """Run a forward operator once more and count its FLOPs."""
         before = self.model.flop
         self.forward(action, span)
         self.recompute_flop += self.model.flop - before
-
-    def _loss_made(self, action: Action, span: Span, call: Call, name: Storage) -> None:
-        self.counting[name] = action.kind is Kind.FORWARD
-        if call.op.reduce is None:
-            self._finish_loss(call, name, span, action.stream)
 
     def _finish_loss(self, call: Call, name: Storage, span: Span, stream: str) -> None:
         saved = {SAVED[call.op.name]: self.memory[span.key(name)].rows(span.first, span.size)}
@@ -299,7 +291,6 @@ class Executor:
                     self.memory[span.key(storage)].data.add_(whole[first:last])
 
     def backward_weight(self, action: Action, span: Span) -> None:
-        """Compute weight gradients and add them to their buffers."""
         found = self.names.of(action, span.chunk)
         operators.BACKWARD_WEIGHT[action.op](self._backward_call(action, span, found))
 

@@ -26,7 +26,6 @@ from rematbench.worlds.torch.operands import Call, Tensors
 
 
 def experts_of(call: Call) -> Experts:
-    """The experts of the model."""
     experts = call.model.kind.experts
     assert experts is not None
     return experts
@@ -40,7 +39,6 @@ def _tensor(call: Call, name: str) -> Activation:
 
 
 def _empty_rows(call: Call, name: str, rows: int) -> Tensor:
-    """Rows of bytes, all zero."""
     shape = (rows, _tensor(call, name).row_bytes)
     return torch.zeros(shape, dtype=torch.uint8, device=call.model.device)
 

@@ -2,7 +2,7 @@
 states in host memory, which runs on a separate thread.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from functools import partial
@@ -57,7 +57,7 @@ class HostUpdates:
         self.pool: ThreadPoolExecutor | None = None
         self.latest: PendingUpdate | None = None
 
-    def start(self, work: Callable[[], None], stream: str = HOST_UPDATE) -> PendingUpdate:
+    def start(self, work: Callable[[], object], stream: str = HOST_UPDATE) -> PendingUpdate:
         """Start work once everything issued so far on a stream is done."""
         if self.pool is None:
             self.pool = ThreadPoolExecutor(1, thread_name_prefix=HOST_UPDATE)
@@ -81,26 +81,8 @@ class HostUpdates:
             mark.messages.append(self.latest)
 
 
-def gradients_to_host(parameters: Iterable[Parameter], streams: Streams, stream: str) -> None:
-    """Copy this rank's shards of the gradients to the host memory that the update reads."""
-    for parameter in parameters:
-        here, there = parameter.own_grad, _host(parameter).grad
-        streams.run(stream, _copy(there, here))
-
-
-def weights_to_device(parameters: Iterable[Parameter], streams: Streams, stream: str) -> None:
-    """Copy the updated shards of the weights to the device."""
-    for parameter in parameters:
-        here, there = parameter.own_value, _host(parameter).value
-        streams.run(stream, _copy(here, there))
-
-
 def _copy(target: Tensor, source: Tensor) -> Callable[[], Tensor]:
     return lambda: target.copy_(source, non_blocking=True)
-
-
-def _add(total: Tensor, arrived: Tensor) -> None:
-    total.add_(arrived)
 
 
 def _host(parameter: Parameter) -> HostShard:
@@ -119,8 +101,6 @@ class Form(NamedTuple):
 
 
 class Movers:
-    """Allocates, copies and frees the storages of one rank."""
-
     def __init__(
         self,
         model: RankModel,
@@ -154,7 +134,8 @@ class Movers:
         """Allocate a zero buffer for a unit's gradients. The unit's parameters hold ranges of the
         buffer until it is freed after their update."""
         (alloc,) = action.allocs
-        parameters = self.model.unit_parameters(span.chunk, action.part)
+        among = self.model.unit_parameters(span.chunk, action.part)
+        parameters = [one for one in among if one.spec.trained]
         dtype = wide(self.model.dtype) if self.model.update_in_backward else self.model.dtype
         sizes = [parameter.size for parameter in parameters]
         if sum(sizes) * dtype.itemsize != alloc.nbytes:
@@ -249,7 +230,8 @@ class Movers:
             self._add_on_host(action, span)
             return
         if action.op == GRADIENTS_DOWN:
-            gradients_to_host(self.model.parameters.values(), self.streams, action.stream)
+            for one in self.model.parameters.values():
+                self.streams.run(action.stream, _copy(_host(one).grad, one.own_grad))
             return
         source, alloc = self.memory[span.key(action.reads[0])], action.allocs[0]
         nbytes = source.data.numel() * source.data.element_size()
@@ -274,8 +256,8 @@ class Movers:
                 states.added.wait()
             source, arrival = states.part(self.memory[span.key(storage)].data), states.arrival
             self.streams.run(action.stream, _copy(arrival, source))
-            sums = states.gradients
-            states.added = self.updates.start(partial(_add, sums, arrival), action.stream)
+            add = partial(states.gradients.add_, arrival)
+            states.added = self.updates.start(add, action.stream)
 
     def _count_pinned(self, block: Block) -> None:
         """Count only the lent bytes of a pinned block: the block itself stays in its pool."""
@@ -291,7 +273,8 @@ class Movers:
             self.model.pieces.to_device(action, span, self.memory, self.streams)
             return
         if action.op == WEIGHTS_UP:
-            weights_to_device(self.model.parameters.values(), self.streams, action.stream)
+            for one in self.model.parameters.values():
+                self.streams.run(action.stream, _copy(one.own_value, _host(one).value))
             return
         if action.op == SHARD_UP:
             self._shard_up(action, span)

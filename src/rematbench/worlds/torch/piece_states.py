@@ -31,17 +31,14 @@ class Range(NamedTuple):
     at: int
 
     def of(self, piece: Tensor) -> Tensor:
-        """The range's part of a tensor of the piece."""
         return piece[self.at : self.at + self.last - self.first]
 
     @property
     def gradient(self) -> Tensor:
-        """The summed gradient of the range."""
         return self.parameter.own_grad[self.first : self.last]
 
     @property
     def weights(self) -> Tensor:
-        """The weights of the range in compute precision."""
         return self.parameter.own_value[self.first : self.last]
 
 
@@ -85,7 +82,6 @@ class PieceStates:
             self.weights = host_memory(self.weights, device)
 
     def tensors(self) -> list[Tensor]:
-        """The piece's tensors where it is at home."""
         return [self.states, self.gradients, self.weights]
 
     def update(self, states: Tensor, rule: AdamW, step: int) -> None:
@@ -127,7 +123,6 @@ class Pieces:
         return part_of("P", len(self.states) - 1)
 
     def of(self, part: ModelPart) -> PieceStates:
-        """The piece of an action's part."""
         return self.states[part.number]
 
     def updating(

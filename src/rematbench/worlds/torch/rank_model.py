@@ -128,9 +128,8 @@ class RankModel:
     def _locals(self, unit: Unit) -> dict[str, ParameterSpec]:
         of_unit = unit.table.part, unit.layer, self._vocab, self.held_experts
         specs = unit_specs(self.kind, *of_unit, self.problem.workload)
-        return (
-            _cut_both_ways(specs, self.kind.hidden) if self.problem.layout.tp_columns > 1 else specs
-        )
+        both = self.problem.layout.tp_columns > 1
+        return _cut_both_ways(specs, self.kind.hidden) if both else specs
 
     @property
     def _vocab(self) -> int:
@@ -222,7 +221,6 @@ class RankModel:
 
     @cached_property
     def shapes(self) -> Shapes:
-        """Sizes of tensors on one rank."""
         return shapes(self.problem.workload, self.problem.layout, self.problem.system)
 
     @property
@@ -239,7 +237,6 @@ class RankModel:
         return Shape(s.micro_batch, rows, s.heads // ranks, kv_heads, *dims)
 
     def dtype_of(self, tensor: Activation) -> torch.dtype:
-        """The element type of an activation."""
         if tensor.name in SAVED.values() and self.problem.system.loss.logits_fp32:
             return wide(self.dtype)
         if tensor.name in OF_BYTES or tensor.copy_of or tensor.name.endswith("_mask"):
@@ -252,17 +249,16 @@ class RankModel:
         """The optimizer's tensors in host memory."""
         found = [t for p in self.parameters.values() for t in p.host_tensors()]
         found += self.pieces.at_home(on_host=True) if self.pieces else []
-        return found + [t for states in self.every_unit() for t in states.host_tensors()]
+        return found + [t for states in self.every_unit() for t in states.at_home(on_host=True)]
 
     def every_unit(self) -> list[UnitStates]:
-        """The states that are kept by unit."""
         return [states for chunk in self.unit_states for states in chunk.values()]
 
     def states(self) -> list[Tensor]:
         """The tensors on the device that are not activations."""
         found = [t for p in self.parameters.values() for t in p.tensors()]
         found += self.pieces.at_home(on_host=False) if self.pieces else []
-        found += [t for states in self.every_unit() for t in states.tensors()]
+        found += [t for states in self.every_unit() for t in states.at_home(on_host=False)]
         found += [t for b in self.batches for t in (b.ids, b.labels, *b.ahead)]
         return [*found, self.where, self.chosen, self.cos, self.sin]
 

@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from math import prod
-from pathlib import Path
 from typing import Literal, cast
 
 import torch
@@ -23,7 +22,7 @@ import torch.distributed as dist
 from rematbench.engine.lowering.blocks.chunk_ops import ChunkOps
 from rematbench.host.files import scratch
 from rematbench.host.memory import free_bytes
-from rematbench.host.ranks import RankError, error_of_job, run_ranks
+from rematbench.host.ranks import error_of_job, run_ranks
 from rematbench.host.workers import start_server
 from rematbench.problem import rank_parameters
 from rematbench.worlds.torch import worker
@@ -144,17 +143,12 @@ def _launch(cases: list[Case], timeout_s: float) -> list[Result]:
         for number, case in enumerate(cases):
             paths = [folder / f"{number}.{rank}.pt" for rank in range(size)]
             if not all(path.exists() for path in paths):
-                status, reason = _reason(folder, number, failure)
-                return [*results, Result(name=case.name, status=status, reason=reason)]
+                cause = error_of_job(sorted(folder.glob(f"{number}.*.error")), failure)
+                status = cast(Status, cause.status)
+                return [*results, Result(name=case.name, status=status, reason=cause.reason)]
             loaded = [torch.load(path, weights_only=False) for path in paths]
             results.append(combine(case, loaded))
     return results
-
-
-def _reason(folder: Path, number: int, failure: RankError) -> tuple[Status, str]:
-    """The status and the reason of a case without a result."""
-    cause = error_of_job(sorted(folder.glob(f"{number}.*.error")), failure)
-    return cast(Status, cause.status), cause.reason
 
 
 @dataclass(frozen=True)
@@ -195,7 +189,6 @@ def device_kind(kind: str) -> str:
 
 
 def has_gpu() -> bool:
-    """Whether torch can use a GPU here."""
     return torch.cuda.is_available()
 
 

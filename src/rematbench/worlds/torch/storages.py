@@ -29,7 +29,6 @@ class Span(NamedTuple):
         return self.first + self.size
 
     def key(self, storage: Storage) -> Key:
-        """The key of a storage of this (micro-batch, chunk)."""
         return (storage, self.micro_batch, self.chunk)
 
 
@@ -173,11 +172,6 @@ class Block(NamedTuple):
     fresh: bool = False
 
 
-def host_bytes(nbytes: int, *, pinned: bool) -> Tensor:
-    """New host memory."""
-    return torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned)
-
-
 class HostPool:
     """Host memory for offloaded tensors. On CUDA blocks are pinned, kept and reused by best fit; on
     a CPU they are plain and released. `pinned_bytes` are all bytes that the pool has pinned."""
@@ -197,7 +191,8 @@ class HostPool:
             self.spare = [other for other in self.spare if other is not found]
             found = found._replace(nbytes=nbytes, fresh=False)
         else:
-            found = Block(host_bytes(nbytes, pinned=self.pinned), nbytes, fresh=True)
+            data = torch.empty(nbytes, dtype=torch.uint8, pin_memory=self.pinned)
+            found = Block(data, nbytes, fresh=True)
             self.pinned_bytes += nbytes * self.pinned
         self.lent[key] = found
         return found

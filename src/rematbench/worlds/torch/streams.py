@@ -26,7 +26,7 @@ class Mark:
     def __init__(self, event: torch.cuda.Event | None) -> None:
         self.event = event
         self.messages: list[PendingMessage] = []
-        self.callbacks: list[Callable[[], None]] = []
+        self.callbacks: list[Callable[[], object]] = []
 
     def finish(self) -> None:
         """Wait for the messages (on CUDA the current stream waits, not the host)."""
@@ -114,7 +114,6 @@ class Current:
         return self.streams.pop() if self.streams else torch.cuda.current_stream(self.device)
 
     def enter(self, stream: torch.cuda.Stream) -> None:
-        """Issue on a stream until `leave`."""
         if not self.streams:
             self.hold()
         if stream is not self.streams[-1]:
@@ -122,7 +121,6 @@ class Current:
         self.streams.append(stream)
 
     def leave(self) -> None:
-        """Return to the stream before the last `enter`."""
         left = self.streams.pop()
         if left is not self.streams[-1]:
             torch.cuda.set_stream(self.streams[-1])
@@ -264,5 +262,4 @@ class CudaStreams(Streams):
 
 
 def make_streams(device: torch.device) -> Streams:
-    """The streams of a device."""
     return CudaStreams(device) if device.type == "cuda" else Streams()

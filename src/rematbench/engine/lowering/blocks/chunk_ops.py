@@ -37,21 +37,25 @@ ChunkFates = tuple[Fates, frozenset[int]]
 """The fates of a chunk's sites, and the rules that matched a site."""
 
 
-class RecentFates(dict[tuple[object, ...], ChunkFates]):
-    """A cache of the fates that a problem's chunks resolved last."""
+class ChunkFacts(NamedTuple):
+    """The facts of a plan that change a chunk's units.  `shares`: its rank has a share of the
+    vocabulary, in passes of their own.  `backward_next`: each forward is followed by its own
+    backward.  `turns`: chunks turn at the last rank."""
+
+    mini_sequences: tuple[MiniSequence, ...] = ()
+    held: tuple[str, ...] = ()
+    cuts: tuple[int, ...] = ()
+    shares: bool = False
+    backward_next: bool = False
+    turns: bool = False
 
     @classmethod
-    def of(cls, problem: Problem) -> "RecentFates":
-        """Return the cache of a problem."""
-        found = problem.chunks.get("recent_fates")
-        if not isinstance(found, cls):
-            found = problem.chunks["recent_fates"] = cls()
-        return found
+    def of(cls, plan: Plan) -> "ChunkFacts":
+        """The facts that do not depend on the order of passes."""
+        return cls(plan.mini_sequences, plan.held, plan.cuts, turns=plan.turns)
 
 
-def _weak(problem: Problem) -> Problem:
-    """A weak reference to the problem: the problem itself refers to the chunk."""
-    return problem if isinstance(problem, ProxyType) else cast(Problem, proxy(problem))
+PLAIN = ChunkFacts()
 
 
 class Unit(NamedTuple):
@@ -73,12 +77,10 @@ class Unit(NamedTuple):
 
     @property
     def expert_parameters(self) -> int:
-        """Of the parameters, those of experts."""
         return self.table.expert_parameters
 
     @property
     def trained_experts(self) -> int:
-        """Of the parameters with a gradient, those of experts."""
         return self.table.trained_experts
 
 
@@ -110,25 +112,19 @@ class ChunkEnds(NamedTuple):
 class ChunkOps:
     """A chunk of a stage: its units, the storage of each activation, and its boundary."""
 
-    def __init__(  # noqa: PLR0913  # facts of a plan, each with its default
+    def __init__(
         self,
         problem: Problem,
         stage: int,
         chunk: int,
         layers: tuple[int, ...],
-        mini_sequences: tuple[MiniSequence, ...] = (),
-        held: tuple[str, ...] = (),
-        *,
-        backward_next: bool = False,
-        cuts: tuple[int, ...] = (),
-        shares: bool = False,
-        turns: bool = False,
+        facts: ChunkFacts = PLAIN,
     ) -> None:
-        self.mini_sequences, self.held, self.cuts = mini_sequences, held, cuts
-        self.shares, self.turns = shares, turns
+        self.facts = facts
+        self.mini_sequences, self.held, cuts, self.shares, self.backward_next, turns = facts
+        self.turns = turns
         pp, vpp = problem.layout.pp, problem.layout.vpp
         self.problem, self.stage, self.chunk, self.layers = problem, stage, chunk, layers
-        self.backward_next = backward_next  # each forward is followed by its own backward
         self.first = stage == 0 and chunk == 0
         self.last = chunk == vpp - 1 and stage == (0 if turns else pp - 1)
         virtual = chunk * pp + stage
@@ -140,6 +136,7 @@ class ChunkOps:
         if self.first:
             table = problem.embedding
             self.units.append(Unit(EMBEDDING, table, 0, -1, table.parameters, table.trained))
+        held = self.held
         kinds = [with_saved(table, held) if held else table for table in problem.layer_kinds]
         for i, layer in enumerate(layers):
             variant = problem.variant(layer)
@@ -148,40 +145,32 @@ class ChunkOps:
             self.units.append(Unit(part_of("L", i), table, i, layer, *counts, variant))
         if self.last or self.local:
             # A training loop cannot hold logits that are computed in pieces.
-            pieces = any("loss" in run.ops and run.count > 1 for run in mini_sequences)
+            pieces = any("loss" in run.ops and run.count > 1 for run in self.mini_sequences)
             head = without_activation(problem.head, "logits_held") if pieces else problem.head
             self._logits = not pieces
             which = -2 - virtual if self.local else -1
             counts = head_parameters(problem)
-            if shares:  # the vocabulary has passes of its own
+            if self.shares:
                 head = problem.shared.norm
                 counts = head.parameters, head.trained
             self.units.append(Unit(HEAD, head, 0, which, *counts))
 
     @classmethod
-    def of(  # noqa: PLR0913  # as above
+    def of(
         cls,
         problem: Problem,
         stage: int,
         chunk: int,
         layers: tuple[int, ...],
-        mini_sequences: tuple[MiniSequence, ...] = (),
-        held: tuple[str, ...] = (),
-        *,
-        backward_next: bool = False,
-        cuts: tuple[int, ...] = (),
-        shares: bool = False,
-        turns: bool = False,
+        facts: ChunkFacts = PLAIN,
     ) -> "ChunkOps":
-        """Return the chunk, which all plans of the problem share.  `shares`: its rank has a share
-        of the vocabulary, in passes of their own; `turns`: chunks turn at the last rank."""
-        what = (stage, chunk, layers, mini_sequences, held)
-        key = (*what, backward_next, cuts, shares, turns)
+        """Return the chunk, which all plans of the problem share."""
+        key = (stage, chunk, layers, facts)
         found = problem.chunks.get(key)
         if not isinstance(found, cls):
-            weak, after = _weak(problem), backward_next
-            found = cls(weak, *what, backward_next=after, cuts=cuts, shares=shares, turns=turns)
-            problem.chunks[key] = found
+            # The problem refers to the chunk, which refers to the problem weakly.
+            weak = problem if isinstance(problem, ProxyType) else cast(Problem, proxy(problem))
+            found = problem.chunks[key] = cls(weak, *key)
         return found
 
     @classmethod
@@ -189,20 +178,15 @@ class ChunkOps:
         cls, problem: Problem, plan: Plan, rank: int, chunk: int, held: tuple[str, ...] = ()
     ) -> "ChunkOps":
         """Return a chunk of a plan, with its own tensors."""
-        layers = plan.partition[rank][chunk]
-        return cls(problem, rank, chunk, layers, held=held, cuts=plan.cuts, turns=plan.turns)
+        facts = ChunkFacts(held=held, cuts=plan.cuts, turns=plan.turns)
+        return cls(problem, rank, chunk, plan.partition[rank][chunk], facts)
 
     def of_layers(self, places: Sequence[int]) -> "ChunkOps":
-        """Return the chunk with only the layers at the given places."""
         layers = tuple([self.layers[place] for place in places])
-        pieces, held = self.mini_sequences, self.held
-        what = (self.problem, self.stage, self.chunk, layers, pieces, held)
-        after, cuts, shares, turns = self.backward_next, self.cuts, self.shares, self.turns
-        return ChunkOps.of(*what, backward_next=after, cuts=cuts, shares=shares, turns=turns)
+        return ChunkOps.of(self.problem, self.stage, self.chunk, layers, self.facts)
 
     @property
     def where(self) -> ChunkPlace:
-        """The place of the chunk, from which rules select."""
         return ChunkPlace(stage=self.stage, chunk=self.chunk, layers=self.layers)
 
     @cached_property
@@ -265,7 +249,6 @@ class ChunkOps:
         return self.storages(unit)[activation]
 
     def storages(self, unit: Unit) -> dict[str, Storage]:
-        """The storages of a unit's activations."""
         if unit.prefix not in self._names:
             named = {name: self._storage(unit, name) for name in unit.table.activations}
             self._names[unit.prefix] = named
@@ -287,7 +270,6 @@ class ChunkOps:
 
     @cached_property
     def sites(self) -> ChunkSites:
-        """The sites of all saved tensors of the chunk."""
         return ChunkSites(
             stage=self.stage,
             chunk=self.chunk,
@@ -302,7 +284,11 @@ class ChunkOps:
     def fates(self, plan: Plan, phase: Phase, micro_batch: int) -> ChunkFates:
         """Return the fates of the chunk's sites, as in `resolve`.  The last results are cached,
         because methods, bounds and lowering all need the fates of the same plan."""
-        rules, known = plan.rules, RecentFates.of(self.problem)
+        rules = plan.rules
+        known = cast(
+            dict[tuple[object, ...], ChunkFates],
+            self.problem.chunks.setdefault("recent_fates", {}),
+        )
         windows = any(rule.select.micro_batches is not None for rule in rules)
         when = (phase if phased(rules) else "", micro_batch if windows else 0)
         again = self.mini_sequences if self._computes_again else ()
@@ -323,7 +309,6 @@ class ChunkOps:
         return any(run.again for run in runs)
 
     def _with_again(self, fates: Fates) -> Fates:
-        """The fates where pieces compute some tensors again in their own backward."""
         found = dict(fates)
         for unit in self.units:
             for run in self.runs(unit).values():
@@ -410,7 +395,6 @@ class ChunkOps:
 
     @cached_property
     def layer_unit(self) -> dict[int, Unit]:
-        """Return a layer's unit by its index inside the chunk."""
         return {unit.place: unit for unit in self.units if unit.table.part == "layer"}
 
 

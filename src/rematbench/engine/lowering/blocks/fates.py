@@ -41,7 +41,6 @@ class Resolved(Struct, frozen=True, array_like=True, gc=False):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole tensor."""
         return self.keep_bytes + self.offload_bytes + self.recompute_bytes
 
     @property
@@ -68,8 +67,6 @@ class ChunkPlace(Struct, frozen=True, kw_only=True):
 
 
 class ChunkSites(ChunkPlace, frozen=True, kw_only=True):
-    """The saved tensors of a chunk, by site."""
-
     sites: dict[Site, Activation]
 
 

@@ -46,7 +46,6 @@ class RepeatedPiece(NamedTuple):
         return Periods(start, end - start, times, event, last - event, self.pieces)
 
     def after_insert(self, end: int, count: int) -> "RepeatedPiece":
-        """Return the piece after `count` actions are inserted at index `end`."""
         return RepeatedPiece(
             self.pieces, *(start.after_insert(end, count) for start in self.starts)
         )

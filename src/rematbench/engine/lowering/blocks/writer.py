@@ -66,11 +66,9 @@ class BlockWriter:
 
     @property
     def position(self) -> Position:
-        """The position of the next action."""
         return Position(len(self.actions), self._events)
 
     def begin_unit(self) -> None:
-        """Note that the next unit begins."""
         self.unit_starts.append(self.position)
 
     def rewrite(self, start: Position, actions: Sequence[Action], events: int) -> None:
@@ -106,7 +104,6 @@ class BlockWriter:
         return begin
 
     def _exchange(self, index: int, **changes: Event | str) -> None:
-        """Change what the action at `index` exchanges."""
         action = self.actions[index]
         exchange = msgspec.structs.replace(action.exchange, **changes)
         self.actions[index] = msgspec.structs.replace(action, exchange=exchange)
@@ -115,7 +112,6 @@ class BlockWriter:
         self.actions.append(Action(kind=WAIT, stream=stream, wait=event))
 
     def free(self, *storages: Storage) -> None:
-        """Append a FREE of storages on the compute stream."""
         self.add(Action(kind=Kind.FREE, stream=COMPUTE, frees=storages))
 
     def move(

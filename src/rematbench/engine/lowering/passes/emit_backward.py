@@ -421,7 +421,6 @@ class WeightEmitter:
         self.first, self.reducer, self.w = first, reducer, BlockWriter()
 
     def block(self) -> Block:
-        """Return block W."""
         w, chunk, reducer = self.w, self.first.chunk, self.reducer
         self.first.block()
         order = list(reversed(chunk.units))

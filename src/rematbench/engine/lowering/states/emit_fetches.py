@@ -40,7 +40,6 @@ class Matrices(NamedTuple):
 
 
 def forward_order(chunk: ChunkOps) -> list[Matrices]:
-    """The matrices of a chunk in the order in which its forward uses them."""
     return [one for unit in chunk.units for one in _matrices(chunk, unit)]
 
 

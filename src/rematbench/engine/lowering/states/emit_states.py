@@ -124,11 +124,9 @@ class ParameterGatherer:
         self.for_the_head = False
 
     def parts(self, unit: Unit) -> list[Gathered]:
-        """Return the parts of a unit's parameters that are gathered."""
         return gathered_parts(unit, self.fate, self.layout)
 
     def own(self, unit: Unit) -> tuple[Storage, ...]:
-        """Return the storages of a unit's gathered parameters."""
         return tuple(part.storage for part in self.parts(unit))
 
     def _read(self, unit: Unit) -> list[Unit]:
@@ -288,7 +286,6 @@ def parameter_gathers(layout: Layout, system: System, count: int, experts: int) 
 
 
 def allocate_gradients(w: BlockWriter, unit: Unit, storage: Alloc) -> None:
-    """Allocate a storage of a unit's gradients."""
     w.add(
         Action(kind=Kind.ALLOC, stream=COMPUTE, part=unit.prefix, op="gradients", allocs=(storage,))
     )
@@ -355,7 +352,6 @@ class GradReducer:
             allocate_gradients(w, unit, Alloc(self.buffer(unit), self._bytes(unit)))
 
     def _bytes(self, unit: Unit) -> int:
-        """Bytes of a unit's buffer."""
         return self.width * unit.trained
 
     def after(self, w: BlockWriter, unit: Unit, *, last: bool) -> None:

@@ -55,7 +55,6 @@ class HeldParameters(ParameterGatherer):
         self.ready(w, units[position])
 
     def ready(self, w: BlockWriter, unit: Unit) -> None:
-        """Name the copies that a unit's kernels read."""
         w.parameters[unit.prefix] = self.buffers(unit)
 
     def arrive(self, w: BlockWriter, units: list[Unit]) -> set[Storage]:
@@ -103,7 +102,6 @@ def _sums_of(unit: ModelPart) -> Storage:
 
 
 def held_copies(plan: Plan, problem: Problem, chunk: ChunkOps) -> tuple[Storage, ...]:
-    """The storages of a chunk's gathered parameters."""
     fate, lay = plan.state("parameter"), problem.layout
     return tuple(part.storage for unit in chunk.units for part in gathered_parts(unit, fate, lay))
 

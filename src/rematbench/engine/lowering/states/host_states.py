@@ -75,7 +75,6 @@ def on_device(problem: Problem, plan: Plan, rank: int) -> dict[str, int]:
 
 
 def rank_tensors(problem: Problem, plan: Plan, rank: int) -> list[int]:
-    """Parameters of each tensor of a rank, in the order of the model."""
     return [
         count
         for table, op in _weighted(problem, plan, rank)

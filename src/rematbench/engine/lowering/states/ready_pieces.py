@@ -45,7 +45,6 @@ class Ready(NamedTuple):
 
     @property
     def part(self) -> ModelPart:
-        """The part of the piece, with its units."""
         return part_of("P", self.piece.number, units=self.units)
 
 

@@ -58,7 +58,6 @@ class PieceWidths(Struct, frozen=True, kw_only=True):
 
 
 def piece_widths(plan: Plan, problem: Problem) -> PieceWidths:
-    """The widths of a plan's pieces."""
     system, pieces = problem.system, plan.state("optimizer").pieces
     here = plan.state("parameter").home == "device"
     master = pieces is not None and pieces.wire == "master"
@@ -79,7 +78,6 @@ MASTERS = 3
 
 
 def master_bytes(problem: Problem) -> int:
-    """Bytes of a master weight."""
     return problem.system.states.optimizer_bytes // MASTERS
 
 
@@ -178,7 +176,6 @@ class _Writer:
         self.next = {one.number: other for one, other in pairwise(hosted)} if self.slots else {}
 
     def run(self) -> list[Action]:
-        """The actions of all pieces."""
         for piece in self.pieces:
             {"device": self._resident, "host": self._hosted, "visit": self._visit}[piece.place](
                 piece
