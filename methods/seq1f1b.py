@@ -14,9 +14,9 @@ from typing import ClassVar
 from msgspec import Struct
 from msgspec.structs import replace
 
-from rematbench.plan import Plan, Settings, Unsupported, slices_refusal
+from rematbench.plan import Plan, Settings, Unsupported
 from rematbench.problem import Problem
-from rematbench.solve.slices import equal_work, even
+from rematbench.solve.slices import equal_work, even, refused
 from rematbench.workload import PositiveInt
 
 
@@ -32,15 +32,10 @@ class Seq1F1B(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     interleaved: bool = False
 
     def plan(self, problem: Problem, base: Plan) -> Plan | Unsupported:
-        usual = ("interleaved_1f1b",) if self.interleaved else ("1f1b", "gpipe")
-        if base.schedule not in usual or base.orders or base.slices:
-            return Unsupported(f"needs the passes of {usual[0]}, not {base.schedule} or others")
+        if reason := refused(problem, base, self.slices, interleaved=self.interleaved):
+            return Unsupported(reason)
         if self.slices == 1:
             return base
-        probe = replace(base, slices=(problem.workload.seq_len,))
-        of_job = problem.layout, problem.workload, problem.attention
-        if refused := slices_refusal(probe, problem.system, *of_job):
-            return Unsupported(refused)
         lengths = (even if self.equal else equal_work)(problem, self.slices)
         if not lengths:
             return Unsupported(f"{problem.workload.seq_len} tokens have no {self.slices} slices")

@@ -420,21 +420,20 @@ def gathers_by_layer(parameter: StateFate, layout: Layout) -> bool:
     return parameter.gather == "layer" and elsewhere
 
 
-def _refused_states(plan: Plan, layout: Layout) -> dict[str, bool]:
-    """The facts of states that passes of parts of a step are not lowered with."""
+def refusal(words: str, reasons: Mapping[str, bool]) -> str:
+    """`words` and the first reason that holds; empty if none does."""
+    return next((f"{words} {name}" for name, holds in reasons.items() if holds), "")
+
+
+def _of_states(plan: Plan, layout: Layout) -> dict[str, bool]:
+    """The states that passes of a part of the work do not have."""
     gradient, optimizer = plan.state("gradient"), plan.state("optimizer")
-    ready = optimizer.pieces is not None and optimizer.pieces.start == "ready"
+    early = optimizer.pieces is not None and optimizer.pieces.start == "ready"
     return {
         "parameters gathered per layer": gathers_by_layer(plan.state("parameter"), layout),
         "sharded gradients": gradient.shards > 1 or gradient.home == "host",
-        "updates in the backward": optimizer.update == "backward" or ready,
+        "updates in the backward": optimizer.update == "backward" or early,
     }
-
-
-def _refusal(what: str, reasons: dict[str, bool]) -> str:
-    """The sentence of the first reason that holds; empty without one."""
-    held = [name for name, holds in reasons.items() if holds]
-    return f"{what} not lowered with {held[0]}" if held else ""
 
 
 def passes_refusal(plan: Plan, layout: Layout, system: System, model: Model) -> str:
@@ -446,10 +445,10 @@ def passes_refusal(plan: Plan, layout: Layout, system: System, model: Model) -> 
         "layers that predict more tokens": model.mtp_layers > 0,
         "tensor parallelism without norms before": layout.tp > 1 and not model.pre_norm,
         "tied embeddings on a rank with both ends": plan.turns and model.tied_embeddings,
-        "CUDA graphs": system.kernels.cuda_graphs,
-        **_refused_states(plan, layout),
+        "CUDA graphs": system.kernels.captures,
+        **_of_states(plan, layout),
     }
-    return _refusal("weight gradients in passes of their own are", reasons)
+    return refusal("weight gradients in passes of their own are not lowered with", reasons)
 
 
 def slices_refusal(
@@ -474,9 +473,9 @@ def slices_refusal(
         "mini-sequences": bool(plan.mini_sequences),
         "weight gradients or a vocabulary in passes of their own": plan.halves
         or plan.schedule in VOCABULARY,
-        **_refused_states(plan, layout),
+        **_of_states(plan, layout),
     }
-    return _refusal("slices of a sequence are", reasons)
+    return refusal("slices of a sequence are not lowered with", reasons)
 
 
 def vocabulary_refusal(plan: Plan, layout: Layout, system: System, work: Workload) -> str:
@@ -491,7 +490,6 @@ def vocabulary_refusal(plan: Plan, layout: Layout, system: System, work: Workloa
         "tied embeddings": model.tied_embeddings,
         "layers that predict more tokens": model.mtp_layers > 0,
         "weights that do not train": work.partly,
-        "states that come at the first step": system.states.late_state_bytes > 0,
         "pieces of the head": any("loss" in run.ops for run in plan.mini_sequences),
     }
-    return _refusal("a vocabulary over all stages is", reasons)
+    return refusal("a vocabulary over all stages is not lowered with", reasons)

@@ -10,7 +10,7 @@ import yaml
 from rematbench.foreign.adapters import read_adapters
 from rematbench.foreign.deepspeed import read_deepspeed, read_zero
 from rematbench.foreign.keys import is_off, read_keys
-from rematbench.foreign.reading import AUTO, Reading, switch
+from rematbench.foreign.reading import AUTO, Reading, beside, switch
 from rematbench.inputs.configfile import ConfigError, read_mapping
 
 MODELS = ("model_name_or_path", "base_model", "model_name", "model")
@@ -74,7 +74,8 @@ def _packing(reading: Reading, data: Mapping[str, Any]) -> None:
         if not crossing:
             text = "attention stays inside documents: --document-len, else whole sequences"
         reading.notes.append(f"{key}: {text}")
-    if not keys and is_off(data.get("pad_to_sequence_len")):
+    joined = reading.keys.get("seq_len") == "block_size"  # run_clm.py, group_texts
+    if not keys and is_off(data.get("pad_to_sequence_len")) and not joined:
         note_cap(reading)
 
 
@@ -203,7 +204,9 @@ def merge(reading: Reading, more: Reading) -> None:
         reading.put(name, value, more.keys.get(name, name))
     reading.facts |= more.facts
     reading.model |= more.model
-    reading.method = reading.method or more.method
+    wraps = more.package == "accelerate" and more.method is not None  # whatever the trainer does
+    if reading.method is None or (wraps and reading.method[0] == "keep_all"):
+        reading.method = more.method
     if reading.package != "Megatron":  # whose launch line says which of its stacks runs
         reading.system = more.system or reading.system
     for name in ("ignored", "unknown", "refused", "notes", "files"):
@@ -238,7 +241,7 @@ def _fsdp(reading: Reading, data: Mapping[str, Any], flat: Mapping[str, Any]) ->
         reading.refused.append(f"fsdp: {word} ({host if word == 'offload' else 'not read'})")
     section = _mapping(data, "fsdp_config") or data.get("fsdp_config") or {}
     if not isinstance(section, Mapping):
-        path = Path(reading.file).parent / Path(str(section)).name
+        path = beside(reading.file, section)
         if not path.is_file():
             reading.refused.append(f"fsdp_config: {section} is not beside {reading.file}")
         section = read_mapping(path, str(path)) if path.is_file() else {}

@@ -8,11 +8,20 @@ from msgspec.structs import replace
 
 from rematbench.costs.operators.kernels import Attention, Gemm
 from rematbench.costs.operators.ops import Op, OpTable
-from rematbench.engine.lowering.slices import slice_problems
-from rematbench.inputs.shapes import causal_pairs
-from rematbench.plan import Plan
+from rematbench.engine.lowering.slices import behind, slice_problems
+from rematbench.plan import Plan, slices_refusal
 from rematbench.problem import Problem
 from rematbench.solve.layer_costs import backward_s, forward_s
+
+
+def refused(problem: Problem, base: Plan, count: int = 2, *, interleaved: bool = False) -> str:
+    """Why a base is not cut into `count` slices; empty if it can be."""
+    usual = ("interleaved_1f1b",) if interleaved else ("1f1b", "gpipe")
+    if base.schedule not in usual or base.orders or base.slices:
+        return f"needs the passes of {usual[0]}, not {base.schedule} or others"
+    probe = replace(base, slices=(problem.workload.seq_len,) * (count > 1))
+    of_job = problem.system, problem.layout, problem.workload, problem.attention
+    return slices_refusal(probe, *of_job)
 
 
 def unit_tokens(problem: Problem) -> int:
@@ -75,7 +84,7 @@ def least_time(problem: Problem, plan: Plan, pieces: int) -> tuple[int, ...]:
     def seconds(count: int, before: int) -> float:
         """Seconds of `count` pieces behind `before` pieces."""
         table = tables[count - 1]
-        return rest_s[count - 1] + stage_s(table, [_behind(table.op("attention"), before * size)])
+        return rest_s[count - 1] + stage_s(table, [behind(table.op("attention"), before * size)])
 
     known = {(k, i): seconds(k, i) for i in range(pieces) for k in range(1, pieces - i + 1)}
     best: tuple[float, tuple[int, ...]] = (inf, (seq_len,))
@@ -93,16 +102,3 @@ def least_time(problem: Problem, plan: Plan, pieces: int) -> tuple[int, ...]:
         found = (least[-1][0] + (pp - 1) * bound, least[-1][1])
         best = min(best, found)
     return best[1]
-
-
-def _behind(op: Op, context: int) -> Op:
-    kernels = tuple(
-        replace(
-            kernel,
-            kv_rows=kernel.q_rows + context,
-            pairs=causal_pairs(kernel.q_rows, 0) + kernel.q_rows * context,
-        )
-        for kernel in op.forward
-        if isinstance(kernel, Attention)
-    )
-    return replace(op, forward=kernels, backward_input=kernels)

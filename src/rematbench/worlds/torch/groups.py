@@ -86,7 +86,6 @@ class ExpertPlace(NamedTuple):
 
 
 def expert_place(layout: Layout, order: tuple[str, ...], place: Coordinates) -> ExpertPlace:
-    """The place of the rank with these coordinates."""
     number = state_rank(layout, order, place, order)
     axes = {
         axis: next(ranks.index(number) for ranks in groups if number in ranks)
@@ -268,7 +267,6 @@ class Groups:
             torch.cuda.synchronize(device)
 
     def peer(self, stage: int) -> int:
-        """The global rank of the process with this rank's place at another pipeline stage."""
         if stage not in self._peers:
             wanted = self.place._replace(pp=stage)
             ranks = range(self.layout.gpus)
@@ -293,5 +291,4 @@ class Groups:
 
 
 def default_backend(device: torch.device) -> str:
-    """The default backend of a device: gloo on a CPU, NCCL on CUDA."""
     return "nccl" if device.type == "cuda" else "gloo"
