@@ -190,6 +190,13 @@ def test_a_layout_of_stages_is_read(tmp_path: Path) -> None:
     assert "--layout" not in made.words
 
 
+def test_a_key_of_an_early_trl_has_its_defaults(tmp_path: Path) -> None:
+    text = TRL.replace("loss_type: nll\n", "").replace("gradient_checkpointing: true\n", "")
+    assert job(tmp_path, text, "job.yaml")[0].method == "full_recompute+mst:mlp_chunks=1"
+    early = text.replace("max_length", "max_seq_length")
+    assert job(tmp_path, early, "job.yaml")[0].method == "keep_all"
+
+
 def test_blocks_of_transformers_own_example_are_full(tmp_path: Path) -> None:
     values = {"model_name_or_path": "Qwen/Qwen3-8B", "block_size": 4096, "bf16": True}
     (tmp_path / "args.json").write_text(json.dumps(values))
