@@ -16,7 +16,7 @@ from rematbench.costs.tiles import untiled
 from rematbench.engine.lowering.lower import lower
 from rematbench.engine.simulate.seconds import action_seconds
 from rematbench.evaluate.breakdown import host_wait_s
-from rematbench.evaluate.evaluation import PlanEvaluation, fullest_rank
+from rematbench.evaluate.evaluation import PlanEvaluation, fullest_rank, has_exact_pins
 from rematbench.evaluate.proof import Proof
 from rematbench.evaluate.result import (
     SPEEDS,
@@ -32,7 +32,6 @@ from rematbench.evidence.peaks import about, in_words, total_is_checked
 from rematbench.host.console import gib, percent, plain, print_uncut, rounded, seconds, worded
 from rematbench.inputs.stackfacts import other_versions
 from rematbench.inputs.system import System
-from rematbench.plan import has_exact_pins
 from rematbench.problem import Problem
 from rematbench.solve.memory_plan import BEST_FIT_TENSORS, is_placeable
 

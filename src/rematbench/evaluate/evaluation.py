@@ -23,7 +23,8 @@ from rematbench.engine.simulate.op_level import Simulation, simulate
 from rematbench.engine.simulate.seconds import action_seconds, table_of
 from rematbench.inputs.layout import GATHERED_CHUNKS
 from rematbench.inputs.load import load_cluster, names
-from rematbench.plan import Plan, gathers_by_layer, has_exact_pins
+from rematbench.inputs.system import System
+from rematbench.plan import Plan, gathers_by_layer
 from rematbench.problem import NOT_TIMED, Problem, gathered_bytes, rank_parameters
 
 HOST_RATE = (
@@ -290,7 +291,7 @@ def dummy_gradient_bytes(problem: Problem, plan: Plan, rank: int) -> int:
         return 0
     chunks = plan.partition[rank]
     tables = [problem.layer(layer) for chunk in chunks for layer in chunk]
-    tables += [problem.head] * (rank == problem.layout.pp - 1)
+    tables += [problem.head] * (rank == plan.head_rank)
     shapes = {
         (kernel.m, kernel.n)
         for table in {id(table): table for table in tables}.values()
@@ -340,3 +341,9 @@ def _work(problem: Problem, program: Program) -> tuple[float, int]:
                 work = sum(kernel_flop(k) for k in op.forward) * share
                 flop += work * count * runs
     return flop, moved
+
+
+def has_exact_pins(system: System, plan: Plan) -> bool:
+    """Whether pinned activations take their own bytes of host memory and not torch's blocks: by the
+    stack's allocator, or because the plan places its own memory."""
+    return system.host.pinned_blocks == "exact" or plan.addresses == "planned"

@@ -252,7 +252,19 @@ def received(message: str) -> Event:
     return event_of(f"{ARRIVED}{message}")
 
 
-RECEIVED = {direction: received(direction) for direction in "fbex"}
+STEP = {"f": 1, "b": -1, "f^": -1, "b^": 1, "f@": 0, "b@": 0}
+"""By how many ranks messages between stages go: a forward and a backward; those of chunks that come
+back from the last rank (^); and those between the last rank's two chunks, where they turn (@)."""
+
+
+def stage_of(word: str, rank: int, pp: int, *, receives: bool) -> int:
+    """Return the virtual stage, counted from the chunk's first, of the rank that receives or sends
+    such a message."""
+    back = word[1:] == "^" or (word[1:] == "@" and (word[0] == "f") == receives)
+    return pp - 1 - rank if back else rank
+
+
+RECEIVED = {direction: received(direction) for direction in (*STEP, *"ex")}
 SENT = {direction: event_of(f"sent_{direction}") for direction in "fbex"}
 """The arrival and the end of a message; see `received`."""
 ENDED = {"f": event_of("f_end"), "b": event_of("b_end")}

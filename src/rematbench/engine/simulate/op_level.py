@@ -15,7 +15,7 @@ from msgspec import Struct
 from rematbench.engine.program.action import STREAM_INDEX, STREAMS, Action, Kind
 from rematbench.engine.program.ledger import Interval
 from rematbench.engine.program.program import Block, Program, RankProgram
-from rematbench.engine.program.storage import Event
+from rematbench.engine.program.storage import Event, stage_of
 
 TIMELESS = (Kind.FREE, Kind.ALLOC, Kind.RECV)
 """Kinds of actions that the simulation leaves out (a RECV's event is the message's arrival)."""
@@ -124,13 +124,12 @@ class Clock:
     def incoming(self, event: Event) -> MessageNumber:
         if event.message == "e":
             return 0, -1 - (sum(self.embedding) - self.rank)
-        if len(event.message) > 1 and event.message[1] == "%":
-            number = SLICED * int(event.message[2:])
-            return 2, 2 * self.rank + (event.message[0] == "b") + number
         if event.message[0] in OF_VOCABULARY:
             sender = int(event.message[1:] or self.pp - 1)
             return self._of_vocabulary(event.message[0], sender, self.rank)
-        return 2, 2 * self.rank + (event.message == "b")
+        word, _, number = event.message.partition("%")
+        stage = stage_of(word, self.rank, self.pp, receives=True)
+        return 2, 2 * stage + (word[0] == "b") + SLICED * int(number or 0)
 
     def outgoing(self, op: str) -> MessageNumber:
         """Return the message of a SEND.  It goes to the next (forward) or previous (backward) stage
@@ -139,8 +138,9 @@ class Clock:
             return 0, -1 - self.rank
         if op[0] in OF_VOCABULARY:
             return self._of_vocabulary(op[0], self.rank, int(op[1:]))
-        number = SLICED * int(op[2:]) if op[1:] else 0
-        return (2, 2 * self.rank + (2 if op[0] == "f" else -1) + number)
+        word, _, number = op.partition("%")
+        stage = stage_of(word, self.rank, self.pp, receives=False)
+        return (2, 2 * stage + (2 if word[0] == "f" else -1) + SLICED * int(number or 0))
 
     def _of_vocabulary(self, kind: str, sender: int, receiver: int) -> MessageNumber:
         pairs = OF_VOCABULARY.index(kind) * self.pp + sender

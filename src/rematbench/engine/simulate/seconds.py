@@ -23,6 +23,7 @@ from rematbench.engine.program.action import (
     Kind,
 )
 from rematbench.engine.program.program import Program
+from rematbench.engine.program.storage import STEP
 from rematbench.engine.simulate.beside import Exposed, exposed_shares
 from rematbench.engine.simulate.copy_contention import PieceTraffic, copy_traffic, piece_traffic
 from rematbench.engine.simulate.op_level import (
@@ -244,7 +245,9 @@ class ActionCosts:
             other = int(action.op[1:])
             return self.cost.p2p_s(action.nbytes, rank, other) if action.nbytes else 0.0
         word = action.op.partition("%")[0]
-        peer = {"f": rank + 1, "b": rank - 1, "tied": sum(ends) - rank}[word]
+        peer = sum(ends) - rank if word == "tied" else rank + STEP[word]
+        if peer == rank:  # its other chunk
+            return 0.0
         shared = action.op != "tied" and not self.problem.layout.sp
         return self.cost.p2p_s(action.nbytes, rank, peer % pp, replicated=shared)
 

@@ -199,7 +199,7 @@ class BackwardEmitter:
             self.arrivals |= self.gatherer.arrive(w, chunk.units)
         self.rebuild.before_receive()
         if not chunk.last and not chunk.local:
-            w.wait(COMPUTE, RECEIVED["b"])
+            w.wait(COMPUTE, RECEIVED[chunk.ends.word("b", receives=True)])
             gradient = chunk.output.gradient
             self.grads[chunk.output] = gradient
             self.arrivals.add(gradient)

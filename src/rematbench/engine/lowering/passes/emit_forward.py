@@ -50,7 +50,7 @@ class ForwardEmitter:
         if self.gatherer and early:  # the stage's compute idles until its message arrives
             self.gatherer.before(w, chunk.units, 0)
         if not chunk.first:
-            w.wait(COMPUTE, RECEIVED["f"])
+            w.wait(COMPUTE, RECEIVED[chunk.ends.word("f", receives=True)])
         for position, unit in enumerate(chunk.units):
             w.begin_unit()
             if self.gatherer and (position or not early):

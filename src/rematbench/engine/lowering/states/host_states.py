@@ -84,6 +84,6 @@ def rank_tensors(problem: Problem, plan: Plan, rank: int) -> list[int]:
 def _weighted(problem: Problem, plan: Plan, rank: int) -> list[tuple[OpTable, Op]]:
     tables = [problem.embedding] if rank == 0 else []
     tables += [problem.layer(index) for chunk in plan.partition[rank] for index in chunk]
-    tables += [problem.head] if rank == problem.layout.pp - 1 else []
+    tables += [problem.head] if rank == plan.head_rank else []
     by_table = {id(table): trained_operators(problem, table) for table in tables}
     return [(table, op) for table in tables for op in by_table[id(table)]]
