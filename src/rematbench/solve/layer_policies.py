@@ -28,8 +28,6 @@ wins."""
 
 
 class Placement(Struct, frozen=True, kw_only=True):
-    """The place of one recomputed job: a window, or the critical path (None)."""
-
     job: WindowJob
     slot: Slot | None
 
@@ -109,7 +107,6 @@ def _earliest(job: WindowJob, placements: dict[str, Placement]) -> int | None:
 def policy_of(
     layer: LayerWindows, placements: tuple[Placement, ...], layers_per_chunk: int
 ) -> StagePolicy:
-    """The policy with these placements, with its bytes and seconds."""
     load = dict.fromkeys(layer.idle_s, 0.0)
     exposed = hidden = 0.0
     for item in placements:
@@ -196,8 +193,6 @@ class _Model:
         return cost
 
     def rows(self, budget_bytes: float) -> list[Row]:
-        """The constraints: each job at most once and after its inputs, within windows and
-        budget."""
         rows: list[Row] = []
         for number in range(len(self.groups)):
             for job in self.layer.jobs:

@@ -28,8 +28,6 @@ MIN_SHARE = 0.5
 
 
 class Emitter(Protocol):
-    """An emitter that writes a chunk's block."""
-
     w: BlockWriter
 
     def block(self) -> Block: ...
@@ -86,8 +84,6 @@ def block_of(
 
 
 def short_chunk(chunk: ChunkOps, fates: Fates, transfers: Transfers, ahead: int) -> Short | None:
-    """Return the short chunk to write in place of a long chunk; None if too few layers are
-    equal."""
     slots = transfers.reload_slots if transfers.granularity == "layer" else 0
     period = max(1, slots)
     reach = 1 + max(transfers.release_lag, transfers.prefetch_layers, slots, ahead)
@@ -185,7 +181,6 @@ def _longer(short: Short, block: Block, edges: Sequence[Position], *, forward: b
 
 
 def _inside(block: Block, start: Position, end: Position) -> list[Periods]:
-    """The periods of a block between two positions; `start` counts from the first position."""
     there = [each for each in block.periods if start.action <= each.start < end.action]
     return [each._replace(start=each.start - start.action) for each in there]
 

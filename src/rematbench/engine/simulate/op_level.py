@@ -50,10 +50,7 @@ class RankedSeconds(Protocol):
         """Return a key that is equal for ranks on which every action takes the same time."""
         ...
 
-    def timing(self, action: Action, rank: int) -> Timing:
-        """Return the action's timing.  An action that only orders streams (ORDERING) takes no
-        time."""
-        ...
+    def timing(self, action: Action, rank: int) -> Timing: ...
 
 
 def timings(seconds: Seconds) -> Callable[[Action, int], Timing]:
@@ -125,7 +122,6 @@ class Clock:
         self.awaiting: int | None = None
 
     def incoming(self, event: Event) -> MessageNumber:
-        """Return the message whose arrival is the event of a RECV."""
         if event.message == "e":
             return 0, -1 - (sum(self.embedding) - self.rank)
         if len(event.message) > 1 and event.message[1] == "%":
@@ -245,8 +241,6 @@ def simulate(program: Program, seconds: Seconds, *, record: bool = False) -> Sim
 
 
 class Busy(Protocol):
-    """A compiled block that knows the seconds during which it keeps each stream busy."""
-
     @property
     def busy_s(self) -> tuple[float, ...]: ...
 

@@ -16,7 +16,7 @@ from torch.autograd.graph import save_on_cpu
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
-from rematbench.measure.hand_written import Means
+from rematbench.measure.records import Means
 from rematbench.worlds.torch import arithmetic
 from rematbench.worlds.torch.parameters import AdamW
 from rematbench.worlds.torch.rank_model import NotExecutable, RankModel
@@ -47,8 +47,6 @@ class _Linear(torch.autograd.Function):
 
 
 class PlainLoop:
-    """Training steps of one rank's model; gradients add up in the parameters' wide buffers."""
-
     def __init__(self, model: RankModel, rule: AdamW, means: Means = "nothing") -> None:
         kind, lay = model.kind, model.problem.layout
         if (kind.mlp, kind.norm, kind.position) != ("swiglu", "rmsnorm", "rope") or lay.gpus > 1:

@@ -191,13 +191,10 @@ class Campaign:
         return cell.variant.method.replace("_", "-") if self.is_baseline(cell) else OURS
 
     def steps(self, cell: CampaignCell) -> int:
-        """Optimizer steps of a cell on GPUs: observed, warm-up and timed steps."""
         warmup = self.suite.warmup if self.is_baseline(cell) else 0
         return self.suite.steps + warmup + TIMED_STEPS
 
     def words(self, cell: CampaignCell) -> list[str]:
-        """The arguments of the rematbench command that each process of a cell runs, without
-        `--out` and `--timeout`."""
         words = [*cell.variant.to_arguments(cell.spec), "--steps", str(self.suite.steps)]
         if self.is_baseline(cell):
             return ["baseline", "run", *words, "--warmup", str(self.suite.warmup)]

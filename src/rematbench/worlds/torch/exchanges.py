@@ -224,7 +224,6 @@ class Exchanges:
             self.memory.put(span.key(alloc.storage), Value(own, span.first, span.size))
 
     def all_reduce(self, action: Action, span: Span) -> None:
-        """Sum over the group in place."""
         group = self.group(action)
         if self._of_states(action):
             self._reduce_gradients(action, span.chunk)
@@ -285,7 +284,6 @@ class Exchanges:
     def _sharing(
         self, action: Action, chunk: int, prefixes: Iterable[ModelPart]
     ) -> list[Parameter]:
-        """The parameters of units whose states the action's ranks share."""
         comm = action.exchange.comm
         of_experts = comm is not None and comm.group == "edp"
         among = [p for prefix in prefixes for p in self.model.unit_parameters(chunk, prefix)]
@@ -461,12 +459,10 @@ class Messages:
         self.posted.append((self._send(copy, message), copy))
 
     def flush(self) -> None:
-        """Wait until every copied message is sent."""
         while self.posted:
             self.posted.pop()[0].wait()
 
     def receive(self, action: Action, span: Span) -> None:
-        """Allocate a boundary tensor and start to receive it."""
         if action.op == "tied":
             assert self.arrival is not None
             self._receive(self.arrival, self._message(action, span))

@@ -50,7 +50,6 @@ class ParameterSpec(NamedTuple):
     columns: int | None = None
 
     def parts(self, layout: Layout) -> int:
-        """The number of ranks over which the parameter is split."""
         if self.split is None:
             return 1
         return layout.expert_tp if self.expert else layout.tp
@@ -207,8 +206,6 @@ def _attention_specs(model: Model, prefix: str) -> dict[str, ParameterSpec]:
 
 
 def _latent_specs(model: Model, given: Latent, prefix: str) -> dict[str, ParameterSpec]:
-    """The projections of latent attention: those to few columns, which each rank has whole, with
-    their norms, and those up to heads."""
     specs: dict[str, ParameterSpec] = {}
     down = {"q_latent": given.q_rank} if given.q_rank else {}
     for local, width in (down | {"kv_latent": given.kv_rank, "k_rope": given.rope}).items():
@@ -304,7 +301,6 @@ def padded(full: Tensor, spec: ParameterSpec) -> Tensor:
 
 
 def local_size(spec: ParameterSpec, layout: Layout) -> int:
-    """The number of elements of a tensor-parallel rank's shard."""
     rows, *columns = spec.shape
     return prod([max(rows, spec.rows), *columns]) // spec.parts(layout)
 
@@ -316,8 +312,6 @@ def shard(full: Tensor, spec: ParameterSpec, rank: int, degree: int) -> Tensor:
 
 
 class Owner(NamedTuple):
-    """The shards of the parameters that a rank holds."""
-
     tp_rank: int
     tp: int
     state_rank: int
@@ -365,32 +359,26 @@ class Parameter:
 
     @property
     def own_value(self) -> Tensor:
-        """The compute copy of this rank's shard."""
         own = self.value_shard
         return self.flat[self.start : self.stop] if own is None else own
 
     @property
     def own_grad(self) -> Tensor:
-        """The gradient of this rank's shard."""
         own = self.grad_shard
         return self.grad_flat[self.start : self.stop] if own is None else own
 
     @cached_property
     def value(self) -> Tensor:
-        """The compute copy, in the parameter's shape."""
         return self.flat[: self.shape.numel()].view(self.shape)
 
     @property
     def grad(self) -> Tensor:
-        """The gradient, in the parameter's shape."""
         return self.grad_flat[: self.shape.numel()].view(self.shape)
 
     def tensors(self) -> list[Tensor]:
-        """Every tensor of the parameter on the device."""
         return [self.flat, self.grad_flat, *([] if self.host else self._state())]
 
     def host_tensors(self) -> list[Tensor]:
-        """Every tensor of the parameter in host memory."""
         return [*self._state(), *self.host] if self.host else []
 
     def _state(self) -> list[Tensor]:

@@ -49,7 +49,6 @@ class Sharing:
         )
 
     def ranges(self, specs: Sequence[ParameterSpec], layout: Layout) -> dict[str, tuple[int, int]]:
-        """This rank's range of each parameter of a unit, by name."""
         found = {}
         for trained in (False, True):
             among = [spec for spec in specs if spec.trained == trained]
@@ -113,7 +112,6 @@ class UnitStates:
             parameter.lend(part)
 
     def drop_weights(self) -> None:
-        """Let no parameter hold gathered weights."""
         for parameter in self.parameters:
             parameter.lend(parameter.flat.new_empty(0))
 
@@ -126,7 +124,6 @@ class UnitStates:
             self.gradients.add_(part)
 
     def at_home(self, *, on_host: bool) -> list[Tensor]:
-        """The tensors in host memory, or on the device."""
         homes = (self.sharing.weights_on_host, self.sharing.gradients_on_host)
         pairs = zip((self.weights, self.gradients), homes, strict=True)
         found = [tensor for tensor, home in pairs if home == on_host]
