@@ -8,7 +8,6 @@ from typing import NamedTuple
 from rematbench.costs.operators.builder import Builder
 
 COUNTS = "expert_counts"
-"""The operator whose end the host awaits."""
 
 
 class Launches(NamedTuple):

@@ -26,7 +26,6 @@ from rematbench.engine.simulate.op_level import (
 )
 
 Times = dict[int, float]
-"""Seconds by a number."""
 
 
 class Runs(NamedTuple):
@@ -53,7 +52,6 @@ class Motion(NamedTuple):
 
 
 MacroSteps = tuple[list[Motion], Runs]
-"""The motion of each distinct run of a rank, and the runs."""
 
 
 def _motion(macro: Macro, events: dict[Event, Times], clock: Clock) -> Motion:

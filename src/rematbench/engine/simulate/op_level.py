@@ -24,7 +24,6 @@ ORDERING = (Kind.WAIT, Kind.EVENT)
 """Kinds of actions that order streams but take no time themselves."""
 
 Seconds = Callable[[Action, int], float]
-"""(action, rank) -> seconds of the action on its stream."""
 
 
 class Timing(NamedTuple):
@@ -69,7 +68,6 @@ MessageNumber = tuple[int, int]
 
 COMPUTE = STREAM_INDEX["compute"]
 HOST = len(STREAMS)
-"""Index of the host's clock, after the clocks of the streams."""
 
 
 class DeadlockError(RuntimeError):
