@@ -18,10 +18,10 @@ from rematbench.engine.simulate.op_level import (
     Clock,
     Seconds,
     Simulation,
-    busy,
     compile_program,
     drive,
     pass_number,
+    simulation,
     timings,
 )
 
@@ -144,11 +144,7 @@ def simulate_chunks(program: Program, seconds: Seconds) -> Simulation:
         return _advance(steps[rank.rank], clock, messages)
 
     drive(program, clocks, messages, advance)
-    return Simulation(
-        step_s=max(max(clock.free) for clock in clocks),
-        rank_end_s=tuple(max(clock.free) for clock in clocks),
-        stream_busy_s=busy(program, code),
-    )
+    return simulation(program, clocks, code)
 
 
 def _advance(own: MacroSteps, clock: Clock, messages: Times) -> bool:  # noqa: C901 (plain, for speed)
