@@ -415,7 +415,7 @@ def passes_refusal(plan: Plan, layout: Layout, system: System, model: Model) -> 
         "experts": model.experts is not None,
         "layers that predict more tokens": model.mtp_layers > 0,
         "tensor parallelism without norms before": layout.tp > 1 and not model.pre_norm,
-        "CUDA graphs": system.kernels.cuda_graphs,
+        "CUDA graphs": system.kernels.captures,
         **_of_states(plan, layout),
     }
     return refusal("weight gradients in passes of their own are not lowered with", reasons)
@@ -460,7 +460,6 @@ def vocabulary_refusal(plan: Plan, layout: Layout, system: System, work: Workloa
         "tied embeddings": model.tied_embeddings,
         "layers that predict more tokens": model.mtp_layers > 0,
         "weights that do not train": work.partly,
-        "states that come at the first step": system.states.late_state_bytes > 0,
         "pieces of the head": any("loss" in run.ops for run in plan.mini_sequences),
     }
     return refusal("a vocabulary over all stages is not lowered with", reasons)

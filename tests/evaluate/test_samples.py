@@ -47,9 +47,9 @@ def test_bytes_at_a_length_are_those_of_its_program(attention: str) -> None:
         wanted = [
             size
             for lines, times in requests(other.blocks[step.block], late=late)
-            for _, size in lines * times
+            for _, size, _ in lines * times
         ]
-        found = [size for _, size in lengths.lines(step)]
+        found = [size for _, size, _ in lengths.lines(step)]
         assert len(found) == len(wanted)
         assert all(abs(a - b) <= 512 for a, b in zip(found, wanted, strict=True)), drawn
 

@@ -69,6 +69,22 @@ def test_a_switch_of_deepspeed_takes_its_file(tmp_path: Path, more: str, zero: s
     assert (made.options.get("zero_stage"), bool(reading.refused)) == (zero, zero is None)
 
 
+def test_a_file_is_read_at_its_path_before_its_name(tmp_path: Path) -> None:
+    (tmp_path / "ds").mkdir()
+    for stage, folder in ((2, tmp_path), (3, tmp_path / "ds")):
+        (folder / "c.json").write_text(json.dumps({"zero_optimization": {"stage": stage}}))
+    line = "deepspeed --num_gpus 8 train.py --model_name_or_path m --bf16 --deepspeed {}/c.json"
+    stages = [job(tmp_path, line.format(at))[0].options["zero_stage"] for at in ("ds", "elsewhere")]
+    assert stages == ["3", "2"]
+
+
+@pytest.mark.parametrize(("ranks", "fits"), [(1, True), (2, False)])
+def test_a_degree_of_one_is_none(tmp_path: Path, ranks: int, fits: bool) -> None:
+    lines = [f"x.py {SIZES} --bf16 --num-distributed-optimizer-instances {ranks}"]
+    lines += [f"torchrun openrlhf.cli.train_sft --pretrain m --ring_attn_size {ranks}"]
+    assert [not job(tmp_path, line)[1].refused for line in lines] == [fits, fits]
+
+
 def test_a_value_of_a_command_can_turn_its_yamls_off(tmp_path: Path) -> None:
     (tmp_path / "full.yaml").write_text(FACTORY + "bf16: true\ndeepspeed: ds_z3.json\n")
     made, reading = job(tmp_path, "llamafactory-cli train full.yaml deepspeed=null")
@@ -80,6 +96,7 @@ def test_a_value_of_a_command_can_turn_its_yamls_off(tmp_path: Path) -> None:
     [
         ("policy: {}\nloss_fn: {}", "NeMo-RL"),
         ("step_scheduler: {}\nmodel: {}", "Automodel"),
+        ("model: m\nmodel_class: llm\ndist_config: {name: fsdp2}", "LLaMA-Factory v1"),
         ("actor_rollout_ref: {}\ndata: {}", "verl"),
     ],
 )
@@ -90,6 +107,24 @@ def test_a_file_of_a_package_that_is_not_read_is_named(
         ConfigError, match=f"a {package} configuration, which is not read|an {package}"
     ):
         job(tmp_path, text, "job.yaml")
+
+
+@pytest.mark.parametrize(("processes", "fits"), [("", False), ("NPROC_PER_NODE=2 ", True)])
+def test_layers_on_several_devices_of_a_process_are_refused(
+    tmp_path: Path, processes: str, fits: bool
+) -> None:
+    line = f"CUDA_VISIBLE_DEVICES=0,1 {processes}swift sft --model m --max_length 512"
+    refused = job(tmp_path, line)[1].refused
+    assert (not refused, "device_map" in " ".join(refused)) == (fits, not fits)
+
+
+def test_accelerates_checkpointing_wraps_whatever_the_trainer_says(tmp_path: Path) -> None:
+    config = {"distributed_type": "FSDP", "fsdp_config": {"fsdp_activation_checkpointing": True}}
+    (tmp_path / "fsdp.json").write_text(json.dumps(config))
+    line = "accelerate launch --config_file fsdp.json swift/cli/sft.py --model Qwen/Qwen3-8B "
+    line += "--per_device_train_batch_size 1 --gradient_checkpointing false --tuner_type full"
+    made, reading = job(tmp_path, line)
+    assert (made.method, reading.package) == ("full_recompute", "ms-swift")
 
 
 @pytest.mark.parametrize("out", ["runs/dpo", "grpo.out", "reward"])
@@ -285,6 +320,17 @@ def test_slimes_supervised_training_has_no_engine(tmp_path: Path) -> None:
     assert (reading.refused, reading.unknown, made.options["seq_len"]) == ([], [], "64")
 
 
+@pytest.mark.parametrize(
+    ("text", "word"), [("step_scheduler: {}\nmodel: {}", "Automodel"), ("a: 1", "not a job")]
+)
+def test_a_file_that_a_command_names_is_not_called_absent(
+    tmp_path: Path, text: str, word: str
+) -> None:
+    (tmp_path / "am.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=f"names am.yaml, .*{word}"):
+        job(tmp_path, "torchrun recipes/llm/finetune.py --config am.yaml")
+
+
 def test_openrlhf_has_dots_in_its_options(tmp_path: Path) -> None:
     text = "read -r -d '' cmd <<EOF\nopenrlhf.cli.train_sft --data.max_len 2048 "
     text += "--train.batch_size 256 --train.micro_batch_size 2 --ds.zero_stage 3 --ds.adam_offload "
@@ -308,8 +354,9 @@ def test_a_micro_batch_of_verl_can_be_that_of_all_ranks_or_of_tokens(tmp_path: P
 
 
 def test_a_number_without_a_value_stops_the_run(tmp_path: Path) -> None:
-    line = f"x.py {SIZES} --bf16 --tensor-model-parallel-size $(expr 16 / 2)"
-    assert job(tmp_path, line)[1].unknown == ["--tensor-model-parallel-size"]
+    line = f"x.py {SIZES} --bf16 --tensor-model-parallel-size $("
+    assert job(tmp_path, f"{line}nproc)")[1].unknown == ["--tensor-model-parallel-size"]
+    assert job(tmp_path, f"N=8; {line}expr 16 / $N)")[0].options["tp"] == "2"
 
 
 def test_a_key_of_verl_is_named_whatever_its_letters(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Bytes, stacks and lengths are those of the job that a file says."""
 
+import json
 from itertools import combinations
 from pathlib import Path
 
@@ -189,6 +190,21 @@ def test_a_layout_of_stages_is_read(tmp_path: Path) -> None:
     assert "--layout" not in made.words
 
 
+def test_a_key_of_an_early_trl_has_its_defaults(tmp_path: Path) -> None:
+    text = TRL.replace("loss_type: nll\n", "").replace("gradient_checkpointing: true\n", "")
+    assert job(tmp_path, text, "job.yaml")[0].method == "full_recompute+mst:mlp_chunks=1"
+    early = text.replace("max_length", "max_seq_length")
+    assert job(tmp_path, early, "job.yaml")[0].method == "keep_all"
+
+
+def test_blocks_of_transformers_own_example_are_full(tmp_path: Path) -> None:
+    values = {"model_name_or_path": "Qwen/Qwen3-8B", "block_size": 4096, "bf16": True}
+    (tmp_path / "args.json").write_text(json.dumps(values))
+    made, reading = job(tmp_path, "torchrun --nproc_per_node 8 x/run_clm.py args.json")
+    assert (made.method, reading.package) == ("keep_all", "Transformers")
+    assert not [line for line in reading.notes if "cap" in line]
+
+
 @pytest.mark.parametrize(
     ("text", "capped"),
     [
@@ -350,6 +366,28 @@ def loads(folder: Path, made: FileJob) -> None:
     for name, text in made.files.items():
         (folder / name).write_text(text)
         (load_system if "stack" in name else load_model)(folder / name)
+
+
+@pytest.mark.parametrize(
+    ("options", "scope", "refused"),
+    [
+        ("--enable-cuda-graph", "layer", ""),
+        ("--cuda-graph-impl local --cuda-graph-scope full_iteration", "full_iteration", ""),
+        ("--cuda-graph-impl full_iteration", "full_iteration", ""),
+        ("--cuda-graph-impl transformer_engine --cuda-graph-scope attn mlp", "attn,mlp", ""),
+        ("--cuda-graph-impl none --cuda-graph-scope attn", None, ""),
+        ("--external-cuda-graph --cuda-graph-scope full", "layer", ""),
+        ("--cuda-graph-impl local --cuda-graph-scope mamba", None, "--cuda-graph-scope: mamba"),
+        ("--cuda-graph-impl mine", None, "--cuda-graph-impl: mine"),
+    ],
+)
+def test_graphs_of_a_line_are_a_choice_of_the_run(
+    tmp_path: Path, options: str, scope: str | None, refused: str
+) -> None:
+    _, reading = job(tmp_path, f"torchrun pretrain_gpt.py {SIZES} --bf16 {options}\n")
+    assert reading.get("cuda_graphs") == scope
+    assert [line.startswith(refused) for line in reading.refused] == [True] * bool(refused)
+    assert not reading.unknown
 
 
 OPTIONS = [

@@ -74,6 +74,7 @@ def _dtype(reading: Reading, data: Mapping[str, Any], *, packed: bool) -> None:
     if narrow or not is_off(data.get("pure_bf16")) or (reading.package == "TRL" and packed):
         return
     autocast = any(not is_off(data.get(word)) for word in ("bf16", "fp16"))
+    autocast |= reading.package == "TRL"  # whose default is bf16
     autocast |= reading.package == "ms-swift" and reading.get("precision") != "fp32"
     reading.put("trained_dtype", "autocast" if autocast else "fp32", "lora_r")
     reading.notes.append("PEFT holds adapters in fp32 (autocast_adapter_dtype)")

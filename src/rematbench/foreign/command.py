@@ -16,7 +16,7 @@ from typing import Any
 from rematbench.foreign.deepspeed import read_deepspeed
 from rematbench.foreign.keys import declared, is_off, read_keys
 from rematbench.foreign.megatron import ENGINE, read_factory
-from rematbench.foreign.reading import LAUNCHER, Options, Reading, first_value
+from rematbench.foreign.reading import LAUNCHER, Options, Reading, beside, first_value
 from rematbench.foreign.shell import Script, options_of
 from rematbench.foreign.trainers import merge, read_accelerate_deepspeed, read_trainer
 from rematbench.inputs.configfile import ConfigError, read_mapping
@@ -35,14 +35,14 @@ TASKS |= {"prm", "xpo", "bco", "nash", "distill", "distillation", "distillm", "r
 """Words in names of programs that train something else than one model with one loss."""
 MODULES = ("verl.trainer.", "openrlhf.cli.")
 UNSLOTH = "unsloth-cli.py"
-TRAINERS = ("TRL", "LLaMA-Factory", "axolotl")
+TRAINERS = ("TRL", "LLaMA-Factory", "axolotl", "Transformers")
 NAMES = {*LAUNCHER, "include", "exclude", "module", "hostfile", "local_rank", "standalone"}
 """Options that the launcher reads."""
 ENVIRONMENT = {"NPROC_PER_NODE": "gpus_per_node", "NGPU": "gpus_per_node", "NNODES": "nodes"}
 PLUGIN = {"use_deepspeed", "zero_stage", "deepspeed_config_file", "offload_optimizer_device"}
 PLUGIN |= {"offload_param_device", "zero3_init_flag", "zero3_save_16bit_model"}
 """Options of `accelerate launch` about DeepSpeed."""
-FILES = (".yaml", ".yml")
+FILES = (".yaml", ".yml", ".json")
 WORDS: dict[str, Any] = {"true": True, "false": False, "null": None, "none": None}
 
 
@@ -60,6 +60,8 @@ def trainer_of(script: Script, words: list[str]) -> str | None:
         return package_of(content) if content else None
     if options & {"finetuning_type", "cutoff_len"}:
         return "LLaMA-Factory"
+    if any("swift/cli/" in word for word in words):
+        return "ms-swift"
     trl = programs[:1] == ["trl"] or any("trl/" in word for word in words) or "sft.py" in programs
     return "TRL" if trl else "Transformers"
 
@@ -77,6 +79,7 @@ def read_command(script: Script, words: list[str], package: str) -> Reading:
         reading = read_trainer(data, script.file, package)
     reading.command = True
     read_launcher(reading, script, {**headers, **options})
+    _device_map(reading, script, words)
     if micro is not None:  # verl's number for all ranks
         ranks = reading.get("gpus_per_node", 1) * reading.get("nodes", 1)
         reading.put("micro_batch", max(1, int(micro) // ranks), "data.micro_batch_size")
@@ -164,9 +167,9 @@ def _with_file(
 def _content(script: Script, words: list[str]) -> dict[str, Any]:
     """The content of the trainer's YAML that a command names, if it is beside the script."""
     for word in words:
-        beside = Path(script.file).parent / Path(word).name
-        if word.endswith(FILES) and beside.is_file():
-            content = read_mapping(beside, str(beside))
+        path = beside(script.file, word)
+        if word.endswith(FILES) and path.is_file():
+            content = read_mapping(path, str(path))
             if package_of(content) in TRAINERS:
                 return content
     return {}
@@ -201,9 +204,20 @@ def read_launcher(reading: Reading, script: Script, options: Options) -> None:
             reading.put(value, int(text), f"--{option}")
     devices = " ".join(script.variables.get("CUDA_VISIBLE_DEVICES", []))
     devices = first_value(options, "include", devices).rpartition(":")[2]  # localhost:0,1
-    if not {"gpus", "gpus_per_node"} & reading.values.keys() and devices.replace(",", "").isdigit():
-        count = len([one for one in devices.split(",") if one])
+    count = len([one for one in devices.split(",") if one.isdigit()])
+    if count and not {"gpus", "gpus_per_node"} & reading.values.keys():
         reading.put("gpus_per_node", count, "CUDA_VISIBLE_DEVICES")
+
+
+def _device_map(reading: Reading, script: Script, words: list[str]) -> None:
+    """Refuse layers on several devices of a process, which ms-swift's own command makes of all
+    visible ones (swift/utils/torch_utils.py, get_device_map)."""
+    visible = " ".join(script.variables.get("CUDA_VISIBLE_DEVICES", [])).split(",")
+    processes = " ".join(script.variables.get("NPROC_PER_NODE", ["1"]))
+    own = reading.package == "ms-swift" and words[:1] == ["swift"] and processes.isdigit()
+    if own and len(visible) > int(processes):
+        text = f"{len(visible)} devices for {processes} processes (NPROC_PER_NODE)"
+        reading.refused.append(f"CUDA_VISIBLE_DEVICES: {text}, as device_map is not modelled")
 
 
 def _document(reading: Reading, script: Script) -> None:

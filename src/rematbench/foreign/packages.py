@@ -21,7 +21,7 @@ from rematbench.foreign.megatron import (
     read_swift,
 )
 from rematbench.foreign.nanotron import read_nanotron
-from rematbench.foreign.reading import Reading
+from rematbench.foreign.reading import Reading, beside
 from rematbench.foreign.shell import Script, options_of, read_script
 from rematbench.foreign.torchtitan import read_torchtitan
 from rematbench.foreign.torchtune import read_torchtune
@@ -67,14 +67,15 @@ def read_files(paths: list[Path], variables: Mapping[str, str] | None = None) ->
         if reading is not whole:
             merge(whole, reading)
     for path, named in ((path, named) for path in paths for named in list(whole.files)):
-        beside = path.parent / named.name
-        if beside.is_file() and beside.resolve() not in present:
-            present.add(beside.resolve())
-            merge(whole, read_file(beside, environment))
+        other = beside(path, named)
+        if other.is_file() and other.resolve() not in present:
+            present.add(other.resolve())
+            merge(whole, read_file(other, environment))
     if whole.system == "huggingface-deepspeed":  # it narrows PEFT's fp32
         whole.values.pop("trained_dtype", None)
-    whole.files = [named for named in whole.files if not _read(named, present)]
-    for named in whole.files if not _has_states(whole) else ():
+    names = {path.name for path in present}
+    whole.files = [named for named in whole.files if named.name not in names]
+    for named in whole.files if "zero_stage" not in whole.values else ():
         _by_name(whole, named)
     return whole
 
@@ -102,14 +103,6 @@ _RANK = (
     *("Transformers", "ms-swift", "torchtitan", "torchtune", "nanotron", "Megatron"),
 )
 """Packages by how much of a job their files say; the file of the last one is the whole job."""
-
-
-def _read(named: Path, present: set[Path]) -> bool:
-    return any(path.name == named.name for path in present)
-
-
-def _has_states(reading: Reading) -> bool:
-    return "zero_stage" in reading.values
 
 
 def read_file(path: Path, variables: dict[str, list[str]]) -> Reading:
@@ -188,6 +181,11 @@ def _unread(script: Script) -> str:
     all_words = [word for words in script.commands for word in words]
     all_words += [text for texts in script.variables.values() for text in texts]
     named = [word for word in all_words if Path(word).suffix in STRUCTURED]
+    path = beside(script.file, named[-1]) if named else None
+    if path and path.is_file():
+        package = package_of(_mapping(path, str(path)))
+        words = pointer(package, str(path)) if package in REFUSED else "not a job that is read"
+        return f"the command names {named[-1]}, {words}"
     if named:
         return f"the command names {named[-1]}, which is not beside it: read that file"
     for word in all_words:
@@ -203,10 +201,10 @@ def _configured(script: Script) -> Reading | None:
     config = script.variables.get("CONFIG_FILE", [])
     for words in reversed(script.commands):
         for word in (*words, *config):
-            beside = Path(script.file).parent / Path(word.rpartition("=")[2]).name
-            if beside.suffix not in STRUCTURED or not beside.is_file():
+            path = beside(script.file, word.rpartition("=")[2])
+            if path.suffix not in STRUCTURED or not path.is_file():
                 continue
-            data = _mapping(beside, str(beside))
+            data = _mapping(path, str(path))
             package = package_of(data)
             if package is None or package not in CONFIGURED:
                 continue

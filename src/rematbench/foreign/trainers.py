@@ -10,7 +10,7 @@ import yaml
 from rematbench.foreign.adapters import read_adapters
 from rematbench.foreign.deepspeed import read_deepspeed, read_zero
 from rematbench.foreign.keys import is_off, read_keys
-from rematbench.foreign.reading import AUTO, Reading, switch
+from rematbench.foreign.reading import AUTO, Reading, beside, switch
 from rematbench.inputs.configfile import ConfigError, read_mapping
 
 MODELS = ("model_name_or_path", "base_model", "model_name", "model")
@@ -21,6 +21,8 @@ PRECISIONS = {"bf16": "bf16", "pure_bf16": "bf16", "bfloat16": "bf16"}
 PRECISIONS |= {"fp16": "fp16", "float16": "fp16", "float32": "fp32"}
 RECOMPUTES = {"TRL": True, "ms-swift": True, "Transformers": False}
 """Whether a trainer recomputes if no key says so: the default of `gradient_checkpointing`."""
+EARLY = "max_seq_length"
+"""A key of TRL before 0.20, whose loss has logits, and which recomputes where a key says so."""
 PIECES = "mst:mlp_chunks=1"
 """A head in pieces of as many tokens as the vocabulary is wider than the model: TRL's chunks,
 Liger's fused linear loss (Liger-Kernel 0.8.5, ops/fused_linear_cross_entropy.py) and Cut Cross
@@ -74,7 +76,8 @@ def _packing(reading: Reading, data: Mapping[str, Any]) -> None:
         if not crossing:
             text = "attention stays inside documents: --document-len, else whole sequences"
         reading.notes.append(f"{key}: {text}")
-    if not keys and is_off(data.get("pad_to_sequence_len")):
+    joined = reading.keys.get("seq_len") == "block_size"  # run_clm.py, group_texts
+    if not keys and is_off(data.get("pad_to_sequence_len")) and not joined:
         note_cap(reading)
 
 
@@ -123,7 +126,7 @@ def _recomputation(reading: Reading, data: Mapping[str, Any]) -> None:
     if reading.package == "LLaMA-Factory":
         checkpoint = not data.get("disable_gradient_checkpointing", False)
     if checkpoint is None:
-        checkpoint = RECOMPUTES.get(reading.package, False)
+        checkpoint = RECOMPUTES.get(reading.package, False) and EARLY not in data
     kwargs = _mapping(data, "gradient_checkpointing_kwargs", "activation_checkpointing_kwargs")
     moved = data.get("activation_offloading")
     for key, value in (("gradient_checkpointing", checkpoint), ("activation_offloading", moved)):
@@ -157,8 +160,8 @@ def _kernels(reading: Reading, data: Mapping[str, Any]) -> None:
         elif plugin != LIGER_PLUGIN:
             reading.refused.append(f"plugins: {plugin} is not modelled")
     loss = data.get("loss_type")
-    early = "max_seq_length" in data  # TRL before 0.20, whose loss has logits
-    if reading.package == "TRL" and (loss == "chunked_nll" or (loss is None and not early)):
+    usual = loss is None and EARLY not in data
+    if reading.package == "TRL" and (loss == "chunked_nll" or usual):
         reading.put("pieces", PIECES, "loss_type")
         if loss is None:
             reading.notes.append("TRL of 2026 has the loss in chunks (older: loss_type: nll)")
@@ -203,7 +206,9 @@ def merge(reading: Reading, more: Reading) -> None:
         reading.put(name, value, more.keys.get(name, name))
     reading.facts |= more.facts
     reading.model |= more.model
-    reading.method = reading.method or more.method
+    wraps = more.package == "accelerate" and more.method is not None  # whatever the trainer does
+    if reading.method is None or (wraps and reading.method[0] == "keep_all"):
+        reading.method = more.method
     if reading.package != "Megatron":  # whose launch line says which of its stacks runs
         reading.system = more.system or reading.system
     for name in ("ignored", "unknown", "refused", "notes", "files"):
@@ -238,7 +243,7 @@ def _fsdp(reading: Reading, data: Mapping[str, Any], flat: Mapping[str, Any]) ->
         reading.refused.append(f"fsdp: {word} ({host if word == 'offload' else 'not read'})")
     section = _mapping(data, "fsdp_config") or data.get("fsdp_config") or {}
     if not isinstance(section, Mapping):
-        path = Path(reading.file).parent / Path(str(section)).name
+        path = beside(reading.file, section)
         if not path.is_file():
             reading.refused.append(f"fsdp_config: {section} is not beside {reading.file}")
         section = read_mapping(path, str(path)) if path.is_file() else {}

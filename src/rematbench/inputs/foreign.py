@@ -16,7 +16,7 @@ def signs() -> dict[str, list[set[str]]]:
     return {package: [*map(set, every)] for package, every in packages.items()}
 
 
-REFUSED = ("GPT-NeoX", "NeMo", "NeMo-RL", "Automodel", "verl")
+REFUSED = ("GPT-NeoX", "LLaMA-Factory v1", "NeMo", "NeMo-RL", "Automodel", "verl")
 """Packages whose files are recognised and not read."""
 
 
@@ -29,7 +29,7 @@ def package_of(data: Mapping[str, Any]) -> str | None:
 
 def pointer(package: str, file: str) -> str:
     """A sentence that names the package and the command that reads the file."""
+    named = f"{'an' if package[0] in 'aA' else 'a'} {package} configuration"
     if package in REFUSED:
-        return f"a {package} configuration, which is not read: give its values as options"
-    article = "an" if package[0] in "aA" else "a"
-    return f"{article} {package} configuration; read it with: rematbench read {file}"
+        return f"{named}, which is not read: give its values as options"
+    return f"{named}; read it with: rematbench read {file}"

@@ -31,9 +31,6 @@ ONCE = ("deepep", "hybridep")
 HELD = ("permuted", "dispatched")
 """What a layer's forward names until its end: what leaves a rank and what arrives (moe_layer.py,
 hidden_states and dispatched_input)."""
-BESIDE_ATTENTION = ("shared_fc1", "shared_act", "shared_fc2")
-"""The operators behind the exchange that Megatron-core runs with attention where the exchange
-overlaps with another micro-batch (core/models/gpt/fine_grained_callables.py)."""
 ROUTED = frozenset(
     (
         *("router", COUNTS, "permute", "dispatch", "sort", "expert_fc1", "expert_act"),

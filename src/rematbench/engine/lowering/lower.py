@@ -198,6 +198,7 @@ class _RankLowering:
             blocks=tuple(self.blocks),
             steps=tuple(self.steps),
             late=late_tensors(self.chunks, self.plan, self.problem),
+            waiting_frees=self.problem.system.zero.waiting_frees,
         )
 
     def add(self, key: Key, build: Callable[[], Block], item: Pass) -> None:

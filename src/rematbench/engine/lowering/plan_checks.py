@@ -187,27 +187,32 @@ def check_ready_order(last: Mapping[int, Pass], order: Sequence[Pass]) -> None:
 
 
 def graph_conflict(plan: Plan, problem: Problem) -> str:
-    """Return the feature of a plan that CUDA graphs of layers do not support, as text; empty if
-    none.
+    """Return the feature of a plan that CUDA graphs do not support, as text; empty if none.
 
     Megatron-core 0.16.1, transformer_config.py: CUDA graphs are not supported with CPU offloading,
-    and full recomputation needs the graph of a whole iteration.  Parameters gathered per layer are
+    full recomputation needs the graph of a whole iteration, and a recomputed module may not contain
+    a graph (`moe` with moe_router).  Parameters gathered per layer are
     refused too, because a graph's addresses are fixed.
     """
-    if not problem.system.kernels.cuda_graphs:
+    kernels = problem.system.kernels
+    if not kernels.captures:
         return ""
     fates = [rule.fate for rule in plan.rules]
     gathered = gathers_by_layer(plan.state("parameter"), problem.layout)
     reasons = {
         "activations on the host": any(_moves(fate) for fate in fates),
-        "whole layers recomputed": any(_whole(fate) for fate in fates),
+        "whole layers recomputed": not kernels.captures_iteration
+        and any(_whole(fate) for fate in fates),
+        "the module moe recomputed": "moe_router" in kernels.cuda_graphs
+        and any("router_scores" in (rule.select.activations or ()) for rule in plan.rules),
         "recomputation in another operator's window": any(
             isinstance(fate, Recompute) and fate.window is not None for fate in fates
         ),
         "parameters gathered per layer": gathered,
         "an optimizer in the backward": plan.state("optimizer").update == "backward",
     }
-    return refusal(f"CUDA graphs of layers ({problem.system.name}) with", reasons)
+    scope = {"layer": "layers"}.get(kernels.cuda_graphs, kernels.cuda_graphs)
+    return refusal(f"CUDA graphs of {scope} ({problem.system.name}) with", reasons)
 
 
 def _moves(fate: Fate) -> bool:

@@ -6,26 +6,29 @@ from typing import NamedTuple
 
 from rematbench.engine.program.action import HOST_UPDATE, Action, Kind
 from rematbench.engine.program.allocator import (
+    POOLS,
     Allocator,
     AllocatorPeaks,
     Exceeded,
+    MemoryBlock,
     Mode,
     OutOfMemory,
     rounded,
 )
 from rematbench.engine.program.profile import part_lifetimes
 from rematbench.engine.program.program import Block, Late, Part, RankProgram, Samples, Step
-from rematbench.engine.program.storage import HOST, ModelPart, Storage
+from rematbench.engine.program.storage import HOST, ModelPart, Role, Storage
 
-Request = tuple[Storage | tuple[ModelPart, str] | None, int]
-"""(subject, size): a request to the allocator.  size > 0: an allocation; size 0: a free; no
-subject: scratch, which is freed at once.  With UPDATED, DIFFERENTIATED and WEIGHTED the subject is
-a unit (empty: all units) and an operator: the unit was updated, its backward ended, or the
-operator's weights got a gradient."""
+Request = tuple[Storage | tuple[ModelPart, str] | None, int, int]
+"""(subject, size, stream): a request to the allocator.  size > 0: an allocation on a stream of
+POOLS, by its index; size 0: a free, after the read of a stream of POOLS; no subject: scratch, which
+is freed at once.  With UPDATED, DIFFERENTIATED and WEIGHTED the subject is a unit (empty: all
+units) and an operator: the unit was updated, its backward ended, or the operator's weights got a
+gradient."""
 
 UPDATED, DIFFERENTIATED, WEIGHTED = -1, -2, -3
-MemoryBlock = tuple[int, int]
-"""(address, size) of a block of memory."""
+READ_BESIDE = (Role.WEIGHTS, Role.WEIGHT_GRADIENTS)
+"""Tensors that one of compute and "dp" allocates and the other reads last."""
 
 
 class RepeatedRequests(NamedTuple):
@@ -58,7 +61,7 @@ def _of_parts(parts: Sequence[Part]) -> Iterator[RepeatedRequests]:
         for shift in part.shifts:  # storages inside a period can share names
             new: dict[object, Storage] = {each: shift.storage(each) for each in crossing}
             for lines, times in one:
-                moved = [(new.get(subject, subject), size) for subject, size in lines]
+                moved = [(new.get(subject, subject), size, at) for subject, size, at in lines]
                 yield RepeatedRequests(moved, times)
 
 
@@ -91,19 +94,29 @@ def _requests(
     for index, action in enumerate(actions):
         for alloc in action.allocs:
             if alloc.nbytes and not alloc.slot and alloc.storage.place != HOST:
-                lines.append((alloc.storage, rounded(alloc.nbytes)))
-        if late and action.kind is Kind.OPTIMIZER and action.stream != HOST_UPDATE:
-            lines.append(((action.part, ""), UPDATED))
+                lines.append((alloc.storage, rounded(alloc.nbytes), _pool(action)))
+        if late and _updates(action):
+            lines.append(((action.part, ""), UPDATED, 0))
         elif action.scratch:
-            lines.append((None, rounded(action.scratch)))
+            lines.append((None, rounded(action.scratch), 0))
         if late and action.kind is Kind.BACKWARD_WEIGHT:
-            lines.append(((action.part, action.op), WEIGHTED))
+            lines.append(((action.part, action.op), WEIGHTED, 0))
         for freed in action.frees:
             if freed.place != HOST:
-                lines.append((freed, 0))
+                lines.append((freed, 0, int(freed.role in READ_BESIDE)))
         if ends and index in ends:
-            lines.append(((ends[index], ""), DIFFERENTIATED))
+            lines.append(((ends[index], ""), DIFFERENTIATED, 0))
     return lines
+
+
+def _pool(action: Action) -> int:
+    """The stream of POOLS on which an action's outputs are allocated."""
+    stream, alone = action.stream, not action.exchange.beside
+    return POOLS.index("" if stream not in POOLS or (stream == "ep" and alone) else stream)
+
+
+def _updates(action: Action) -> bool:
+    return action.kind is Kind.OPTIMIZER and action.stream != HOST_UPDATE
 
 
 def _ends(block: Block) -> dict[int, ModelPart]:
@@ -129,7 +142,7 @@ def replay(
     the first step left cached.  With late tensors, another pass that allocates them comes first,
     and `resident_bytes` leaves them out.  The replay ends once more than `enough_bytes` are
     reserved."""
-    memory = Allocator(capacity_bytes, mode, enough_bytes)
+    memory = Allocator(capacity_bytes, mode, enough_bytes, rank.waiting_frees)
     late, samples, steps = rank.late, rank.samples, rank.steps
     if samples is None:
         steps = steps[:num_steps]
@@ -176,8 +189,8 @@ class Lengths:
             every = (self.rank.blocks, *self.samples.shorter)
             self.known[step.block] = [_written(blocks[step.block], self.late) for blocks in every]
         return [
-            (subject, p if p == q else rounded(max(1, round(a * p + b * q + (1 - a - b) * r))))
-            for (subject, p), (_, q), (_, r) in zip(*self.known[step.block], strict=True)
+            (subject, p if p == q else rounded(max(1, round(a * p + b * q + (1 - a - b) * r))), at)
+            for (subject, p, at), (_, q, _), (_, r, _) in zip(*self.known[step.block], strict=True)
         ]
 
 
@@ -253,16 +266,16 @@ class _Run:
 
     def _lines(self, lines: list[Request], alive: dict[object, MemoryBlock], chunk: int) -> None:
         memory = self.memory
-        for subject, size in lines:
+        for subject, size, stream in lines:
             if not size:
                 block = alive.pop(subject, None)  # None for a staging slot's tensor
                 if block is not None:
-                    memory.free(block)
+                    memory.free(block, waits=stream > 0)
             elif size < 0:
                 assert isinstance(subject, tuple)
                 self._late(*subject, size, chunk)
             elif subject is not None:
-                alive[subject] = memory.allocate(size)
+                alive[subject] = memory.allocate(size, stream)
             else:
                 memory.free(memory.allocate(size))
 

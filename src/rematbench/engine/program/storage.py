@@ -66,6 +66,8 @@ def part_of(
 
 
 NO_PART, EMBEDDING, HEAD = part_of(""), part_of("E"), part_of("H")
+SHARE = part_of("V")
+"""The unit of a stage's rows of a vocabulary that all stages share."""
 
 
 class Role(Enum):

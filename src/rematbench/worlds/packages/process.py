@@ -118,7 +118,7 @@ def job(
 ) -> PackageJob:
     """The job of a problem under a policy; BaselineError for a stack that no available baseline
     runs."""
-    if problem.system.kernels.cuda_graphs:
+    if problem.system.kernels.captures:
         raise BaselineError(
             f"system {problem.system.name} uses CUDA graphs, but baselines run without them"
         )

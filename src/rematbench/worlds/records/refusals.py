@@ -46,7 +46,7 @@ def refusals(problem: Problem, plan: Plan) -> list[str]:
                 system.loss.held_logit_bytes,
             )
         ),
-        "CUDA graphs": system.kernels.cuda_graphs,
+        "CUDA graphs": system.kernels.captures,
         f"precision {problem.workload.precision}": problem.workload.precision not in SUM_BYTES,
         "ring attention (use a system with `cp_kind: allgather`)": lay.cp > 1
         and system.parallel.cp_kind != "allgather",

@@ -5,7 +5,7 @@ from functools import cached_property
 from typing import NamedTuple, cast
 from weakref import ProxyType, proxy
 
-from rematbench.costs.operators.launches import COUNTS
+from rematbench.costs.operators.launches import uncaptured
 from rematbench.costs.operators.ops import Activation, OpTable, Part, with_saved, without_activation
 from rematbench.engine.lowering.blocks.fates import (
     ChunkPlace,
@@ -361,18 +361,11 @@ class ChunkOps:
 
 
 def is_captured(problem: Problem, unit: Unit) -> bool:
-    """Whether a unit's passes are CUDA graphs.  True for layers if the stack captures graphs."""
-    return problem.system.kernels.cuda_graphs and unit.table.part == "layer"
-
-
-def uncaptured(problem: Problem, table: OpTable) -> frozenset[str]:
-    """The operators of a layer that its CUDA graphs leave out: those behind the counts of experts'
-    tokens, from which the host learns sizes unless experts are padded (Megatron-core 0.16.1,
-    transformer_config.py, cuda_graph_scope: attn, moe_router and moe_preprocess)."""
-    names = [op.name for op in table.ops]
-    if COUNTS not in names or problem.workload.expert_padding != "none":
-        return frozenset()
-    return frozenset(names[names.index(COUNTS) + 1 :])
+    """Whether some of a unit's operators are in the CUDA graphs of layers."""
+    kernels = problem.system.kernels
+    if not kernels.captures or unit.table.part != "layer":
+        return False
+    return len(uncaptured(kernels, problem.workload, unit.table)) < len(unit.table.ops)
 
 
 def graph_of(unit: Unit) -> Storage:
