@@ -176,7 +176,6 @@ _PARTS: dict[str, tuple[tuple[Any, str, Callable[..., Any]], ...]] = {
         (flash_utils, "_is_packed_sequence", lambda *_: False),
     ),
 }
-"""The replacements of each part: (module, name of its function, replacement)."""
 
 
 @contextmanager

@@ -26,7 +26,6 @@ from rematbench.solve.search import smallest_feasible
 KEPT = Resolved(1, 0, 0)
 
 ChunkFates = tuple[ChunkOps, dict[Site, Resolved], frozenset[int]]
-"""A chunk in one of its phases, the fates of its sites, and the rules that matched a site."""
 
 _RECENT: deque[tuple[Problem, bytes, bool, list[ChunkFates]]] = deque(maxlen=8)
 

@@ -271,8 +271,6 @@ class _Trainer:
     def _size(self, name: str) -> tuple[int, int]:
         return self.activations[name].rows, self.activations[name].row_bytes
 
-    # -- adapters --------------------------------------------------------------------------------
-
     def _output(self, op: Op, target: str) -> str:
         stem = _OUTPUTS.get(target, target)
         names = (stem, f"{stem}_rows") if LINEARS[target] == op.name else ()

@@ -214,8 +214,6 @@ class _RankLowering:
         self.block_index[key] = len(self.blocks)
         self.blocks.append(self.shared.blocks[own])
 
-    # -- facts that decide the order ----------------------------------------------------------
-
     def _facts(self) -> StepFacts:
         rules, transfers = self.plan.rules, self.plan.transfers
         windows = tuple(w for rule in rules if (w := rule.select.micro_batches) is not None)
@@ -282,8 +280,6 @@ class _RankLowering:
             for part in stored[where]
             if part.offload
         ]
-
-    # -- blocks -------------------------------------------------------------------------------
 
     def _block(self, key: Key) -> Block:
         match key:

@@ -7,7 +7,7 @@ message's arrival.  The host is another clock of a rank.  It issues the rank's a
 runs ahead of the device, and waits for the device only if the stack requires it.
 """
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import NamedTuple, Protocol, TypeVar, runtime_checkable
 
 from msgspec import Struct
@@ -24,7 +24,6 @@ ORDERING = (Kind.WAIT, Kind.EVENT)
 """Kinds of actions that order streams but take no time themselves."""
 
 Seconds = Callable[[Action, int], float]
-"""(action, rank) -> seconds of the action on its stream."""
 
 
 class Timing(NamedTuple):
@@ -69,7 +68,6 @@ MessageNumber = tuple[int, int]
 
 COMPUTE = STREAM_INDEX["compute"]
 HOST = len(STREAMS)
-"""Index of the host's clock, after the clocks of the streams."""
 
 
 class DeadlockError(RuntimeError):
@@ -232,12 +230,7 @@ def simulate(program: Program, seconds: Seconds, *, record: bool = False) -> Sim
         return _advance(rank, clock, code[rank.rank], messages, intervals)
 
     drive(program, clocks, messages, advance)
-    return Simulation(
-        step_s=max(max(clock.free) for clock in clocks),
-        rank_end_s=tuple(max(clock.free) for clock in clocks),
-        stream_busy_s=busy(program, code),
-        intervals=tuple(intervals or ()),
-    )
+    return simulation(program, clocks, code, intervals or ())
 
 
 class Busy(Protocol):
@@ -245,7 +238,14 @@ class Busy(Protocol):
     def busy_s(self) -> tuple[float, ...]: ...
 
 
-def busy(program: Program, code: Sequence[Sequence[Busy]]) -> tuple[tuple[float, ...], ...]:
+def simulation(
+    program: Program,
+    clocks: Sequence[Clock],
+    code: Sequence[Sequence[Busy]],
+    intervals: Iterable[Interval] = (),
+) -> Simulation:
+    """Return the simulation of a program whose ranks have run, from their clocks and their compiled
+    blocks."""
     totals = []
     for rank in program.ranks:
         seconds = [0.0] * len(STREAMS)
@@ -253,7 +253,13 @@ def busy(program: Program, code: Sequence[Sequence[Busy]]) -> tuple[tuple[float,
             for stream, busy_s in enumerate(block.busy_s):
                 seconds[stream] += busy_s * count
         totals.append(tuple(seconds))
-    return tuple(totals)
+    ends = tuple(max(clock.free) for clock in clocks)
+    return Simulation(
+        step_s=max(ends),
+        rank_end_s=ends,
+        stream_busy_s=tuple(totals),
+        intervals=tuple(intervals),
+    )
 
 
 def drive(

@@ -44,7 +44,6 @@ DIRECTION: dict[Kind, Direction] = {
 
 
 DENSE_GROUPS: tuple[Group, ...] = ("tp", "cp", "ulysses", "dp", "pp", "replica")
-"""The groups of models without experts."""
 
 
 class ActionCosts:
@@ -288,7 +287,6 @@ _OTHERS = {
     Kind.SEND: ActionCosts._send_s,
     Kind.OPTIMIZER: ActionCosts._optimizer_s,
 }
-"""The seconds of actions that are neither kernels nor collectives."""
 
 
 Begins = dict[Kind, frozenset[str]]

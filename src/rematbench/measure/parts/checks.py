@@ -26,7 +26,6 @@ WORKSPACES = 2 * (32 << 20)
 
 SUMMARY = "summary.json"
 PACKAGES_RUN = "the packages run"
-"""The claim on the packages' steps."""
 
 
 class Finding(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -34,7 +34,6 @@ from rematbench.worlds.records.record import provenance
 from rematbench.worlds.records.suite_cells import Cell, problem_of
 
 FEWEST = 3
-"""Smallest number of turns of a method."""
 SEED = 7
 
 

@@ -30,7 +30,6 @@ from rematbench.worlds.records.suite import NamedProblem, Suite, Variant, read_s
 from rematbench.worlds.slurm.settings import Center, load_center
 
 OURS = "rematbench"
-"""The engine's name of our executor."""
 
 OVERHEAD_MINUTES = 5
 """Minutes of an allocation's time limit for first imports from a cold file system."""

@@ -81,8 +81,6 @@ class Exchanges:
         collective is issued."""
         return self.streams.storage_pool() if stays else nullcontext()
 
-    # -- activations ------------------------------------------------------------------------------
-
     def all_gather(self, action: Action, span: Span) -> None:
         """Gather the rows of every rank of the group; several tensors into one buffer; or what each
         rank has in its place of a tensor that exists."""
@@ -234,8 +232,6 @@ class Exchanges:
             for storage in action.reads if both else action.reads[:1]:
                 rows = self.memory[span.key(storage)].view(span.first, span.size)
                 self.streams.run(action.stream, partial(group.all_reduce, rows))
-
-    # -- states -----------------------------------------------------------------------------------
 
     def _of_states(self, action: Action) -> bool:
         """Whether an action sums gradients or gathers weights over the ranks that share states."""

@@ -161,8 +161,6 @@ class Movers:
             return self.model.chunks[span.chunk].boundary
         return unit.table.activations[storage.tensor]
 
-    # -- parts ------------------------------------------------------------------------------------
-
     def split(self, action: Action, span: Span) -> None:
         """Copy out the kept and offloaded parts: rows if the rest is rebuilt, otherwise bytes."""
         name = action.reads[0]
@@ -217,8 +215,6 @@ class Movers:
         held = _rows_held(parts)
         if held != whole.count:
             raise ExecutionError(f"{name}: parts hold {held} of {whole.count} rows")
-
-    # -- host -------------------------------------------------------------------------------------
 
     def to_host(self, action: Action, span: Span) -> None:
         """Offload a storage into the host pool, or copy the gradients of a host update there."""

@@ -25,7 +25,6 @@ COLUMNS = (
 """The column-parallel operators, and the projections to few columns, which no rank splits: each
 output has its own weight, so that none is a view."""
 ROWS = ("proj", "fc2", "shared_fc2", "memory_proj")
-"""The row-parallel operators."""
 NORMS = (
     *("attn_norm", "mlp_norm", "post_attn_norm", "post_mlp_norm", "final_norm"),
     *("q_latent_norm", "kv_latent_norm", *HEAD_NORMS),

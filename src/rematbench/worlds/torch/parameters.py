@@ -26,7 +26,6 @@ from rematbench.worlds.torch.arithmetic import fused, wide
 
 INIT_STD = 0.05
 HEAD_NORMS = ("q_norm", "k_norm")
-"""The norms over each head of queries and keys."""
 PIECE = 1 << 22
 """Elements of a gradient that are widened at one time."""
 
@@ -72,7 +71,6 @@ whole step of its weight."""
 
 
 ALL = Trained()
-"""Everything trains."""
 
 
 def unit_specs(

@@ -38,9 +38,7 @@ DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 WIDE = ("lse", "permuted_probs", "dispatched_probs", "expert_probs")
-"""Statistics and probabilities."""
 SAVED = {"loss": "loss_saved", "predict_loss": "predict_loss_saved"}
-"""What each loss saves."""
 OF_BYTES = ("router_scores", "permutation")
 """Tensors whose rows are fields of several types (`experts.py`)."""
 

@@ -31,10 +31,8 @@ from rematbench.plan import MiniSequence, Phase, Plan, PlanError, Transfers
 from rematbench.problem import Problem, head_parameters
 
 MAX_RECENT_FATES = 64
-"""The most results of `ChunkOps.fates` that a problem keeps."""
 
 ChunkFates = tuple[Fates, frozenset[int]]
-"""The fates of a chunk's sites, and the rules that matched a site."""
 
 
 class ChunkFacts(NamedTuple):

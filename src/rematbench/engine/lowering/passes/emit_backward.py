@@ -188,8 +188,6 @@ class BackwardEmitter:
         elif unit.prefix in updater.due:
             updater.after([Reduced(unit.prefix, (self.w.mark(COMPUTE),))])
 
-    # -- arrivals -------------------------------------------------------------------------------
-
     def _arrive(self) -> None:
         """Declare the storages that are alive when the block starts."""
         chunk, w = self.chunk, self.w
@@ -209,8 +207,6 @@ class BackwardEmitter:
             output = chunk.storage(chunk.units[-1], "final_norm_out")
             self.grads[output] = output.gradient
             self.arrivals.add(output.gradient)
-
-    # -- gradients ------------------------------------------------------------------------------
 
     def _operators(self, unit: Unit) -> None:
         runs = {run.ops[-1].name: run for run in self.chunk.runs(unit).values()}
