@@ -16,14 +16,12 @@ from rematbench.plan import (
     Fraction,
     Plan,
     Recompute,
-    Rule,
     Scope,
-    Select,
     Settings,
     Unsupported,
 )
 from rematbench.problem import Problem
-from rematbench.solve.kept import holding_inputs, kept_activations
+from rematbench.solve.kept import holding_inputs, kept_activations, rule_of
 from rematbench.solve.pareto import candidates, cheapest_within, front
 from rematbench.solve.recompute_modules import with_copies
 
@@ -61,9 +59,8 @@ class BalancedCheckpointing(Struct, frozen=True, kw_only=True, forbid_unknown_fi
             return base.noting(balanced_checkpointing=f"no-op{why}")
         whole = self.point == "full"
         fate = Recompute(scope="layer" if whole else self.scope, whole=whole)
-        select = Select(parts=("layer",), activations=dropped, kept=True)
         base = holding_inputs(problem, base, dropped, whole)
-        return base.with_rules(Rule(select, fate)).noting(dropped=", ".join(dropped))
+        return base.with_rules(rule_of(dropped, fate)).noting(dropped=", ".join(dropped))
 
     def _dropped(self, problem: Problem) -> set[str]:
         tables = problem.layer_kinds

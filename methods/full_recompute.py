@@ -18,13 +18,17 @@ from rematbench.plan import (
     Offload,
     Plan,
     Recompute,
-    Rule,
-    Select,
     Transfers,
     Unsupported,
 )
 from rematbench.problem import Problem
-from rematbench.solve.kept import holding_inputs, kept_activations, with_live_rules
+from rematbench.solve.kept import (
+    holding_inputs,
+    kept_activations,
+    no_offload,
+    rule_of,
+    with_live_rules,
+)
 from rematbench.solve.recompute_modules import (
     chosen_layers,
     chunks_of,
@@ -73,8 +77,8 @@ class FullRecompute(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         return _inputs_on_host(made) if self.inputs == "host" else made
 
     def _host_refusal(self, problem: Problem, base: Plan) -> str:
-        if "activation_offload" not in problem.system.accepts.features:
-            return f"system {problem.system.name} has no activation offload"
+        if refused := no_offload(problem):
+            return refused
         if (self.every, self.method) != (1, "uniform") or self.layers or self.per_chunk:
             return "inputs on the host need method=uniform, every=1 and all layers"
         if base.transfers != Transfers():
@@ -102,8 +106,7 @@ class FullRecompute(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 def _inputs_on_host(plan: Plan) -> Plan:
-    inputs = Select(parts=("layer",), activations=("layer_input",), kept=True)
-    moved = plan.with_rules(Rule(inputs, Offload()))
+    moved = plan.with_rules(rule_of(("layer_input",), Offload()))
     return replace(moved, transfers=Transfers(granularity="layer"))
 
 

@@ -33,8 +33,13 @@ from rematbench.plan import (
     Unsupported,
 )
 from rematbench.problem import Problem
-from rematbench.solve.kept import kept_layer_bytes, refused_in_pieces, with_live_rules
-from rematbench.solve.search import smallest_feasible
+from rematbench.solve.kept import (
+    kept_layer_bytes,
+    no_offload,
+    refused_in_pieces,
+    smallest_fitting,
+    with_live_rules,
+)
 from rematbench.workload import NonNegativeInt, PositiveInt
 
 
@@ -59,11 +64,10 @@ class PpOffload(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         pp = problem.layout.pp
         if pp < 3:
             return Unsupported(f"needs pp >= 3 so that copies have passes to hide behind, not {pp}")
-        if "activation_offload" not in problem.system.accepts.features:
-            return Unsupported(f"system {problem.system.name} has no activation offload")
+        if reason := no_offload(problem):
+            return Unsupported(reason)
         alpha, bound = self._share(problem, base)
-        reason = self._refusal(problem, base, alpha)
-        if reason:
+        if reason := self._refusal(problem, base, alpha):
             return Unsupported(reason)
         return self.at(problem, base, alpha).noting(alpha=alpha, bound=bound)
 
@@ -84,9 +88,8 @@ class PpOffload(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         )
         if self._refusal(problem, base, 1.0):
             return 1.0, nothing
-        steps = smallest_feasible(
-            lambda k: problem.cost.headroom_bytes(self.at(problem, base, k / self.steps)),
-            self.steps,
+        steps = smallest_fitting(
+            problem, lambda k: self.at(problem, base, k / self.steps), self.steps
         )
         if steps is None:
             return 1.0, nothing

@@ -94,6 +94,13 @@ def update_golden(request: pytest.FixtureRequest) -> bool:
     return bool(request.config.getoption("--update-golden"))
 
 
+@pytest.fixture
+def no_assumed_facts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Printed options leave out the facts of the stack that act beside them: to try each fact takes
+    most of a second."""
+    monkeypatch.setattr("rematbench.worlds.packages.flags.assumed_facts", lambda *_: ())
+
+
 @pytest.fixture(autouse=True)
 def _collector_as_before() -> Iterator[None]:
     """Commands make Python's collector rare for their process, and a tensor in a cycle (torch makes

@@ -216,7 +216,6 @@ def _collect(
 def _rank_main(
     module: str, jobs: list[PackageJob], numbers: list[int], scratch: Path, rank: int, size: int
 ) -> None:
-    """The process of a rank: it runs all its jobs one after another."""
     first, number = jobs[numbers[0]], numbers[0]
     runner = cast(Runner, importlib.import_module(module))
     place = Rank(rank=rank, size=size, local=rank, folder=scratch)

@@ -134,7 +134,6 @@ def _enabled(config: dict[str, Any], name: str) -> Any:
 
 
 def _object(config: dict[str, Any], name: str) -> dict[str, Any]:
-    """An object of a configuration; empty if the configuration has none."""
     found = config.get(name)
     if found is None:
         return {}

@@ -209,7 +209,6 @@ def gradients(rig: Rig, *, whole: bool) -> tuple[dict[str, float], dict[str, Ten
 
 
 def parameter_shape(parameter: Any) -> torch.Size:
-    """The whole shape of a parameter, even if ZeRO 3 has partitioned it."""
     shape: torch.Size = getattr(parameter, "ds_shape", parameter.shape)
     return shape
 

@@ -60,7 +60,6 @@ class DirectDecoder(Decoder):
 
 
 def trace(job: PackageJob, policy: DeepSpeed, memories: ds.Memories) -> RankAnswer:
-    """The bytes of one rank: the peak of one step, and its states."""
     size = job.run.layout.gpus
     os.environ.update(RANK=str(job.rank), WORLD_SIZE=str(size), LOCAL_RANK="0")
     dist.init_process_group("fake", rank=job.rank, world_size=size, store=FakeStore())
@@ -104,7 +103,6 @@ def trace(job: PackageJob, policy: DeepSpeed, memories: ds.Memories) -> RankAnsw
 
 
 def _parts(job: PackageJob, policy: DeepSpeed) -> tuple[str, ...]:
-    """The parts of the shim that this job needs."""
     made = ds.configuration(job, policy)
     zero, checkpointed = made["zero_optimization"], made.get("activation_checkpointing", {})
     parts = {

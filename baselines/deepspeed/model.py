@@ -117,7 +117,6 @@ class Decoder(nn.Module):
         return [layer for layer in self.layers if isinstance(layer, Layer)]
 
     def fill(self, seed: int) -> None:
-        """Write the project's weights of a seed."""
         specs = model_specs(self.model, self.model.vocab)
         with torch.no_grad():
             for name, parameter in self.named_parameters():

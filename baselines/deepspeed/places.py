@@ -28,7 +28,6 @@ are always complete."""
 
 
 def moves(configuration: dict[str, Any]) -> bool:
-    """Whether a configuration offloads anything to the host."""
     zero = configuration.get("zero_optimization", {})
     homes = [
         zero.get(f"offload_{kind}", {}).get("device", "none") for kind in ("optimizer", "param")
@@ -146,7 +145,6 @@ class Places(DispatchMode):
         return tensor.untyped_storage()._cdata in self._hosts
 
     def place(self, tensor: Tensor) -> torch.device:
-        """The place, as `tensor.device` returns it here."""
         return HOST if self.host(tensor) else DEVICE
 
     def __enter__(self) -> Self:

@@ -104,7 +104,7 @@ class DeepSpeed(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             "Ulysses is code (DistributedAttention, and its groups as mpu): of a configuration "
             "sequence_parallel_size alone exchanges nothing",
         )
-        graphs = problem.system.kernels.cuda_graphs
+        graphs = problem.system.kernels.captures
         captured = (graphs, "CUDA graphs: DeepSpeed captures none in training")
         return active_reasons([*_job(setup_of(problem)), code, captured])
 

@@ -99,7 +99,6 @@ def _states(problem: Problem) -> dict[str, int]:
 
 
 def activation_peak(policy: DeepSpeed, problem: Problem, rank: RankProgram) -> int | None:
-    """The peak bytes, under a plan, of the activations and the other tensors that ZeRO holds."""
     found: int = zero_peaks.activation_peak(problem.workload.model, _sizes(policy, problem), rank)
     return found - backward_gradient_bytes(policy, problem)
 
@@ -132,7 +131,6 @@ def _sizes(policy: DeepSpeed, problem: Problem) -> zero_sizes.Sizes:
 
 
 def _zero_3(policy: DeepSpeed, problem: Problem) -> dict[str, int]:
-    """Bytes that ZeRO 3 never frees."""
     made = _sizes(policy, problem)
     away = problem.layout.dp > 1 or policy.offload_param  # gathered besides this rank's part
     gathered = zero_sizes.small_elements(problem.workload.model) if away else 0

@@ -44,7 +44,6 @@ def head_weight(model: Model) -> Weight:
 
 
 def tables(model: Model) -> tuple[Weight, ...]:
-    """The tables of tokens, and of learned positions."""
     tokens = Weight("embedding", "", model.vocab * model.hidden)
     if model.position != "learned":
         return (tokens,)
@@ -109,7 +108,6 @@ def by_operator(model: Model) -> dict[tuple[str, str], tuple[Weight, ...]]:
 
 
 def matrices(weights: Iterable[Weight]) -> tuple[Weight, ...]:
-    """The weights, without biases and norm weights."""
     return tuple(one for one in weights if one.output or one.op == "embedding")
 
 

@@ -114,7 +114,6 @@ def _latent(model: Model) -> dict[str, Any]:
 
 
 def uses_distributed_optimizer(run: RunSpec) -> bool:
-    """Whether ZeRO-1 is used and more than one rank shares the states."""
     return run.layout.zero_stage == 1 and run.layout.state_shards > 1
 
 

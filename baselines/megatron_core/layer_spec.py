@@ -30,7 +30,6 @@ class Norm:
     sequence parallelism)."""
 
     def __new__(cls, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> Any:
-        """The norm module."""
         kind = torch.nn.RMSNorm if config.normalization == "RMSNorm" else torch.nn.LayerNorm
         made: Any = kind(hidden_size, eps=eps, dtype=config.params_dtype)
         for parameter in made.parameters():

@@ -50,6 +50,14 @@ def _states(system: System) -> str | None:
     return f"--use-precision-aware-optimizer {words}" if words else words
 
 
+def _graphs(system: System) -> str:
+    scope = system.kernels.cuda_graphs
+    whole = {"none": "", "layer": "--cuda-graph-impl local"}
+    named = "local" if scope == "full_iteration" else "transformer_engine"
+    words = scope.replace(",", " ")
+    return whole.get(scope, f"--cuda-graph-impl {named} --cuda-graph-scope {words}")
+
+
 def _bucket(system: System) -> str:
     size = system.zero.bucket_bytes // max(1, system.states.grad_bytes)
     return f"--ddp-bucket-size {size}" if size not in (0, BUCKET_PARAMETERS) else ""
@@ -75,7 +83,7 @@ OPTIONS: dict[str, Callable[[System], str | None]] = {
     ),
     "ep_overlap": lambda system: EP_OVERLAPS.get(system.experts.ep_overlap),
     "delayed_wgrad": lambda system: "--delay-wgrad-compute" * system.experts.delayed_wgrad,
-    "cuda_graphs": lambda system: "--cuda-graph-impl local" * system.kernels.cuda_graphs,
+    "cuda_graphs": _graphs,
     "optimizer_on_host": lambda system: (
         "--optimizer-cpu-offload --use-precision-aware-optimizer" * system.host.optimizer_on_host
     ),
@@ -97,13 +105,13 @@ NAMES = frozenset({
     *("overlap_moe_expert_parallel_comm", "delay_wgrad_compute"),
     *("moe_expert_capacity_factor", "moe_pad_expert_input_to_capacity"),
     *("moe_flex_dispatcher_backend", "moe_token_dispatcher_type", "moe_grouped_gemm"),
-    *("optimizer_cpu_offload", "make_vocab_size_divisible_by", "cuda_graph_impl", "swiglu"),
+    *("optimizer_cpu_offload", "make_vocab_size_divisible_by", "swiglu"),
     *("softmax_type", "untie_embeddings_and_output_weights", "disable_bias_linear", "vocab_size"),
     *("group_query_attention", "max_position_embeddings", "position_embedding_type"),
     *("num_attention_heads", "num_experts", "moe_layer_freq", "num_layers", "normalization"),
     *("fp8_format", "fp8_recipe", "fp8_param_gather", "fp4_format", "fp4_recipe"),
     *("first_last_layers_bf16", "num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"),
-    "reuse_grad_buf_for_mxfp8_param_ag",
+    *("reuse_grad_buf_for_mxfp8_param_ag", "cuda_graph_impl", "cuda_graph_scope"),
     *("num_distributed_optimizer_instances", "multi_latent_attention", "mtp_num_layers"),
 })  # fmt: skip
 """Names of the options printed here that a run of the package does not check against its job: the
@@ -151,7 +159,6 @@ def facts_with_options(problem: Problem) -> set[str]:
 
 
 def expert_words(layout: Layout, work: Workload) -> list[str]:
-    """The layout of experts, and their capacity."""
     if work.model.experts is None:
         return []
     factor, padded = work.capacity_factor, work.expert_padding == "capacity"
@@ -202,7 +209,6 @@ def partition_words(stages: tuple[Stage, ...], layout: Layout) -> list[str]:
 
 
 def model_words(model: Model) -> list[str]:
-    """The arguments of a model."""
     words = [
         f"--num-layers {model.num_layers}",
         f"--hidden-size {model.hidden}",

@@ -129,7 +129,6 @@ class MegatronCore(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     @classmethod
     def remarks(cls, problem: Problem) -> tuple[str, ...]:
-        """What the options do not say."""
         lay, whole = problem.layout, "the model's arguments are not here: --whole prints them"
         words = "CUDA_DEVICE_MAX_CONNECTIONS=1 is needed with tp or cp above 1 before Blackwell"
         return (whole, words) if lay.tp > 1 or lay.cp > 1 else (whole,)
@@ -188,7 +187,6 @@ class MegatronCore(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         return self.num_layers if (self.recompute, self.method) == ("full", "uniform") else 1
 
     def _reasons(self, problem: Problem, base: Plan) -> list[Reason]:
-        """The reasons against the policy on this problem with the partition of `base`."""
         setup, sizes = setup_of(problem), _chunk_sizes(base)
         itself = base.partition == problem.base_plan.partition
         selected = self.modules if self.recompute == "selective" else ()
@@ -269,7 +267,6 @@ class MegatronCore(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     @property
     def moved(self) -> dict[str, tuple[str, ...]]:
-        """The tensors of each offloaded module."""
         return {module: MOVED[module] for module in self.offload_modules}
 
     def _offloading(self, problem: Problem, base: Plan) -> Plan:
@@ -311,7 +308,6 @@ def _per_chunk(setup: Setup) -> int:
 
 
 def _chunk_sizes(base: Plan) -> set[int]:
-    """The numbers of layers that chunks with layers have."""
     return {len(layers) for rank in base.partition for layers in rank if layers}
 
 
@@ -329,7 +325,6 @@ def _uneven(setup: Setup, uneven: bool | None = None) -> Reason:
 
 
 def _policy(policy: MegatronCore, model: Model, sizes: set[int]) -> list[Reason]:
-    """The reasons against a policy of a model whose chunks have `sizes` layers."""
     selective, full = policy.recompute == "selective", policy.recompute == "full"
     modules, moved, layers = set(policy.modules), set(policy.offload_modules), policy.num_layers
     least = min(sizes)

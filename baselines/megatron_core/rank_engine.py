@@ -86,7 +86,6 @@ class Rig:
         return self.place.tp, self.job.run.layout.tp
 
     def states(self) -> Iterator[torch.Tensor]:
-        """The tensors of parameters, gradient buffers and optimizer states."""
         for chunk in self.chunks:
             yield from chunk.parameters()
             yield from chunk.module.buffers()
@@ -139,7 +138,6 @@ def gradient_buffers(chunk: Any) -> list[Any]:
 
 
 def _gather_gradients(chunk: Any) -> None:
-    """Gather the shards of a reduce-scattered gradient buffer on every rank."""
     for buffer in gradient_buffers(chunk):
         for bucket in buffer.buckets:
             group = buffer.data_parallel_group
@@ -148,7 +146,6 @@ def _gather_gradients(chunk: Any) -> None:
 
 
 def build(job: PackageJob, policy: MegatronCore, place: Coordinates, device: torch.device) -> Rig:
-    """The rank's chunks, before their weights are written."""
     run = job.run
     config = transformer_config(job, policy)
     vocab = padded_vocab(run)

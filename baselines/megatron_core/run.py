@@ -129,7 +129,6 @@ class Trainer:
         return float(total) / self.counted
 
     def gradients(self, *, whole: bool) -> tuple[dict[str, float], dict[str, Tensor]]:
-        """Norms and whole gradients, from the buffers of all ranks."""
         run = self.rig.job.run
         specs = model_specs(run.model, self.engine.padded_vocab(run))
         pieces = self.rig.gradient_pieces()

@@ -15,7 +15,6 @@ from rematbench.worlds.packages.stack import Extra, Stack
 
 
 def stack(policy: MegatronCore, problem: Problem) -> Stack:
-    """The extra tensors that Megatron-core without TransformerEngine keeps."""
     extras = _Extras(policy, problem)
     return Stack(
         extras=(
@@ -40,7 +39,6 @@ def stack(policy: MegatronCore, problem: Problem) -> Stack:
 
 
 def activation_peak(policy: MegatronCore, _: Problem, rank: RankProgram) -> int:
-    """The peak bytes of activations, as Megatron-core holds them."""
     found: int = offloads.activation_peak(policy, rank)
     return found
 

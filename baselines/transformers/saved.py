@@ -127,7 +127,6 @@ class Recorder:
 
 
 def _function() -> str:
-    """The innermost function of Transformers on the call stack."""
     frame = sys._getframe(2)
     while frame is not None:
         if frame.f_globals.get("__name__", "").startswith("transformers."):

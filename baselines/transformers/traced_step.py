@@ -57,7 +57,6 @@ class StepTrace(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def activation_peak_bytes(self) -> int:
-        """The largest sum of activations in any phase."""
         return max(peak.activation_bytes for peak in self.peaks)
 
 

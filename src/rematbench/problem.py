@@ -123,6 +123,8 @@ class Problem:
         generation, precision = self.cluster.generation, self.workload.precision
         rates, tf32, missing = self.calibration.kernels, self.system.kernels.tf32, ""
         missing = self.workload.model.untimed or untimed(self.workload, generation)
+        if self.workload.sample_len:
+            missing = "samples of differing lengths (sample_len)"
         if not self.calibration.has_rates(generation):
             known = ", ".join(sorted(set(self.calibration.gpus) & set(rates.generations) - {CPU}))
             missing = (

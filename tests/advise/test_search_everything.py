@@ -379,7 +379,7 @@ def test_chunks_that_differ_are_searched_like_all_others(
 ) -> None:
     one = uneven(seed, less)
     assert all(len(set(choice.sizes)) >= 2 for choice in SearchJob(one).space.choices)
-    found = some(one, MOST // (16 if short else 4))
+    found = some(one, MOST // (40 if short else 4))
     held_at_edges(one, found)
 
 

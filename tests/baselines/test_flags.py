@@ -16,6 +16,7 @@ from baselines.megatron_core.options import partition_words
 from baselines.megatron_core.plan import MegatronCore
 from rematbench.evaluate.evaluation import RankBytes
 from rematbench.evaluate.problems import make_problem
+from rematbench.inputs.configfile import ConfigError
 from rematbench.inputs.job import Job
 from rematbench.inputs.layout import Layout
 from rematbench.inputs.load import load_system
@@ -25,7 +26,6 @@ from rematbench.inputs.system import FACTS as STACK_FACTS
 from rematbench.inputs.system import Accepts, with_facts
 from rematbench.plan import Plan, Unsupported
 from rematbench.workload import Experts
-from rematbench.worlds.packages import flags
 from rematbench.worlds.packages.flags import FlagsAnswer, fates, flags_of
 from rematbench.worlds.packages.process import PackageJob, baselines, policy, run_jobs
 from rematbench.worlds.packages.process import job as make_job
@@ -55,10 +55,9 @@ def assuming() -> None:
 
 
 @pytest.fixture(autouse=True)
-def _no_facts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Or they do not, since every answer takes most of a second to try each fact."""
+def _no_facts(request: pytest.FixtureRequest) -> None:
     if "assuming" not in request.fixturenames:
-        monkeypatch.setattr(flags, "assumed_facts", lambda *_: ())
+        request.getfixturevalue("no_assumed_facts")
 
 
 def answered(
@@ -280,7 +279,7 @@ FACTS: list[tuple[dict[str, Any], str]] = [
     ({"gather_overlap": True}, "--overlap-param-gather"),
     ({"reduce_overlap": True, "bucket_bytes": 4 * 10**6}, "--ddp-bucket-size 1000000"),
     ({"vocab_multiple": 64}, "--make-vocab-size-divisible-by 64"),
-    ({"cuda_graphs": True}, "--cuda-graph-impl local"),
+    ({"cuda_graphs": "layer"}, "--cuda-graph-impl local"),
     ({"optimizer_on_host": True}, "--optimizer-cpu-offload"),
     ({"rank_order": ("tp", "cp", "pp", "dp")}, "--use-tp-pp-dp-mapping"),
     ({"dispatcher": "deepep"}, "--moe-token-dispatcher-type flex"),
@@ -307,6 +306,16 @@ def printed(baseline: str = "megatron_core", whole: bool = False, **spec: Any) -
     plan = made.base_plan
     sizes = spec.get("sizes")
     return flags_of(made, replace(plan, partition=sizes) if sizes else plan, baseline, whole=whole)
+
+
+def test_a_run_chooses_the_graphs_of_a_stack_that_has_them() -> None:
+    for scope, words in {
+        "attn,mlp": "--cuda-graph-impl transformer_engine --cuda-graph-scope attn mlp",
+        "full_iteration": "--cuda-graph-impl local --cuda-graph-scope full_iteration",
+    }.items():
+        assert words in printed(system="megatron-core-0.16", cuda_graphs=scope).flags
+    with pytest.raises(ConfigError, match="'layer': torchtitan captures no CUDA graphs"):
+        printed(system="torchtitan", cuda_graphs="layer")
 
 
 @pytest.mark.usefixtures("assuming")

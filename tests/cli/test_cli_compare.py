@@ -9,11 +9,10 @@ from typing import Any
 
 import pytest
 from msgspec.structs import replace
-from rich.console import Console
 
 from rematbench.advise.candidates.candidate import load_compare
 from rematbench.advise.compare.comparison import Comparison
-from rematbench.cli.compare import Ranking, runnable
+from rematbench.cli.compare import runnable
 from rematbench.cli.options import Request, RunOptions, request
 from rematbench.evaluate.breakdown import PARTS
 from rematbench.evaluate.result import Result
@@ -150,22 +149,6 @@ def test_the_fastest_plan_that_runs_is_named_where_the_fastest_runs_nowhere() ->
     assert runnable(fewer).startswith(f"FASTEST that an engine can run: {second.method}, ")
     assert runnable([replace(one, runs_on=()) for one in fitting]) == ""
     assert runnable(fewer[1:]) == ""
-
-
-@pytest.mark.parametrize("width", [80, 100, 160])
-def test_the_table_is_not_cut(width: int) -> None:
-    """No cell loses letters at the width of a terminal or of a pipe."""
-    comparison, results = compared()
-    out = Console(width=width, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
-    printed = Ranking(out, comparison, every=True)
-    printed.table(results)
-    printed.notes(results)
-    text = out.export_text()
-    assert "\u2026" not in text
-    assert max(map(len, text.splitlines())) <= width
-    for word in ("selective_recompute:", "layernorm", "+mst", "plan of keep_all"):
-        assert word in text
-    assert "80 % band: 80 % of published speeds" in text
 
 
 def test_where_nothing_fits_the_last_line_says_what_would() -> None:

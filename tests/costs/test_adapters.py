@@ -188,10 +188,22 @@ def test_frozen_layers_have_no_backward_and_norms_can_train_alone() -> None:
         ({"base_dtype": "nf4"}, "but all train"),
         ({"dora": True}, "needs adapters"),
         ({"lora_rank": 4, "fp32_norms": True}, "linears of less than 16 bits"),
-        ({"lora_rank": 4, "model": "mixtral-8x7b", "system": "megatron-core"}, "adapters of exp"),
+        (
+            {"lora_rank": 4, "model": "mixtral-8x7b", "system": "megatron-core"},
+            "of exp.* 60,030,976 w",
+        ),
         ({"lora_rank": 3, "tp": 2, "gpus": 2, "system": "megatron-core"}, "multiple of tp = 2"),
         ({"trained_parts": "norms", "tp": 2, "gpus": 2, "system": "megatron-core"}, "tp = 2"),
         ({"lora_rank": 4, "model": replace(load_model("llama2-7b"), latent=LATENT)}, "latent att"),
+        (
+            {
+                "lora_rank": 8,
+                "lora_targets": "q,k,v",
+                "model": "deepseek-v2-lite",
+                "system": "megatron-core",
+            },
+            "latent att.* 2,668,032 weights, 0.04 GiB",
+        ),
         ({"frozen_layers": 32}, "must be below the 32 layers"),
     ],
 )

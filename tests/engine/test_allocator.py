@@ -410,3 +410,46 @@ def test_reserved_bytes_hold_the_live_bytes(seq_len: int, m: int, *, early: bool
         results.append(found)
     assert results[0].step_s == results[1].step_s
     assert results[0].peak_device_bytes == results[1].peak_device_bytes
+
+
+# -- streams --------------------------------------------------------------------------------------
+
+
+def gathers(count: int, stream: str = "dp", more: str = "") -> list[str]:
+    """Units of 100 MiB that are gathered and freed one after another, after an activation."""
+    lines = [f"ALLOC0.0 compute L0.t a=x:{100 * MIB}", "FREE0.0 compute - f=x"]
+    for unit in range(count):
+        lines.append(f"AG0.0 {stream} L{unit}.p a=L{unit}.parameters:{100 * MIB} {more}".strip())
+        lines.append(f"FREE0.0 compute - f=L{unit}.parameters")
+    return lines
+
+
+def replayed(
+    lines: list[str], waiting_frees: int = 0, capacity: int | None = None
+) -> AllocatorPeaks:
+    text = "".join(f"block S\n{line}\n" for line in lines)
+    rank = replace(parse_program(f"rank 0\n{text}").ranks[0], waiting_frees=waiting_frees)
+    return replay(rank, (), capacity)
+
+
+@pytest.mark.parametrize(
+    ("stream", "more", "mib"),
+    [("pp_recv", "", 100), ("ep", "", 100), ("ep", "p=f", 200), ("dp", "", 200)],
+)
+def test_no_stream_takes_a_block_of_another(stream: str, more: str, mib: int) -> None:
+    """Gathers, and exchanges beside another micro-batch (`p`), run on streams that code made
+    current; the buffers of messages and of other collectives are compute's."""
+    found = replayed(gathers(3, stream, more))
+    assert found.reserved_bytes == mib * MIB
+    assert found.allocated_bytes == 100 * MIB
+
+
+def test_blocks_that_wait_for_another_stream_are_not_allocated() -> None:
+    """Two freed units wait, so five units that follow each other take three blocks; where the
+    device is full, the host waits for them."""
+    found = replayed(gathers(5), waiting_frees=2)
+    assert found.reserved_bytes == 400 * MIB
+    assert found.allocated_bytes == 100 * MIB
+    full = replayed(gathers(5), waiting_frees=2, capacity=300 * MIB)
+    assert full.oom_at is None
+    assert full.retries > 0

@@ -61,6 +61,9 @@ def test_adapters_of_a_file_are_options(tmp_path: Path, text: str, found: dict[s
 def test_a_command_without_a_tuner_has_its_packages_default(tmp_path: Path) -> None:
     own, refused = read(tmp_path, "swift sft --model m --max_length 512", "run.sh")
     assert (own["lora_rank"], own["lora_dropout"], refused) == ("8", "0.05", [])
+    line = "swift sft --model m --max_length 512 --torch_dtype bfloat16 --lora_dtype"
+    widths = [read(tmp_path, f"{line} {word}", "run.sh")[0] for word in ("bfloat16", "float32")]
+    assert [one.get("trained_dtype") for one in widths] == [None, "autocast"]
     line = "torchrun train.py --model_name_or_path m --bf16 --lora_r 4"
     assert read(tmp_path, line, "run.sh")[0]["lora_targets"] == "q,v"
     assert not read(tmp_path, f"{TRL}lora_r: 4\n")[0]

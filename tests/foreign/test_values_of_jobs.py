@@ -368,6 +368,28 @@ def loads(folder: Path, made: FileJob) -> None:
         (load_system if "stack" in name else load_model)(folder / name)
 
 
+@pytest.mark.parametrize(
+    ("options", "scope", "refused"),
+    [
+        ("--enable-cuda-graph", "layer", ""),
+        ("--cuda-graph-impl local --cuda-graph-scope full_iteration", "full_iteration", ""),
+        ("--cuda-graph-impl full_iteration", "full_iteration", ""),
+        ("--cuda-graph-impl transformer_engine --cuda-graph-scope attn mlp", "attn,mlp", ""),
+        ("--cuda-graph-impl none --cuda-graph-scope attn", None, ""),
+        ("--external-cuda-graph --cuda-graph-scope full", "layer", ""),
+        ("--cuda-graph-impl local --cuda-graph-scope mamba", None, "--cuda-graph-scope: mamba"),
+        ("--cuda-graph-impl mine", None, "--cuda-graph-impl: mine"),
+    ],
+)
+def test_graphs_of_a_line_are_a_choice_of_the_run(
+    tmp_path: Path, options: str, scope: str | None, refused: str
+) -> None:
+    _, reading = job(tmp_path, f"torchrun pretrain_gpt.py {SIZES} --bf16 {options}\n")
+    assert reading.get("cuda_graphs") == scope
+    assert [line.startswith(refused) for line in reading.refused] == [True] * bool(refused)
+    assert not reading.unknown
+
+
 OPTIONS = [
     "--bf16 --grad-reduce-in-bf16 --use-precision-aware-optimizer --exp-avg-dtype bf16",
     "--bf16 --cuda-graph-impl local",

@@ -26,8 +26,8 @@ STACKS = {
     "parameter",
     "features: [ulyses]": (
         "features: 'ulyses'; did you mean 'ulysses'? (allowed: activation_offload, async_tp, "
-        "compile, ep_overlap, hybrid_sharding, optimizer_offload, param_offload, ulysses, "
-        "ulysses_in_cp)"
+        "compile, cuda_graphs, ep_overlap, hybrid_sharding, optimizer_offload, param_offload, "
+        "ulysses, ulysses_in_cp)"
     ),
     "norm_keeps_steps: true": "norm_keeps_steps: true with norm: fused: only an eager norm",
     "fused_loss: true\nloss_in_place: false": "loss_in_place: false with fused_loss: true",

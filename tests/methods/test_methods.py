@@ -14,7 +14,7 @@ from rematbench.engine.program.ledger import issue_order
 from rematbench.evaluate.evaluation import PlanEvaluation, evaluate, kernel_flop
 from rematbench.inputs.layout import Layout
 from rematbench.inputs.stages import partition_of_sizes
-from rematbench.plan import ByteBudget, Group, Keep, Recompute, Rule, Select
+from rematbench.plan import Group, Recompute
 from rematbench.problem import Problem
 from rematbench.solve.kept import kept_activations, kept_layer_bytes
 from rematbench.solve.pareto import cheapest_within, front, point
@@ -210,17 +210,6 @@ def test_a_budget_picks_the_fastest_point_within_it() -> None:
 
 
 # -- composition and searches ----------------------------------------------------------------
-
-
-def test_kept_selects_what_earlier_rules_left() -> None:
-    p = problem()
-    plan = p.base_plan.with_rules(
-        Rule(Select(activations=("q",)), Recompute()),
-        Rule(Select(activations=("k",)), Keep()),
-        Rule(Select(parts=("layer",), kept=True), ByteBudget(alpha=0.0)),
-    )
-    assert "q" not in kept_activations(p, plan)
-    assert {"k", "v"} <= kept_activations(p, plan)
 
 
 def test_a_later_method_changes_nothing_its_base_decided() -> None:

@@ -292,6 +292,7 @@ def test_a_cell_of_the_matrix_has_its_command(tmp_path: Path) -> None:
     assert "<code>balanced_checkpointing+<wbr>pp_offload:steps=20</code>" in text
 
 
+@pytest.mark.full
 def test_the_figure_of_winners_is_drawn_where_one_wins_alone_and_where_nothing_fits(
     tmp_path: Path,
 ) -> None:

@@ -205,7 +205,9 @@ def untiled_of(problem: Problem) -> tuple[str, ...]:
 
 
 def _packed(problem: Problem) -> str:
-    """Words on the documents of a sequence; empty where none are packed."""
+    """Words on the documents of a sequence, or on samples of differing lengths; else empty."""
+    if mean := problem.workload.sample_len:
+        return f" at most ({mean:,} in the mean of all samples)"
     whole = "" if problem.attention == "flash" else " (the kernel computes the whole square)"
     packing = problem.workload.packing
     return f"{packing}, attention inside each{whole}" if packing else ""

@@ -40,7 +40,6 @@ class CostModel(KernelCosts):
 
     @cached_property
     def domain(self) -> int:
-        """The job's GPUs in one NVLink domain."""
         return self.cluster.domain(self.layout.gpus)
 
     @cached_property
@@ -126,7 +125,6 @@ class CostModel(KernelCosts):
 
     @cached_property
     def _placement(self) -> Layout:
-        """The layout with only the fields that determine the placement of ranks."""
         names = ("tp", "tp_columns", "cp", "pp", "dp", "ulysses", "ep", "etp", "shard_degree")
         return Layout(**{name: getattr(self.layout, name) for name in names})
 

@@ -9,6 +9,7 @@ from msgspec.structs import replace
 
 from rematbench.costs import formulas, kernel_seconds, tiles
 from rematbench.costs.operators.kernels import Attention, Elementwise, Gemm, Kernel, Named, launches
+from rematbench.costs.operators.launches import captures_experts
 from rematbench.costs.operators.ops import Op
 from rematbench.inputs.cluster import Cluster
 from rematbench.inputs.constants import (
@@ -140,7 +141,6 @@ class KernelCosts:
 
     @cached_property
     def _rounds(self) -> bool:
-        """Whether kernels round widths up: on GPUs."""
         return self.cluster.generation != "cpu"
 
     def _tiled(self, kernel: Gemm, direction: Direction) -> Gemm:
@@ -196,11 +196,13 @@ class KernelCosts:
 
     def _grouped_s(self, kernel: Gemm, direction: Direction) -> Quantity:
         """Busy seconds of a GEMM, or of a grouped one: a kernel for each group, with their gaps no
-        faster than the host issues them; a weight's gradient is read and written once more."""
+        faster than the host issues them outside of a CUDA graph; a weight's gradient is read and
+        written once more."""
         busy = self._gemm_s(kernel)
         if kernel.batch == 1:
             return busy
-        paced = kernel.batch * max(0.0, self.common.grouped_gemm_s - self.stack.gap_s)
+        issued = not captures_experts(self.system.kernels, self.workload)
+        paced = issued * kernel.batch * max(0.0, self.common.grouped_gemm_s - self.stack.gap_s)
         if direction != "backward_weight":
             return max(busy, paced)
         e, sums = self._operand_bytes(kernel), 2 * self.system.states.grad_bytes

@@ -62,7 +62,6 @@ def state_bytes(
 
 
 def fsdp_shards(layout: Layout, system: System) -> bool:
-    """Whether torch's FSDP shards the parameters."""
     sharded = layout.zero_stage == PARAMETER_STAGE and layout.state_shards > 1
     return sharded and system.zero.data_parallel == "fsdp"
 

@@ -16,7 +16,7 @@ from rematbench.evaluate.evaluation import PlanEvaluation, host_node_bytes
 from rematbench.evaluate.evaluator import SINGLE_EVALUATOR, Evaluator, timed, weighed
 from rematbench.evaluate.proof import Proof, check
 from rematbench.evaluate.unread import unread
-from rematbench.evaluate.verdict import Retries, Verdict, judge, judged, only_fragmented
+from rematbench.evaluate.verdict import Retries, Verdict, graphs, judge, judged, only_fragmented
 from rematbench.host.declared import columns
 from rematbench.inputs.kernel_rates import RateError
 from rematbench.inputs.layout import LayoutError
@@ -444,6 +444,7 @@ def assumed(problem: Problem) -> str:
         "RoPE": system.rope_kernel if model.position == "rope" else "",
         "activation": ("fused" if system.kernels.fused_swiglu else "eager") if model.gated else "",
         "loss": _loss(system),
+        "CUDA graphs": graphs(problem),
     }
     named = ", ".join(f"{key} {kernel}" for key, kernel in kernels.items() if kernel)
     text = f"{named}, on {generation}; constants of cluster {network}, stack {stack}"

@@ -27,6 +27,7 @@ from msgspec.structs import replace
 
 from rematbench.evaluate.evaluator import same_plan
 from rematbench.evaluate.result import Band, Fit, Result
+from rematbench.evaluate.verdict import unknown_bytes
 from rematbench.evidence.job_evidence import (
     JobProperties,
     LeftOutCell,
@@ -310,7 +311,7 @@ def with_band(result: Result, family: str = "") -> Result:
         family = IDENTITY if idle else result.family
     fit: Fit = "no"
     if verdict is not None and verdict.fits:
-        fit = fits_word(verdict.headroom_bytes, problem.room_bytes)
+        fit = fits_word(verdict.headroom_bytes, problem.room_bytes, unknown_bytes(problem))
     elif verdict is not None and verdict.expandable:
         fit = "expandable"
     band = None if result.not_timed else band_of(problem, family)

@@ -316,7 +316,7 @@ NO_SPEED = frozenset(
     (
         *("name", "version", "sources", "constants", "non_torch_bytes", "scales"),
         *("model_parallel", "zero_stages", "pipeline_zero_stages"),
-        *("pinned_blocks", "wide_attention", "dummy_gradients"),
+        *("pinned_blocks", "wide_attention", "dummy_gradients", "waiting_frees"),
     )
 )
 """Fields of a stack that are not compared: they do not change the seconds of a step, except

@@ -67,13 +67,15 @@ def read_adapters(reading: Reading, data: Mapping[str, Any]) -> None:
 
 def _dtype(reading: Reading, data: Mapping[str, Any], *, packed: bool) -> None:
     """The precision of adapters.  PEFT makes them fp32, which a trainer's autocast computes in 16
-    bits; DeepSpeed and Megatron narrow them, and TRL beside quantised weights
-    (trainer/sft_trainer.py)."""
+    bits (ms-swift always has it: `_init_mixed_precision`); DeepSpeed and Megatron narrow them, and
+    TRL beside quantised weights (trainer/sft_trainer.py)."""
     narrow = reading.system == "huggingface-deepspeed" or reading.package == "Megatron"
+    narrow = narrow or str(data.get("lora_dtype")) in ("bfloat16", "float16", "bf16", "fp16")
     if narrow or not is_off(data.get("pure_bf16")) or (reading.package == "TRL" and packed):
         return
-    words = any(not is_off(data.get(word)) for word in ("bf16", "fp16"))
-    autocast = words or reading.package in ("TRL", "ms-swift")  # whose default is bf16
+    autocast = any(not is_off(data.get(word)) for word in ("bf16", "fp16"))
+    autocast |= reading.package == "TRL"  # whose default is bf16
+    autocast |= reading.package == "ms-swift" and reading.get("precision") != "fp32"
     reading.put("trained_dtype", "autocast" if autocast else "fp32", "lora_r")
     reading.notes.append("PEFT holds adapters in fp32 (autocast_adapter_dtype)")
 

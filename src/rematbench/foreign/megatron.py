@@ -29,6 +29,9 @@ LATENT = {"kv_rank": 32, "nope": 128, "rope": 64, "v": 128}
 VOCABULARIES = {"GPT2BPETokenizer": 50257, "Llama2Tokenizer": 32000}
 """Vocabulary of tokenizers that come with their files: GPT-2's 50,257 tokens (Radford et al. 2019)
 and Llama 2's 32,000 (Touvron et al. 2023, arXiv 2307.09288)."""
+GRAPHS = ("none", "local", "transformer_engine", "full_iteration")
+GRAPHED = ("attn", "mlp", "moe", "moe_router", "moe_preprocess", "full_iteration")
+"""Implementations of CUDA graphs, and the scopes that are modelled."""
 POSITIONS = {"rope": "rope", "learned_absolute": "learned", "none": "none", "alibi": "alibi"}
 OLD = {"activations-checkpoint-method", "checkpoint-activations", "checkpoint-num-layers"}
 OLD |= {"model-parallel-size", "batch-size", "DDP-impl"}
@@ -133,6 +136,7 @@ def _read(options: Options, script: Script) -> Reading:
     _attention(reading, options, script)
     _model(reading, options)
     read_experts(reading, options)
+    _graphs(reading, options)
     read_megatron_recipe(reading, options)
     _states(reading, options)
     reading.method = _offloaded(reading, options, *_method(reading, options))
@@ -144,6 +148,25 @@ def _read(options: Options, script: Script) -> Reading:
     if "rampup-batch-size" in options:
         reading.notes.append("--rampup-batch-size: the batch after the ramp is counted")
     return reading
+
+
+def _graphs(reading: Reading, options: Options) -> None:
+    """What CUDA graphs capture: modules of a layer, whole layers where none is named, or a whole
+    iteration, which is a scope or, in later versions, an implementation (megatron-core 0.16.1,
+    transformer_config.py)."""
+    old = {"enable-cuda-graph", "external-cuda-graph"} & options.keys()
+    kind = first_value(options, "cuda-graph-impl", "local" if old else "none")
+    given = [*(options.get("cuda-graph-scope") or []), *(options.get("cuda-graph-modules") or [])]
+    parts = [part for word in given for part in word.split(",") if part not in ("", "full")]
+    option = "--cuda-graph-impl"
+    if kind not in GRAPHS:
+        reading.refused.append(f"{option}: {kind} (allowed: {', '.join(GRAPHS)})")
+    elif unknown := [part for part in parts if part not in GRAPHED]:
+        reading.refused.append(f"--cuda-graph-scope: {unknown[0]} (allowed: {', '.join(GRAPHED)})")
+    elif kind != "none":
+        whole = "full_iteration" in (kind, *parts)
+        scope = "full_iteration" if whole else ",".join(parts) or "layer"
+        reading.put("cuda_graphs", scope, option)
 
 
 def _supervised(options: Options) -> Options:

@@ -13,6 +13,7 @@ from typing import Any
 from rematbench.foreign.adapters import read_adapters
 from rematbench.foreign.keys import is_off, read_keys
 from rematbench.foreign.reading import Reading
+from rematbench.foreign.trainers import note_cap
 
 
 def read_torchtune(data: Mapping[str, Any], file: str) -> Reading:
@@ -33,6 +34,8 @@ def read_torchtune(data: Mapping[str, Any], file: str) -> Reading:
     read_adapters(reading, _adapters(reading, _section(data, "model")))
     if not is_off(_section(data, "dataset").get("packed")):
         reading.notes.append("dataset.packed: attention stays inside documents: --document-len")
+    else:
+        note_cap(reading)
     return reading
 
 

@@ -86,7 +86,7 @@ def note_cap(reading: Reading) -> None:
     if "seq_len" in reading.values:
         reading.notes.append(
             f"{reading.keys['seq_len']}: nothing packs, so this is a cap, and shorter sequences "
-            "need less (--seq-len)"
+            "need less (--seq-len, --sample-len)"
         )
 
 

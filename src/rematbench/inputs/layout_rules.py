@@ -27,6 +27,34 @@ def check_layout(layout: Layout, workload: Workload, system: System) -> None:
         raise LayoutError(rule)
 
 
+def _graph_rules(work: Workload, system: System) -> Iterator[str]:
+    """The rules of what CUDA graphs capture, as Megatron-core asserts them (0.16.1,
+    core/transformer/transformer_config.py); experts whose sizes stay on the device are HybridEP's
+    (NVIDIA/Megatron-LM pull request 4247, paged stashing)."""
+    kernels, model, said = system.kernels, work.model, "cuda_graphs:"
+    parts, routed = kernels.cuda_graphs.split(","), model.experts is not None
+    whole = kernels.captures_iteration or "moe" in parts
+    sized = work.expert_padding != "none" or system.experts.dispatcher == "hybridep"
+    if not routed and any(part.startswith("moe") for part in parts):
+        yield f"{said} moe cuda graph is only supported for MoE"
+    if "moe" in parts and "moe_router" in parts:
+        yield f"{said} cuda_graph_scope must not contain both moe and moe_router"
+    if "moe_preprocess" in parts and "moe_router" not in parts:
+        yield f"{said} moe_preprocess cuda graph is only supported with moe_router cuda graph"
+    if whole and routed and not sized:
+        yield (
+            f"{said} {kernels.cuda_graphs} holds experts of known sizes: expert_padding, or the "
+            "dispatcher hybridep, whose sizes stay on the device"
+        )
+    if {"layer", "moe", "mlp"} & {*parts} and system.experts.ep_overlap != "none":
+        yield (
+            f"{said} scope on moe and mlp is not supported with ep_overlap "
+            "(overlap_moe_expert_parallel_comm)"
+        )
+    if {"attn", "mlp", "moe"} & {*parts} and model.block != "sequential":
+        yield f"{said} parts of a layer with attention and MLP in parallel are not modelled"
+
+
 def _prediction_rules(lay: Layout, work: Workload, system: System) -> Iterator[str]:
     """The rules of layers that predict more tokens, which stand where the layout says."""
     model = work.model
@@ -88,11 +116,13 @@ def _rules(lay: Layout, work: Workload, system: System) -> Iterator[str]:
             f"cp = {lay.cp} around a ring has no sliding windows (TransformerEngine); a stack with "
             "cp_kind: allgather has"
         )
+    yield from _sample_rules(lay, work)
     yield from _ulysses_rules(lay, work, system)
     yield from _latent_rules(lay, work, system)
     yield from _expert_rules(lay, work, system)
-    yield from trained_rules(lay, work)
+    yield from trained_rules(lay, work, system)
     yield from _ep_overlap_rules(lay, work, system)
+    yield from _graph_rules(work, system)
     yield from _stack_rules(lay, system)
     if lay.stages or work.model.mtp_layers:
         yield from _prediction_rules(lay, work, system)
@@ -144,6 +174,20 @@ def _shard_rules(lay: Layout, system: System) -> Iterator[str]:
             f"shard_degree {degree} with zero_stage {lay.zero_stage} shards nothing: take "
             "zero_stage 0, or a shard_degree of at least 2"
         )
+
+
+def _sample_rules(lay: Layout, work: Workload) -> Iterator[str]:
+    if not work.sample_len:
+        if work.sample_spread:
+            yield "sample_spread is that of sample_len, which is 0"
+        return
+    if work.document_len or work.seq_len % 4:
+        yield (
+            "sample_len needs samples that are not packed (document_len), and a seq_len that is a "
+            "multiple of 4"
+        )
+    if lay.tp * lay.cp * lay.pp > 1:
+        yield "sample_len over ranks of tp, cp or pp is not modelled"
 
 
 def _ulysses_rules(lay: Layout, work: Workload, system: System) -> Iterator[str]:

@@ -147,6 +147,8 @@ FOLLOWS: dict[tuple[str, Any], dict[str, Any]] = {
     **{("norm", one): {"norm_keeps_steps": False} for one in ("torch", "compiled", "fused")},
     ("compiled", True): {"norm_keeps_steps": False},
     ("attention", "eager"): {"attention": "unfused", "eager_operators": True},
+    ("cuda_graphs", True): {"cuda_graphs": "layer"},
+    ("cuda_graphs", False): {"cuda_graphs": "none"},
 }
 """What follows from a fact that a file of a stack states, where the file does not say otherwise:
 eager operators save what each of them reads (`attention: eager` is torch's, unlike `unfused`, whose

@@ -3,10 +3,11 @@
 from collections.abc import Iterator
 
 from rematbench.inputs.layout import Layout
+from rematbench.inputs.system import System
 from rematbench.workload import PACKED_BYTES, Workload
 
 
-def trained_rules(lay: Layout, work: Workload) -> Iterator[str]:
+def trained_rules(lay: Layout, work: Workload, system: System) -> Iterator[str]:
     """The rules of a model of which only a part trains."""
     model, mlp = work.model, {"gate", "up", "down"}
     experts = model.experts is not None and bool(mlp & {*work.targets})
@@ -20,11 +21,16 @@ def trained_rules(lay: Layout, work: Workload) -> Iterator[str]:
     if work.dora and not work.lora_rank:
         yield "dora needs adapters (lora_rank)"
     if experts:
-        yield "adapters of experts are not modelled (lora_targets: q,k,v,o)"
+        known = _bytes_of_adapters(work, system)
+        yield f"adapters of experts are not modelled (lora_targets: q,k,v,o); {known}"
     if model.latent is not None and not {"q", "k", "v"}.isdisjoint(work.targets):
-        yield "adapters of latent attention are not modelled (lora_targets: o,gate,up,down)"
+        known = _bytes_of_adapters(work, system)
+        words = "adapters of latent attention are not modelled (lora_targets: o,gate,up,down)"
+        yield f"{words}; {known}"
     if lay.tp > 1 and (work.dora or (work.partly and not work.lora_rank)):
-        yield f"tp = {lay.tp} with frozen weights is modelled only for adapters without dora"
+        words = f"tp = {lay.tp} with frozen weights is modelled only for adapters without dora"
+        known = f"; {_bytes_of_adapters(work, system)}, over {lay.tp} ranks"
+        yield words + known * (work.lora_rank > 0)
     if work.lora_rank % lay.tp > 0:
         yield (
             f"lora_rank {work.lora_rank} must be a multiple of tp = {lay.tp}, whose ranks share it"
@@ -39,3 +45,13 @@ def _frozen_rules(lay: Layout, work: Workload) -> Iterator[str]:
         yield f"frozen_layers {work.frozen_layers} must be below the {work.model.num_layers} layers"
     if work.trained_parts == "head" and lay.pp > 1:
         yield f"pp = {lay.pp} where no layer trains: not modelled"
+
+
+def _bytes_of_adapters(work: Workload, system: System) -> str:
+    """The weights of low-rank adapters and their bytes with gradients and states, in words.  DoRA
+    has a magnitude for each row of a linear more, which is left out."""
+    layers = range(work.frozen_layers, work.model.num_layers)
+    count = work.lora_rank * sum(work.adapted_widths(layer) for layer in layers)
+    states = system.states
+    each = states.param_bytes + states.grad_bytes + states.optimizer_bytes
+    return f"they have {count:,} weights, {count * each / 2**30:.2f} GiB with gradients and states"

@@ -28,8 +28,6 @@ wins."""
 
 
 class Placement(Struct, frozen=True, kw_only=True):
-    """The place of one recomputed job: a window, or the critical path (None)."""
-
     job: WindowJob
     slot: Slot | None
 
@@ -109,7 +107,6 @@ def _earliest(job: WindowJob, placements: dict[str, Placement]) -> int | None:
 def policy_of(
     layer: LayerWindows, placements: tuple[Placement, ...], layers_per_chunk: int
 ) -> StagePolicy:
-    """The policy with these placements, with its bytes and seconds."""
     load = dict.fromkeys(layer.idle_s, 0.0)
     exposed = hidden = 0.0
     for item in placements:

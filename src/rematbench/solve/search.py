@@ -44,7 +44,6 @@ def smallest_feasible(margin: Callable[[int], float], top: int) -> int | None:
 
 
 def middle(low: int, high: int) -> int | None:
-    """The middle of a bracket; None if it contains no integer."""
     return (low + high) // 2 if high - low > 1 else None
 
 

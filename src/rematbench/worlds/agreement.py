@@ -110,7 +110,6 @@ def agreement_records(device: Device = "cpu", gpus: int = 0) -> Iterator[tuple[s
 
 
 def _rows(engine: str, device: Device, gpus: int) -> list[Row]:
-    """The rows of an engine that run here."""
     return [row for row in ROWS[engine] if device == "cpu" or Layout(**row.layout).gpus <= gpus]
 
 
@@ -159,7 +158,6 @@ def disagreements(records: dict[str, Record]) -> dict[str, str]:
 
 
 def executor_record(target: Problem, device: Device = "cpu", steps: int = STEPS) -> Record:
-    """The record of the project's executor, with all activations kept."""
     from rematbench.worlds.torch import rank_processes as torch_job  # noqa: PLC0415  # torch is optional
     from rematbench.worlds.torch.case import Case  # noqa: PLC0415
     from rematbench.worlds.torch.rank_processes import execute_cases  # noqa: PLC0415

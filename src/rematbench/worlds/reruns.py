@@ -120,7 +120,6 @@ def _of_ranks(
 def _of_steps(
     now: Sequence[float], then: Sequence[float], name: str, bound: float
 ) -> Iterator[str]:
-    """Differences in values per step beyond a relative bound."""
     if len(now) != len(then):
         yield f"{name} of {len(now)} steps, committed {len(then)}"
         return

@@ -15,6 +15,7 @@ from rematbench.evidence.published.sheets import (
     SPEED,
     Cell,
     RowError,
+    given_facts,
     read_peak_kind,
     read_peak_rank,
     read_sheet,
@@ -23,7 +24,7 @@ from rematbench.inputs.job import Job
 from rematbench.inputs.layout import Layout
 from rematbench.inputs.load import calibration, load_model, load_system
 from rematbench.inputs.paths import data_dir
-from rematbench.inputs.system import Dispatcher, with_facts
+from rematbench.inputs.system import Dispatcher, StackChoice, with_facts
 from rematbench.plugins.discover import discover
 from rematbench.problem import Problem
 from rematbench.workload import Experts
@@ -93,8 +94,8 @@ def test_balance_is_an_assumption_unless_it_was_forced() -> None:
     [
         ({"attention_kind": "mla: q_lora 1536"}, "attention_kind: mla: Object missing required"),
         ({"ep_overlap": "shared"}, "ep_overlap: 'shared' is not modelled"),
-        ({"cuda_graph": "full_iteration"}, "cuda_graph: 'full_iteration': CUDA graphs"),
-        ({"offload": "paged stash"}, "offload: 'paged stash': is not modelled"),
+        ({"cuda_graph": "full_iteration"}, "cuda_graphs: full_iteration holds experts of known"),
+        ({"cuda_graph": "moe_preprocess"}, "cuda_graph: 'moe_preprocess': CUDA graphs of this"),
         ({"router": "token drop"}, "router: 'token drop': the capacity factor of dropped"),
         ({"router": "token dropping"}, "is not modelled; did you mean 'token drop'?"),
         ({"optimizer": "muon"}, "optimizer: 'muon': is not modelled"),
@@ -110,6 +111,13 @@ def test_what_is_not_modelled_is_refused_by_its_column(changed: Cell, words: str
     with pytest.raises(RowError) as refused:
         case(**changed).problem()
     assert words in str(refused.value)
+
+
+def test_a_column_of_a_choice_in_words_is_read() -> None:
+    """`cuda_graphs`, as a sheet of a person's own rows has it."""
+    assert given_facts({"cuda_graphs": "attn, mlp"}, StackChoice) == {"cuda_graphs": "attn,mlp"}
+    with pytest.raises(RowError, match="cuda_graphs 'atn' is not modelled"):
+        given_facts({"cuda_graphs": "atn"}, StackChoice)
 
 
 def test_a_dense_model_of_a_family_with_experts_has_none() -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from rematbench.host import ranks
+from rematbench.workload import Workload
 from rematbench.worlds.torch import parameters, rank_processes, single_rank, worker
 from rematbench.worlds.torch.case import Case, Result, failure
 from rematbench.worlds.torch.executor import Executor
@@ -118,7 +119,7 @@ def on_fake_gpu(case: Case, patch: pytest.MonkeyPatch) -> tuple[Any, list[str], 
     lay = case.problem.layout
     shape = (lay.global_batch, case.problem.workload.seq_len)
 
-    def batch(case: Case, step: int) -> Any:
+    def batch(workload: Workload, sequences: int, seed: int, step: int, ignored: float) -> Any:
         asked.append(f"batch {step}")
         ids = torch.zeros(shape, dtype=torch.int64)
         return SimpleNamespace(ids=ids, labels=ids, counted=1)
@@ -141,7 +142,7 @@ def on_fake_gpu(case: Case, patch: pytest.MonkeyPatch) -> tuple[Any, list[str], 
     patch.setattr(torch.cuda, "max_memory_allocated", lambda device: 3)
     patch.setattr(torch.cuda, "max_memory_reserved", lambda device: 4)
     patch.setattr(torch, "use_deterministic_algorithms", lambda on: asked.append(f"same bits {on}"))
-    patch.setattr(worker, "_batch", batch)
+    patch.setattr(worker, "make_batch", batch)
     patch.setattr(worker, "drawing_threads", lambda device: 1)  # fake tensors are a thread's own
     patch.setattr(Executor, "run_step", step)
     with single_rank.fake_job(0, lay.gpus), recording(patch) as recorder:

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.worlds.torch import cases, grid
+from tests.worlds.torch import cases, grid, laws
 from tests.worlds.torch.cases import TINY_GPT
 
 LAYOUTS = ("cp2", "ulysses2", "dp2")
@@ -54,6 +54,7 @@ CASES = grid.short(
     test_live_bytes_equal_the_ledger_after_every_action,
     test_gradients_equal_the_autograd_model,
     test_keep_offload_and_whole_recompute_give_the_same_bits,
-) = grid.tests_of(CASES)
-every = grid.tests_of([case for layout in LAYOUTS for case in grid.method_cases(layout)])
+) = grid.tests_of(CASES, laws.torchrun)
+EVERY = [case for layout in LAYOUTS for case in grid.method_cases(layout)]
+every = grid.tests_of(EVERY, laws.launch)
 test_live_bytes_of_every_method, test_gradients_of_every_method = map(pytest.mark.full, every[:2])

@@ -121,7 +121,6 @@ class _Trainer:
         return found
 
     def _still(self, *names: str) -> None:
-        """Note that tensors have no gradient."""
         for name in names:
             self.activations[name] = replace(self.activations[name], differentiable=False)
 
@@ -186,7 +185,6 @@ class _Trainer:
         return ceil(count * max(FP32, own) / own) if self.widens else count
 
     def _frozen(self, op: Op) -> Op:
-        """An operator whose own weights have no gradient."""
         if op.name.endswith("norm"):
             scaled = [name for name in op.outputs if name.endswith("_scaled")]
             self.unmade += scaled
@@ -359,7 +357,6 @@ class _Trainer:
         )
 
     def _adapted(self, op: Op, targets: list[str]) -> Op:
-        """A linear that adds the products with B."""
         rank, rows = self.work.lora_rank, self.activations[f"lora_{targets[0]}"].rows
         low = tuple(f"lora_{target}" for target in targets)
         outs = [self._output(op, target) for target in targets]

@@ -37,8 +37,6 @@ def _inside_norm(model: Model) -> tuple[int, int]:
 
 
 def _appending(ops: list[Op], make: Callable[P, Op]) -> Callable[P, None]:
-    """`make`, whose operators are appended."""
-
     def append(*args: P.args, **kwargs: P.kwargs) -> None:
         ops.append(make(*args, **kwargs))
 

@@ -32,9 +32,6 @@ ONCE = ("deepep", "hybridep")
 HELD = ("permuted", "dispatched")
 """What a layer's forward names until its end: what leaves a rank and what arrives (moe_layer.py,
 hidden_states and dispatched_input)."""
-BESIDE_ATTENTION = ("shared_fc1", "shared_act", "shared_fc2")
-"""The operators behind the exchange that Megatron-core runs with attention where the exchange
-overlaps with another micro-batch (core/models/gpt/fine_grained_callables.py)."""
 ROUTED = frozenset(
     (
         *("router", COUNTS, "permute", "dispatch", "sort", "expert_fc1", "expert_act"),
@@ -411,7 +408,6 @@ def _combine(b: Builder, layout: Layout, experts: Experts, out: str, once: bool)
 
 
 def _shared(b: Builder, experts: Experts, x: str) -> None:
-    """The MLP that every token passes, split over tensor-parallel ranks."""
     model, width = b.model, experts.shared_ffn // b.s.tp
     names = ("shared_gate_out", "shared_up_out") if model.gated else ("shared_up_out",)
     b.column("shared_fc1", x, dict.fromkeys(names, width), bias=model.mlp_bias)
@@ -429,7 +425,6 @@ def _shared(b: Builder, experts: Experts, x: str) -> None:
 
 
 def _sum(b: Builder, experts: Experts, inputs: tuple[str, str], out: str) -> None:
-    """Add the shared expert's output, scaled by its gate if it has one."""
     b.shard(out)
     gate = b.model.hidden if experts.shared_gate else 0
     b.op(

@@ -220,8 +220,6 @@ def with_saved(table: OpTable, names: tuple[str, ...]) -> OpTable:
 
 
 def without_activation(table: OpTable, name: str) -> OpTable:
-    """The table without an activation, as if no operator wrote or saved it."""
-
     def less(names: tuple[str, ...]) -> tuple[str, ...]:
         return tuple(other for other in names if other != name)
 

@@ -41,8 +41,6 @@ def is_quantised(op: Op) -> bool:
 
 
 class _Quantiser:
-    """Rewrites the linears of a layer in forward order."""
-
     def __init__(
         self, table: OpTable, work: Workload, layout: Layout, system: System, generation: str
     ) -> None:

@@ -74,8 +74,6 @@ class StepFacts(NamedTuple):
 
 
 class RankSteps(NamedTuple):
-    """A rank's steps, and the keys of its blocks in order of first use."""
-
     keys: tuple[Key, ...]
     steps: tuple[Step, ...]
 
@@ -211,7 +209,9 @@ class _Walk:
             at = position + facts.release_lag
             self.copied[item[1:]] = at, self._release_at(at, ("free_d2h", number), item)
         if not ends.last:
-            self._hold_send(item)
+            # In the plan's phases, the copy that runs during this pass ends before its send starts.
+            if self.copying is not None and self.phase[item[1:]] in facts.hold_phases:
+                self._add(("hold",), self.copying)
             free = "sent_f" if facts.holds_outputs or ends.local else "free_f"
             if ends.local and facts.overlapped_sends:  # its backward reads the output, too
                 self._add(("send_f", ends.output, *WIDE[ends.wide_out]), item)
@@ -252,11 +252,6 @@ class _Walk:
         if item.kind == "T":
             self._add(("vocabulary", "sum_s"), item)
         self._add(("vocabulary", str(item.kind)), item)
-
-    def _hold_send(self, item: Pass) -> None:
-        """In the plan's phases, the copy that runs during this pass ends before its send starts."""
-        if self.copying is not None and self.phase[item[1:]] in self.facts.hold_phases:
-            self._add(("hold",), self.copying)
 
     def _send(
         self, item: Pass, position: int, keys: tuple[str, str], sent: tuple[Storage, bool]

@@ -28,8 +28,6 @@ MIN_SHARE = 0.5
 
 
 class Emitter(Protocol):
-    """An emitter that writes a chunk's block."""
-
     w: BlockWriter
 
     def block(self) -> Block: ...
@@ -185,7 +183,6 @@ def _longer(short: Short, block: Block, edges: Sequence[Position], *, forward: b
 
 
 def _inside(block: Block, start: Position, end: Position) -> list[Periods]:
-    """The periods of a block between two positions; `start` counts from the first position."""
     there = [each for each in block.periods if start.action <= each.start < end.action]
     return [each._replace(start=each.start - start.action) for each in there]
 

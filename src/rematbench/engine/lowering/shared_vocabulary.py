@@ -20,25 +20,21 @@ from rematbench.engine.program.storage import (
     NO_PART,
     RECEIVED,
     SENT,
+    SHARE,
     SHARED_OUT,
     Storage,
     event_of,
-    part_of,
     received,
     storage_of,
 )
 from rematbench.plan import VOCABULARY, Schedule
 from rematbench.problem import Problem
 
-SHARE = part_of("V")
-"""The unit of a stage's rows of the vocabulary."""
 SUMMED = event_of("stats")
 """The end of the all-reduce of the maxima and sums."""
 
 
 class SharedVocabulary:
-    """Builds the blocks of one rank."""
-
     def __init__(self, problem: Problem, rank: int, schedule: Schedule) -> None:
         self.problem, self.rank = problem, rank
         self.two = VOCABULARY[schedule] == 2

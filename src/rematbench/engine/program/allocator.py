@@ -6,13 +6,16 @@ large pool (segments of 20 MiB for requests below 10 MiB, otherwise of the size 
 MiB); best fit; a remainder is split off when it has at least 512 B (small pool) or more than 1 MiB
 (large pool); neighbours inside a segment coalesce; when cudaMalloc fails, wholly free segments are
 given back and cudaMalloc is tried once more.  Mode `expandable` instead maps pages at the end of
-one growing segment per pool.  All streams count as one stream: a freed block can be reused at once,
-as in the issue-order ledger.
+one growing segment per pool.  A stream on which code allocates has pools of its own (POOLS), from
+which no other stream takes a block, and a freed block can be reused at once, as in the issue-order
+ledger.
 """
 
 import math
 from bisect import bisect_left, insort
+from collections import defaultdict
 from functools import lru_cache
+from itertools import chain
 from typing import Literal
 
 from msgspec import Struct
@@ -25,6 +28,12 @@ SMALL, SMALL_SEGMENT = MIB, 2 * MIB
 LARGE_SEGMENT, MIN_LARGE, ROUND_LARGE = 20 * MIB, 10 * MIB, 2 * MIB
 GAP = MIN_BLOCK
 """Unused addresses between segments, so that blocks of two segments never touch and coalesce."""
+
+POOLS = ("", "dp", "ep")
+"""The streams that code makes current before it allocates: sharded parameters are gathered on one
+("dp"; FSDP's unshard stream, DeepSpeed's all-gather stream), exchanges of experts beside another
+micro-batch run on one ("ep"; Megatron-core's combined 1F1B).  Outputs of all other collectives and
+messages are allocated on the stream of compute ("")."""
 
 BITS = 96
 ADDRESS = (1 << BITS) - 1
@@ -113,7 +122,6 @@ class Pool:
         return (key >> BITS) + (key & ADDRESS) == self.end
 
     def growth(self, size: int) -> int:
-        """Return the bytes to request from the device so that `size` fits."""
         if self.expandable:
             tail = self.end - self.ends[self.end] if self.end in self.ends else 0
             return -(-(size - tail) // self.page) * self.page
@@ -122,7 +130,6 @@ class Pool:
         return -(-size // ROUND_LARGE) * ROUND_LARGE
 
     def grow(self, nbytes: int) -> None:
-        """Add device memory: a new segment, or pages at the end of the expandable segment."""
         self.segments[self.end] = nbytes
         start, self.end = self.end, self.end + nbytes
         self.insert(start, nbytes)
@@ -154,30 +161,43 @@ class Pool:
         return last - first
 
 
+MemoryBlock = tuple[Pool, int, int]
+"""A block of memory: its pool, address and size."""
+
+
 class Allocator:
-    """The allocator of a device: a large and a small pool, and an optional capacity.  It raises
-    Exceeded once it reserves more than `enough_bytes`."""
+    """The allocator of a device: a large and a small pool for each of POOLS, and an optional
+    capacity.  It raises Exceeded once it reserves more than `enough_bytes`.  Of the blocks that are
+    freed while another stream may read them, the last `waiting_frees` of each pool are not free
+    yet, although torch no longer counts them as allocated (record_stream)."""
 
     def __init__(
-        self, capacity_bytes: int | None, mode: Mode, enough_bytes: float = math.inf
+        self,
+        capacity_bytes: int | None,
+        mode: Mode,
+        enough_bytes: float = math.inf,
+        waiting_frees: int = 0,
     ) -> None:
         self.capacity_bytes, self.enough_bytes = capacity_bytes, enough_bytes
-        self.pools = (Pool(small=False, mode=mode), Pool(small=True, mode=mode))
+        self.pools = [Pool(small=small, mode=mode) for _ in POOLS for small in (False, True)]
         self.reserved = self.allocated = 0
         self.reserved_peak = self.allocated_peak = 0
         self.retries = 0
+        self.waiting_frees = waiting_frees
+        self.waiting: dict[Pool, list[MemoryBlock]] = defaultdict(list)
 
     @property
     def state(self) -> tuple[object, ...]:
         """The state that determines the next request, and the number of retries so far.  If two
         states are equal, the requests in between freed all that they allocated, and would do so
         again."""
-        return (self.reserved, self.retries, *(pool.keys.copy() for pool in self.pools))
+        waiting = tuple(block[1:] for blocks in self.waiting.values() for block in blocks)
+        return (self.reserved, self.retries, waiting, *(pool.keys.copy() for pool in self.pools))
 
-    def allocate(self, size: int) -> tuple[int, int]:
-        """Allocate `size` bytes (a multiple of 512) and return the block's (address, size).  Raise
+    def allocate(self, size: int, stream: int = 0) -> MemoryBlock:
+        """Allocate `size` bytes (a multiple of 512) on a stream of POOLS, by its index.  Raise
         OutOfMemory if no block can be made."""
-        pool = self.pools[size <= SMALL]
+        pool = self.pools[2 * stream + (size <= SMALL)]
         block = pool.take(size)
         if block is None:
             self._reserve(pool, size)
@@ -186,17 +206,27 @@ class Allocator:
         self.allocated += block[1]
         if self.allocated > self.allocated_peak:  # noqa: PLR1730  max() takes twice as long
             self.allocated_peak = self.allocated
-        return block
+        return pool, *block
 
-    def free(self, block: tuple[int, int]) -> None:
-        address, size = block
+    def free(self, block: MemoryBlock, *, waits: bool = False) -> None:
+        """Give a block back to its pool; with `waits`, once `waiting_frees` others wait."""
+        pool, address, size = block
         self.allocated -= size
-        self.pools[size <= SMALL].insert(address, size)
+        if waits and self.waiting_frees:
+            waiting = self.waiting[pool]
+            waiting.append(block)
+            if len(waiting) <= self.waiting_frees:
+                return
+            pool, address, size = waiting.pop(0)
+        pool.insert(address, size)
 
     def _reserve(self, pool: Pool, size: int) -> None:
         growth = pool.growth(size)
         if self.capacity_bytes is not None and self.reserved + growth > self.capacity_bytes:
             self.retries += 1
+            for pool_, address, nbytes in chain.from_iterable(self.waiting.values()):
+                pool_.insert(address, nbytes)
+            self.waiting.clear()
             self.reserved -= sum(each.give_back() for each in self.pools)
             growth = pool.growth(size)
             if self.reserved + growth > self.capacity_bytes:

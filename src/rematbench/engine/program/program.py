@@ -45,7 +45,6 @@ class Periods(NamedTuple):
     inside: tuple["Periods", ...] = ()
 
     def later(self, events: int) -> "Periods":
-        """Return the same periods with the numbers of events raised by `events`."""
         inside = tuple([each.later(events) for each in self.inside])
         return self._replace(event=self.event + events, inside=inside)
 
@@ -54,13 +53,7 @@ class Periods(NamedTuple):
 
     @property
     def shifts(self) -> list[LayerShift | PieceShift]:
-        """Return the renaming from period 0 to each further period."""
         return [self.shift(number) for number in range(1, self.times)]
-
-
-def _moves_tensor(action: Action) -> bool:
-    """Whether a copy between device and host is of a unit's tensor."""
-    return action.part.letter not in ("", "P")
 
 
 class Part(NamedTuple):
@@ -125,7 +118,7 @@ class Block(Struct, frozen=True, dict=True):
     def copies(self) -> tuple[tuple[Action, int], ...]:
         """The copies of activations (not of states), and how often each copy occurs."""
         moved = (pair for pair in self.counted() if pair[0].kind in (Kind.D2H, Kind.H2D))
-        return tuple(pair for pair in moved if _moves_tensor(pair[0]))
+        return tuple(pair for pair in moved if pair[0].part.letter not in ("", "P"))
 
     @cached_property
     def actions(self) -> tuple[Action, ...]:
@@ -137,7 +130,6 @@ class Block(Struct, frozen=True, dict=True):
 
     @property
     def count(self) -> int:
-        """The number of actions, all periods included."""
         return sum(times for _, times in self.counted())
 
     def counted(self) -> Iterator[tuple[Action, int]]:
@@ -176,15 +168,28 @@ class Late(Struct, frozen=True, kw_only=True):
         return sum(sum(tensors) for unit in kept for tensors in unit)
 
 
+class Samples(Struct, frozen=True, kw_only=True):
+    """Micro-batches of differing lengths.  `at`: three lengths, of which the first is that of the
+    rank's program and `shorter` are the blocks of the others; `drawn`: the lengths of successive
+    micro-batches."""
+
+    at: tuple[int, int, int]
+    drawn: tuple[int, ...]
+    shorter: tuple[tuple[Block, ...], ...]
+
+
 # Why: docs/decisions/engine.md, Is a program an event graph without issue order?
 class RankProgram(Struct, frozen=True, kw_only=True, dict=True):
     """All actions of a pipeline rank in issue order.  `late`: the tensors that the rank allocates
-    between its activations, if the stack does so."""
+    between its activations, if the stack does so.  `samples`: their lengths, if these differ.
+    `waiting_frees`: as in Zero."""
 
     rank: int
     blocks: tuple[Block, ...]
     steps: tuple[Step, ...]
     late: Late | None = None
+    samples: Samples | None = None
+    waiting_frees: int = 0
 
     @cached_property
     def block_of_step(self) -> NDArray[np.intp]:
@@ -192,13 +197,11 @@ class RankProgram(Struct, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def runs(self) -> list[int]:
-        """How often each block runs."""
         counts: list[int] = np.bincount(self.block_of_step, minlength=len(self.blocks)).tolist()
         return counts
 
     @cached_property
     def first_steps(self) -> list[Step]:
-        """The first step of each block that runs."""
         _, first = np.unique(self.block_of_step, return_index=True)
         return [self.steps[at] for at in first.tolist()]
 

@@ -48,7 +48,6 @@ class ModelPart(str):
         return _part, (self.letter, self.number, self.op, self.units)
 
     def later(self, layers: int) -> "ModelPart":
-        """The part of a layer that comes `layers` layers later."""
         return part_of(self.letter, self.number + layers, self.op)
 
 
@@ -69,6 +68,8 @@ def part_of(
 
 NO_PART, EMBEDDING, HEAD = part_of(""), part_of("E"), part_of("H")
 """No part, and the units at the model's ends."""
+SHARE = part_of("V")
+"""The unit of a stage's rows of a vocabulary that all stages share."""
 
 
 class Role(Enum):
@@ -185,7 +186,6 @@ class Storage(Named, frozen=True, eq=False, gc=False):
         return self._with(("piece", piece), 4, piece)
 
     def later(self, layers: int) -> "Storage":
-        """The storage of a layer that comes `layers` layers later."""
         return self.known.get(layers) or self._with(layers, 0, self.part.later(layers))
 
 

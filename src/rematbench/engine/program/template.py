@@ -75,7 +75,6 @@ class Renaming(Protocol):
 
 
 def renamed(action: Action, shift: Renaming) -> Action:
-    """Return the action with the storages, the part and the events of a shift."""
     kind, events, new = action.kind, shift.events, shift.storage
     event = _later(action.event, events)
     if kind is Kind.WAIT:
@@ -128,5 +127,4 @@ class PiecePeriods(NamedTuple):
 
 
 def waits_before(actions: Iterable[Action], oldest: int) -> bool:
-    """Whether an action waits for an event with a number below `oldest`."""
     return any(a.wait is not None and 0 <= a.wait.number < oldest for a in actions)

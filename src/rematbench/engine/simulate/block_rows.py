@@ -99,7 +99,6 @@ def _parts(
     timing: Callable[[Action, int], Timing],
     timed: list[Timing],
 ) -> tuple[list[RowPart], list[float]]:
-    """Compiled parts, and the seconds in which they keep each stream busy."""
     found: list[tuple[list[RowPart], list[float]]] = []
     for part in parts:
         if part.periods:

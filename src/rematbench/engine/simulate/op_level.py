@@ -125,7 +125,6 @@ class Clock:
         self.awaiting: int | None = None
 
     def incoming(self, event: Event) -> MessageNumber:
-        """Return the message whose arrival is the event of a RECV."""
         if event.message == "e":
             return 0, -1 - (sum(self.embedding) - self.rank)
         if len(event.message) > 1 and event.message[1] == "%":
@@ -245,8 +244,6 @@ def simulate(program: Program, seconds: Seconds, *, record: bool = False) -> Sim
 
 
 class Busy(Protocol):
-    """A compiled block that knows the seconds during which it keeps each stream busy."""
-
     @property
     def busy_s(self) -> tuple[float, ...]: ...
 

@@ -61,7 +61,6 @@ class Summary(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def sound(self) -> bool:
-        """Whether every part ended well and every claim holds."""
         return self.ended and all(finding.holds for finding in self.findings)
 
 
@@ -82,7 +81,6 @@ class Cells(NamedTuple):
     missing: tuple[str, ...]
 
     def of(self, problem: str) -> "Cells":
-        """The cells of the problems whose name starts with `problem`."""
         return Cells(
             {name: record for name, record in self.records.items() if name.startswith(problem)},
             {name: why for name, why in self.unreadable.items() if name.startswith(problem)},

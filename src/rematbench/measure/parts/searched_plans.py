@@ -114,7 +114,6 @@ def search_all(suite: SearchedSuite, processes: int) -> Iterator[Searched]:
 
 
 def different(results: Sequence[Result]) -> list[Result]:
-    """The first plan of each micro-batch and set of methods, in the order of the answer."""
     registry, first = discover(), dict[Any, Result]()
     for one in results:
         methods = frozenset(each.name for each in registry.resolve(one.method).methods)

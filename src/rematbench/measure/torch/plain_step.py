@@ -47,8 +47,6 @@ class _Linear(torch.autograd.Function):
 
 
 class PlainLoop:
-    """Training steps of one rank's model; gradients add up in the parameters' wide buffers."""
-
     def __init__(self, model: RankModel, rule: AdamW, means: Means = "nothing") -> None:
         kind, lay = model.kind, model.problem.layout
         if (kind.mlp, kind.norm, kind.position) != ("swiglu", "rmsnorm", "rope") or lay.gpus > 1:

@@ -176,7 +176,6 @@ class Offers:
         self._plans: list[tuple[Plan, Table]] = []
 
     def __iter__(self) -> Iterator[tuple[Plan, Table]]:
-        """Every (plan, fates of its first chunk), simplest policy first."""
         for at in count():
             if at == len(self._plans):
                 more = next(self._rest, None)
@@ -221,7 +220,6 @@ class Engines:
         return self.cache[key]
 
     def legend(self) -> str:
-        """The engines by initial, and why a package cannot run the problem."""
         said = [
             f"{name[0].upper()} {name} "
             + (

@@ -46,7 +46,6 @@ class Setup(NamedTuple):
 
 
 def setup_of(request: Problem | RunSpec) -> Setup:
-    """The setup of a problem to plan or of a run to start."""
     if isinstance(request, Problem):
         kind = request.stack_choice.optimizer_kind
         return Setup(request.workload, request.layout, request.attention, kind)

@@ -73,7 +73,6 @@ class PackageJob(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 def baselines() -> dict[str, MethodEntry]:
-    """Every whole baseline's policy by name."""
     return loaded()[0]
 
 
@@ -84,7 +83,6 @@ def loaded() -> tuple[dict[str, MethodEntry], dict[str, str]]:
 
 
 def broken_baselines() -> dict[str, str]:
-    """Why baselines are left out, by file."""
     return loaded()[1]
 
 
@@ -121,7 +119,7 @@ def job(
 ) -> PackageJob:
     """The job of a problem under a policy; BaselineError for a stack that no available baseline
     runs."""
-    if problem.system.kernels.cuda_graphs:
+    if problem.system.kernels.captures:
         raise BaselineError(
             f"system {problem.system.name} uses CUDA graphs, but baselines run without them"
         )

@@ -75,7 +75,6 @@ class Stack(Struct, frozen=True, kw_only=True):
     system: dict[str, int] = {}
 
     def problem(self, problem: Problem, evaluator: Evaluator | None = None) -> "StackProblem":
-        """The problem with this stack's tensors in its operator tables."""
         system = problem.system
         if self.fused_swiglu is not None:
             system = with_facts(system, fused_swiglu=self.fused_swiglu)
@@ -99,8 +98,6 @@ EMPTY_STACK = Stack()
 
 @dataclass(frozen=True, eq=False)
 class StackProblem(Problem):
-    """A problem whose operator tables have the extra tensors of a stack."""
-
     stack: Stack = EMPTY_STACK
 
     def _extended(self, table: OpTable) -> OpTable:

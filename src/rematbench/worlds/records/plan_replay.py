@@ -50,7 +50,6 @@ def replay(path: Path, *, cluster: str = "", system: str = "", timeline: bool = 
 
 
 def replay_plan(problem: Problem, plan: Plan, method: str, *, timeline: bool = False) -> Replay:
-    """Lower and evaluate a plan; with `timeline` at the level of operators, with intervals."""
     program = lower(plan, problem)
     evaluation = evaluate_program(problem, plan, program, record=timeline)
     work, alpha = problem.workload, plan.fit.get("alpha")

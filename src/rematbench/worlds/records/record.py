@@ -56,7 +56,6 @@ class Start(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     reserve_bytes: int = 0
 
     def plan(self, problem: Problem) -> Plan:
-        """The plan from which the method starts."""
         own = {"partition": self.partition, "schedule": self.schedule}
         given = {key: value for key, value in own.items() if value is not None}
         return replace(problem.base_plan, **given)
@@ -331,12 +330,10 @@ def keep_record(record: Record, folder: Path, name: str) -> None:
 
 
 def encode_record(record: Record) -> bytes:
-    """The bytes of a record's file: sorted, indented JSON."""
     return msgspec.json.format(record_json(record), indent=1) + b"\n"
 
 
 def record_json(record: Record) -> bytes:
-    """The sorted JSON of a record, on one line."""
     plain = msgspec.to_builtins(record, str_keys=True)
     plain["spec"] = _as_stored(record.spec, plain["spec"])
     return msgspec.json.encode(plain, order="sorted")

@@ -191,7 +191,6 @@ class Campaign:
         return cell.variant.method.replace("_", "-") if self.is_baseline(cell) else OURS
 
     def steps(self, cell: CampaignCell) -> int:
-        """Optimizer steps of a cell on GPUs: observed, warm-up and timed steps."""
         warmup = self.suite.warmup if self.is_baseline(cell) else 0
         return self.suite.steps + warmup + TIMED_STEPS
 

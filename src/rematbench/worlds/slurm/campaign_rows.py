@@ -58,7 +58,6 @@ def number_rows(campaign: Campaign, store: Store) -> list[Row]:
 
 
 def _row(campaign: Campaign, store: Store, cell: CampaignCell) -> tuple[Row, CellRecord | None]:
-    """The row of a cell, and its record (None if the cell is waiting)."""
     key = campaign.key(cell)
     spec = cell.spec
     row: Row = {

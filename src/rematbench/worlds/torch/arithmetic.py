@@ -193,7 +193,6 @@ def activation(gate: Tensor, kind: str) -> Tensor:
 
 
 def activation_backward(grad: Tensor, gate: Tensor, kind: str) -> Tensor:
-    """The gradient of the activation function's input."""
     if kind == "swiglu":
         return torch.ops.aten.silu_backward(grad, gate)  # type: ignore[no-any-return]
     return torch.ops.aten.gelu_backward(grad, gate)  # type: ignore[no-any-return]

@@ -124,8 +124,6 @@ class RankResult:
 
 @dataclass(kw_only=True)
 class Result:
-    """The result of a case: every field is filled when the status is ok."""
-
     name: str
     status: Status
     reason: str = ""
@@ -202,7 +200,6 @@ def _gradients(case: Case, ranks: list[RankResult], step: int) -> dict[str, Tens
 
 
 def _whole(shards: list[GradientShard]) -> Tensor:
-    """The gradient of one tensor-parallel rank, from its ZeRO shards."""
     values = [shard.values for shard in shards if shard.values is not None]
     flat = torch.cat(values)
     shape = torch.Size(shards[0].shape)

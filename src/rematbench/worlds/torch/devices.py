@@ -86,7 +86,6 @@ def _set(settings: str, word: str) -> bool:
 
 
 def release_pinned() -> None:
-    """Return unused pinned memory to the host, if torch supports this."""
     own = getattr(torch._C, "_host_emptyCache", None)  # before 2.12
     give_back = getattr(torch.accelerator, "empty_host_cache", own)
     if give_back is not None:

@@ -101,7 +101,6 @@ class Tracker(DispatchMode):
         self._count(size - before, host=host)
 
     def register(self, tensor: Tensor) -> None:
-        """Count the storage of a tensor, if the storage is new."""
         self._register(tensor.untyped_storage(), host=self._is_host(tensor))
 
     def _is_host(self, tensor: Tensor) -> bool:

@@ -56,7 +56,6 @@ def loss(call: Call) -> Tensors:
 
 
 def _labels(call: Call) -> tuple[Tensor, float]:
-    """The labels of a loss, and the weight of the loss."""
     batch = call.model.batches[call.span.micro_batch]
     if call.op.name == "loss":
         return call.rows(batch.labels), 1.0

@@ -224,7 +224,6 @@ class Exchanges:
             self.memory.put(span.key(alloc.storage), Value(own, span.first, span.size))
 
     def all_reduce(self, action: Action, span: Span) -> None:
-        """Sum over the group in place."""
         group = self.group(action)
         if self._of_states(action):
             self._reduce_gradients(action, span.chunk)
@@ -285,7 +284,6 @@ class Exchanges:
     def _sharing(
         self, action: Action, chunk: int, prefixes: Iterable[ModelPart]
     ) -> list[Parameter]:
-        """The parameters of units whose states the action's ranks share."""
         comm = action.exchange.comm
         of_experts = comm is not None and comm.group == "edp"
         among = [p for prefix in prefixes for p in self.model.unit_parameters(chunk, prefix)]
@@ -332,8 +330,7 @@ class Exchanges:
                 self._gather_into_room(action, span, states, group)
                 continue
             whole = self.memory[span.key(action.reads[0])].data if action.reads else states.weights
-            part = states.part(whole)
-            self.streams.run(action.stream, partial(group.all_gather, whole, part))
+            self.streams.run(action.stream, partial(states.gather, whole, group.all_gather))
 
     def _gather_into_room(
         self, action: Action, span: Span, states: UnitStates, group: Group
@@ -342,7 +339,7 @@ class Exchanges:
         self.streams.wait(action.stream, self.streams.mark(COMPUTE))
         with self.streams.storage_pool():
             whole = states.weights.new_empty(states.size)
-        self.streams.run(action.stream, partial(group.all_gather, whole, states.weights), whole)
+        self.streams.run(action.stream, partial(states.gather, whole, group.all_gather), whole)
         self.memory.put(span.key(action.allocs[0].storage), Value(whole))
         states.lend_weights(whole)
 
@@ -462,12 +459,10 @@ class Messages:
         self.posted.append((self._send(copy, message), copy))
 
     def flush(self) -> None:
-        """Wait until every copied message is sent."""
         while self.posted:
             self.posted.pop()[0].wait()
 
     def receive(self, action: Action, span: Span) -> None:
-        """Allocate a boundary tensor and start to receive it."""
         if action.op == "tied":
             assert self.arrival is not None
             self._receive(self.arrival, self._message(action, span))

@@ -34,8 +34,6 @@ FIRST = part_of("P", 0)
 
 
 class Executor:
-    """Runs the program of one rank, step after step."""
-
     def __init__(
         self,
         program: RankProgram,
@@ -195,7 +193,6 @@ class Executor:
     # -- operators --------------------------------------------------------------------------------
 
     def _call(self, action: Action, span: Span, operands: Operands) -> Call:
-        """The call of the action's operator with the tensors that it reads."""
         tensors: dict[str, Tensor] = {}
         for name, storage, whole in operands.reads:
             value = self.memory[span.key(storage)]
@@ -206,7 +203,6 @@ class Executor:
         return Call(self.model, operands.unit, operands.op, span, tensors, wanted=operands.places)
 
     def forward(self, action: Action, span: Span) -> None:
-        """Run an operator; its outputs are new storages, or rows of storages that exist."""
         found = self.names.of(action, span.chunk)
         call = self._call(action, span, found)
         made = operators.FORWARD[action.op](call)
@@ -223,7 +219,6 @@ class Executor:
                 self._finish_loss(call, name, span, action.stream)
 
     def recompute(self, action: Action, span: Span) -> None:
-        """Run a forward operator once more and count its FLOPs."""
         before = self.model.flop
         self.forward(action, span)
         self.recompute_flop += self.model.flop - before

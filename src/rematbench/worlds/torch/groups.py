@@ -85,7 +85,6 @@ class ExpertPlace(NamedTuple):
 
 
 def expert_place(layout: Layout, order: tuple[str, ...], place: Coordinates) -> ExpertPlace:
-    """The place of the rank with these coordinates."""
     number = state_rank(layout, order, place, order)
     axes = {
         axis: next(ranks.index(number) for ranks in groups if number in ranks)
@@ -271,7 +270,6 @@ class Groups:
             torch.cuda.synchronize(device)
 
     def peer(self, stage: int) -> int:
-        """The global rank of the process with this rank's place at another pipeline stage."""
         if stage not in self._peers:
             wanted = self.place._replace(pp=stage)
             ranks = range(self.layout.gpus)
@@ -296,5 +294,4 @@ class Groups:
 
 
 def default_backend(device: torch.device) -> str:
-    """The default backend of a device: gloo on a CPU, NCCL on CUDA."""
     return "nccl" if device.type == "cuda" else "gloo"

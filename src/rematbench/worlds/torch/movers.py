@@ -45,7 +45,6 @@ class PendingUpdate(NamedTuple):
     future: Future[None]
 
     def wait(self) -> None:
-        """Block the calling thread until the update is done; raise the update's error."""
         self.future.result()
 
 
@@ -58,7 +57,6 @@ class HostUpdates:
         self.latest: PendingUpdate | None = None
 
     def start(self, work: Callable[[], object], stream: str = HOST_UPDATE) -> PendingUpdate:
-        """Start work once everything issued so far on a stream is done."""
         if self.pool is None:
             self.pool = ThreadPoolExecutor(1, thread_name_prefix=HOST_UPDATE)
         before = self.streams.mark(stream)
@@ -71,7 +69,6 @@ class HostUpdates:
         return self.latest
 
     def finish(self) -> None:
-        """Block the calling thread until the latest work is done."""
         if self.latest is not None:
             self.latest.wait()
 
@@ -83,6 +80,10 @@ class HostUpdates:
 
 def _copy(target: Tensor, source: Tensor) -> Callable[[], Tensor]:
     return lambda: target.copy_(source, non_blocking=True)
+
+
+def _add(total: Tensor, arrived: Tensor) -> None:
+    total.add_(arrived)
 
 
 def _host(parameter: Parameter) -> HostShard:
@@ -134,7 +135,8 @@ class Movers:
         """Allocate a zero buffer for a unit's gradients. The unit's parameters hold ranges of the
         buffer until it is freed after their update."""
         (alloc,) = action.allocs
-        parameters = self.model.unit_parameters(span.chunk, action.part)
+        among = self.model.unit_parameters(span.chunk, action.part)
+        parameters = [one for one in among if one.spec.trained]
         dtype = wide(self.model.dtype) if self.model.update_in_backward else self.model.dtype
         sizes = [parameter.size for parameter in parameters]
         if sum(sizes) * dtype.itemsize != alloc.nbytes:
@@ -255,8 +257,8 @@ class Movers:
                 states.added.wait()
             source, arrival = states.part(self.memory[span.key(storage)].data), states.arrival
             self.streams.run(action.stream, _copy(arrival, source))
-            add = partial(states.gradients.add_, arrival)
-            states.added = self.updates.start(add, action.stream)
+            sums = states.gradients
+            states.added = self.updates.start(partial(_add, sums, arrival), action.stream)
 
     def _count_pinned(self, block: Block) -> None:
         """Count only the lent bytes of a pinned block: the block itself stays in its pool."""
@@ -310,7 +312,6 @@ class Movers:
                 value.data = data
 
     def free(self, key: Key) -> None:
-        """Free a storage; a host block returns to its pool."""
         self._drop_ranges(key)
         self.memory.free(key)
         self.slots.release(key)

@@ -62,7 +62,6 @@ class Names:
         self.known: dict[tuple[int, int], tuple[Action, Operands]] = {}
 
     def of(self, action: Action, chunk: int) -> Operands:
-        """The operands of an action that runs an operator."""
         known = self.known.get((id(action), chunk))
         if known is None:  # kept with its action, so that the id stays unique
             known = self.known[id(action), chunk] = action, self._found(action, chunk)
@@ -176,11 +175,9 @@ class Call(NamedTuple):
     grads_are_views: bool = False
 
     def parameter(self, name: str) -> Parameter:
-        """A parameter of the operator's unit."""
         return self.model.local[self.span.chunk][self.unit.prefix][name]
 
     def bias(self, name: str) -> Tensor | None:
-        """A bias of the operator's unit; None if the model has none."""
         found = self.model.local[self.span.chunk][self.unit.prefix].get(f"{name}.bias")
         return None if found is None else found.value
 

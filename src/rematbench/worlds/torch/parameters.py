@@ -50,7 +50,6 @@ class ParameterSpec(NamedTuple):
     columns: int | None = None
 
     def parts(self, layout: Layout) -> int:
-        """The number of ranks over which the parameter is split."""
         if self.split is None:
             return 1
         return layout.expert_tp if self.expert else layout.tp
@@ -304,7 +303,6 @@ def padded(full: Tensor, spec: ParameterSpec) -> Tensor:
 
 
 def local_size(spec: ParameterSpec, layout: Layout) -> int:
-    """The number of elements of a tensor-parallel rank's shard."""
     rows, *columns = spec.shape
     return prod([max(rows, spec.rows), *columns]) // spec.parts(layout)
 
@@ -316,8 +314,6 @@ def shard(full: Tensor, spec: ParameterSpec, rank: int, degree: int) -> Tensor:
 
 
 class Owner(NamedTuple):
-    """The shards of the parameters that a rank holds."""
-
     tp_rank: int
     tp: int
     state_rank: int
@@ -365,32 +361,26 @@ class Parameter:
 
     @property
     def own_value(self) -> Tensor:
-        """The compute copy of this rank's shard."""
         own = self.value_shard
         return self.flat[self.start : self.stop] if own is None else own
 
     @property
     def own_grad(self) -> Tensor:
-        """The gradient of this rank's shard."""
         own = self.grad_shard
         return self.grad_flat[self.start : self.stop] if own is None else own
 
     @cached_property
     def value(self) -> Tensor:
-        """The compute copy, in the parameter's shape."""
         return self.flat[: self.shape.numel()].view(self.shape)
 
     @property
     def grad(self) -> Tensor:
-        """The gradient, in the parameter's shape."""
         return self.grad_flat[: self.shape.numel()].view(self.shape)
 
     def tensors(self) -> list[Tensor]:
-        """Every tensor of the parameter on the device."""
         return [self.flat, self.grad_flat, *([] if self.host else self._state())]
 
     def host_tensors(self) -> list[Tensor]:
-        """Every tensor of the parameter in host memory."""
         return [*self._state(), *self.host] if self.host else []
 
     def _state(self) -> list[Tensor]:
@@ -398,7 +388,7 @@ class Parameter:
 
     def update(self, rule: AdamW, step: int) -> None:
         """One AdamW step (Loshchilov and Hutter, arXiv 1711.05101) on this rank's shard."""
-        if self.start == self.stop:
+        if self.start == self.stop or not self.spec.trained:
             return
         grad, value = self.host or HostShard(self.own_grad, self.own_value)
         adamw(self.master, self.moment1, self.moment2, grad, rule, step)
@@ -460,7 +450,7 @@ def build(
     flat[: own.numel()].copy_(own.reshape(-1))
     master = torch.zeros_like(flat, dtype=wide(dtype))
     master[: own.numel()].copy_(own.reshape(-1))
-    master, host = master[start:stop].clone(), None
+    master, host = master[start : stop if spec.trained else start].clone(), None
     if on_host:
         master = host_memory(master)
         host = HostShard(host_memory(master), host_memory(flat[start:stop]))

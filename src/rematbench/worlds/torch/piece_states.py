@@ -95,8 +95,6 @@ class PieceStates:
 
 
 class Pieces:
-    """The pieces of one rank, and the copies between the two homes."""
-
     def __init__(
         self,
         pieces: Sequence[Piece],
@@ -113,7 +111,6 @@ class Pieces:
             parameter.give_states_away()
 
     def at_home(self, *, on_host: bool) -> list[Tensor]:
-        """The tensors of all pieces in host memory, or on the device."""
         found = [each for each in self.states if (each.piece.place != "device") == on_host]
         return [tensor for each in found for tensor in each.tensors()]
 
@@ -157,7 +154,6 @@ class Pieces:
         memory.put(span.key(action.allocs[0].storage), Value(room))
 
     def cast(self, action: Action, span: Span, memory: Memory) -> None:
-        """Cast master weights that went up to compute precision."""
         assert action.op == CAST
         masters = memory[span.key(action.reads[0])].data
         for each in self.of(action.part).ranges:

@@ -57,8 +57,6 @@ def require_executable(problem: Problem, plan: Plan) -> None:
 
 
 class RankModel:
-    """The chunks, parameters, RoPE tables and attention shape of one process."""
-
     def __init__(
         self,
         problem: Problem,
@@ -115,7 +113,6 @@ class RankModel:
         """FLOPs of every kernel that has run, from the shapes that it ran with."""
 
     def _cut(self, plan: Plan) -> Pieces | None:
-        """The optimizer's states in pieces, if the plan has pieces that are not all resident."""
         optimizer = plan.state("optimizer")
         if optimizer.pieces is None or optimizer.home == "device":
             return None
@@ -138,7 +135,6 @@ class RankModel:
         return self.problem.system.padded_vocab(self.kind.vocab, self.problem.layout.tp)
 
     def _specs(self) -> list[ParameterSpec]:
-        """Every parameter, in the order in which the parameters are made."""
         places = [(unit.table.part, unit.layer) for c in self.chunks for unit in c.units]
         of_rank = self._vocab, self.held_experts, self.problem.workload
         return list(specs_by_name(self.kind, places, *of_rank).values())
@@ -204,7 +200,6 @@ class RankModel:
 
     @cached_property
     def held_experts(self) -> range:
-        """The experts of each layer that this rank holds; none without experts."""
         if self.kind.experts is None:
             return range(0)
         count = self.kind.experts.count // self.problem.layout.ep
@@ -248,7 +243,6 @@ class RankModel:
         return wide(self.dtype) if tensor.name in WIDE else self.dtype
 
     def host_states(self) -> list[Tensor]:
-        """The optimizer's tensors in host memory."""
         found = [t for p in self.parameters.values() for t in p.host_tensors()]
         found += self.pieces.at_home(on_host=True) if self.pieces else []
         return found + [t for states in self.every_unit() for t in states.at_home(on_host=True)]
@@ -257,7 +251,6 @@ class RankModel:
         return [states for chunk in self.unit_states for states in chunk.values()]
 
     def states(self) -> list[Tensor]:
-        """The tensors on the device that are not activations."""
         found = [t for p in self.parameters.values() for t in p.tensors()]
         found += self.pieces.at_home(on_host=False) if self.pieces else []
         found += [t for states in self.every_unit() for t in states.at_home(on_host=False)]

@@ -77,7 +77,6 @@ def initialization_bytes(case: Case) -> int:
 
 
 def _specs(case: Case, stage: int) -> list[ParameterSpec]:
-    """A rank's parameters in the order in which they are made."""
     problem, plan = case.problem, case.plan
     facts = ChunkFacts(held=plan.held, cuts=plan.cuts)
     places = [
@@ -173,7 +172,6 @@ class RendezvousError(RuntimeError):
 
 
 def versions(device: str) -> dict[str, str]:
-    """The software versions and the name of the device, for a record."""
     made, name = str(torch.__version__), f"cpu ({platform.machine()})"
     if device == "cuda":
         name = torch.cuda.get_device_name() if has_gpu() else "cuda (torch can use no GPU)"
@@ -319,7 +317,6 @@ def _run_case(
 
 
 def _gathered(value: object, place: LauncherPlace, talk: dist.ProcessGroup) -> list:  # type: ignore[type-arg]
-    """On rank 0 the objects of all ranks, in rank order; empty on other ranks."""
     values: list[object] | None = [None] * place.world_size if place.rank == 0 else None
     dist.gather_object(value, values, dst=0, group=talk)
     return values or []

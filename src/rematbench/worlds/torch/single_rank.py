@@ -78,8 +78,6 @@ def _batches(model: RankModel) -> list[MicroBatch]:
 
 
 class CompletedWork(dist.Work):
-    """A message that is already complete."""
-
     def wait(self, timeout: object = None) -> bool:
         return True
 
@@ -100,6 +98,5 @@ class FirstStageGroups(Groups):
         return CompletedWork()
 
     def receive(self, tensor: Tensor, stage: int, direction: str, tag: int) -> dist.Work:
-        """Draw random values for the message, on the current stream."""
         tensor.normal_()
         return CompletedWork()

@@ -25,7 +25,6 @@ class Span(NamedTuple):
 
     @property
     def stop(self) -> int:
-        """The row after the last row."""
         return self.first + self.size
 
     def key(self, storage: Storage) -> Key:
@@ -85,8 +84,6 @@ def as_bytes(tensor: Tensor) -> Tensor:
 
 
 class Memory:
-    """The storages that are alive, by key."""
-
     def __init__(self) -> None:
         self.values: dict[Key, Value] = {}
 
@@ -151,12 +148,10 @@ class Slots:
         return self.layouts.setdefault(slot, SlotLayout()).place(key, nbytes)
 
     def take(self, slot: Slot, key: Key, nbytes: int) -> Tensor:
-        """Bytes of a slot for a tensor."""
         start = self._place(slot, key, nbytes)
         return self.arenas[slot][start : start + nbytes]
 
     def release(self, key: Key) -> None:
-        """Take a tensor out of its slot, if it is in a slot."""
         slot = self.holder.pop(key, None)
         if slot is not None:
             del self.layouts[slot].taken[key]
@@ -207,7 +202,6 @@ class HostPool:
 
 
 def describe(action: Action, micro_batch: int, chunk: int) -> str:
-    """An action in the words of an error message."""
     where = ".".join(word for word in (action.part, action.op) if word)
     reads = ",".join(map(str, action.reads))
     return f"{action.kind.value}{micro_batch}.{chunk} {where} {reads}".strip()

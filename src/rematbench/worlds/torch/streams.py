@@ -47,11 +47,9 @@ class Streams:
     action is done when it has been issued; only messages are pending."""
 
     def on(self, stream: str) -> AbstractContextManager[object]:
-        """The context within which work is issued on a stream."""
         return nullcontext()
 
     def mark(self, stream: str) -> Mark:
-        """An event after all work issued so far on a stream."""
         return Mark(None)
 
     def wait(self, stream: str, mark: Mark) -> None:
@@ -189,7 +187,6 @@ class CudaStreams(Streams):
         return self.contexts[stream]
 
     def mark(self, stream: str) -> Mark:
-        """An event at the end of the stream's issued work."""
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(self.streams[stream])
         return Mark(event)

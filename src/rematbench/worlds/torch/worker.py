@@ -225,7 +225,6 @@ def _time(case: Case, executor: Executor, result: RankResult) -> None:
 
 
 def record_bytes(executor: Executor, result: RankResult) -> None:
-    """Note the executor's counts in the result: peak and moved bytes, and recomputation FLOPs."""
     result.offload_bytes = executor.movers.offload_bytes
     result.recompute_flop = executor.recompute_flop
     result.bytes_after = result.bytes_after or list(executor.bytes_after)

@@ -5,7 +5,7 @@ from functools import cached_property
 from typing import NamedTuple, cast
 from weakref import ProxyType, proxy
 
-from rematbench.costs.operators.launches import COUNTS
+from rematbench.costs.operators.launches import uncaptured
 from rematbench.costs.operators.ops import Activation, OpTable, Part, with_saved, without_activation
 from rematbench.engine.lowering.blocks.fates import (
     ChunkPlace,
@@ -180,12 +180,10 @@ class ChunkOps:
 
     @property
     def input(self) -> Storage:
-        """The boundary activation that enters the chunk's first layer."""
         return _layer_input(0)
 
     @property
     def output(self) -> Storage:
-        """The boundary activation that leaves the chunk's last layer."""
         return _layer_input(len(self.layers))
 
     @property
@@ -276,7 +274,6 @@ class ChunkOps:
 
     @cached_property
     def _computes_again(self) -> bool:
-        """Whether some pieces compute tensors again in their own backward."""
         runs = [run for unit in self.units for run in self.runs(unit).values()]
         return any(run.again for run in runs)
 
@@ -291,7 +288,6 @@ class ChunkOps:
         return found
 
     def saved(self, unit: Unit) -> list[tuple[str, Storage, Site]]:
-        """Return (activation, storage, site) for each saved tensor of a unit."""
         return self._saved[unit.prefix]
 
     @cached_property
@@ -307,7 +303,6 @@ class ChunkOps:
 
     @cached_property
     def _runs(self) -> dict[tuple[Part, int], dict[str, MiniRun]]:
-        """The mini-sequence runs of each operator table; layers share few tables."""
         tables = {(unit.table.part, unit.variant): unit.table for unit in self.units}
         again = self.problem.system.kernels.tiles_again
         return {
@@ -324,7 +319,6 @@ class ChunkOps:
 
     @cached_property
     def _run_of(self) -> dict[tuple[Part, int], dict[str, MiniRun]]:
-        """By operator table, the run inside which an activation exists only in pieces."""
         return {
             key: {name: run for run in runs.values() for name in run.interior}
             for key, runs in self._runs.items()
@@ -371,18 +365,11 @@ class ChunkOps:
 
 
 def is_captured(problem: Problem, unit: Unit) -> bool:
-    """Whether a unit's passes are CUDA graphs.  True for layers if the stack captures graphs."""
-    return problem.system.kernels.cuda_graphs and unit.table.part == "layer"
-
-
-def uncaptured(problem: Problem, table: OpTable) -> frozenset[str]:
-    """The operators of a layer that its CUDA graphs leave out: those behind the counts of experts'
-    tokens, from which the host learns sizes unless experts are padded (Megatron-core 0.16.1,
-    transformer_config.py, cuda_graph_scope: attn, moe_router and moe_preprocess)."""
-    names = [op.name for op in table.ops]
-    if COUNTS not in names or problem.workload.expert_padding != "none":
-        return frozenset()
-    return frozenset(names[names.index(COUNTS) + 1 :])
+    """Whether some of a unit's operators are in the CUDA graphs of layers."""
+    kernels = problem.system.kernels
+    if not kernels.captures or unit.table.part != "layer":
+        return False
+    return len(uncaptured(kernels, problem.workload, unit.table)) < len(unit.table.ops)
 
 
 def graph_of(unit: Unit) -> Storage:

@@ -35,7 +35,6 @@ class RepeatedPiece(NamedTuple):
 
     @property
     def starts(self) -> tuple[Position, Position, Position]:
-        """The starts of the previous piece, of this piece, and of the next piece."""
         return self.before, self.start, self.end
 
     @property
@@ -61,7 +60,6 @@ class RepeatedPiece(NamedTuple):
         return before == here and self._born(actions) <= outside | self._gone(actions, frees)
 
     def deaths(self, actions: Sequence[Action], frees: Frees) -> set[Storage]:
-        """The tensors that the piece frees but does not allocate."""
         return self._gone(actions, frees) - self._born(actions)
 
     def remove_later_deaths(self, actions: Sequence[Action], frees: Frees) -> None:

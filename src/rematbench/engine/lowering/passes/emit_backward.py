@@ -64,15 +64,12 @@ class Deferred(NamedTuple):
 def _wait_for_inputs(
     w: BlockWriter, reload: Reloader, gatherer: ParameterGatherer | None, unit: Unit
 ) -> None:
-    """Wait for the reloads and the parameters of a unit that is rebuilt early."""
     reload.wait_for(unit)
     if gatherer:
         gatherer.ready(w, unit)
 
 
 class BackwardEmitter:
-    """Builds the backward block of one chunk under resolved fates."""
-
     def __init__(
         self,
         chunk: ChunkOps,
@@ -188,7 +185,6 @@ class BackwardEmitter:
         )
 
     def _start_pieces(self, updater: ReadyWriter, unit: Unit) -> None:
-        """Start the updates of the pieces that are ready after a unit's backward."""
         if self.reducer:
             updater.after(self.reducer.take_reduced())
         elif unit.prefix in updater.due:
@@ -303,12 +299,10 @@ class BackwardEmitter:
         self.w.wait(COMPUTE, event)
 
     def _gather_overlaps(self, op: Op) -> bool:
-        """Whether the gather of the output gradient overlaps the input gradient's GEMM."""
         gemm = self.chunk.problem.tp_overlap == "gemm"
         return gemm and op.has_weight and bool(op.backward_input) and op.regather is None
 
     def _between(self, unit: Unit, op: Op, role: Role) -> Storage:
-        """The storage between an operator's kernels and its gather or reduction."""
         return storage_of(unit.prefix, op.name, role, piece=self.recomputer.number)
 
     def _regather(self, unit: Unit, op: Op, saved: Storages) -> tuple[Event | None, Storages]:
@@ -332,7 +326,6 @@ class BackwardEmitter:
     def _kernels(
         self, unit: Unit, op: Op, reads: Storages, regathered: Storages, pending: Event | None
     ) -> None:
-        """Emit input-gradient kernels, gradient reduction and weight-gradient kernels."""
         w = self.w
         if op.backward_input:
             pending = self._input_gradient(unit, op, reads, regathered, pending)

@@ -106,7 +106,6 @@ class MatrixGatherer(ParameterGatherer):
         self.waited: set[Storage] = set()
 
     def arrive(self, w: BlockWriter, units: list[Unit]) -> set[Storage]:
-        """Begin a backward with the matrices that the forward left."""
         self.whole = dict(self.kept)
         self.pending = {**dict.fromkeys(self.kept, FETCHED)}
         return {*self.kept}
@@ -116,7 +115,6 @@ class MatrixGatherer(ParameterGatherer):
         w.weights = self.read
 
     def ready(self, w: BlockWriter, unit: Unit) -> None:
-        """Gather nothing yet, as in `before`."""
         w.weights = self.read
 
     def read(self, w: BlockWriter, part: ModelPart, op: Op) -> tuple[Storage, ...]:

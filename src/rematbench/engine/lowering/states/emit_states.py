@@ -66,20 +66,15 @@ def gathered_parts(unit: Unit, fate: StateFate, layout: Layout) -> list[Gathered
     """Return the parts of a unit's parameters that are gathered: those of experts from expert
     data-parallel peers, if there are any, and all others."""
     experts = unit.expert_parameters
-    by_layer = fate.gather == "layer"
+    here = layout.state_shards == 1 and fate.home == "device"
     found: list[Gathered] = []
-    if unit.parameters > experts and not (by_layer and _is_here(fate, layout)):
+    if unit.parameters > experts and not (fate.gather == "layer" and here):
         found.append(Gathered(weights_of(unit.prefix), unit.parameters - experts, "dp"))
     if experts and layout.expert_shards > 1:
         found.append(Gathered(weights_of(unit.prefix, EXPERTS), experts, "edp"))
     if fate.release == "step":
         return [part._replace(storage=part.storage.held) for part in found]
     return found
-
-
-def _is_here(fate: StateFate, layout: Layout) -> bool:
-    """Whether a rank has all parameters, but for those of experts, on its device."""
-    return layout.state_shards == 1 and fate.home == "device"
 
 
 class ParameterGatherer:
@@ -171,7 +166,6 @@ class ParameterGatherer:
                 w.wait(COMPUTE, self.pending[read.prefix])
 
     def _want(self, w: BlockWriter, unit: Unit) -> None:
-        """Gather the weights that a unit's kernels read and that are not gathered."""
         for read in self._read(unit):
             if self.parts(read) and read.prefix not in self.pending:
                 self._gather(w, read)
@@ -187,7 +181,6 @@ class ParameterGatherer:
     def _issue(
         self, w: BlockWriter, part: ModelPart, buffer: Storage, parameters: int, group: Group = "dp"
     ) -> Event:
-        """Issue the gather of `parameters` parameters of a part; returns its end event."""
         payload = (self.width if self.layerwise else self.system.states.gather_bytes) * parameters
         allocs = (Alloc(buffer, payload),) if self.layerwise else ()
         reads: tuple[Storage, ...] = ()
@@ -336,7 +329,6 @@ class GradReducer:
         self.survivors: set[Storage] = set()  # storages that the block leaves
 
     def buffer(self, unit: Unit) -> Storage:
-        """Return the storage of a unit's full gradients."""
         return storage_of(unit.prefix, role=Role.WEIGHT_GRADIENTS)
 
     def before(self, w: BlockWriter, unit: Unit) -> None:
@@ -366,20 +358,19 @@ class GradReducer:
         size = sum(self.system.states.reduce_bytes * u.trained for u in self.bucket)
         due = self.transient or last or size >= self.system.zero.bucket_bytes
         if self.bucket and due:
-            self._reduce(w, size)
+            buffers = tuple(map(self.buffer, self.bucket)) if self.transient else ()
+            self._reduce_storages(w, size, buffers, ())
         if self.transient:
             self._drain(w, 0 if last or not self.beside else 1)
         if last:
             self._record_end(w)
 
     def _sum_norms(self, w: BlockWriter, unit: Unit) -> None:
-        """Sum the norms' gradients of a unit over the tensor-parallel peers."""
         reads = [self.buffer(unit)] if self.transient else []
         norms = norm_reduction(self.system, unit.norm_parameters)
         self.norms.append(w.collective(norms, unit.prefix, "norm_gradients", reads, []))
 
     def _record_end(self, w: BlockWriter) -> None:
-        """Record the end of the block's reductions, if there are peers."""
         if self.shared:
             w.wait("dp", w.mark(COMPUTE))
             w.add(Action(kind=Kind.EVENT, stream="dp", event=REDUCED))
@@ -409,10 +400,6 @@ class GradReducer:
         )
         w.free(self.buffer(unit))
 
-    def _reduce(self, w: BlockWriter, size: int) -> None:
-        buffers = tuple(self.buffer(u) for u in self.bucket) if self.transient else ()
-        self._reduce_storages(w, size, buffers, ())
-
     def _reduce_storages(
         self, w: BlockWriter, size: int, storages: tuple[Storage, ...], allocs: tuple[Alloc, ...]
     ) -> None:
@@ -436,7 +423,6 @@ class GradReducer:
         self.bucket = []
 
     def take_reduced(self) -> list[Reduced]:
-        """The units that were reduced since the last call."""
         found, self.reduced = self.reduced, []
         return found
 
@@ -449,7 +435,6 @@ class GradReducer:
     def _exchange(
         self, w: BlockWriter, size: int, storages: tuple[Storage, ...], allocs: tuple[Alloc, ...]
     ) -> Event:
-        """Reduce the bucket over the data-parallel peers; returns the end event."""
         w.wait("dp", w.mark(COMPUTE))
         for norm in self.norms[-1:]:
             w.wait("dp", norm)

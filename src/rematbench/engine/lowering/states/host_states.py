@@ -19,7 +19,6 @@ from rematbench.problem import Problem, trained_operators
 
 
 def host_states(problem: Problem, plan: Plan, rank: int) -> HostStates:
-    """Host bytes of the states of one rank that a plan has in host memory."""
     system, layout = problem.system, problem.layout
     parameter, gradient = plan.state("parameter"), plan.state("gradient")
     optimizer = plan.state("optimizer")

@@ -8,8 +8,9 @@ from rematbench.costs.states import shard
 from rematbench.engine.lowering.blocks.chunk_ops import ChunkOps
 from rematbench.engine.lowering.states.state_shards import operator_tensors, sharded
 from rematbench.engine.program.program import Late, LateUnit
+from rematbench.engine.program.storage import EMBEDDING, SHARE
 from rematbench.inputs.system import System
-from rematbench.plan import Plan
+from rematbench.plan import VOCABULARY, Plan
 from rematbench.problem import Problem, trained_operators
 
 MOMENTS = 2
@@ -39,22 +40,25 @@ def late_tensors(chunks: Sequence[ChunkOps], plan: Plan, problem: Problem) -> La
     held = sum(unit.trained for chunk in chunks for unit in chunk.units)
     whole = system.states.flat_step and here and optimizer.update == "step"
     flat = flat_update(plan, system, held) if whole else None
-    for chunk in chunks:
-        for unit in chunk.units:
-            updated = [
-                sharded(0, op.trained_parameters, optimizer, layout)
-                if op.of_experts
-                else shard(op.trained_parameters, optimizer.shards)
-                for op in trained_operators(problem, unit.table)
-            ]
-            scratch = [n * scratch_bytes for n in updated]
-            if flat is not None:  # with the first unit, all of the rank
-                updated, scratch, flat = flat.tensors, flat.scratch, NO_UPDATE
-            units[chunk.chunk, unit.prefix] = LateUnit(
-                states=tuple(n * state_bytes // MOMENTS for n in updated for _ in range(MOMENTS)),
-                gradients=_gradients(problem, plan, unit.table, grad_bytes) if grad_bytes else {},
-                scratch=tuple(filter(None, scratch)),
-            )
+    tables = [((chunk.chunk, unit.prefix), unit.table) for chunk in chunks for unit in chunk.units]
+    if plan.schedule in VOCABULARY:  # of the embedding the first stage has learned positions alone
+        tables = [one for one in tables if one[0][1] != EMBEDDING]
+        tables.append(((0, SHARE), problem.shared.share))
+    for unit, table in tables:
+        updated = [
+            sharded(0, op.trained_parameters, optimizer, layout)
+            if op.of_experts
+            else shard(op.trained_parameters, optimizer.shards)
+            for op in trained_operators(problem, table)
+        ]
+        scratch = [n * scratch_bytes for n in updated]
+        if flat is not None:  # with the first unit, all of the rank
+            updated, scratch, flat = flat.tensors, flat.scratch, NO_UPDATE
+        units[unit] = LateUnit(
+            states=tuple(n * state_bytes // MOMENTS for n in updated for _ in range(MOMENTS)),
+            gradients=_gradients(problem, plan, table, grad_bytes) if grad_bytes else {},
+            scratch=tuple(filter(None, scratch)),
+        )
     return Late(units=units)
 
 
@@ -84,7 +88,6 @@ def flat_update(plan: Plan, system: System, held: int) -> FlatUpdate:
 def _gradients(
     problem: Problem, plan: Plan, table: OpTable, grad_bytes: int
 ) -> dict[str, tuple[int, ...]]:
-    """Bytes of the gradients of a unit's tensors, by operator, in the order of the table."""
     shards = plan.state("gradient").shards
     return {
         op.name: tuple(shard(n, shards) * grad_bytes for n in operator_tensors(problem, table, op))

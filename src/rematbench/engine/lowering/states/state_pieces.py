@@ -122,33 +122,26 @@ def unit_ranges(
 
 
 def visit_of(part: ModelPart) -> Storage:
-    """A piece's states while they are on the device."""
     return storage_of(part, role=Role.STATES)
 
 
-def device_update(
-    part: ModelPart, piece: Piece, widths: PieceWidths, reads: tuple[Storage, ...]
+def piece_update(
+    part: ModelPart,
+    piece: Piece,
+    widths: PieceWidths,
+    reads: tuple[Storage, ...] = (),
+    event: Event | None = None,
 ) -> Action:
-    """Return the update of a piece on the device, which `reads` its states (empty: resident)."""
+    """Return the update of a piece: on the host, which ends with `event`, or on the device, which
+    `reads` the piece's states (empty: resident)."""
     return Action(
         kind=Kind.OPTIMIZER,
-        stream=COMPUTE,
+        stream=HOST_UPDATE if event else COMPUTE,
         part=part,
         op="optimizer",
         reads=reads,
         nbytes=widths.param * piece.count,
-        scratch=widths.scratch * piece.count,
-    )
-
-
-def host_update(part: ModelPart, piece: Piece, widths: PieceWidths, event: Event) -> Action:
-    """Return the update of a piece on the host, which ends with an event."""
-    return Action(
-        kind=Kind.OPTIMIZER,
-        stream=HOST_UPDATE,
-        part=part,
-        op="optimizer",
-        nbytes=widths.param * piece.count,
+        scratch=0 if event else widths.scratch * piece.count,
         event=event,
     )
 
@@ -160,8 +153,6 @@ def update_block(pieces: Sequence[Piece], cut: Pieces | None, widths: PieceWidth
 
 
 class _Writer:
-    """Writes the update of a rank's pieces, in the order of the pieces."""
-
     def __init__(self, pieces: Sequence[Piece], cut: Pieces | None, widths: PieceWidths) -> None:
         self.pieces, self.widths = pieces, widths
         self.slots, self.named = (cut.slots if cut else 0), cut is not None
@@ -176,10 +167,9 @@ class _Writer:
         self.next = {one.number: other for one, other in pairwise(hosted)} if self.slots else {}
 
     def run(self) -> list[Action]:
+        write = {"device": self._on_device, "host": self._hosted, "visit": self._visit}
         for piece in self.pieces:
-            {"device": self._resident, "host": self._hosted, "visit": self._visit}[piece.place](
-                piece
-            )
+            write[piece.place](piece)
         self._weights_up()
         self._end_visits(0)
         for event in self.back:
@@ -189,12 +179,9 @@ class _Writer:
     def _part(self, piece: Piece) -> ModelPart:
         return part_of("P", piece.number) if self.named else NO_PART
 
-    def _resident(self, piece: Piece) -> None:
-        self._on_device(piece, ())
-
-    def _on_device(self, piece: Piece, reads: tuple[Storage, ...]) -> None:
+    def _on_device(self, piece: Piece, reads: tuple[Storage, ...] = ()) -> None:
         widths, part = self.widths, self._part(piece)
-        self.w.add(device_update(part, piece, widths, reads))
+        self.w.add(piece_update(part, piece, widths, reads))
         if widths.back:
             done, nbytes = self.w.mark(COMPUTE), widths.back * piece.count
             self.back.append(self.w.state_copy(Kind.D2H, part, WEIGHTS_DOWN, nbytes, after=done))
@@ -204,7 +191,7 @@ class _Writer:
         self._weights_up()
         self.w.wait(HOST_UPDATE, self._gradients(piece))
         done = self.w.new_event()
-        self.w.add(host_update(self._part(piece), piece, self.widths, done))
+        self.w.add(piece_update(self._part(piece), piece, self.widths, event=done))
         self.updated = (piece, done)
         if piece.number in self.next:
             after = self.next[piece.number]
@@ -214,7 +201,6 @@ class _Writer:
             self.ready = self.w.mark(COMPUTE)
 
     def _gradients(self, piece: Piece) -> Event:
-        """The event after which a piece's gradients are on the host."""
         arrived, nbytes = self.down.pop(piece.number, None), self.widths.down * piece.count
         if arrived or not nbytes:
             return arrived or self.ready
@@ -252,18 +238,11 @@ class _Writer:
             self.w.free(alloc.storage)
 
     def _visit(self, piece: Piece) -> None:
-        """Copy a piece's states to the device, update them there, and copy them back."""
         self._end_visits(max(0, self.slots - 1))
         part, nbytes = self._part(piece), self.widths.states * piece.count
         states = visit_of(part)
-        up = self.w.state_copy(
-            Kind.H2D,
-            part,
-            STATES_UP,
-            nbytes,
-            after=self.w.mark(COMPUTE),
-            allocs=(Alloc(states, nbytes),),
-        )
+        room, allocs = self.w.mark(COMPUTE), (Alloc(states, nbytes),)
+        up = self.w.state_copy(Kind.H2D, part, STATES_UP, nbytes, after=room, allocs=allocs)
         self.w.wait(COMPUTE, up)
         self._on_device(piece, (states,))
         done = self.w.mark(COMPUTE)
