@@ -2,9 +2,9 @@
 
 `shfmt` gives the syntax tree.  Read are assignments (also arrays, `+=` and defaults `${X:-8}`),
 calculations `$((A*B))`, `if` and `case` over values that the script sets, functions that it calls,
-files that it sources from its own folder, and here-documents.  The output of a command but `expr`, an argument
-(`$1`) and a variable of the environment are empty, in conditions too; a test of a file is false,
-negated or not, and so is a command.
+files that it sources from its own folder, and here-documents.  The output of a command but `expr`,
+an argument (`$1`) and a variable of the environment are empty, in conditions too; a test of a file
+is false, negated or not, and so is a command.
 """
 
 import fnmatch
