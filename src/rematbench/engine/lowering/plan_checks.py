@@ -178,8 +178,6 @@ def too_early(plan: Plan, problem: Problem, pieces: Pieces) -> str:
 
 
 def check_ready_order(last: Mapping[int, Pass], order: Sequence[Pass]) -> None:
-    """Raise PlanError unless the last backwards of a rank's chunks are in the order in which pieces
-    count parameters."""
     at = [order.index(last[chunk]) for chunk in sorted(last, reverse=True)]
     if at != sorted(at):
         raise PlanError(

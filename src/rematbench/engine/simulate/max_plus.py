@@ -57,8 +57,6 @@ MacroSteps = tuple[list[Motion], Runs]
 
 
 def _motion(macro: Macro, events: dict[Event, Times], clock: Clock) -> Motion:
-    """The motion of a macro on a clock's rank; `events`: the times of the events that a macro of
-    the rank waits for."""
     ends: dict[AffineTerms, int] = {}
 
     def index(terms: AffineTerms) -> int:

@@ -50,10 +50,7 @@ class RankedSeconds(Protocol):
         """Return a key that is equal for ranks on which every action takes the same time."""
         ...
 
-    def timing(self, action: Action, rank: int) -> Timing:
-        """Return the action's timing.  An action that only orders streams (ORDERING) takes no
-        time."""
-        ...
+    def timing(self, action: Action, rank: int) -> Timing: ...
 
 
 def timings(seconds: Seconds) -> Callable[[Action, int], Timing]:

@@ -194,8 +194,6 @@ class ActionCosts:
         return (groups, sends)
 
     def _kernels_s(self, action: Action, rank: int) -> float:
-        """Seconds of a compute action, cached for all layers and micro-batches, and for all ranks
-        unless a collective overlaps the action."""
         overlaps, rows = action.exchange.overlaps, action.rows
         where = (action.part.letter, action.variant, action.op, rank if overlaps else -1)
         key = (action.kind, *where, overlaps, rows.fraction * rows.columns, rows.fraction)
@@ -339,8 +337,6 @@ def _region_begins(table: OpTable) -> Begins:
 
 
 def _overlapping(op: Op, kind: Kind) -> tuple[Comm | None, ...]:
-    """The collectives that overlap an operator's kernels of a kind; None for an absent
-    collective."""
     match kind:
         case Kind.BACKWARD_INPUT:
             return (op.grad_gather, op.regather)

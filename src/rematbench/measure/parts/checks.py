@@ -195,8 +195,6 @@ def _bytes(cells: Cells) -> Finding:
 
 
 def _peaks(cells: Cells) -> Finding:
-    """The finding on the allocator's peak against the simulated peak, of the fullest rank of each
-    cell."""
     said = list(cells.lost())
     for name, record in cells.ok().items():
         rank = record.measured.fullest if record.measured else None

@@ -195,8 +195,6 @@ class Campaign:
         return self.suite.steps + warmup + TIMED_STEPS
 
     def words(self, cell: CampaignCell) -> list[str]:
-        """The arguments of the rematbench command that each process of a cell runs, without
-        `--out` and `--timeout`."""
         words = [*cell.variant.to_arguments(cell.spec), "--steps", str(self.suite.steps)]
         if self.is_baseline(cell):
             return ["baseline", "run", *words, "--warmup", str(self.suite.warmup)]

@@ -118,8 +118,6 @@ class Movers:
         self.offload_bytes = 0
 
     def alloc(self, action: Action, span: Span) -> None:
-        """Allocate a tensor that is written piece by piece, or a gradient that is summed piece by
-        piece."""
         if action.op == "gradients":
             self._alloc_gradients(action, span)
             return

@@ -273,8 +273,6 @@ def _low_gradients(call: Call, gradients: Iterable[tuple[str, Tensor]]) -> Tenso
 
 
 def _add_weight_gradient(call: Call, name: str, grad: Tensor) -> None:
-    """Add the gradient of a linear's weight and bias, or of its adapter's B, from that of its
-    output."""
     if low := _adapter(call, name):
         arithmetic.add_weight_gradient(call.parameter(f"{low}.b").grad, grad, call.tensors[low])
     if not call.parameter(name).spec.trained:

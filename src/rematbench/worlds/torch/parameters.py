@@ -206,8 +206,6 @@ def _attention_specs(model: Model, prefix: str) -> dict[str, ParameterSpec]:
 
 
 def _latent_specs(model: Model, given: Latent, prefix: str) -> dict[str, ParameterSpec]:
-    """The projections of latent attention: those to few columns, which each rank has whole, with
-    their norms, and those up to heads."""
     specs: dict[str, ParameterSpec] = {}
     down = {"q_latent": given.q_rank} if given.q_rank else {}
     for local, width in (down | {"kv_latent": given.kv_rank, "k_rope": given.rope}).items():

@@ -311,8 +311,6 @@ class ChunkOps:
         }
 
     def run_of(self, unit: Unit, activation: str) -> MiniRun | None:
-        """Return the mini-sequence run inside which an activation exists only in pieces, or
-        None."""
         if not self.mini_sequences:
             return None
         return self._run_of[unit.table.part, unit.variant].get(activation)

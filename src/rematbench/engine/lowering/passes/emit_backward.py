@@ -122,8 +122,6 @@ class BackwardEmitter:
         return w.finish("B", survivors, self.arrivals)
 
     def _unit(self, order: list[Unit], position: int) -> None:
-        """Write the backward of one unit: copies, gathers, what is rebuilt, operators and
-        reductions."""
         w, unit = self.w, order[position]
         w.begin_unit()
         if w.beside and position == int(self.chunk.last):  # behind the head
@@ -224,8 +222,6 @@ class BackwardEmitter:
                 self._backward_op(unit, op)
 
     def _run(self, unit: Unit, run: MiniRun) -> None:
-        """The backward of a mini-sequence run: each piece is rebuilt (if dropped), then
-        differentiated."""
         for name in map(unit.table.of_gradient, run.inputs):
             storage, tensor = self.chunk.storage(unit, name), unit.table.activations[name]
             if storage not in self.grads and tensor.differentiable:

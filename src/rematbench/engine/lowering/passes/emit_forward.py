@@ -128,8 +128,6 @@ class ForwardEmitter:
             self.trails = unit is self.trailing
 
     def _hold_graph(self, unit: Unit) -> None:
-        """Allocate the memory that a layer's CUDA graph holds until the backward, in addition to
-        the kept tensors."""
         problem = self.chunk.problem
         eager = uncaptured(problem.system.kernels, problem.workload, unit.table)
         apart = {name for op in unit.table.ops if op.name in eager for name in op.outputs}
