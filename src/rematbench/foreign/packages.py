@@ -155,6 +155,7 @@ def _launch(path: Path, label: str, variables: dict[str, list[str]]) -> Reading:
     if reading is None:
         raise ConfigError(label, "", _unread(script))
     reading.facts |= _environment(script)
+    reading.notes += [f"loop: {words}" for words in dict.fromkeys(script.loops)]
     if script.undecided:
         tests = ", ".join(dict.fromkeys(script.undecided))
         reading.notes.append(
