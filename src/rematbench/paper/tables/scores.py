@@ -46,7 +46,7 @@ from rematbench.evidence.job_evidence import (
     left_out_cells,
     out_of_source,
 )
-from rematbench.evidence.peaks import in_words
+from rematbench.evidence.peaks import in_words, left_free
 from rematbench.evidence.published.derived import BESIDE, PUBLISHED
 from rematbench.evidence.published.sheets import Quantity, Row, number, read_predicted
 from rematbench.evidence.quantiles import LEVEL, Errors, quantile
@@ -61,6 +61,7 @@ READS = (
     "config/accuracy.yaml",
     "config/left_out.csv",
     "config/left_out_experts.csv",
+    "config/left_out_bytes.csv",
     "results/published/offloaded_states.csv",
 )
 TABLES = (
@@ -240,8 +241,8 @@ def verdict_table(verdicts: Verdicts) -> Table:
         note=f"Right: {percent(verdicts.right)} % of {verdicts.cells} cells; always fits: "
         f"{percent(verdicts.always_fits)} %. Headroom is usable less predicted reserved bytes "
         "(negative: does not fit). Cells that a source marks with a dash are not scored. Tight: "
-        f"{verdicts.tight} cells fit, but their headroom is below the margin of the device total, "
-        f"{in_words()}. {_of_oom(verdicts)}",
+        f"{verdicts.tight} cells fit, but less is free than tuned plans leave, "
+        f"{left_free()} of the device total. {_of_oom(verdicts)}",
     )
 
 
