@@ -395,7 +395,7 @@ def _segments(result: Result) -> str:
 
 def tight_line() -> str:
     """What `tight` means."""
-    return f"tight: fits, but less is free than tuned plans leave, {left_free()}"
+    return f"tight: fits, but the headroom is below what tuned plans leave free, {left_free()}"
 
 
 def covers() -> str:

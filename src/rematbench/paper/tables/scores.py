@@ -241,7 +241,7 @@ def verdict_table(verdicts: Verdicts) -> Table:
         note=f"Right: {percent(verdicts.right)} % of {verdicts.cells} cells; always fits: "
         f"{percent(verdicts.always_fits)} %. Headroom is usable less predicted reserved bytes "
         "(negative: does not fit). Cells that a source marks with a dash are not scored. Tight: "
-        f"{verdicts.tight} cells fit, but less is free than tuned plans leave, "
+        f"{verdicts.tight} cells fit, but their headroom is below what tuned plans leave free, "
         f"{left_free()} of the device total. {_of_oom(verdicts)}",
     )
 
