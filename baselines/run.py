@@ -13,7 +13,6 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def main(arguments: list[str]) -> int:
-    """Run the jobs of a file and return the exit code."""
     if len(arguments) != 3:
         sys.stderr.write("usage: run.py NAME JOBS.json FOLDER\n")
         return 2

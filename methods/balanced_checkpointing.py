@@ -16,14 +16,12 @@ from rematbench.plan import (
     Fraction,
     Plan,
     Recompute,
-    Rule,
     Scope,
-    Select,
     Settings,
     Unsupported,
 )
 from rematbench.problem import Problem
-from rematbench.solve.kept import holding_inputs, kept_activations
+from rematbench.solve.kept import holding_inputs, kept_activations, rule_of
 from rematbench.solve.pareto import candidates, cheapest_within, front
 from rematbench.solve.recompute_modules import with_copies
 
@@ -51,7 +49,6 @@ class BalancedCheckpointing(Struct, frozen=True, kw_only=True, forbid_unknown_fi
     scope: Scope = "consumer"
 
     def plan(self, problem: Problem, base: Plan) -> Plan | Unsupported:
-        """Recompute the point's activations where the base keeps them."""
         count = max(len(candidates(table)) for table in problem.layer_kinds)
         if self.point == "front" and count > MOST:
             return Unsupported(f"front has 2^{count} subsets of a layer's tensors (most: 2^{MOST})")
@@ -62,9 +59,8 @@ class BalancedCheckpointing(Struct, frozen=True, kw_only=True, forbid_unknown_fi
             return base.noting(balanced_checkpointing=f"no-op{why}")
         whole = self.point == "full"
         fate = Recompute(scope="layer" if whole else self.scope, whole=whole)
-        select = Select(parts=("layer",), activations=dropped, kept=True)
         base = holding_inputs(problem, base, dropped, whole)
-        return base.with_rules(Rule(select, fate)).noting(dropped=", ".join(dropped))
+        return base.with_rules(rule_of(dropped, fate)).noting(dropped=", ".join(dropped))
 
     def _dropped(self, problem: Problem) -> set[str]:
         tables = problem.layer_kinds

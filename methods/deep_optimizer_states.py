@@ -15,7 +15,7 @@ from msgspec import Meta, Struct
 
 from rematbench.plan import Fraction, Pieces, Place, Plan, Settings, Unsupported
 from rematbench.problem import Problem
-from rematbench.solve.state_pieces import even, placed, refusal, shares
+from rematbench.solve.state_pieces import even, piece_size, placed, refusal
 from rematbench.workload import PositiveInt
 
 
@@ -32,13 +32,11 @@ class DeepOptimizerStates(Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     slots: PositiveInt = 1
 
     def plan(self, problem: Problem, base: Plan) -> Plan | Unsupported:
-        """Interleave visits with the CPU's updates."""
         if reason := refusal(problem, base, host=True):
             return Unsupported(reason)
-        counts = shares(problem, base)
-        size = min(self.size, *counts)
+        size, count = piece_size(problem, base, self.size)
         found: list[Place] = []
-        for place in even(-(-max(counts) // size), self.ratio, "host", "device"):
+        for place in even(count, self.ratio, "host", "device"):
             hosted = len(found) - found.count("device") + 1
             visits = place == "host" and hosted % self.interleave == 0
             found.append("visit" if visits else place)

@@ -15,18 +15,26 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from rematbench.plan import (
-    Group,
     Offload,
     Plan,
     Recompute,
-    Rule,
-    Select,
     Transfers,
     Unsupported,
 )
 from rematbench.problem import Problem
-from rematbench.solve.kept import holding_inputs, kept_activations, with_live_rules
-from rematbench.solve.recompute_modules import chosen_layers
+from rematbench.solve.kept import (
+    holding_inputs,
+    kept_activations,
+    no_offload,
+    rule_of,
+    with_live_rules,
+)
+from rematbench.solve.recompute_modules import (
+    chosen_layers,
+    chunks_of,
+    rebuilding_groups,
+    rebuilding_layers,
+)
 from rematbench.workload import PositiveInt
 
 
@@ -56,7 +64,9 @@ class FullRecompute(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         kept = kept_activations(problem, base)
         inner = tuple(sorted(kept - {"layer_input"}))
         base = holding_inputs(problem, base, inner, whole=True) if inner else base
-        made = with_live_rules(problem, base, *self._rules(inner, base, chosen)) if inner else base
+        rules = rebuilding_groups(inner, base, self.num_layers)
+        rules = [rebuilding_layers(inner, chosen)] if chosen else rules
+        made = with_live_rules(problem, base, *rules) if inner else base
         if made == base:
             return base.noting(full_recompute="no-op: the base keeps nothing inside layers")
         if self.num_layers > 1 and self.method == "uniform" and _rebuilds_early(base):
@@ -67,8 +77,8 @@ class FullRecompute(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         return _inputs_on_host(made) if self.inputs == "host" else made
 
     def _host_refusal(self, problem: Problem, base: Plan) -> str:
-        if "activation_offload" not in problem.system.accepts.features:
-            return f"system {problem.system.name} has no activation offload"
+        if refused := no_offload(problem):
+            return refused
         if (self.every, self.method) != (1, "uniform") or self.layers or self.per_chunk:
             return "inputs on the host need method=uniform, every=1 and all layers"
         if base.transfers != Transfers():
@@ -86,7 +96,7 @@ class FullRecompute(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             return "`layers` and `per_chunk` need every=1"
         if listed:
             return chosen_layers(base, self.layers, self.per_chunk)
-        chunks = _chunks(base)
+        chunks = chunks_of(base)
         if self.method == "block":
             return tuple(layer for chunk in chunks for layer in chunk[: self.num_layers])
         last = max(layer for chunk in chunks for layer in chunk)
@@ -94,42 +104,13 @@ class FullRecompute(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             return f"every={self.every} selects none of the {last + 1} layers"
         return tuple(range(self.every - 1, last + 1, self.every)) if self.every > 1 else ()
 
-    def _rules(self, inner: tuple[str, ...], base: Plan, chosen: tuple[int, ...]) -> list[Rule]:
-        if chosen:
-            return [_layers(inner, chosen)]
-        if self.num_layers == 1:
-            return [_layers(inner, None)]
-        groups = [chunk[i : i + self.num_layers] for chunk in _chunks(base)
-                  for i in range(0, len(chunk), self.num_layers)]  # fmt: skip
-        return [rule for group in groups for rule in _group(inner, group)]
-
 
 def _inputs_on_host(plan: Plan) -> Plan:
-    inputs = Select(parts=("layer",), activations=("layer_input",), kept=True)
-    moved = plan.with_rules(Rule(inputs, Offload()))
+    moved = plan.with_rules(rule_of(("layer_input",), Offload()))
     return replace(moved, transfers=Transfers(granularity="layer"))
-
-
-def _chunks(plan: Plan) -> list[tuple[int, ...]]:
-    return [layers for rank in plan.partition for layers in rank]
-
-
-def _layers(names: tuple[str, ...], layers: tuple[int, ...] | None) -> Rule:
-    select = Select(parts=("layer",), layers=layers, activations=names, kept=True)
-    return Rule(select, Recompute(scope="layer", whole=True))
 
 
 def _rebuilds_early(base: Plan) -> bool:
     """Whether the base rebuilds some tensors before the backward of their own layer."""
     windows = (rule.fate.window for rule in base.rules if isinstance(rule.fate, Recompute))
     return any(w.direction != "backward" or w.layer_offset > 0 for w in windows if w)
-
-
-def _group(names: tuple[str, ...], group: tuple[int, ...]) -> list[Rule]:
-    """One group: inner tensors of all its layers, and the inputs of all but the first."""
-    if len(group) == 1:
-        return [_layers(names, group)]
-    fate = Recompute(scope=Group(group[0], group[-1]), whole=True)
-    rules = [Rule(Select(parts=("layer",), layers=group, activations=names, kept=True), fate)]
-    inputs = Select(parts=("layer",), layers=group[1:], activations=("layer_input",), kept=True)
-    return [*rules, Rule(inputs, fate)]

@@ -26,8 +26,6 @@ from rematbench.plan import (
     Offload,
     Plan,
     Recompute,
-    Rule,
-    Select,
     Transfers,
     Unsupported,
 )
@@ -35,11 +33,14 @@ from rematbench.problem import Problem
 from rematbench.solve.kept import (
     holding_inputs,
     kept_activations,
+    no_offload,
     refused_in_pieces,
+    rule_of,
+    smallest_fitting,
     with_live_rules,
 )
 from rematbench.solve.layer_costs import backward_s, forward_s
-from rematbench.solve.search import smallest_feasible
+from rematbench.solve.recompute_modules import chunks_of
 from rematbench.workload import NonNegativeInt
 
 Word = Literal["stay", "swap", "redo"]
@@ -53,30 +54,26 @@ class Karma(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     resident: NonNegativeInt | None = None
 
     def plan(self, problem: Problem, base: Plan) -> Plan | Unsupported:
-        """Swap or recompute the layers that the device cannot hold."""
-        if "activation_offload" not in problem.system.accepts.features:
-            return Unsupported(f"system {problem.system.name} has no activation offload")
-        if not kept_activations(problem, base):
-            return Unsupported("the base keeps no activation to swap")
-        longest = max(len(chunk) for rank in base.partition for chunk in rank)
+        nothing = "" if kept_activations(problem, base) else "the base keeps no activation to swap"
+        if reason := no_offload(problem) or nothing:
+            return Unsupported(reason)
+        longest = max(map(len, chunks_of(base)))
         if reason := refused_in_pieces(problem, self.at(problem, base, longest)):
             return Unsupported(reason)
         if self.resident is not None:
             return self.at(problem, base, longest - self.resident).noting(bound="given")
-        leaving = smallest_feasible(
-            lambda n: problem.cost.headroom_bytes(self.at(problem, base, n)), longest
-        )
+        leaving = smallest_fitting(problem, lambda n: self.at(problem, base, n), longest)
         bound = "no choice fits the device memory" if leaving is None else "device ledger"
         return self.at(problem, base, longest if leaving is None else leaving).noting(bound=bound)
 
     def at(self, problem: Problem, base: Plan, leaving: int) -> Plan:
         """The plan in which the last layers of every chunk stay, and at most `leaving` of the
         longest chunk's do not."""
-        longest = max(len(chunk) for rank in base.partition for chunk in rank)
+        longest = max(map(len, chunks_of(base)))
         swapped: list[int] = []
         rebuilt: list[int] = []
         ahead = 1
-        for chunk in (chunk for rank in base.partition for chunk in rank):
+        for chunk in chunks_of(base):
             fates = _fates(problem, base, chunk, max(0, len(chunk) - longest + leaving))
             places = [at for at, fate in enumerate(fates) if fate == "swap"]
             ahead = max([ahead, *(b - a for a, b in pairwise(places))])
@@ -123,11 +120,7 @@ def _moved(
         (swapped, every, Offload()),
         (rebuilt, inner, Recompute(scope="layer", whole=True)),
     )
-    rules = [
-        Rule(Select(parts=("layer",), layers=layers, activations=names, kept=True), fate)
-        for layers, names, fate in fates
-        if layers and names
-    ]
+    rules = [rule_of(names, fate, layers) for layers, names, fate in fates if layers and names]
     made = with_live_rules(problem, base, *rules)
     if not swapped:
         return made

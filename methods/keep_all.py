@@ -19,5 +19,4 @@ class KeepAll(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     name: ClassVar[str] = "keep_all"
 
     def plan(self, problem: Problem, base: Plan) -> Plan:
-        """The unchanged base."""
         return base

@@ -29,5 +29,4 @@ class LynxHeu(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     repartition: bool = True
 
     def plan(self, problem: Problem, base: Plan) -> Plan | Unsupported:
-        """Drop the tensors that the device cannot hold, and rebuild them at the lowest cost."""
         return relocated(problem, base, exact=False, repartition=self.repartition)

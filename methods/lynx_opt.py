@@ -28,5 +28,4 @@ class LynxOpt(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     repartition: bool = True
 
     def plan(self, problem: Problem, base: Plan) -> Plan | Unsupported:
-        """Drop the tensors that the device cannot hold, and rebuild them at the lowest cost."""
         return relocated(problem, base, exact=True, repartition=self.repartition)

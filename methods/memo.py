@@ -30,8 +30,6 @@ from rematbench.plan import (
     Fraction,
     Offload,
     Plan,
-    Rule,
-    Select,
     Settings,
     Split,
     Transfers,
@@ -41,7 +39,9 @@ from rematbench.problem import Problem
 from rematbench.solve.kept import (
     holding_inputs,
     kept_activations,
+    no_offload,
     refused_in_pieces,
+    rule_of,
     with_live_rules,
 )
 from rematbench.solve.swap import SwapShare, swap_share
@@ -81,11 +81,7 @@ class Memo(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             whole: Offload(),
             other: Split(offload=share.alpha, recompute=1.0 - share.alpha, scope="layer"),
         }
-        rules = [
-            Rule(Select(parts=("layer",), layers=layers, activations=names, kept=True), fate)
-            for names, fate in fates.items()
-            if names
-        ]
+        rules = [rule_of(names, fate, layers) for names, fate in fates.items() if names]
         made = with_live_rules(problem, base, *rules)
         if made == base:
             return Unsupported(f"the base keeps no activation of layers {layers[0]}-{layers[-1]}")
@@ -113,8 +109,8 @@ class Memo(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     def _refusal(self, problem: Problem, base: Plan) -> str:
         """Why there is no plan; empty if there may be one."""
         shortest = min(sum(len(chunk) for chunk in rank) for rank in base.partition)
-        if "activation_offload" not in problem.system.accepts.features:
-            return f"system {problem.system.name} has no activation offload"
+        if refused := no_offload(problem):
+            return refused
         if problem.attention != "flash":
             return "needs fused attention: it cannot swap or rebuild materialised attention scores"
         if shortest <= self.exempt_layers:

@@ -30,6 +30,7 @@ from rematbench.plan import (
     Settings,
     StateFate,
     Unsupported,
+    refusal,
 )
 from rematbench.problem import Problem, completed_after_backward
 from rematbench.solve.kept import kept_activations, parted_activations
@@ -107,13 +108,10 @@ class Mst(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             "latent attention": model.latent is not None,
             "adapters": problem.workload.adapted,
         }
-        found = [name for name, is_so in refused.items() if is_so]
-        if found:
-            return f"attention over slices of heads is not modelled with {found[0]}"
         heads = model.num_heads // lay.ulysses
-        if heads % self.attention_chunks:
-            return f"{self.attention_chunks} slices of {heads} heads of a rank are not equal"
-        return ""
+        uneven = f"{self.attention_chunks} slices of {heads} heads of a rank are not equal"
+        found = refusal("attention over slices of heads is not modelled with", refused)
+        return found or uneven * bool(heads % self.attention_chunks)
 
     def _head_count(self, problem: Problem) -> int:
         model = problem.workload.model

@@ -10,13 +10,14 @@ Deviations: refused by name, because they are not lossless or need a second prog
 are undone after the norm (SuperOffload) and stale gradients (ZenFlow).
 """
 
+from functools import partial
 from typing import Annotated, ClassVar, Literal
 
 from msgspec import Meta, Struct
 
 from rematbench.plan import Fraction, Pieces, Place, Plan, Settings, Unsupported
 from rematbench.problem import Problem
-from rematbench.solve.state_pieces import even, placed, refusal, shares, smallest_share
+from rematbench.solve.state_pieces import even, piece_size, placed, refusal, smallest_share
 from rematbench.workload import PositiveInt
 
 REFUSED = {
@@ -45,29 +46,22 @@ class OptimizerOffload(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     order: Literal["exact", "rollback", "stale"] = "exact"
 
     def plan(self, problem: Problem, base: Plan) -> Plan | Unsupported:
-        """Place the states by headroom and by f*."""
         visiting = self.visiting
         if visiting is None:
             visiting = problem.cost.visiting_share(two_way=self.slots > 1)
         pieces = self.cut(("visit",), self.size)
         reason = REFUSED.get(self.order, "")
-        reason = reason or refusal(problem, base, host=False, pieces=pieces)
-        if reason:
+        if reason := reason or refusal(problem, base, host=False, pieces=pieces):
             return Unsupported(reason)
         share, bound = self.share, "given"
         if share is None:
-            steps = -(-max(shares(problem, base)) // self.size)
-            share, bound = smallest_share(
-                problem, lambda k: self.at(problem, base, k, visiting), steps
-            )
+            at = partial(self.at, problem, base, visiting=visiting)
+            share, bound = smallest_share(problem, base, self.size, at)
         made = self.at(problem, base, share, visiting)
         return made.noting(share=share, visiting=visiting, bound=bound)
 
     def at(self, problem: Problem, base: Plan, share: float, visiting: float) -> Plan:
-        """The plan at one share and one fraction of visits."""
-        counts = shares(problem, base)
-        size = min(self.size, *counts)
-        count = -(-max(counts) // size)
+        size, count = piece_size(problem, base, self.size)
         away = round(count * share)
         turns = iter(even(away, visiting, "visit", "host") if away else ())
         places: list[Place] = [

@@ -28,9 +28,8 @@ from rematbench.plan import (
     passes_refusal,
 )
 from rematbench.problem import Problem
-from rematbench.solve.kept import refused_in_pieces, with_live_rules
+from rematbench.solve.kept import no_offload, refused_in_pieces, smallest_fitting, with_live_rules
 from rematbench.solve.orders import grouped_orders, smallest_group
-from rematbench.solve.search import smallest_feasible
 from rematbench.workload import NonNegativeInt, PositiveInt
 
 
@@ -45,7 +44,6 @@ class PipeOffload(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     chunks: NonNegativeInt | None = None
 
     def plan(self, problem: Problem, base: Plan) -> Plan | Unsupported:
-        """Reorder the passes and offload the first chunks of every rank."""
         lay, group = problem.layout, self.group or smallest_group(problem)
         if lay.vpp == 1 or base.orders:
             words = "orders of its own" if base.orders else "one"
@@ -53,8 +51,8 @@ class PipeOffload(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         if group is None or lay.num_micro_batches % group or not lay.pp <= 2 * group <= 2 * lay.pp:
             words = f"{lay.num_micro_batches} micro-batches have no groups of {group or 'a size'}"
             return Unsupported(f"{words} from half of pp {lay.pp} to all of it")
-        if "activation_offload" not in problem.system.accepts.features:
-            return Unsupported(f"system {problem.system.name} has no activation offload")
+        if refused := no_offload(problem):
+            return Unsupported(refused)
         made = replace(base, orders=grouped_orders(problem, group))
         every = self.at(problem, made, lay.vpp)
         refused = passes_refusal(made, lay, problem.system, problem.workload.model)
@@ -62,15 +60,12 @@ class PipeOffload(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
             return Unsupported(refused)
         chunks, bound = self.chunks, "given"
         if chunks is None:
-            fits = smallest_feasible(
-                lambda n: problem.cost.headroom_bytes(self.at(problem, made, n)), lay.vpp
-            )
+            fits = smallest_fitting(problem, lambda n: self.at(problem, made, n), lay.vpp)
             chunks, bound = (lay.vpp, "no number fits") if fits is None else (fits, "device ledger")
         plan = self.at(problem, made, min(chunks, lay.vpp))
         return plan.noting(group=group, chunks=chunks, bound=bound)
 
     def at(self, problem: Problem, base: Plan, chunks: int) -> Plan:
-        """The plan that copies the first `chunks` chunks of every rank."""
         first, last = tuple(range(min(chunks, problem.layout.vpp - 1))), problem.layout.pp - 1
         selects = [Select(chunks=first, kept=True)] if first else []
         if chunks == problem.layout.vpp:

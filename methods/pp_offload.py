@@ -33,8 +33,13 @@ from rematbench.plan import (
     Unsupported,
 )
 from rematbench.problem import Problem
-from rematbench.solve.kept import kept_layer_bytes, refused_in_pieces, with_live_rules
-from rematbench.solve.search import smallest_feasible
+from rematbench.solve.kept import (
+    kept_layer_bytes,
+    no_offload,
+    refused_in_pieces,
+    smallest_fitting,
+    with_live_rules,
+)
 from rematbench.workload import NonNegativeInt, PositiveInt
 
 
@@ -56,20 +61,17 @@ class PpOffload(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     release_lag: PositiveInt = 2
 
     def plan(self, problem: Problem, base: Plan) -> Plan | Unsupported:
-        """Offload alpha of the bytes that the base keeps."""
         pp = problem.layout.pp
         if pp < 3:
             return Unsupported(f"needs pp >= 3 so that copies have passes to hide behind, not {pp}")
-        if "activation_offload" not in problem.system.accepts.features:
-            return Unsupported(f"system {problem.system.name} has no activation offload")
+        if reason := no_offload(problem):
+            return Unsupported(reason)
         alpha, bound = self._share(problem, base)
-        reason = self._refusal(problem, base, alpha)
-        if reason:
+        if reason := self._refusal(problem, base, alpha):
             return Unsupported(reason)
         return self.at(problem, base, alpha).noting(alpha=alpha, bound=bound)
 
     def _share(self, problem: Problem, base: Plan) -> tuple[float, str]:
-        """Alpha, and its source."""
         if self.alpha is not None:
             return self.alpha, "given"
         if self.fit == "paper":
@@ -86,9 +88,8 @@ class PpOffload(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         )
         if self._refusal(problem, base, 1.0):
             return 1.0, nothing
-        steps = smallest_feasible(
-            lambda k: problem.cost.headroom_bytes(self.at(problem, base, k / self.steps)),
-            self.steps,
+        steps = smallest_fitting(
+            problem, lambda k: self.at(problem, base, k / self.steps), self.steps
         )
         if steps is None:
             return 1.0, nothing
@@ -102,7 +103,6 @@ class PpOffload(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return refused_in_pieces(problem, made)
 
     def at(self, problem: Problem, base: Plan, alpha: float) -> Plan:
-        """The plan at one alpha."""
         if alpha == 0.0:
             return base
         budget = ByteBudget(alpha=alpha, granularity=self.granularity, min_bytes=self.min_bytes)

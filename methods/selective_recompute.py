@@ -50,7 +50,6 @@ class SelectiveRecompute(Struct, frozen=True, kw_only=True, forbid_unknown_field
     per_chunk: str = ""
 
     def plan(self, problem: Problem, base: Plan) -> Plan | Unsupported:
-        """Recompute the chosen activations where the base keeps them."""
         tables, layers = problem.layer_kinds, None
         if self.layers or self.per_chunk:
             chosen = chosen_layers(base, self.layers, self.per_chunk)

@@ -12,11 +12,10 @@ what sequence parallelism splits.  No stack is asked whether it has the schedule
 from typing import ClassVar
 
 from msgspec import Struct
-from msgspec.structs import replace
 
-from rematbench.plan import Plan, Settings, Unsupported, slices_refusal
+from rematbench.plan import Plan, Settings, Unsupported
 from rematbench.problem import Problem
-from rematbench.solve.slices import equal_work, even
+from rematbench.solve.slices import equal_work, even, refused
 from rematbench.workload import PositiveInt
 
 
@@ -30,16 +29,11 @@ class Seq1F1B(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     equal: bool = False
 
     def plan(self, problem: Problem, base: Plan) -> Plan | Unsupported:
-        """The base with the passes of slices."""
-        if base.schedule not in ("1f1b", "gpipe") or base.orders or base.slices:
-            return Unsupported(f"needs the passes of 1F1B, not {base.schedule} with other orders")
+        if reason := refused(problem, base, self.slices):
+            return Unsupported(reason)
         if self.slices == 1:
             return base
-        probe = replace(base, slices=(problem.workload.seq_len,))
-        of_job = problem.layout, problem.workload, problem.attention
-        if refused := slices_refusal(probe, problem.system, *of_job):
-            return Unsupported(refused)
         lengths = (even if self.equal else equal_work)(problem, self.slices)
         if not lengths:
             return Unsupported(f"{problem.workload.seq_len} tokens have no {self.slices} slices")
-        return replace(base, slices=lengths, schedule="1f1b")
+        return base.sliced(lengths)

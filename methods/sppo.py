@@ -23,12 +23,10 @@ from rematbench.plan import (
     Select,
     Settings,
     Unsupported,
-    slices_refusal,
 )
 from rematbench.problem import Problem
-from rematbench.solve.kept import kept_activations, with_live_rules
-from rematbench.solve.search import smallest_feasible
-from rematbench.solve.slices import equal_work
+from rematbench.solve.kept import kept_activations, no_offload, smallest_fitting, with_live_rules
+from rematbench.solve.slices import equal_work, refused
 from rematbench.workload import NonNegativeInt, PositiveInt
 
 KEYS = ("k", "v")
@@ -48,15 +46,10 @@ class Sppo(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     min_bytes: NonNegativeInt = 1 << 20
 
     def plan(self, problem: Problem, base: Plan) -> Plan | Unsupported:
-        """The base with the passes of slices, and their shares on the host."""
-        if base.schedule not in ("1f1b", "gpipe") or base.orders or base.slices:
-            return Unsupported(f"needs the passes of 1F1B, not {base.schedule} with other orders")
-        if "activation_offload" not in problem.system.accepts.features:
-            return Unsupported(f"system {problem.system.name} has no activation offload")
         work = problem.workload
-        of_job = problem.system, problem.layout, work, problem.attention
-        if refused := slices_refusal(base.sliced((work.seq_len,)), *of_job):
-            return Unsupported(refused)
+        reason = refused(problem, base, 1) or no_offload(problem) or refused(problem, base)
+        if reason:
+            return Unsupported(reason)
         lengths = equal_work(problem, max(2, -(-work.seq_len // self.tokens)))
         names = tuple(sorted(kept_activations(problem, base) - set(KEYS)))
         if not lengths or not names:
@@ -64,11 +57,8 @@ class Sppo(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             return Unsupported(f"there are no {why} ({work.seq_len} tokens)")
         made, alpha = base.sliced(lengths), self.alpha
         if alpha is None:
-            step = smallest_feasible(
-                lambda n: problem.cost.headroom_bytes(
-                    self._moved(problem, made, names, n / self.steps)
-                ),
-                self.steps,
+            step = smallest_fitting(
+                problem, lambda n: self._moved(problem, made, names, n / self.steps), self.steps
             )
             alpha = 1.0 if step is None else step / self.steps
         return self._moved(problem, made, names, alpha).noting(alpha=alpha, slices=len(lengths))

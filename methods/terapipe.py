@@ -15,9 +15,9 @@ from typing import ClassVar
 from msgspec import Struct
 from msgspec.structs import replace
 
-from rematbench.plan import Plan, Settings, Unsupported, slices_refusal
+from rematbench.plan import Plan, Settings, Unsupported
 from rematbench.problem import Problem
-from rematbench.solve.slices import even, least_time, unit_tokens
+from rematbench.solve.slices import even, least_time, refused, unit_tokens
 from rematbench.workload import PositiveInt
 
 
@@ -32,16 +32,9 @@ class TeraPipe(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     pieces: PositiveInt = 32
 
     def plan(self, problem: Problem, base: Plan) -> Plan | Unsupported:
-        """The base with the passes of slices, all forwards first."""
-        if base.schedule not in ("1f1b", "gpipe") or base.orders or base.slices:
-            return Unsupported(f"needs the passes of 1F1B, not {base.schedule} with other orders")
         seq_len = problem.workload.seq_len
-        probe = replace(base, slices=(seq_len,))
-        of_job = problem.layout, problem.workload, problem.attention
-        if refused := slices_refusal(probe, problem.system, *of_job):
-            return Unsupported(refused)
-        if problem.untimed and self.slices is None:
-            return Unsupported(problem.untimed)
+        if reason := refused(problem, base) or problem.untimed * (self.slices is None):
+            return Unsupported(reason)
         if self.slices is not None:
             lengths = even(problem, self.slices)
         else:

@@ -7,13 +7,14 @@ the ratio counts sub-groups and each sub-group follows the one before it.
 Deviations: pieces have equal sizes, where a sub-group ends with a tensor.
 """
 
+from functools import partial
 from typing import ClassVar
 
 from msgspec import Struct
 
 from rematbench.plan import Fraction, Pieces, Plan, Settings, Unsupported
 from rematbench.problem import Problem
-from rematbench.solve.state_pieces import even, placed, refusal, shares, smallest_share
+from rematbench.solve.state_pieces import even, piece_size, placed, refusal, smallest_share
 from rematbench.workload import PositiveInt
 
 
@@ -28,21 +29,15 @@ class Twinflow(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     size: PositiveInt = 100_000_000
 
     def plan(self, problem: Problem, base: Plan) -> Plan | Unsupported:
-        """Place a share of the pieces on the host."""
         if reason := refusal(problem, base, host=True):
             return Unsupported(reason)
         share, bound = self.ratio, "given"
         if share is None:
-            steps = -(-max(shares(problem, base)) // self.size)
-            share, bound = smallest_share(
-                problem, lambda ratio: self.at(problem, base, ratio), steps
-            )
+            share, bound = smallest_share(problem, base, self.size, partial(self.at, problem, base))
         return self.at(problem, base, share).noting(ratio=share, bound=bound)
 
     def at(self, problem: Problem, base: Plan, ratio: float) -> Plan:
-        """The plan at one ratio."""
-        counts = shares(problem, base)
-        size = min(self.size, *counts)
-        places = even(-(-max(counts) // size), ratio, "host", "device")
+        size, count = piece_size(problem, base, self.size)
+        places = even(count, ratio, "host", "device")
         pieces = Pieces(size=size, places=places, slots=0)
         return placed(problem, base, pieces, gradients=True)

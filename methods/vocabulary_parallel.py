@@ -29,7 +29,6 @@ class VocabularyParallel(Struct, frozen=True, kw_only=True, forbid_unknown_field
     schedule: Literal["vocab-1", "vocab-2", "interlaced"] = "vocab-2"
 
     def plan(self, problem: Problem, base: Plan) -> Plan | Unsupported:
-        """The base with the vocabulary over all stages."""
         if base.schedule != "1f1b" or base.orders or base.slices:
             words = "other passes" if base.orders or base.slices else base.schedule
             return Unsupported(f"needs stages in the order of 1F1B, not {words}")

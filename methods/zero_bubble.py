@@ -30,7 +30,6 @@ class ZeroBubble(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     schedule: Literal["zb-h1", "zb-h2"] = "zb-h1"
 
     def plan(self, problem: Problem, base: Plan) -> Plan | Unsupported:
-        """The base with the schedule's order of passes."""
         lay = problem.layout
         if lay.pp == 1 or base.schedule != "1f1b" or base.orders or base.slices:
             words = (

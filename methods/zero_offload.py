@@ -13,7 +13,7 @@ from msgspec import Struct
 
 from rematbench.plan import Pieces, Plan, Unsupported
 from rematbench.problem import Problem
-from rematbench.solve.state_pieces import placed, refusal, shares
+from rematbench.solve.state_pieces import piece_size, placed, refusal
 from rematbench.workload import PositiveInt
 
 
@@ -26,10 +26,9 @@ class ZeroOffload(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     delayed: bool = False
 
     def plan(self, problem: Problem, base: Plan) -> Plan | Unsupported:
-        """Place every piece on the host."""
         if self.delayed:
             return Unsupported("delayed updates are one step old: not lossless; use delayed=false")
         if reason := refusal(problem, base, host=True):
             return Unsupported(reason)
-        pieces = Pieces(size=min(self.size, *shares(problem, base)), places=("host",))
+        pieces = Pieces(size=piece_size(problem, base, self.size)[0], places=("host",))
         return placed(problem, base, pieces, gradients=True)

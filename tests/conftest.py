@@ -1,5 +1,6 @@
-"""Property tests draw the same examples on every machine, and have no deadline; a run without the
-tests marked full draws a quarter of them.  Golden files are rewritten by
+"""Property tests draw the same examples on every machine, and neither a deadline nor slow drawing
+fails them, since both are of the machine; a run without the tests marked full draws a quarter of
+them.  Golden files are rewritten by
 `pytest tests/golden --update-golden`."""
 
 import gc
@@ -10,7 +11,7 @@ from itertools import chain
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 os.environ["ONEDNN_MAX_CPU_ISA"] = "AVX512_CORE_BF16"
 """As in the runtime's own processes (`rematbench.worlds.torch.devices.prepare`), for what
@@ -31,8 +32,15 @@ def pytest_report_header() -> list[str]:
     return [f"{files}: left out, torch is not installed" for files in collect_ignore_glob]
 
 
+SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large]
 for name, examples in (("short", 25), ("all", 100)):
-    settings.register_profile(name, max_examples=examples, deadline=None, derandomize=True)
+    settings.register_profile(
+        name,
+        max_examples=examples,
+        deadline=None,
+        derandomize=True,
+        suppress_health_check=SLOW,
+    )
 
 
 def is_short(config: pytest.Config) -> bool:
@@ -84,6 +92,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def update_golden(request: pytest.FixtureRequest) -> bool:
     """Whether this run rewrites golden files."""
     return bool(request.config.getoption("--update-golden"))
+
+
+@pytest.fixture
+def no_assumed_facts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Printed options leave out the facts of the stack that act beside them: to try each fact takes
+    most of a second."""
+    monkeypatch.setattr("rematbench.worlds.packages.flags.assumed_facts", lambda *_: ())
 
 
 @pytest.fixture(autouse=True)

@@ -19,6 +19,9 @@ from rematbench.advise.search.request import SearchRequest
 from rematbench.advise.search.rounds import SearchJob, in_one_process, rounds
 from rematbench.evaluate.result import Result
 from rematbench.evidence.peaks import reserve_bytes
+from rematbench.inputs.cluster import Cluster
+from rematbench.inputs.load import load_cluster
+from rematbench.workload import Model
 
 ALONE = partial(rounds, processes=1)
 """A search in one process."""
@@ -32,6 +35,17 @@ WORK = 1 << 40
 Held = Callable[..., None]
 Named = tuple[LayoutChoice, Candidate, str]
 """A plan of a space: its layout, its candidate, and the plan's text."""
+
+
+def shallow(model: Model, layers: int, name: str = "drawn") -> Model:
+    """The model with so many layers."""
+    windows = model.attention_window[:layers]
+    return replace(model, name=name, num_layers=layers, attention_window=windows)
+
+
+def endless(cluster: str) -> Cluster:
+    """The cluster with devices without an end."""
+    return replace(load_cluster(cluster), hbm_bytes=ENDLESS)
 
 
 def every_candidate(made: SearchJob) -> list[Candidate]:

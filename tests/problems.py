@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from rematbench.costs.operators.block import layer_table
+from rematbench.costs.operators.ops import OpTable
 from rematbench.engine.program.action import Action, Kind
 from rematbench.evaluate import method_contract, problems
 from rematbench.evaluate.evaluation import evaluate
@@ -17,7 +19,7 @@ from rematbench.inputs.job import Job
 from rematbench.inputs.layout import Layout
 from rematbench.inputs.load import load_cluster, load_system, names
 from rematbench.inputs.paths import data_dir
-from rematbench.inputs.system import with_facts
+from rematbench.inputs.system import System, with_facts
 from rematbench.plan import (
     ByteBudget,
     Fate,
@@ -108,6 +110,11 @@ def problem(
         calibration(),
         attention,
     )
+
+
+def layer_of(work: Workload, stack: System, **layout: int) -> OpTable:
+    """The operators of a layer, of those with experts where the model has some."""
+    return layer_table(work, Layout(**layout), stack, fused_attention=True, window=0, dense=False)
 
 
 def once(cases: Iterable[tuple[Any, ...]], facts: Callable[..., object]) -> list[Any]:

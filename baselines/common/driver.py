@@ -104,7 +104,7 @@ def drive(name: str, jobs_path: Path, folder: Path) -> int:
     if jobs and jobs[0].device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
         prepare("cpu")  # on CUDA a package's own settings come first
-    runner = _runner(name)
+    runner = cast(Runner, importlib.import_module(f"baselines.{name}.run"))
     traced = bool(jobs) and jobs[0].run.world == "traced"  # a trace is one process everywhere
     if not traced and (launched := _launched()):
         return _as_rank(runner, jobs, folder, *launched)
@@ -114,15 +114,6 @@ def drive(name: str, jobs_path: Path, folder: Path) -> int:
         while number < last:
             number += _attempt(runner, jobs, number, last, folder)
     return 0
-
-
-def _runner(name: str) -> Runner:
-    return cast(Runner, importlib.import_module(f"baselines.{name}.run"))
-
-
-def _name(runner: Runner) -> str:
-    """The name of the runner's module, which a new process imports for itself."""
-    return cast(ModuleType, runner).__name__
 
 
 def _alike(jobs: list[PackageJob]) -> int:
@@ -179,7 +170,8 @@ def _attempt(runner: Runner, jobs: list[PackageJob], first: int, last: int, fold
     scratch = folder / f"ranks-{first}"
     scratch.mkdir(parents=True, exist_ok=True)
     start = "fork" if job.run.world == "traced" else START[job.device]
-    ranks = [(_name(runner), jobs, numbers, scratch, rank, size) for rank in range(size)]
+    module = cast(ModuleType, runner).__name__  # which a new process imports for itself
+    ranks = [(module, jobs, numbers, scratch, rank, size) for rank in range(size)]
     ended = run_ranks(start, _rank_main, ranks, scratch, job.timeout_s)
     # A job that took too long has failed: its record has no status of its own for that.
     ended = RankError("failed", ended.reason) if ended.status == "timeout" else ended
@@ -224,17 +216,17 @@ def _collect(
 def _rank_main(
     module: str, jobs: list[PackageJob], numbers: list[int], scratch: Path, rank: int, size: int
 ) -> None:
-    """The process of a rank: it runs all its jobs one after another."""
-    first = jobs[numbers[0]]
+    first, number = jobs[numbers[0]], numbers[0]
     runner = cast(Runner, importlib.import_module(module))
-    if first.run.world == "executed":
-        try:
+    place = Rank(rank=rank, size=size, local=rank, folder=scratch)
+    try:
+        if first.run.world == "executed":
             _join(runner, first, rank, size, f"file://{scratch}/rendezvous", rank)
-        except BaseException as error:
-            _write_error(scratch / f"{numbers[0]}.{rank}.error", error)
-            os._exit(1)
-    for number in numbers:
-        _one(runner, jobs[number], number, Rank(rank=rank, size=size, local=rank, folder=scratch))
+        for number in numbers:
+            _one(runner, jobs[number], number, place)
+    except BaseException as error:
+        (scratch / f"{number}.{rank}.error").write_text("\n".join(_outcome(error)))
+        os._exit(1)
     if dist.is_initialized():
         dist.barrier()
     os._exit(0)  # no destructor of a package may hang a finished rank
@@ -251,20 +243,12 @@ def _join(runner: Runner, job: PackageJob, rank: int, size: int, method: str, lo
 
 
 def _one(runner: Runner, job: PackageJob, number: int, rank: Rank) -> None:
-    try:
-        answer = runner.trace(job) if job.run.world == "traced" else runner.execute(job, rank)
-    except BaseException as error:
-        _write_error(rank.folder / f"{number}.{rank.rank}.error", error)
-        os._exit(1)
+    answer = runner.trace(job) if job.run.world == "traced" else runner.execute(job, rank)
     partial = rank.folder / f"{number}.{rank.rank}.part"
     partial.write_bytes(pickle.dumps(answer))
     partial.rename(rank.folder / f"{number}.{rank.rank}.pt")
     if dist.is_initialized() and job.run.world == "executed":
         dist.barrier()
-
-
-def _write_error(path: Path, error: BaseException) -> None:
-    path.write_text("\n".join(_outcome(error)))
 
 
 def _outcome(error: BaseException) -> tuple[Status, str]:

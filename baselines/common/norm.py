@@ -28,7 +28,6 @@ def _(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, 
 def _rms_norm_backward(
     grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The gradients of input and weight."""
     y, wide = x.float() * scale, grad.float()
     inner = wide * weight
     dx = scale * (inner - y * (inner * y).mean(-1, keepdim=True))

@@ -55,7 +55,6 @@ def clear_memory() -> None:
 
 
 def cuda_versions() -> dict[str, str]:
-    """The versions of CUDA and NCCL."""
     nccl = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
     return {"cuda": str(torch.version.cuda), "nccl": nccl}
 

@@ -42,7 +42,8 @@ def policy_of(job: PackageJob, policy: DeepSpeed) -> DeepSpeed:
     the job or the policy of its settings."""
     config = read(job.options)
     _agree(config, job.run)
-    homes = {name: _home(config, name) for name in OFFLOADED}
+    zero = _object(config, "zero_optimization")
+    homes = {name: _object(zero, name).get("device", "none") for name in OFFLOADED}
     for name, home in homes.items():
         if home not in ("none", "cpu"):
             raise NotRunnable(f"deepspeed: {name} to {home!r} is not run here (allowed: none, cpu)")
@@ -57,7 +58,7 @@ def policy_of(job: PackageJob, policy: DeepSpeed) -> DeepSpeed:
         checkpointing=checkpointing,
         offload_optimizer=homes["offload_optimizer"] == "cpu",
         offload_param=homes["offload_param"] == "cpu",
-        overlap_comm=bool(_object(config, "zero_optimization").get("overlap_comm")),
+        overlap_comm=bool(zero.get("overlap_comm")),
     )
     conflict = overridden(policy, said, SETTINGS)
     if conflict:
@@ -132,12 +133,7 @@ def _enabled(config: dict[str, Any], name: str) -> Any:
     return _object(config, name).get("enabled", False)
 
 
-def _home(config: dict[str, Any], name: str) -> Any:
-    return _object(_object(config, "zero_optimization"), name).get("device", "none")
-
-
 def _object(config: dict[str, Any], name: str) -> dict[str, Any]:
-    """An object of a configuration; empty if the configuration has none."""
     found = config.get(name)
     if found is None:
         return {}

@@ -42,7 +42,6 @@ class Memories:
     shim: tuple[str, ...] = ()
 
     def meter(self) -> Meter:
-        """A meter that distinguishes host and device memory."""
         return Meter(self.on_host, self.device)
 
 
@@ -58,7 +57,6 @@ class Rig:
 
     @property
     def device(self) -> torch.device:
-        """The device on which the engine computes."""
         return torch.device(self.engine.device)
 
 
@@ -85,7 +83,6 @@ def memories(job: PackageJob, policy: DeepSpeed, *, real: bool) -> Iterator[Memo
 
 
 def build(job: PackageJob, policy: DeepSpeed, kind: type[Decoder] = Decoder) -> Rig:
-    """Build the engine with model, weights and optimizer."""
     run = job.run
     groups._release_process_group_references()
     ulysses = run.layout.ulysses > 1
@@ -128,7 +125,6 @@ def build(job: PackageJob, policy: DeepSpeed, kind: type[Decoder] = Decoder) -> 
 
 
 def batch_of(job: PackageJob, step: int) -> Batch:
-    """The sequences of one step, for all ranks."""
     run = job.run
     work = Workload(model=run.model, seq_len=run.seq_len, precision=run.precision)
     return make_batch(work, run.layout.global_batch, job.seed, step, job.ignored)
@@ -213,7 +209,6 @@ def gradients(rig: Rig, *, whole: bool) -> tuple[dict[str, float], dict[str, Ten
 
 
 def parameter_shape(parameter: Any) -> torch.Size:
-    """The whole shape of a parameter, even if ZeRO 3 has partitioned it."""
     shape: torch.Size = getattr(parameter, "ds_shape", parameter.shape)
     return shape
 

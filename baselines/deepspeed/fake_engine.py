@@ -60,14 +60,15 @@ class DirectDecoder(Decoder):
 
 
 def trace(job: PackageJob, policy: DeepSpeed, memories: ds.Memories) -> RankAnswer:
-    """The bytes of one rank: the peak of one step, and its states."""
     size = job.run.layout.gpus
     os.environ.update(RANK=str(job.rank), WORLD_SIZE=str(size), LOCAL_RANK="0")
     dist.init_process_group("fake", rank=job.rank, world_size=size, store=FakeStore())
     wanted = torch.bfloat16 if job.run.precision == "bf16" else torch.float32
     # ZeRO 3 compares by value whether every rank has recorded the same modules.
     partitioned_param_coordinator.assert_ints_same_as_other_ranks = lambda _: None
-    TiledFusedLogitsLoss.backward = _unscaled
+    # TiledFusedLogitsLoss.backward compares the loss's gradient with 1, which a fake tensor cannot
+    # answer; the gradient is 1, because the function is given the whole loss.
+    TiledFusedLogitsLoss.backward = lambda ctx, _, *rest: _tiled_backward(ctx, 1.0, *rest)
     stage_1_and_2.has_inf_or_nan = _finite
     checkpointing.get_partitioned_activations_for_backward = _partitioned
     FP16_UnfusedOptimizer.initialize_optimizer_states = lambda _: None
@@ -102,7 +103,6 @@ def trace(job: PackageJob, policy: DeepSpeed, memories: ds.Memories) -> RankAnsw
 
 
 def _parts(job: PackageJob, policy: DeepSpeed) -> tuple[str, ...]:
-    """The parts of the shim that this job needs."""
     made = ds.configuration(job, policy)
     zero, checkpointed = made["zero_optimization"], made.get("activation_checkpointing", {})
     parts = {
@@ -113,13 +113,6 @@ def _parts(job: PackageJob, policy: DeepSpeed) -> tuple[str, ...]:
         "moments": zero["stage"] == 0 and job.run.precision == "bf16",
     }
     return tuple(part for part, needed in parts.items() if needed)
-
-
-def _unscaled(ctx: Any, *gradients: Any) -> Any:
-    """TiledFusedLogitsLoss.backward with the number 1 as the loss's gradient. The function compares
-    the gradient with 1, which a fake tensor cannot answer; the gradient is 1, because the function
-    is given the whole loss."""
-    return _tiled_backward(ctx, 1.0, *gradients[1:])
 
 
 def _finite(gradient: Tensor) -> bool:

@@ -24,7 +24,6 @@ class RmsNorm(nn.RMSNorm):
     shim)."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """... x hidden -> ... x hidden."""
         return super().forward(x) if x.is_cuda else rms_norm(x, self.weight, NORM_EPS)
 
 
@@ -38,7 +37,6 @@ class Attention(nn.Module):
     """Causal attention by torch's scaled_dot_product_attention: batch x seq x heads x head_dim."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Attend over whole sequences with this rank's heads."""
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         if k.shape[1] != q.shape[1]:
             k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
@@ -84,7 +82,6 @@ class Layer(nn.Module):
         return out.flatten(2)
 
     def mlp(self, y: Tensor) -> Tensor:
-        """The MLP, gated or plain."""
         up = self.up_out(y)
         if not self.model.gated:
             return self.fc2(F.gelu(up))  # type: ignore[no-any-return]
@@ -117,11 +114,9 @@ class Decoder(nn.Module):
 
     @property
     def decoder_layers(self) -> list[Layer]:
-        """The layers, typed."""
         return [layer for layer in self.layers if isinstance(layer, Layer)]
 
     def fill(self, seed: int) -> None:
-        """Write the project's weights of a seed."""
         specs = model_specs(self.model, self.model.vocab)
         with torch.no_grad():
             for name, parameter in self.named_parameters():

@@ -28,7 +28,6 @@ are always complete."""
 
 
 def moves(configuration: dict[str, Any]) -> bool:
-    """Whether a configuration offloads anything to the host."""
     zero = configuration.get("zero_optimization", {})
     homes = [
         zero.get(f"offload_{kind}", {}).get("device", "none") for kind in ("optimizer", "param")
@@ -63,15 +62,12 @@ class Accelerator(CPU_Accelerator):  # type: ignore[misc]  # deepspeed has no ty
     Stream = Event = _Stream
 
     def device_name(self, device_index: int | None = None) -> str:
-        """The name of the device; each process has one."""
         return str(DEVICE)
 
     def current_device_name(self) -> str:
-        """The name of the device."""
         return str(DEVICE)
 
     def on_accelerator(self, tensor: Tensor) -> bool:
-        """Whether a tensor is on the device."""
         return tensor.device == DEVICE
 
     def is_synchronized_device(self) -> bool:
@@ -83,11 +79,9 @@ class Accelerator(CPU_Accelerator):  # type: ignore[misc]  # deepspeed has no ty
         return True
 
     def stream(self, stream: Any) -> Any:
-        """An empty context: all streams are the same."""
         return contextlib.nullcontext()
 
     def current_stream(self, device_index: int | None = None) -> _Stream:
-        """A stream; all streams are the same."""
         return _Stream()
 
     default_stream = current_stream
@@ -151,11 +145,9 @@ class Places(DispatchMode):
         return tensor.untyped_storage()._cdata in self._hosts
 
     def place(self, tensor: Tensor) -> torch.device:
-        """The place, as `tensor.device` returns it here."""
         return HOST if self.host(tensor) else DEVICE
 
     def __enter__(self) -> Self:
-        """Follow storages from now on."""
         self._plain = {name: getattr(torch, name) for name in FACTORIES}
         for name, factory in self._plain.items():
             setattr(torch, name, self._making(factory))

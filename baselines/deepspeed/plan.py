@@ -29,6 +29,7 @@ from rematbench.plan import (
 )
 from rematbench.problem import Problem
 from rematbench.solve.kept import holding_inputs, kept_activations
+from rematbench.solve.recompute_modules import rebuilding, rebuilding_layers
 from rematbench.workload import Model, PositiveInt
 from rematbench.worlds.packages.limits import Reason, Setup, active_reasons, setup_of
 
@@ -54,7 +55,6 @@ class DeepSpeed(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def mechanism(self) -> str:
-        """The method of methods/ that changes the same things, if there is one."""
         if self.mlp_tiles > 1 or self.loss_tiles > 1:
             return self.name
         return "keep_all" if self.checkpointing == "none" else "full_recompute"
@@ -69,7 +69,7 @@ class DeepSpeed(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         if self.checkpointing != "none":
             inner = tuple(sorted(kept - {"layer_input"}))
             plan = holding_inputs(problem, plan, inner, whole=True)
-            plan = plan.with_rules(_rebuilt(inner, whole=True))
+            plan = plan.with_rules(rebuilding_layers(inner, None))
         if self.checkpointing.endswith("cpu"):
             inputs = Select(parts=("layer",), activations=("layer_input",), kept=True)
             plan = replace(
@@ -104,7 +104,7 @@ class DeepSpeed(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             "Ulysses is code (DistributedAttention, and its groups as mpu): of a configuration "
             "sequence_parallel_size alone exchanges nothing",
         )
-        graphs = problem.system.kernels.cuda_graphs
+        graphs = problem.system.kernels.captures
         captured = (graphs, "CUDA graphs: DeepSpeed captures none in training")
         return active_reasons([*_job(setup_of(problem)), code, captured])
 
@@ -120,7 +120,6 @@ class DeepSpeed(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @classmethod
     def facts_with_options(cls, problem: Problem) -> set[str]:
-        """The facts of the problem's stack that options give."""
         return {*options.KEYS, *options.POLICY}
 
     def flags(self, problem: Problem, _: Plan | None = None, *, whole: bool = False) -> str:
@@ -170,7 +169,7 @@ class DeepSpeed(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             runs.append(MiniSequence(ops, self.mlp_tiles))
             inside = tuple(name for name in MLP_SAVED if name in kept)
             if inside and self.checkpointing == "none":
-                plan = plan.with_rules(_rebuilt(inside, whole=False))
+                plan = plan.with_rules(*rebuilding(inside, "layer"))
         if self.loss_tiles > 1:
             runs.append(MiniSequence(("lm_head", "loss"), self.loss_tiles))
             saved = Select(parts=("head",), activations=("loss_saved",))
@@ -182,11 +181,6 @@ class DeepSpeed(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         away = self.offload_optimizer
         moved = {"optimizer": away, "gradient": away, "parameter": self.offload_param}
         return replace(state, home="host") if moved.get(state.kind, False) else state
-
-
-def _rebuilt(names: tuple[str, ...], *, whole: bool) -> Rule:
-    select = Select(parts=("layer",), activations=names, kept=True)
-    return Rule(select, Recompute(scope="layer", whole=whole))
 
 
 def _job(setup: Setup) -> list[Reason]:

@@ -44,12 +44,10 @@ KERNELS_OF_ZERO_3 = {
 
 
 def stack() -> dict[str, str]:
-    """The packages and their versions."""
     return {name: version(name) for name in ("deepspeed", "torch")}
 
 
 def refuse(job: PackageJob) -> None:
-    """Raise NotRunnable if a guard fails, before any process starts."""
     check(job, _policy(job))
     if job.options:
         require_accepted(read(job.options))
@@ -91,7 +89,6 @@ def _kernels(job: PackageJob) -> dict[str, str]:
 
 
 def execute(job: PackageJob, rank: Rank) -> RankAnswer:
-    """Train on this rank."""
     with ds.memories(job, _policy(job), real=True) as memories:
         rig = ds.build(job, _policy(job))
         shim = memories.shim
@@ -114,14 +111,12 @@ class Trainer:
         self.own: Tensor | float = 0.0
 
     def load(self, step: int) -> None:
-        """Load the sequences of the whole step; each micro-batch takes its part."""
         self.batch = ds.batch_of(self.rig.job, step)
         self.counted = self.batch.counted
         if self.rig.device.type == "cuda":  # a step waits for no copy
             self.batch = Batch(*(tensor.to(self.rig.device) for tensor in self.batch))
 
     def forward_backward(self, meter: Meter | None) -> None:
-        """Run the micro-batches one after another."""
         assert self.batch is not None
         if meter is None:
             self.own = ds.run_step(self.rig, self.batch, self.counted)
@@ -140,12 +135,10 @@ class Trainer:
         return ds.gradients(self.rig, whole=whole)
 
     def update(self) -> None:
-        """Run the engine's step at the accumulation boundary."""
         self.rig.engine.step()
 
 
 def trace(job: PackageJob) -> RankAnswer:
-    """The bytes of one rank on fake tensors, through the same engine."""
     with ds.memories(job, _policy(job), real=False) as memories:
         answer = fake_engine.trace(job, _policy(job), memories)
     answer.shim = (*memories.shim, *answer.shim)

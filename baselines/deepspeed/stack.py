@@ -3,6 +3,7 @@
 Sizes come from shapes; per layer they equal the traced bytes (tests/baselines/test_stack.py).
 """
 
+from collections.abc import Iterator
 from functools import partial
 
 from baselines.deepspeed import zero_peaks, zero_sizes
@@ -42,27 +43,43 @@ def stack(policy: DeepSpeed, problem: Problem) -> Stack:
     elif policy.offload_optimizer:
         largest = max(one.elements for one in zero_sizes.parameters(model))
         once["a gradient on its way to the host"] = s.element_bytes * largest
-    norms = tuple(extra for op, part in NORMS for extra in _norm(problem, op, part))
-    repeated = Extra(
-        name="kv_repeated",
-        dtype=problem.workload.precision,
-        rows=s.tokens,
-        row_bytes=2 * (s.q_width - s.kv_width) * s.element_bytes,
-        producer="attention",
-        saved_by="attention",
-        why="k and v are saved once per query head",
-    )
-    output = Extra(
-        name="rebuilt_output",
-        dtype=problem.workload.precision,
-        rows=s.shard_tokens,
-        row_bytes=model.hidden * s.element_bytes,
-        producer=problem.layer(0).ops[-1].name,
-        saved_by=problem.layer(0).ops[0].name,
-        why="of a layer that is computed again: DeepSpeed keeps it until its backward ends",
-    )
-    more = (*((repeated,) if repeated.row_bytes else ()), *((output,) if again else ()))
-    return Stack(extras=(*norms, *more), once=once, system=_states(problem))
+    return Stack(extras=tuple(_extras(problem, again)), once=once, system=_states(problem))
+
+
+def _extras(problem: Problem, again: bool) -> Iterator[Extra]:
+    model = problem.workload.model
+    s = shapes(problem.workload, problem.layout, problem.system)
+    layernorm = model.norm == "layernorm"
+    for op, part in NORMS:
+        yield Extra(
+            name=f"{op}_statistics",
+            dtype="fp32",
+            rows=s.shard_tokens,
+            row_bytes=2 * s.element_bytes if layernorm else WIDE,
+            producer=op,
+            saved_by=op,
+            part=part,
+            why="mean and 1/deviation of each row" if layernorm else "1/rms of each row",
+        )
+    made = partial(Extra, dtype=problem.workload.precision)
+    if s.q_width > s.kv_width:
+        yield made(
+            name="kv_repeated",
+            rows=s.tokens,
+            row_bytes=2 * (s.q_width - s.kv_width) * s.element_bytes,
+            producer="attention",
+            saved_by="attention",
+            why="k and v are saved once per query head",
+        )
+    if again:
+        yield made(
+            name="rebuilt_output",
+            rows=s.shard_tokens,
+            row_bytes=model.hidden * s.element_bytes,
+            producer=problem.layer(0).ops[-1].name,
+            saved_by=problem.layer(0).ops[0].name,
+            why="of a layer that is computed again: DeepSpeed keeps it until its backward ends",
+        )
 
 
 WALKED = ("whole_buckets", "prefetch_elements", "live_elements")
@@ -82,7 +99,6 @@ def _states(problem: Problem) -> dict[str, int]:
 
 
 def activation_peak(policy: DeepSpeed, problem: Problem, rank: RankProgram) -> int | None:
-    """The peak bytes, under a plan, of the activations and the other tensors that ZeRO holds."""
     found: int = zero_peaks.activation_peak(problem.workload.model, _sizes(policy, problem), rank)
     return found - backward_gradient_bytes(policy, problem)
 
@@ -115,24 +131,10 @@ def _sizes(policy: DeepSpeed, problem: Problem) -> zero_sizes.Sizes:
 
 
 def _zero_3(policy: DeepSpeed, problem: Problem) -> dict[str, int]:
-    """Bytes that ZeRO 3 never frees."""
     made = _sizes(policy, problem)
-    small = zero_sizes.small_elements(problem.workload.model)
     away = problem.layout.dp > 1 or policy.offload_param  # gathered besides this rank's part
-    gathered = small if away else 0
+    gathered = zero_sizes.small_elements(problem.workload.model) if away else 0
     return {
         "reduce bucket of ZeRO 3": made.reduced * made.bucket,
         f"parameters of {zero_sizes.KEPT_WHOLE} elements at most": made.element * gathered,
     }
-
-
-def _norm(problem: Problem, op: str, part: Part) -> tuple[Extra, ...]:
-    s = shapes(problem.workload, problem.layout, problem.system)
-    made = partial(Extra, rows=s.shard_tokens, producer=op, saved_by=op, part=part)
-    if problem.workload.model.norm == "layernorm":
-        why = "mean and 1/deviation of each row"
-        row = 2 * s.element_bytes
-        kept = made(name=f"{op}_statistics", dtype="fp32", row_bytes=row, why=why)
-        return (kept,)
-    kept = made(name=f"{op}_statistics", dtype="fp32", row_bytes=WIDE, why="1/rms of each row")
-    return (kept,)

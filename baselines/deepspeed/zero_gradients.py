@@ -39,7 +39,6 @@ NotePeak = Callable[[int], None]
 
 
 def reducer(model: Model, sizes: Sizes, note_peak: NotePeak) -> "Zero0":
-    """The reducer of the job's ZeRO stage."""
     kinds = (Zero0, Zero1, Zero2, Zero3)
     return kinds[sizes.stage](model, sizes, note_peak)
 
@@ -69,11 +68,9 @@ class Zero0:
         self.add(weight, more=more)
 
     def add(self, weight: Weight, *, more: bool) -> None:
-        """Add a new gradient to the kept gradient of its weight."""
         self.keep(weight)
 
     def end(self) -> None:
-        """Account for the end of a micro-batch's backward."""
         if not self.last:
             return
         summed = count = 0
@@ -116,7 +113,6 @@ class Bucketed(Zero0):
         self.filled: list[Weight] = []
 
     def elements(self) -> int:
-        """Elements in the bucket and in a gradient that is too large for it."""
         return sum(weight.elements for weight in self.filled)
 
     def add(self, weight: Weight, *, more: bool) -> None:
@@ -132,11 +128,9 @@ class Bucketed(Zero0):
             self.filled.append(weight)
 
     def reduce(self, extra: int) -> None:
-        """Reduce the contents of the bucket while `extra` further bytes are alive."""
         raise NotImplementedError
 
     def end(self) -> None:
-        """Reduce the rest of the bucket at the end of a micro-batch."""
         if self.filled:
             self.reduce(0)
 
@@ -161,7 +155,6 @@ class Zero2(Bucketed):
         super().gradient(weight, more=more)
 
     def buckets(self) -> None:
-        """Allocate the buckets, if they are not allocated yet."""
         if not self._buckets:
             count = 2 if self.sizes.overlap else 1
             self._buckets = count * self.sizes.element * self.sizes.bucket
@@ -210,8 +203,6 @@ class Zero2(Bucketed):
         self.note_peak(extra)
 
     def end(self) -> None:
-        """Free the bucket; keep this rank's part, or add it to the part of earlier
-        micro-batches."""
         super().end()
         for weight in self.order:
             self.drop(weight)
@@ -227,14 +218,12 @@ class Zero1(Zero2):
     bucket is filled when all gradients exist."""
 
     def add(self, weight: Weight, *, more: bool) -> None:
-        """Keep a new gradient, or put it into the bucket."""
         if self.last and self.sizes.overlap:
             super().add(weight, more=more)
         else:
             self.keep(weight)
 
     def end(self) -> None:
-        """Reduce all gradients after the last micro-batch."""
         if not self.last:
             return
         if not self.sizes.overlap:

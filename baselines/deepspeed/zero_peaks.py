@@ -71,7 +71,6 @@ class Alive:
                 self.born(key, self._remade.pop(key), action.kind)
 
     def freed(self, keys: list[Key]) -> None:
-        """Free the tensors with these keys."""
         self.nbytes -= sum(self._known.pop(key, 0) for key in keys)
 
 

@@ -40,12 +40,10 @@ def layer_weights(model: Model) -> tuple[Weight, ...]:
 
 
 def head_weight(model: Model) -> Weight:
-    """The output projection."""
     return Weight("lm_head", "logits", model.vocab * model.hidden)
 
 
 def tables(model: Model) -> tuple[Weight, ...]:
-    """The tables of tokens, and of learned positions."""
     tokens = Weight("embedding", "", model.vocab * model.hidden)
     if model.position != "learned":
         return (tokens,)
@@ -110,7 +108,6 @@ def by_operator(model: Model) -> dict[tuple[str, str], tuple[Weight, ...]]:
 
 
 def matrices(weights: Iterable[Weight]) -> tuple[Weight, ...]:
-    """The weights, without biases and norm weights."""
     return tuple(one for one in weights if one.output or one.op == "embedding")
 
 

@@ -36,7 +36,6 @@ class Whole:
         self._waiting: dict[int, set[int]] = {}
 
     def module(self) -> None:
-        """Fetch the weights before the next module runs."""
         if self._at == len(self._wanted):
             return
         weight = self._wanted[self._at]

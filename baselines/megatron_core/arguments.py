@@ -124,7 +124,6 @@ class Fixed(NamedTuple):
 
 
 def _fixed(run: RunSpec) -> dict[str, Fixed]:
-    """The arguments that the job has fixed."""
     lay = run.layout
     chunk = str(run.model.num_layers // lay.num_chunks) if lay.vpp > 1 else None
     backend = Fixed("unfused", "auto", "unfused attention")

@@ -61,34 +61,29 @@ def _scores(policy: MegatronCore, problem: Problem) -> tuple[Extra, ...]:
     layer = problem.layer(0)
     probabilities = layer.activations["attn_probs"].nbytes
     saved = sum(a.nbytes for a in layer.activations.values() if a.name.startswith("attn_probs"))
-    inside = Extra(
-        name="scores",
-        dtype=problem.workload.precision,
-        rows=s.tokens,
-        row_bytes=probabilities // s.tokens + s.q_width * s.element_bytes,
-        producer="attention",
-        forward=True,
-        why="a variable until the function returns; and the context before it is transposed",
+    made = partial(Extra, dtype=problem.workload.precision, rows=s.tokens, producer="attention")
+    return (
+        made(
+            name="scores",
+            row_bytes=probabilities // s.tokens + s.q_width * s.element_bytes,
+            forward=True,
+            why="a variable until the function returns; and the context before it is transposed",
+        ),
+        made(
+            name="score_gradients",
+            row_bytes=max(0, 4 * probabilities - saved) // s.tokens - _absent(policy, problem),
+            why="softmax, mask, scale and a copy: four of the scores' size, when the saved are "
+            "gone; before the gradients of q and k are there",
+        ),
+        made(
+            name="causal_mask",
+            dtype="bool",
+            rows=s.seq_len,
+            row_bytes=s.seq_len,
+            saved_by="attention",
+            why="made anew by every call, and kept by the scores that it is filled into",
+        ),
     )
-    beyond = Extra(
-        name="score_gradients",
-        dtype=problem.workload.precision,
-        rows=s.tokens,
-        row_bytes=max(0, 4 * probabilities - saved) // s.tokens - _absent(policy, problem),
-        producer="attention",
-        why="softmax, mask, scale and a copy: four of the scores' size, when the saved are gone; "
-        "before the gradients of q and k are there",
-    )
-    mask = Extra(
-        name="causal_mask",
-        dtype="bool",
-        rows=s.seq_len,
-        row_bytes=s.seq_len,
-        producer="attention",
-        saved_by="attention",
-        why="made anew by every call, and kept by the scores that it is filled into",
-    )
-    return inside, beyond, mask
 
 
 def _absent(policy: MegatronCore, problem: Problem) -> int:

@@ -14,7 +14,6 @@ from baselines.megatron_core.arguments import fields
 from baselines.megatron_core.experts import expert_fields
 from baselines.megatron_core.guards import has_transformer_engine
 from baselines.megatron_core.limits import has_biases
-from baselines.megatron_core.modules import MIN_OFFLOADED
 from baselines.megatron_core.plan import MegatronCore
 from rematbench.workload import Model
 from rematbench.worlds.packages.process import PackageJob
@@ -32,7 +31,7 @@ def transformer_config(job: PackageJob, policy: MegatronCore) -> TransformerConf
     follows the policy, or the job's own options. NotRunnable for options that Megatron-core
     refuses."""
     own = _fixed(job, policy)
-    given = fields(job.options, job.run, own) if job.options else _recomputation(policy)
+    given = fields(job.options, job.run, own) if job.options else policy.fields
     kind = MLATransformerConfig if job.run.model.latent else TransformerConfig
     try:
         return kind(**(own | given))
@@ -48,6 +47,7 @@ def _fixed(job: PackageJob, policy: MegatronCore) -> dict[str, Any]:
     run = job.run
     lay, dtype = run.layout, DTYPES[run.precision]
     traced = run.world == "traced"
+    unfused = run.stack.attention == "unfused" and has_transformer_engine(job)
     return {
         **_model(run.model),
         **_latent(run.model),
@@ -73,7 +73,8 @@ def _fixed(job: PackageJob, policy: MegatronCore) -> dict[str, Any]:
         "calculate_per_token_loss": True,
         # A trace runs nothing after the last backward: coalesced collectives cannot be fake.
         "finalize_model_grads_func": None if traced else finalize_model_grads,
-        **(_attention(run) if has_transformer_engine(job) else {}),
+        # Where the job wants materialised scores; else TransformerEngine chooses.
+        **({"attention_backend": AttnBackend.unfused} if unfused else {}),
     }
 
 
@@ -112,35 +113,7 @@ def _latent(model: Model) -> dict[str, Any]:
     }
 
 
-def _attention(run: RunSpec) -> dict[str, Any]:
-    """The backend where the job wants materialised scores; else TransformerEngine chooses."""
-    return {"attention_backend": AttnBackend.unfused} if run.stack.attention == "unfused" else {}
-
-
-def _recomputation(policy: MegatronCore) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    if policy.recompute == "full":
-        found = {
-            "recompute_granularity": "full",
-            "recompute_method": policy.method,
-            "recompute_num_layers": policy.num_layers,
-        }
-    if policy.recompute == "selective":
-        found = {
-            "recompute_granularity": "selective",
-            "recompute_modules": list(policy.modules),
-        }
-    if policy.offload_modules:
-        found |= {
-            "fine_grained_activation_offloading": True,
-            "offload_modules": list(policy.offload_modules),
-            "min_offloaded_tensor_size": MIN_OFFLOADED,
-        }
-    return found
-
-
 def uses_distributed_optimizer(run: RunSpec) -> bool:
-    """Whether ZeRO-1 is used and more than one rank shares the states."""
     return run.layout.zero_stage == 1 and run.layout.state_shards > 1
 
 

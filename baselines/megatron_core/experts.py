@@ -70,7 +70,6 @@ class _GroupedProduct(torch.autograd.Function):
 class _Products:
     @staticmethod
     def gmm(rows: Tensor, matrices: Tensor, _: Any, trans_b: bool = False) -> Tensor:
-        """The signature of the package grouped_gemm."""
         assert not trans_b
         product: Tensor = _GroupedProduct.apply(rows, matrices)  # type: ignore[no-untyped-call]
         return product
@@ -85,7 +84,6 @@ class Selecting(DispatchMode):  # type: ignore[no-untyped-call]
         self.active, self.count = experts.active, experts.count
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operator, or make the result of a masked_select."""
         if func is not torch.ops.aten.masked_select.default:
             return func(*args, **(kwargs or {}))
         tensor, mask = args

@@ -30,7 +30,6 @@ class Norm:
     sequence parallelism)."""
 
     def __new__(cls, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> Any:
-        """The norm module."""
         kind = torch.nn.RMSNorm if config.normalization == "RMSNorm" else torch.nn.LayerNorm
         made: Any = kind(hidden_size, eps=eps, dtype=config.params_dtype)
         for parameter in made.parameters():
@@ -203,9 +202,6 @@ def mask_padding(projection: Any, vocab: int, rank: int) -> None:
 
 
 class _Masked(torch.autograd.Function):
-    """Set the columns from `own` on to minus infinity, in place. Their softmax is 0, and so is the
-    gradient that comes back."""
-
     @staticmethod
     def forward(ctx: Any, logits: Tensor, own: int) -> Tensor:
         ctx.mark_dirty(logits)

@@ -11,7 +11,6 @@ def has_biases(model: Model) -> bool:
 
 
 def of_model(setup: Setup) -> list[Reason]:
-    """The reasons against a model."""
     model, features = setup.model, setup.special_features
     some = model.proj_bias or model.mlp_bias
     return [
@@ -97,7 +96,6 @@ def _latent(setup: Setup) -> list[Reason]:
 
 
 def of_layout(setup: Setup) -> list[Reason]:
-    """The reasons against a layout."""
     lay, model = setup.layout, setup.model
     return [
         (lay.zero_stage > 1, f"zero_stage {lay.zero_stage} is Megatron-FSDP, not run here"),

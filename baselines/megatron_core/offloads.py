@@ -61,7 +61,6 @@ class Groups:
         self._ended: Where | None = None
 
     def before(self, action: Action, where: Where) -> int:
-        """Note that an action is about to run."""
         if not self._module_of or action.kind in (Kind.BACKWARD_WEIGHT, Kind.FREE):
             return 0
         change = self._back() - self._commit()
@@ -81,7 +80,6 @@ class Groups:
         return change
 
     def born(self, action: Action, where: Where, alloc: Alloc) -> int:
-        """Note a storage that an action makes."""
         group = self._group(alloc.storage)
         if group is None:
             return alloc.nbytes
@@ -116,7 +114,6 @@ class Groups:
         return sum(tensors.values())
 
     def _load(self, where: Where, group: Group) -> int:
-        """Reload a group; the result is its bytes, 0 if the group is not offloaded."""
         if group not in self._away.get(where, ()):
             return 0
         self._away[where].remove(group)

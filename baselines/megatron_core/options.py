@@ -19,8 +19,15 @@ BUCKET_PARAMETERS = 40_000_000
 BACKENDS = {"fa1": "flash", "fa2": "flash", "fa3": "flash", "cudnn": "fused"}
 CP_KINDS = {"ring": "p2p", "allgather": "all_gather", "ulysses": "a2a"}
 VOCAB_MULTIPLE = 128
-RANK_ORDER = ("tp", "cp", "dp", "pp")
-PIPELINE_FIRST = ("tp", "cp", "pp", "dp")
+RANK_ORDERS: dict[tuple[str, ...], str] = {
+    ("tp", "cp", "dp", "pp"): "",
+    ("tp", "cp", "pp", "dp"): "--use-tp-pp-dp-mapping",
+}
+ROPES = {"fused": "", "eager": "--no-rope-fusion"}
+TP_OVERLAPS = {"gemm": "--tp-comm-overlap", "backward": ""}
+P2P_OVERLAPS = {"interleaved": "", "none": "--no-overlap-p2p-communication"}
+GRADIENTS = {4: "", 2: "--grad-reduce-in-bf16"}
+"""The dtype of gradients by bytes, which is that of their buffers and of their reduction."""
 STATES = {12: "", 8: "--exp-avg-dtype bf16 --exp-avg-sq-dtype bf16"}
 """Bytes of master weights and moments, each with the dtypes that the optimizer is told."""
 POSITIONS = {"rope": "rope", "learned": "learned_absolute", "none": "none"}
@@ -38,28 +45,17 @@ def _attention(system: System) -> str | None:
     return backend and f"--attention-backend {backend}"
 
 
-def _tp_overlap(system: System) -> str | None:
-    return {"gemm": "--tp-comm-overlap", "backward": ""}.get(system.parallel.tp_overlap)
-
-
-def _rope(system: System) -> str | None:
-    return {"fused": "", "eager": "--no-rope-fusion"}.get(system.kernels.rope)
-
-
 def _states(system: System) -> str | None:
     words = STATES.get(system.states.optimizer_bytes)
     return f"--use-precision-aware-optimizer {words}" if words else words
 
 
-def _p2p(system: System) -> str | None:
-    return {"interleaved": "", "none": "--no-overlap-p2p-communication"}.get(
-        system.parallel.p2p_overlap
-    )
-
-
-def _order(system: System) -> str | None:
-    orders: dict[tuple[str, ...], str] = {RANK_ORDER: "", PIPELINE_FIRST: "--use-tp-pp-dp-mapping"}
-    return orders.get(system.parallel.rank_order)
+def _graphs(system: System) -> str:
+    scope = system.kernels.cuda_graphs
+    whole = {"none": "", "layer": "--cuda-graph-impl local"}
+    named = "local" if scope == "full_iteration" else "transformer_engine"
+    words = scope.replace(",", " ")
+    return whole.get(scope, f"--cuda-graph-impl {named} --cuda-graph-scope {words}")
 
 
 def _bucket(system: System) -> str:
@@ -67,22 +63,17 @@ def _bucket(system: System) -> str:
     return f"--ddp-bucket-size {size}" if size not in (0, BUCKET_PARAMETERS) else ""
 
 
-def _gradients(nbytes: int) -> str | None:
-    """The dtype of gradients, which is that of their buffers and of their reduction."""
-    return {4: "", 2: "--grad-reduce-in-bf16"}.get(nbytes)
-
-
 OPTIONS: dict[str, Callable[[System], str | None]] = {
     "attention": _attention,
     "cudnn_first": lambda _: "",  # the kernel that the generation has is printed
     "fused_loss": lambda system: "--cross-entropy-loss-fusion" * system.loss.fused_loss,
-    "rope": _rope,
+    "rope": lambda system: ROPES.get(system.kernels.rope),
     "norm": lambda system: "" if system.kernels.norm == "fused" else "--transformer-impl local",
     "optimizer_bytes": _states,
-    "grad_bytes": lambda system: _gradients(system.states.grad_bytes),
-    "reduce_bytes": lambda system: _gradients(system.states.reduce_bytes),
-    "tp_overlap": _tp_overlap,
-    "p2p_overlap": _p2p,
+    "grad_bytes": lambda system: GRADIENTS.get(system.states.grad_bytes),
+    "reduce_bytes": lambda system: GRADIENTS.get(system.states.reduce_bytes),
+    "tp_overlap": lambda system: TP_OVERLAPS.get(system.parallel.tp_overlap),
+    "p2p_overlap": lambda system: P2P_OVERLAPS.get(system.parallel.p2p_overlap),
     "reduce_overlap": lambda system: "--overlap-grad-reduce" * system.zero.reduce_overlap,
     "gather_overlap": lambda system: "--overlap-param-gather" * system.zero.gather_overlap,
     "bucket_bytes": _bucket,
@@ -92,7 +83,7 @@ OPTIONS: dict[str, Callable[[System], str | None]] = {
     ),
     "ep_overlap": lambda system: EP_OVERLAPS.get(system.experts.ep_overlap),
     "delayed_wgrad": lambda system: "--delay-wgrad-compute" * system.experts.delayed_wgrad,
-    "cuda_graphs": lambda system: "--cuda-graph-impl local" * system.kernels.cuda_graphs,
+    "cuda_graphs": _graphs,
     "optimizer_on_host": lambda system: (
         "--optimizer-cpu-offload --use-precision-aware-optimizer" * system.host.optimizer_on_host
     ),
@@ -100,7 +91,7 @@ OPTIONS: dict[str, Callable[[System], str | None]] = {
         f"--make-vocab-size-divisible-by {system.loss.vocab_multiple}"
         * (system.loss.vocab_multiple != VOCAB_MULTIPLE)
     ),
-    "rank_order": _order,
+    "rank_order": lambda system: RANK_ORDERS.get(system.parallel.rank_order),
 }
 """The option of each fact: empty where Megatron-LM's default says the same, None for a value that
 no option gives."""
@@ -114,13 +105,13 @@ NAMES = frozenset({
     *("overlap_moe_expert_parallel_comm", "delay_wgrad_compute"),
     *("moe_expert_capacity_factor", "moe_pad_expert_input_to_capacity"),
     *("moe_flex_dispatcher_backend", "moe_token_dispatcher_type", "moe_grouped_gemm"),
-    *("optimizer_cpu_offload", "make_vocab_size_divisible_by", "cuda_graph_impl", "swiglu"),
+    *("optimizer_cpu_offload", "make_vocab_size_divisible_by", "swiglu"),
     *("softmax_type", "untie_embeddings_and_output_weights", "disable_bias_linear", "vocab_size"),
     *("group_query_attention", "max_position_embeddings", "position_embedding_type"),
     *("num_attention_heads", "num_experts", "moe_layer_freq", "num_layers", "normalization"),
     *("fp8_format", "fp8_recipe", "fp8_param_gather", "fp4_format", "fp4_recipe"),
     *("first_last_layers_bf16", "num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"),
-    "reuse_grad_buf_for_mxfp8_param_ag",
+    *("reuse_grad_buf_for_mxfp8_param_ag", "cuda_graph_impl", "cuda_graph_scope"),
     *("num_distributed_optimizer_instances", "multi_latent_attention", "mtp_num_layers"),
 })  # fmt: skip
 """Names of the options printed here that a run of the package does not check against its job: the
@@ -168,7 +159,6 @@ def facts_with_options(problem: Problem) -> set[str]:
 
 
 def expert_words(layout: Layout, work: Workload) -> list[str]:
-    """The layout of experts, and their capacity."""
     if work.model.experts is None:
         return []
     factor, padded = work.capacity_factor, work.expert_padding == "capacity"
@@ -219,7 +209,6 @@ def partition_words(stages: tuple[Stage, ...], layout: Layout) -> list[str]:
 
 
 def model_words(model: Model) -> list[str]:
-    """The arguments of a model."""
     words = [
         f"--num-layers {model.num_layers}",
         f"--hidden-size {model.hidden}",

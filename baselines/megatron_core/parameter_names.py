@@ -57,7 +57,6 @@ def _join(parts: list[Tensor], groups: int) -> Tensor:
 
 
 def _parts(whole: Tensor, count: int, model: Model, groups: int) -> list[Tensor]:
-    """The inverse of _join."""
     if count != 3:
         return list(whole.chunk(count))
     per_group = model.num_heads // model.num_kv_heads * model.head_dim

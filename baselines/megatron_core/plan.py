@@ -10,7 +10,7 @@ module's whole saved input and reloads it one layer ahead.
 from collections.abc import Container, Iterator
 from functools import partial
 from itertools import combinations
-from typing import ClassVar, Literal, TypeVar, get_args
+from typing import Any, ClassVar, Literal, TypeVar, get_args
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -28,11 +28,9 @@ from rematbench.engine.lowering.passes.emit_op import NOT_AGAIN
 from rematbench.engine.lowering.schedule import interleaved
 from rematbench.inputs.stages import stages_of
 from rematbench.plan import (
-    Group,
     Offload,
     Pass,
     Plan,
-    Recompute,
     Rule,
     Select,
     Transfers,
@@ -42,8 +40,11 @@ from rematbench.problem import Problem
 from rematbench.solve.kept import holding_inputs, kept_activations
 from rematbench.solve.recompute_modules import (
     before_experts,
+    chunks_of,
     modules_dropped,
     rebuilding,
+    rebuilding_groups,
+    rebuilding_layers,
     with_copies,
 )
 from rematbench.workload import Model, PositiveInt
@@ -128,11 +129,9 @@ class MegatronCore(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     @classmethod
     def remarks(cls, problem: Problem) -> tuple[str, ...]:
-        """What the options do not say."""
         lay, whole = problem.layout, "the model's arguments are not here: --whole prints them"
-        one = lay.tp > 1 or lay.cp > 1
         words = "CUDA_DEVICE_MAX_CONNECTIONS=1 is needed with tp or cp above 1 before Blackwell"
-        return (whole, words) if one else (whole,)
+        return (whole, words) if lay.tp > 1 or lay.cp > 1 else (whole,)
 
     @classmethod
     def inexpressible(cls, problem: Problem) -> tuple[str, ...]:
@@ -177,7 +176,6 @@ class MegatronCore(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     @property
     def mechanism(self) -> str:
-        """The method of methods/ that changes the same things, if there is one."""
         if self.offload_modules:
             return self.name
         names = {"full": "full_recompute", "selective": "selective_recompute"}
@@ -189,7 +187,6 @@ class MegatronCore(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         return self.num_layers if (self.recompute, self.method) == ("full", "uniform") else 1
 
     def _reasons(self, problem: Problem, base: Plan) -> list[Reason]:
-        """The reasons against the policy on this problem with the partition of `base`."""
         setup, sizes = setup_of(problem), _chunk_sizes(base)
         itself = base.partition == problem.base_plan.partition
         selected = self.modules if self.recompute == "selective" else ()
@@ -211,12 +208,9 @@ class MegatronCore(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     @classmethod
     def facts_with_options(cls, problem: Problem) -> set[str]:
-        """The facts of the problem's stack that options give."""
         return options.facts_with_options(problem)
 
     def flags(self, problem: Problem, plan: Plan | None = None, *, whole: bool = False) -> str:
-        """The arguments of Megatron-LM's pretraining script for layout, stack, policy and the
-        plan's partition; `whole`: with those of the model."""
         lay, work = problem.layout, problem.workload
         words = [
             f"--tensor-model-parallel-size {lay.tp}",
@@ -238,38 +232,37 @@ class MegatronCore(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         words += options.model_words(work.model) if whole else []
         fusion = fusion_argument(work.model)
         words += [fusion] * (bool(fusion) and not self.bias_activation_fusion)
-        if self.recompute == "full":
-            words.append("--recompute-granularity full")
-            words.append(f"--recompute-method {self.method}")
-            words.append(f"--recompute-num-layers {self.num_layers}")
-        if self.recompute == "selective":
-            words.append("--recompute-granularity selective")
-            words.append(f"--recompute-modules {' '.join(self.modules)}")
-        if self.offload_modules:
-            words.append("--fine-grained-activation-offloading")
-            words.append(f"--offload-modules {' '.join(self.offload_modules)}")
-            words.append(f"--min-offloaded-tensor-size {MIN_OFFLOADED}")
+        for name, value in self.fields.items():
+            said = value if isinstance(value, list) else [] if value is True else [str(value)]
+            words.append(" ".join((f"--{name.replace('_', '-')}", *said)))
         return " ".join(words)
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        if self.recompute != "none":
+            found["recompute_granularity"] = self.recompute
+        if self.recompute == "full":
+            found |= {"recompute_method": self.method, "recompute_num_layers": self.num_layers}
+        if self.recompute == "selective":
+            found["recompute_modules"] = list(self.modules)
+        if self.offload_modules:
+            found["fine_grained_activation_offloading"] = True
+            found["offload_modules"] = list(self.offload_modules)
+            found["min_offloaded_tensor_size"] = MIN_OFFLOADED
+        return found
 
     def _full(self, problem: Problem, base: Plan) -> Plan:
         inner = tuple(sorted(kept_activations(problem, base) - {"layer_input"}))
         base = holding_inputs(problem, base, inner, whole=True)
-        chunks = [layers for rank in base.partition for layers in rank]
         if self.method == "block":
+            chunks = chunks_of(base)
             first = tuple(i for chunk in chunks for i in chunk[: self.num_layers])
-            return base.with_rules(_whole(inner, first))
-        if self.num_layers == 1:
-            return base.with_rules(_whole(inner, None))
-        rules: list[Rule] = []
-        for chunk in chunks:
-            for start in range(0, len(chunk), self.num_layers):
-                group = chunk[start : start + self.num_layers]
-                rules += _grouped(inner, group)
-        return base.with_rules(*rules)
+            return base.with_rules(rebuilding_layers(inner, first))
+        return base.with_rules(*rebuilding_groups(inner, base, self.num_layers))
 
     @property
     def moved(self) -> dict[str, tuple[str, ...]]:
-        """The tensors of each offloaded module."""
         return {module: MOVED[module] for module in self.offload_modules}
 
     def _offloading(self, problem: Problem, base: Plan) -> Plan:
@@ -311,7 +304,6 @@ def _per_chunk(setup: Setup) -> int:
 
 
 def _chunk_sizes(base: Plan) -> set[int]:
-    """The numbers of layers that chunks with layers have."""
     return {len(layers) for rank in base.partition for layers in rank if layers}
 
 
@@ -329,7 +321,6 @@ def _uneven(setup: Setup, uneven: bool | None = None) -> Reason:
 
 
 def _policy(policy: MegatronCore, model: Model, sizes: set[int]) -> list[Reason]:
-    """The reasons against a policy of a model whose chunks have `sizes` layers."""
     selective, full = policy.recompute == "selective", policy.recompute == "full"
     modules, moved, layers = set(policy.modules), set(policy.offload_modules), policy.num_layers
     least = min(sizes)
@@ -411,17 +402,3 @@ def _dropping(
         return base.noting(megatron_core="no-op: this stack saves nothing inside these modules")
     base = holding_inputs(problem, base, dropped, whole=False)
     return base.with_rules(*rebuilding(dropped, "consumer", () if dense else routed))
-
-
-def _whole(names: tuple[str, ...], layers: tuple[int, ...] | None) -> Rule:
-    select = Select(parts=("layer",), layers=layers, activations=names, kept=True)
-    return Rule(select, Recompute(scope="layer", whole=True))
-
-
-def _grouped(names: tuple[str, ...], group: tuple[int, ...]) -> list[Rule]:
-    if len(group) == 1:
-        return [_whole(names, group)]
-    fate = Recompute(scope=Group(group[0], group[-1]), whole=True)
-    inside = Select(parts=("layer",), layers=group, activations=names, kept=True)
-    inputs = Select(parts=("layer",), layers=group[1:], activations=("layer_input",), kept=True)
-    return [Rule(inside, fate), Rule(inputs, fate)]

@@ -32,14 +32,12 @@ from baselines.megatron_core.layer_spec import layer_spec, mask_padding
 from baselines.megatron_core.plan import MegatronCore
 from rematbench.workload import Workload
 from rematbench.worlds.packages.process import PackageJob
+from rematbench.worlds.records.record import RunSpec
 from rematbench.worlds.torch.arithmetic import IGNORED
 from rematbench.worlds.torch.batch import MicroBatch, make_batch, micro_batches, positions
 from rematbench.worlds.torch.groups import Coordinates, is_gloo
 
 ALLOCATE = GPUTensorPool.allocate
-VOCAB_MULTIPLE = 1
-"""Vocabulary rows are padded to a multiple of tp only, as in the project's own executor. No padding
-counts in the loss (in Megatron-LM it does, with the multiple that it is given)."""
 
 
 def join_groups(job: PackageJob) -> Coordinates:
@@ -68,7 +66,6 @@ def join_groups(job: PackageJob) -> Coordinates:
 
 
 def leave_groups() -> None:
-    """Destroy the process groups of the last job."""
     mpu.destroy_model_parallel()
 
 
@@ -85,18 +82,10 @@ class Rig:
     kernels: dict[str, str]
 
     @property
-    def padded_vocab(self) -> int:
-        """The rows of the embedding over all tensor-parallel ranks."""
-        unit = VOCAB_MULTIPLE * self.job.run.layout.tp
-        return -(-self.job.run.model.vocab // unit) * unit
-
-    @property
     def tp(self) -> tuple[int, int]:
-        """(tensor-parallel rank, degree)."""
         return self.place.tp, self.job.run.layout.tp
 
     def states(self) -> Iterator[torch.Tensor]:
-        """The tensors of parameters, gradient buffers and optimizer states."""
         for chunk in self.chunks:
             yield from chunk.parameters()
             yield from chunk.module.buffers()
@@ -111,7 +100,7 @@ class Rig:
 
     def fill(self) -> None:
         """Write the weights of the job's seed, and update the optimizer's copies of them."""
-        specs = model_specs(self.job.run.model, self.padded_vocab)
+        specs = model_specs(self.job.run.model, padded_vocab(self.job.run))
         for chunk in self.chunks:
             parameter_names.fill(chunk.module, self.job.run.model, specs, self.job.seed, self.tp)
         if self.optimizer is not None:
@@ -125,15 +114,21 @@ class Rig:
         if self.place.dp or self.place.cp:
             return []
         model = self.job.run.model
-        specs = model_specs(model, self.padded_vocab)
-        last = self.job.run.layout.pp - 1
-        found = []
-        for chunk in self.chunks:
-            for piece in parameter_names.gradient_pieces(chunk.module, model, specs, self.tp):
-                twice = piece.name == "embedding.weight" and 0 < self.place.pp == last
-                if not twice:
-                    found.append(piece)
-        return found
+        specs = model_specs(model, padded_vocab(self.job.run))
+        last = 0 < self.place.pp == self.job.run.layout.pp - 1
+        return [
+            piece
+            for chunk in self.chunks
+            for piece in parameter_names.gradient_pieces(chunk.module, model, specs, self.tp)
+            if not (last and piece.name == "embedding.weight")
+        ]
+
+
+def padded_vocab(run: RunSpec) -> int:
+    """The rows of the embedding over all tensor-parallel ranks.  They are padded to a multiple of
+    tp only, as in the project's own executor.  No padding counts in the loss (in Megatron-LM it
+    does, with the multiple that it is given)."""
+    return -(-run.model.vocab // run.layout.tp) * run.layout.tp
 
 
 def gradient_buffers(chunk: Any) -> list[Any]:
@@ -143,7 +138,6 @@ def gradient_buffers(chunk: Any) -> list[Any]:
 
 
 def _gather_gradients(chunk: Any) -> None:
-    """Gather the shards of a reduce-scattered gradient buffer on every rank."""
     for buffer in gradient_buffers(chunk):
         for bucket in buffer.buckets:
             group = buffer.data_parallel_group
@@ -152,10 +146,9 @@ def _gather_gradients(chunk: Any) -> None:
 
 
 def build(job: PackageJob, policy: MegatronCore, place: Coordinates, device: torch.device) -> Rig:
-    """The rank's chunks, before their weights are written."""
     run = job.run
     config = transformer_config(job, policy)
-    unit = VOCAB_MULTIPLE * run.layout.tp
+    vocab = padded_vocab(run)
     chunks = []
     for index in range(run.layout.vpp):
         stage = index if run.layout.vpp > 1 else None
@@ -168,7 +161,7 @@ def build(job: PackageJob, policy: MegatronCore, place: Coordinates, device: tor
         module = GPTModel(
             config=config,
             transformer_layer_spec=spec,
-            vocab_size=-(-run.model.vocab // unit) * unit,
+            vocab_size=vocab,
             max_sequence_length=max(run.seq_len, run.model.max_positions),
             pre_process=first,
             post_process=last,
@@ -203,7 +196,7 @@ def build(job: PackageJob, policy: MegatronCore, place: Coordinates, device: tor
         "core_attention": attention,
         "spec": "te" if attention == "TransformerEngine" else "local",
     }
-    if run.model.vocab % unit:
+    if run.model.vocab < vocab:
         kernels["vocabulary"] = "padded for tp, and the padding's logits masked: ours"
     return Rig(
         job=job, place=place, chunks=chunks, config=config, optimizer=optimizer, device=device,
@@ -271,7 +264,6 @@ def pooled() -> list[torch.Tensor]:
 
 
 def pool_bytes() -> int:
-    """The bytes of the host memory of fine-grained offloading."""
     return sum(tensor.untyped_storage().nbytes() for tensor in pooled())
 
 

@@ -24,7 +24,6 @@ from rematbench.worlds.torch.batch import MicroBatch
 
 
 def stack() -> dict[str, str]:
-    """The packages and their versions."""
     engines = [f"transformer-engine{part}" for part in ("", "-torch", "-cu12", "-cu13")]
     found = {name: version(name) for name in ("megatron-core", "torch")}
     for name in engines:
@@ -34,7 +33,6 @@ def stack() -> dict[str, str]:
 
 
 def refuse(job: PackageJob) -> None:
-    """Raise NotRunnable if a guard fails, before any process starts."""
     policy = _policy(job)
     check(job, policy)
     if job.device == "cpu":
@@ -77,7 +75,6 @@ def _label(parts: tuple[str, ...], device: str) -> str:
 
 
 def execute(job: PackageJob, rank: Rank) -> RankAnswer:
-    """Train on this rank."""
     device = torch.device("cpu" if job.device == "cpu" else f"cuda:{torch.cuda.current_device()}")
     parts: tuple[str, ...] = ()
     if device.type == "cpu":
@@ -111,11 +108,9 @@ class Trainer:
         self.losses: list[Any] = []
 
     def load(self, step: int) -> None:
-        """Load this rank's micro-batches."""
         self.batches, self.counted = self.engine.step_batches(self.rig, step)
 
     def forward_backward(self, meter: Meter | None) -> None:
-        """Run one call of the schedule."""
         if meter is None:
             self.losses = self.engine.run_step(self.rig, self.batches)
             return
@@ -134,18 +129,16 @@ class Trainer:
         return float(total) / self.counted
 
     def gradients(self, *, whole: bool) -> tuple[dict[str, float], dict[str, Tensor]]:
-        """Norms and whole gradients, from the buffers of all ranks."""
-        specs = model_specs(self.rig.job.run.model, self.rig.padded_vocab)
+        run = self.rig.job.run
+        specs = model_specs(run.model, self.engine.padded_vocab(run))
         pieces = self.rig.gradient_pieces()
         return norms(pieces, specs), assemble(pieces, specs) if whole else {}
 
     def update(self) -> None:
-        """Run the step of Megatron-core's optimizer."""
         self.rig.optimizer.step()
 
 
 def trace(job: PackageJob) -> RankAnswer:
-    """The bytes of one rank on fake tensors, through the same schedules."""
     parts = _shimmed(False)
     from baselines.megatron_core import fake_schedules  # noqa: PLC0415  # after the shim
 

@@ -58,7 +58,6 @@ class CpuDevice(TorchFunctionMode):
     """Factories of CUDA tensors or pinned memory make plain CPU tensors."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run the function with its device and pinning replaced."""
         given = dict(kwargs or {})
         if _is_cuda(given.get("device")):
             given["device"] = CPU
@@ -137,10 +136,6 @@ def _type() -> None:
     torch.Tensor.type = named  # type: ignore[method-assign,assignment]
 
 
-def _compile() -> None:
-    torch.compile = lambda model=None, **_: as_kernel(model) if model is not None else as_kernel  # type: ignore[assignment]
-
-
 def _dropout() -> None:
     def dropout(
         x: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
@@ -199,21 +194,12 @@ class _Done:
         return True
 
 
-def _settle() -> None:
-    for name in ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce"):
-        setattr(dist, name, _at_once(getattr(dist, name)))
-
-
-def _is_noted(group: Any) -> bool:
-    """Whether Megatron-core's coalescing records the call for later: there is nothing to await."""
-    world: Any = dist.distributed_c10d._world
-    return group in world.pg_coalesce_state
-
-
 def _at_once(plain: Callable[..., Any]) -> Callable[..., Any]:
     def call(*tensors: torch.Tensor, async_op: bool = False, **options: Any) -> Any:
-        group = options.get("group") or dist.group.WORLD
-        if dist.get_backend(group) == "fake" or _is_noted(group):
+        group: Any = options.get("group") or dist.group.WORLD
+        # A call that Megatron-core's coalescing records for later has nothing to await.
+        noted = group in dist.distributed_c10d._world.pg_coalesce_state
+        if noted or dist.get_backend(group) == "fake":
             return plain(*tensors, async_op=async_op, **options)
         run_and_release(partial(plain, **options), *tensors)
         return _Done() if async_op else None
@@ -235,8 +221,9 @@ def preload() -> None:
     hides packages of CUDA kernels, even if they are installed."""
     for name in ("transformer_engine", "apex"):
         sys.modules[name] = None  # type: ignore[assignment]  # makes the import fail
-    _compile()
-    _settle()
+    torch.compile = lambda model=None, **_: as_kernel(model) if model is not None else as_kernel  # type: ignore[assignment]
+    for name in ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce"):
+        setattr(dist, name, _at_once(getattr(dist, name)))
     importlib.import_module("megatron.core.models.gpt")
 
 

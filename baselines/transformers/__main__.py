@@ -44,7 +44,6 @@ def traced(config: dict[str, Any], setup: Setup) -> Traced:
 
 
 def encode(record: Traced) -> bytes:
-    """The record as one line of sorted JSON."""
     return msgspec.json.encode(record, order="sorted") + b"\n"  # one .jsonl line, no Record
 
 

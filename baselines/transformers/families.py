@@ -30,8 +30,6 @@ ACTIVATIONS = {"swiglu": "silu", "geglu": "gelu_pytorch_tanh"}
 
 
 class _Keys(NamedTuple):
-    """The keys of a family's config besides the keys that all families share."""
-
     config: Callable[[Model], dict[str, Any]]
     fields: tuple[str, ...]
     """Fields of a Model that this family's config can say and that not every config can say."""
@@ -131,5 +129,4 @@ def _known(kind: str) -> None:
 
 
 def model_class(config: PreTrainedConfig) -> Any:
-    """The family's class with a language-model head."""
     return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]

@@ -181,8 +181,6 @@ _PARTS: dict[str, tuple[tuple[Any, str, Callable[..., Any]], ...]] = {
 
 @contextmanager
 def installed(kernel: str, *, fake: bool) -> Iterator[tuple[str, ...]]:
-    """Install the shim while a model with this attention kernel runs; yield the names of its
-    parts."""
     names = {"sdpa": ("flash",), FLASH: ("flash_attn",)}.get(kernel, ())
     parts = (*names, "unpacked") if fake else names
     with ExitStack() as stack:
@@ -200,7 +198,6 @@ class NoSquares(DispatchMode):
         self.rows = rows
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run the operator, then check the shapes of its outputs."""
         result = func(*args, **(kwargs or {}))
         for item in tree_iter(result):
             if isinstance(item, Tensor) and tuple(item.shape).count(self.rows) > 1:

@@ -39,7 +39,6 @@ class Phases(Meter):  # type: ignore[no-untyped-call]
         self._gradients |= {self._births[t.untyped_storage()._cdata] for t in tensors}
 
     def peaks(self) -> tuple[Peak, ...]:
-        """The peaks of all phases, in the order of PHASES."""
         found = []
         live = whole = 0
         for phase in PHASES:

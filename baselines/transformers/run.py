@@ -18,12 +18,10 @@ MOMENTS = 2
 
 
 def stack() -> dict[str, str]:
-    """The packages and their versions."""
     return {name: version(name) for name in ("transformers", "torch")}
 
 
 def refuse(job: PackageJob) -> None:
-    """Raise NotRunnable for unsupported jobs, before a model is built."""
     asked = job.run
     if asked.world != "traced":
         raise NotRunnable("transformers is traced only: nothing of it is executed here")
@@ -56,7 +54,6 @@ def execute(job: PackageJob, rank: Rank) -> RankAnswer:
 
 
 def trace(job: PackageJob) -> RankAnswer:
-    """The bytes of one micro-batch on fake tensors."""
     asked, policy = job.run, _policy(job.run)
     config = config_of_model(asked.model, policy.family)
     setup = Setup(

@@ -40,12 +40,6 @@ class SavedTensor(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     nbytes: int
     layers: int = 1
 
-    @property
-    def in_layer(self) -> bool:
-        """Whether every decoder layer keeps a storage like this one. The first layer keeps cos and
-        sin for all layers."""
-        return ".layers" in self.module and self.function != ROPE
-
 
 @contextmanager
 def operator(name: str) -> Iterator[None]:
@@ -83,7 +77,7 @@ class Recorder:
     def __enter__(self) -> Self:
         for name, module in self._model.named_modules():
             enters = module.register_forward_pre_hook(lambda *_, p=name: self._modules.append(p))
-            leaves = module.register_forward_hook(lambda *_: self._left(), always_call=True)
+            leaves = module.register_forward_hook(self._left, always_call=True)
             for handle in (enters, leaves):
                 self._exit.callback(handle.remove)
         self._exit.enter_context(_Names())
@@ -93,7 +87,7 @@ class Recorder:
     def __exit__(self, *raised: object) -> None:
         self._exit.close()
 
-    def _left(self) -> None:
+    def _left(self, *_: Any) -> None:
         self._modules.pop()
 
     def _keep(self, tensor: Tensor) -> Tensor:
@@ -121,7 +115,6 @@ class Recorder:
 
     @property
     def alive_bytes(self) -> int:
-        """The bytes of the kept storages."""
         return sum(kept.nbytes for kept in self._found.values())
 
     def release(self) -> list[SavedTensor]:
@@ -134,7 +127,6 @@ class Recorder:
 
 
 def _function() -> str:
-    """The innermost function of Transformers on the call stack."""
     frame = sys._getframe(2)
     while frame is not None:
         if frame.f_globals.get("__name__", "").startswith("transformers."):

@@ -53,12 +53,10 @@ class StepTrace(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def saved_bytes(self) -> int:
-        """The bytes that autograd keeps for the backward."""
         return sum(kept.nbytes * kept.layers for kept in self.saved)
 
     @property
     def activation_peak_bytes(self) -> int:
-        """The largest sum of activations in any phase."""
         return max(peak.activation_bytes for peak in self.peaks)
 
 
@@ -96,7 +94,7 @@ def _run(config: PreTrainedConfig, setup: Setup, *, fake: bool) -> StepTrace:
     meter.states(states)
     watch_ends(model, meter)
     for parameter in parameters:
-        parameter.register_post_accumulate_grad_hook(lambda p: _handed_over(meter, p))
+        parameter.register_post_accumulate_grad_hook(lambda p: meter.gradients([p.grad]))
     with flash_shim.installed(setup.attention, fake=fake) as shim, meter:
         with Recorder(model, states) as recorder:
             output = model(input_ids=ids, labels=ids)
@@ -116,11 +114,6 @@ def _run(config: PreTrainedConfig, setup: Setup, *, fake: bool) -> StepTrace:
         shim=shim,
         layers=config.num_hidden_layers,
     )
-
-
-def _handed_over(meter: Phases, parameter: torch.Tensor) -> None:
-    assert parameter.grad is not None
-    meter.gradients([parameter.grad])
 
 
 def _no_squares(config: PreTrainedConfig, setup: Setup) -> None:

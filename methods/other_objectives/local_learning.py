@@ -27,7 +27,6 @@ class LocalLearning(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     name: ClassVar[str] = "local_learning"
 
     def plan(self, problem: Problem, base: Plan) -> Plan | Unsupported:
-        """The base, with cuts between all virtual stages, and each backward behind its forward."""
         lay = problem.layout
         if lay.pp == 1:
             return Unsupported("blocks are the stages of a pipeline (pp above 1)")

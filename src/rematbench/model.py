@@ -103,7 +103,6 @@ class Latent(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def qk(self) -> int:
-        """Columns of a head of queries, and of keys."""
         return self.nope + self.rope
 
     def matrix_parameters(self, hidden: int, heads: int) -> int:
@@ -127,7 +126,6 @@ class Memory(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def rows(self) -> int:
-        """Rows of the table."""
         return self.keys * self.keys
 
     @property
@@ -283,19 +281,16 @@ class Model(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def drops_attention(self) -> bool:
-        """Whether attention probabilities pass through dropout."""
         given = self.attention_dropout
         return (self.dropout if given is None else given) > 0
 
     @property
     def drops_embedding(self) -> bool:
-        """Whether the embedding's output passes through dropout."""
         given = self.embedding_dropout
         return (self.dropout if given is None else given) > 0
 
     @property
     def drops(self) -> bool:
-        """Whether the model has dropout anywhere."""
         return self.dropout > 0 or self.drops_attention or self.drops_embedding
 
     @property
@@ -342,7 +337,6 @@ class Model(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def norm_parameters(self) -> int:
-        """Parameters of a norm over the hidden columns."""
         return self.norm_parameters_of(self.hidden)
 
     @property
@@ -365,7 +359,6 @@ class Model(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def expert_layers(self) -> int:
-        """The number of layers with experts."""
         return 0 if self.experts is None else self.num_layers - len(self.experts.dense_layers)
 
     @property
@@ -383,7 +376,6 @@ class Model(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return bias + (2 if self.mlp == "xielu" else 0)
 
     def mlp_parameters(self, ffn: int) -> int:
-        """Parameters of an MLP with `ffn` columns."""
         return self.mlp_matrix_parameters(ffn) + self.mlp_vector_parameters(ffn)
 
     @property

@@ -265,7 +265,6 @@ class Pass(NamedTuple):
 
     @property
     def forward(self) -> bool:
-        """Whether the pass is a forward."""
         return self.kind is True
 
     @property
@@ -392,24 +391,34 @@ def gathers_by_layer(parameter: StateFate, layout: Layout) -> bool:
     return parameter.gather == "layer" and elsewhere
 
 
+def refusal(words: str, reasons: Mapping[str, bool]) -> str:
+    """`words` and the first reason that holds; empty if none does."""
+    return next((f"{words} {name}" for name, holds in reasons.items() if holds), "")
+
+
+def _of_states(plan: Plan, layout: Layout) -> dict[str, bool]:
+    """The states that passes of a part of the work do not have."""
+    gradient, optimizer = plan.state("gradient"), plan.state("optimizer")
+    early = optimizer.pieces is not None and optimizer.pieces.start == "ready"
+    return {
+        "parameters gathered per layer": gathers_by_layer(plan.state("parameter"), layout),
+        "sharded gradients": gradient.shards > 1 or gradient.home == "host",
+        "updates in the backward": optimizer.update == "backward" or early,
+    }
+
+
 def passes_refusal(plan: Plan, layout: Layout, system: System, model: Model) -> str:
     """Why a plan's passes for weight gradients alone are not lowered; empty if they are."""
     if not plan.halves:
         return ""
-    gradient, optimizer = plan.state("gradient"), plan.state("optimizer")
     reasons = {
         "experts": model.experts is not None,
         "layers that predict more tokens": model.mtp_layers > 0,
         "tensor parallelism without norms before": layout.tp > 1 and not model.pre_norm,
-        "CUDA graphs": system.kernels.cuda_graphs,
-        "parameters gathered per layer": gathers_by_layer(plan.state("parameter"), layout),
-        "sharded gradients": gradient.shards > 1 or gradient.home == "host",
-        "updates in the backward": optimizer.update == "backward"
-        or (optimizer.pieces is not None and optimizer.pieces.start == "ready"),
+        "CUDA graphs": system.kernels.captures,
+        **_of_states(plan, layout),
     }
-    found = [name for name, holds in reasons.items() if holds]
-    words = "weight gradients in passes of their own are not lowered with"
-    return f"{words} {found[0]}" if found else ""
+    return refusal("weight gradients in passes of their own are not lowered with", reasons)
 
 
 def slices_refusal(
@@ -421,8 +430,6 @@ def slices_refusal(
     model, total = work.model, sum(plan.slices)
     if total != work.seq_len:
         return f"slices of {total} tokens in all are no sequence of {work.seq_len}"
-    parameter, gradient = plan.state("parameter"), plan.state("gradient")
-    optimizer = plan.state("optimizer")
     reasons = {
         "context parallelism": layout.cp > 1 or layout.ulysses > 1,
         "several chunks on a rank": layout.vpp > 1,
@@ -436,13 +443,9 @@ def slices_refusal(
         "mini-sequences": bool(plan.mini_sequences),
         "weight gradients or a vocabulary in passes of their own": plan.halves
         or plan.schedule in VOCABULARY,
-        "parameters gathered per layer": gathers_by_layer(parameter, layout),
-        "sharded gradients": gradient.shards > 1 or gradient.home == "host",
-        "updates in the backward": optimizer.update == "backward"
-        or (optimizer.pieces is not None and optimizer.pieces.start == "ready"),
+        **_of_states(plan, layout),
     }
-    found = [name for name, holds in reasons.items() if holds]
-    return f"slices of a sequence are not lowered with {found[0]}" if found else ""
+    return refusal("slices of a sequence are not lowered with", reasons)
 
 
 def vocabulary_refusal(plan: Plan, layout: Layout, system: System, work: Workload) -> str:
@@ -459,8 +462,7 @@ def vocabulary_refusal(plan: Plan, layout: Layout, system: System, work: Workloa
         "weights that do not train": work.partly,
         "pieces of the head": any("loss" in run.ops for run in plan.mini_sequences),
     }
-    found = [name for name, holds in reasons.items() if holds]
-    return f"a vocabulary over all stages is not lowered with {found[0]}" if found else ""
+    return refusal("a vocabulary over all stages is not lowered with", reasons)
 
 
 def has_exact_pins(system: System, plan: Plan) -> bool:

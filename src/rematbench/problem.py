@@ -123,6 +123,8 @@ class Problem:
         generation, precision = self.cluster.generation, self.workload.precision
         rates, tf32, missing = self.calibration.kernels, self.system.kernels.tf32, ""
         missing = self.workload.model.untimed or untimed(self.workload, generation)
+        if self.workload.sample_len:
+            missing = "samples of differing lengths (sample_len)"
         if not self.calibration.has_rates(generation):
             known = ", ".join(sorted(set(self.calibration.gpus) & set(rates.generations) - {CPU}))
             missing = (
@@ -239,7 +241,6 @@ class Problem:
 
     @cached_property
     def embedding(self) -> OpTable:
-        """Operators of the embedding."""
         table = embedding_table(self.workload, self.layout, self.system)
         place = Place(trains=self.workload.frozen_layers == 0)
         return trained_table(table, self.workload, self.system, place, self.layout.tp)
@@ -250,7 +251,6 @@ class Problem:
 
     @cached_property
     def head(self) -> OpTable:
-        """Operators of the final norm, output projection and loss."""
         table = head_table(self.workload, self.layout, self.system)
         place = self._place(self.workload.model.num_layers)
         return trained_table(table, self.workload, self.system, place, self.layout.tp)
@@ -263,7 +263,6 @@ class Problem:
 
     @cached_property
     def _kinds(self) -> tuple[LayerKind, ...]:
-        """The kind of each layer."""
         model = self.workload.model
         windows = model.attention_window or (0,) * model.num_layers
         every = enumerate((*windows, *(0 for _ in range(model.mtp_layers))))
@@ -319,7 +318,6 @@ class Problem:
 
     @property
     def layer_kinds(self) -> tuple[OpTable, ...]:
-        """The distinct layer tables."""
         return tuple(self._layers.values())
 
     @cached_property

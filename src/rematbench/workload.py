@@ -113,7 +113,6 @@ class Trained(Part, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def trained(self) -> "Trained":
-        """These facts alone."""
         return Trained(**{name: getattr(self, name) for name in Trained.__struct_fields__})
 
     @property
@@ -123,7 +122,6 @@ class Trained(Part, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def adapted(self) -> bool:
-        """Whether adapters train."""
         return bool(self.lora_rank or self.bottleneck)
 
     @property
@@ -165,6 +163,11 @@ class Work(Quantised, Part, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """Kernels compute in this precision."""
     document_len: Annotated[NonNegativeInt, Fact(metavar="D")] = 0
     """Packed documents have so many tokens in the mean; attention stays inside each (0: none)."""
+    sample_len: Annotated[NonNegativeInt, Fact(metavar="S")] = 0
+    """Samples have so many tokens in the mean; longer ones than `seq_len` are left out, and a
+    micro-batch is as long as its longest (0: each has `seq_len`)."""
+    sample_spread: Annotated[NonNegativeInt, Fact(metavar="S")] = 0
+    """The standard deviation of `sample_len` (0: as large as the mean)."""
     imbalance: Annotated[Imbalance, Fact(metavar="F")] = 1.0
     """The experts of the worst rank receive so many times the balanced tokens."""
     capacity_factor: Annotated[Capacity, Fact(metavar="F")] = 0.0
@@ -203,7 +206,6 @@ class Work(Quantised, Part, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     @property
     def element_bytes(self) -> int:
-        """Bytes of one activation element."""
         return BYTES_PER_ELEMENT[self.precision]
 
 
@@ -216,6 +218,27 @@ class Workload(Work, frozen=True, kw_only=True, forbid_unknown_fields=True):
         """Set a `max_positions` of 0 to `seq_len` if the model has learned positions."""
         if self.model.position == "learned" and self.model.max_positions == 0:
             force_setattr(self, "model", replace(self.model, max_positions=self.seq_len))
+
+    def adapted_widths(self, layer: int) -> int:
+        """Rows and columns of the adapted linears of a layer, of each expert with its own adapters.
+        Targets of latent attention: both projections of queries, and those of keys and values down
+        (k) and up (v)."""
+        model, experts, found = self.model, self.model.experts, 0
+        sizes: dict[str, tuple[int, ...]]
+        h, q, kv = model.hidden, model.q_width, model.kv_width
+        sizes = {"q": (h + q,), "k": (h + kv,), "v": (h + kv,), "o": (h + model.out_width,)}
+        if latent := model.latent:
+            down = latent.q_rank
+            sizes["q"] = (h + down, down + q) if down else (h + q,)
+            sizes["k"] = (h + latent.kv_rank + latent.rope,)
+            sizes["v"] = (latent.kv_rank + model.num_heads * (latent.nope + latent.v),)
+        mlp = [(1, model.ffn)]
+        if experts is not None and not model.is_dense(layer):
+            shared = experts.shared_ffn
+            mlp = [(experts.count, experts.ffn), *([(1, shared)] if shared else [])]
+        for target in self.targets:
+            found += sum(sizes.get(target) or [count * (h + f) for count, f in mlp])
+        return found
 
     @property
     def balance(self) -> str:

@@ -157,8 +157,8 @@ def test_what_is_slower_is_counted_by_reason() -> None:
     """What was never begun, and what has a bound that is too slow."""
     cluster = replace(load_cluster("a800-80gb"), pcie_bytes_per_s=2e9)
     spec = Job(
-        model="gpt-1.3b", cluster=cluster, system="megatron-core", gpus=8, seq_len=4096,
-        global_batch=16, hbm_bytes=14 << 30,
+        model="gpt-1.3b", cluster=cluster, system="megatron-core", gpus=4, seq_len=4096,
+        global_batch=8, hbm_bytes=14 << 30,
     )  # fmt: skip
     search = SearchJob(SearchRequest(spec=spec, only=("pp_offload", "full_recompute"))).search()
     assert not search.queue.slower  # nothing fits yet, so nothing is slower

@@ -1,7 +1,7 @@
 """A search loses no more than its gap to trying everything: jobs of many models, stacks and
 methods are drawn, on devices near the edge of what their plans reserve."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from random import Random
 from typing import Any
 
@@ -10,26 +10,31 @@ from msgspec.structs import replace
 
 from rematbench.advise.candidates.layouts import Fixed
 from rematbench.advise.candidates.methods import candidates_of
+from rematbench.advise.candidates.trials import Trial
 from rematbench.advise.search.families import FixedFamily
 from rematbench.advise.search.request import SearchRequest
 from rematbench.advise.search.rounds import SearchJob, in_one_process
 from rematbench.inputs.job import Job
 from rematbench.inputs.layout import LayoutError
-from rematbench.inputs.load import load_cluster, load_model, load_system
+from rematbench.inputs.load import load_model, load_system
 from rematbench.workload import Experts, Model
 from tests.everything import (
-    ENDLESS,
     SHARES,
     WORK,
     Held,
     at_the_edge,
+    endless,
     every_plan,
     everything,
     fastest_that_fits,
     nothing_faster_is_missed,
     searched_s,
+    shallow,
     some,
 )
+
+Law = Callable[[SearchRequest, Sequence[Trial]], None]
+"""What `held_at_edges` of conftest.py is."""
 
 MODELS = ("llama-3.1-8b", "gpt-1.3b", "llama-7b", "qwen2-7b", "gemma-2-9b")
 CLUSTERS = ("a800-80gb", "h100-80gb", "h800-80gb", "h100-80gb-dos", "a100-40gb-pcie")
@@ -55,10 +60,9 @@ def drawn(seed: int) -> SearchRequest:
     pp, tp = draw.choice((1, 2, 4, 4, 4)), draw.choice((1, 2))
     cp = draw.choice((1, 1, 2)) if load_system(system).parallel.cp_kind != "none" else 1
     layers = draw.choice((3, 4, 6)) if pp == 1 else pp * draw.choice((1, 2, 3, 4))
-    windows = model.attention_window[:layers]
     spec = Job(
-        model=replace(model, name="drawn", num_layers=layers, attention_window=windows),
-        cluster=replace(load_cluster(draw.choice(CLUSTERS)), hbm_bytes=ENDLESS),
+        model=shallow(model, layers),
+        cluster=endless(draw.choice(CLUSTERS)),
         system=system,
         seq_len=draw.choice(LENGTHS),
         gpus=tp * cp * pp * (dp := draw.choice((1, 1, 2))),
@@ -88,7 +92,7 @@ def drawn_experts(seed: int, dense: int = 0) -> SearchRequest:
     model = replace(load_model("qwen3-8b"), name="drawn", num_layers=pp * each)
     spec = Job(
         model=replace(model, experts=experts),
-        cluster=replace(load_cluster(draw.choice(CLUSTERS)), hbm_bytes=ENDLESS),
+        cluster=endless(draw.choice(CLUSTERS)),
         system=draw.choice(("megatron-core", "megatron-kwai", "rematbench", "megatron-lm")),
         seq_len=draw.choice((2048, 8192)),
         gpus=tp * pp * dp,
@@ -114,13 +118,19 @@ def overlapped(seed: int) -> SearchRequest:
     return replace(one, spec=spec, fixed=replace(one.fixed, vpp=None))
 
 
+def named(
+    model: str, layers: int, only: tuple[str, ...], fixed: Fixed, **job: Any
+) -> SearchRequest:
+    """A job of a few layers on devices without an end."""
+    spec = Job(
+        model=shallow(load_model(model), layers, "near"), cluster=endless("h100-80gb-dos"), **job
+    )
+    return SearchRequest(spec=spec, only=only, within=0.0, fixed=fixed)
+
+
 def near(model: str, layers: int, methods: Sequence[str], **others: Any) -> SearchRequest:
     """A job of a few layers with micro-batch 1."""
-    known = load_model(model)
-    windows = known.attention_window[:layers]
-    spec = Job(
-        model=replace(known, name="near", num_layers=layers, attention_window=windows), **others
-    )
+    spec = Job(model=shallow(load_model(model), layers, "near"), **others)
     fixed = Fixed(
         tp=spec.degrees.tp, sp=True, cp=1, pp=spec.degrees.pp, vpp=1, micro_batch=1, zero_stage=1
     )
@@ -164,14 +174,11 @@ def test_nothing_faster_is_missed(seed: int, short: bool, held: Held) -> None:
 
 def test_what_a_pipeline_holds_is_searched_too(held: Held) -> None:
     """ZeRO 3 of FSDP2, which gathers once in a step, wins where the states of ZeRO 1 do not fit."""
-    spec = Job(
-        model=replace(load_model("gpt-1.3b"), name="near", num_layers=4),
-        cluster=replace(load_cluster("h100-80gb-dos"), hbm_bytes=ENDLESS),
+    one = named(
+        *("gpt-1.3b", 4, ("keep_all", "selective_recompute", "full_recompute")),
+        Fixed(tp=1, pp=2, micro_batch=1),
         **{"system": "torchtitan", "seq_len": 2048, "gpus": 16, "global_batch": 32},
     )
-    only = ("keep_all", "selective_recompute", "full_recompute")
-    fixed = Fixed(tp=1, pp=2, micro_batch=1)
-    one = SearchRequest(spec=spec, only=only, within=0.0, fixed=fixed)
     found = everything(one)
     tight = at_the_edge(one, found, 0.4)
     held(tight, found)
@@ -180,35 +187,29 @@ def test_what_a_pipeline_holds_is_searched_too(held: Held) -> None:
     assert best.problem.layout.zero_stage == 3
 
 
-@pytest.mark.parametrize("share", [0.0, 0.75])
+@pytest.mark.parametrize("share", [pytest.param(0.0, marks=pytest.mark.full), 0.75])
 @pytest.mark.parametrize(
     "moving", ["zero_bubble", pytest.param("seq1f1b:slices=2", marks=pytest.mark.full)]
 )
 def test_other_orders_of_passes_are_searched_where_they_are_named(
     moving: str, share: float, held: Held
 ) -> None:
-    spec = Job(
-        model=replace(load_model("gpt-1.3b"), name="near", num_layers=8),
-        cluster=replace(load_cluster("h100-80gb-dos"), hbm_bytes=ENDLESS),
+    one = named(
+        *("gpt-1.3b", 8, ("keep_all", moving, "full_recompute")),
+        Fixed(tp=1, pp=4, vpp=1, micro_batch=1),
         **{"system": "rematbench", "seq_len": 2048, "gpus": 4, "global_batch": 8},
     )
-    only = ("keep_all", moving, "full_recompute")
-    fixed = Fixed(tp=1, pp=4, vpp=1, micro_batch=1)
-    one = SearchRequest(spec=spec, only=only, within=0.0, fixed=fixed)
     found = everything(one)
     held(at_the_edge(one, found, share), found)
 
 
 def test_ulysses_inside_context_parallelism_is_searched_too(held: Held) -> None:
     """More ranks share a sequence than it has KV heads: the exchange stays inside a node."""
-    model = replace(load_model("llama-3.1-8b"), name="near", num_layers=2)
-    spec = Job(
-        model=model,
-        cluster=replace(load_cluster("h100-80gb-dos"), hbm_bytes=ENDLESS),
+    one = named(
+        *("llama-3.1-8b", 2, ("keep_all", "full_recompute")),
+        Fixed(tp=1, pp=1, micro_batch=1, zero_stage=1),
         **{"system": "megatron-bridge", "seq_len": 65536, "gpus": 32, "global_batch": 1},
     )
-    fixed = Fixed(tp=1, pp=1, micro_batch=1, zero_stage=1)
-    one = SearchRequest(spec=spec, only=("keep_all", "full_recompute"), within=0.0, fixed=fixed)
     found = everything(one)
     edge = at_the_edge(one, found, 0.75)
     held(edge, found)
@@ -217,7 +218,7 @@ def test_ulysses_inside_context_parallelism_is_searched_too(held: Held) -> None:
     assert min(best.problem.layout.cp, best.problem.layout.ulysses) > 1
 
 
-def whole(seed: int, most: int, sizes: Sequence[int] = (2, 4, 4, 8)) -> SearchRequest:
+def whole(seed: int, most: int, sizes: Sequence[int]) -> SearchRequest:
     """A job of which no degree is fixed, on as many GPUs as one of `sizes`, with `most` plans at
     most and a third of these at least; tensor parallelism without sequence parallelism is among
     its layouts."""
@@ -225,10 +226,9 @@ def whole(seed: int, most: int, sizes: Sequence[int] = (2, 4, 4, 8)) -> SearchRe
     while True:
         model, system = load_model(draw.choice(MODELS)), draw.choice(SYSTEMS)
         layers, gpus = draw.choice((2, 3, 4, 6)), draw.choice(sizes)
-        windows = model.attention_window[:layers]
         spec = Job(
-            model=replace(model, name="drawn", num_layers=layers, attention_window=windows),
-            cluster=replace(load_cluster(draw.choice(CLUSTERS)), hbm_bytes=ENDLESS),
+            model=shallow(model, layers),
+            cluster=endless(draw.choice(CLUSTERS)),
             system=system,
             seq_len=draw.choice(LENGTHS),
             gpus=gpus,
@@ -248,34 +248,25 @@ FEW, MANY = 300, 5000
 """Plans of jobs that are tried without a sample, in quick runs and in long ones."""
 
 
+ANY, PARTS = (2, 4, 4, 8), (10, 12, 12, 20)
+"""Sizes of a job: any, and those that fill a node in part."""
+
+
 @pytest.mark.parametrize(
-    ("seed", "most"),
+    ("seed", "most", "sizes"),
     [
-        pytest.param(0, FEW, marks=pytest.mark.full),
-        *((seed, FEW) for seed in (1, 2)),
-        *(pytest.param(seed, MANY, marks=pytest.mark.soak) for seed in range(10)),
+        *(pytest.param(seed, FEW, ANY, marks=pytest.mark.full) for seed in (0, 1)),
+        (2, FEW, ANY),
+        (0, FEW // 2, PARTS),
+        *(pytest.param(seed, MANY, ANY, marks=pytest.mark.soak) for seed in range(10)),
+        *(pytest.param(seed, MANY, PARTS, marks=pytest.mark.soak) for seed in range(4)),
     ],
 )
 def test_no_layout_of_the_whole_space_is_missed(
-    seed: int, most: int, short: bool, held: Held
+    seed: int, most: int, sizes: tuple[int, ...], held_at_edges: Law
 ) -> None:
-    one = whole(seed, most)
-    found = some(one, most)
-    for share in SHARES[3:4] if short else SHARES[:4:3]:
-        held(at_the_edge(one, found, share), found)
-
-
-@pytest.mark.parametrize(
-    ("seed", "most"),
-    [(0, FEW), *(pytest.param(seed, MANY, marks=pytest.mark.soak) for seed in range(4))],
-)
-def test_no_layout_on_a_node_that_is_filled_in_part_is_missed(
-    seed: int, most: int, short: bool, held: Held
-) -> None:
-    one = whole(seed, most, (10, 12, 12, 20))
-    found = some(one, most)
-    for share in SHARES[3:4] if short else SHARES[:4:3]:
-        held(at_the_edge(one, found, share), found)
+    one = whole(seed, most, sizes)
+    held_at_edges(one, some(one, most))
 
 
 @pytest.mark.parametrize(
@@ -360,10 +351,9 @@ def uneven(seed: int, less: Sequence[int] = (1, 2)) -> SearchRequest:
     model, pp, tp, vpp = load_model(draw.choice(MODELS)), draw.choice((2, 2, 3, 4)), 1, 2
     layers = pp * vpp * draw.choice((2, 2, 3)) - draw.choice(less)
     dp = draw.choice((1, 1, 2))
-    windows = model.attention_window[:layers]
     spec = Job(
-        model=replace(model, name="drawn", num_layers=layers, attention_window=windows),
-        cluster=replace(load_cluster(draw.choice(CLUSTERS)), hbm_bytes=ENDLESS),
+        model=shallow(model, layers),
+        cluster=endless(draw.choice(CLUSTERS)),
         system=draw.choice(INTERLEAVED),
         seq_len=draw.choice(LENGTHS),
         gpus=tp * pp * dp,
@@ -378,20 +368,19 @@ def uneven(seed: int, less: Sequence[int] = (1, 2)) -> SearchRequest:
     ("seed", "less"),
     [
         (1, (1, 2)),
-        (4, (3, 4)),
+        pytest.param(4, (3, 4), marks=pytest.mark.full),
         *(pytest.param(seed, (1, 2), marks=pytest.mark.full) for seed in (4, 7)),
         *(pytest.param(seed, (1, 2), marks=pytest.mark.soak) for seed in range(8, 28)),
         *(pytest.param(seed, (3, 4), marks=pytest.mark.soak) for seed in (2, 3, 5, 8, 10, 11)),
     ],
 )
 def test_chunks_that_differ_are_searched_like_all_others(
-    seed: int, less: tuple[int, ...], short: bool, held: Held
+    seed: int, less: tuple[int, ...], short: bool, held_at_edges: Law
 ) -> None:
     one = uneven(seed, less)
     assert all(len(set(choice.sizes)) >= 2 for choice in SearchJob(one).space.choices)
-    found = some(one, MOST // (16 if short else 4))
-    for share in SHARES[3:4] if short else SHARES[:4:3]:
-        held(at_the_edge(one, found, share), found)
+    found = some(one, MOST // (40 if short else 4))
+    held_at_edges(one, found)
 
 
 @pytest.mark.soak
@@ -435,15 +424,13 @@ def test_the_best_layout_of_a_method_is_found(
         held(at_the_edge(one, found, share), found, candidates)
 
 
-@pytest.mark.parametrize("vpp", [1, None])
+@pytest.mark.parametrize("vpp", [1, pytest.param(None, marks=pytest.mark.full)])
 def test_exchanges_beside_another_micro_batch_are_searched_too(vpp: int | None) -> None:
     """A job that leaves it open has every layout with and without, where the schedule allows, and
     with either dispatcher."""
     one = drawn_experts(11)
     spec = one.spec.changed(
-        system="megatron-core-2026", attention="fa2", cluster=replace(
-            load_cluster("h100-80gb"), hbm_bytes=ENDLESS
-        ),
+        system="megatron-core-2026", attention="fa2", cluster=endless("h100-80gb"),
         global_batch=2 * one.spec.degrees.global_batch,
     )  # fmt: skip
     one = replace(one, spec=spec, fixed=replace(one.fixed, vpp=vpp, zero_stage=1))
@@ -470,7 +457,7 @@ def test_exchanges_beside_another_micro_batch_are_searched_too(vpp: int | None) 
     ],
 )  # fmt: skip
 def test_stated_stages_are_searched_like_all_others(
-    stages: str, pp: int, seed: int, short: bool, held: Held
+    stages: str, pp: int, seed: int, short: bool, held_at_edges: Law
 ) -> None:
     one = uneven(seed)
     model = one.spec.model
@@ -480,21 +467,23 @@ def test_stated_stages_are_searched_like_all_others(
     one = replace(one, spec=spec, fixed=replace(one.fixed, pp=pp, vpp=None))
     assert {choice.layout.vpp for choice in SearchJob(one).space.choices} == {4 // pp}
     found = some(one, MOST // (16 if short else 4))
-    for share in SHARES[3:4] if short else SHARES[:4:3]:
-        held(at_the_edge(one, found, share), found)
+    held_at_edges(one, found)
 
 
 @pytest.mark.parametrize(
     "seed",
-    [2, 6, *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(10, 30))],
+    [
+        2,
+        pytest.param(6, marks=pytest.mark.full),
+        *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(10, 30)),
+    ],
 )
 def test_a_layer_that_predicts_more_tokens_is_searched_beside_the_others(
-    seed: int, short: bool, held: Held
+    seed: int, short: bool, held_at_edges: Law
 ) -> None:
     one = drawn(seed)
     assert isinstance(one.spec.model, Model)
     model = replace(one.spec.model, mtp_layers=1, attention_window=())
     one = replace(one, spec=one.spec.changed(model=model))
     found = some(one, MOST // (16 if short else 4))
-    for share in SHARES[3:4] if short else SHARES[:4:3]:
-        held(at_the_edge(one, found, share), found)
+    held_at_edges(one, found)

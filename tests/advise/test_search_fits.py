@@ -85,7 +85,7 @@ def test_arms_that_fall_unprobed_change_no_answer(
 
 def test_replays_that_end_early_change_no_shortage(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the allocator alone keeps plans from fitting, and where a plan fits."""
-    hbm, seen, ended = int(10.4 * GIB), set(), list[bool]()
+    hbm, seen, ended = int(10.78 * GIB), set(), list[bool]()
 
     def noted(*given: Any, **enough: float) -> Reserved:
         ended.append((found := weighed(*given, **enough)).at_least)
@@ -105,7 +105,7 @@ def test_replays_that_end_early_change_no_shortage(monkeypatch: pytest.MonkeyPat
         seen.add((any(ended), found.best_s < inf))
         if {(True, False), (True, True)} <= seen:
             return
-        hbm += int(min(found.short_bytes, GIB // 8)) + 2**20
+        hbm += 2**25
     pytest.fail(f"seen: {seen}")
 
 

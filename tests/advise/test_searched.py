@@ -25,14 +25,7 @@ from rematbench.inputs.paths import data_dir
 from rematbench.paper.studies.package_spaces import SpaceJob, Spaces, load_spaces, searched_spaces
 from rematbench.paper.studies.published_layouts import search_question
 from rematbench.paper.studies.published_sweeps import searched_sweeps
-from rematbench.paper.tables.searched import (
-    checked,
-    expert_table,
-    layout_table,
-    layout_text,
-    space_table,
-    sweep_table,
-)
+from rematbench.paper.tables.searched import checked, layout_text, searched_table
 from rematbench.worlds.packages.flags import Engines
 from tests.everything import ALONE
 from tests.problems import all_methods
@@ -49,15 +42,10 @@ def asked(*only: str, **changes: Any) -> SearchRequest:
     return SearchRequest(spec=Job(**spec), only=only)
 
 
-MAKERS = {
-    "layouts": layout_table,
-    "spaces": space_table,
-    "sweeps": sweep_table,
-    "experts": expert_table,
-}
+NAMES = ("layouts", "spaces", "sweeps", "experts")
 
 
-@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.parametrize("name", NAMES)
 def test_committed_answers_are_simulated_again(name: str) -> None:
     """The first and the last plan take their steps still; a step that is wrong is told."""
     rows = [row for row in read_sheet(SEARCHED / f"{name}.csv") if row["step_s"]]
@@ -66,7 +54,7 @@ def test_committed_answers_are_simulated_again(name: str) -> None:
     wrong = {**rows[0], "step_s": str(1.01 * float(rows[0]["step_s"]))}
     if wrong["run_with"]:
         assert "the cost model has changed; search again" in checked(name != "sweeps", [wrong])
-    text = MAKERS[name](rows).csv()
+    text = searched_table(name, rows).csv()
     assert all(row["name"] in text for row in some)
 
 
@@ -238,7 +226,7 @@ def test_an_interrupt_keeps_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
 
 SEARCHED_TABLES = (
     *("table", "searched_layouts", "-o", "tables"),
-    *(word for name in MAKERS for word in ("--input", f"{name}=layouts.csv")),
+    *(word for name in NAMES for word in ("--input", f"{name}=layouts.csv")),
 )
 
 

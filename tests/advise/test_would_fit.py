@@ -1,10 +1,13 @@
 """What would make a job fit: each change that is named holds, and a little less does not."""
 
+import json
 import re
 from dataclasses import replace as replaced
+from typing import Any
 
 from msgspec.structs import replace
 
+import rematbench
 from rematbench.advise.candidates.candidate import Variant
 from rematbench.advise.compare.compositions import Contender
 from rematbench.advise.compare.tuning import Tuning
@@ -13,6 +16,7 @@ from rematbench.evaluate.result import PlannedJob, Result, evaluate_plan
 from rematbench.inputs.layout import Layout
 from rematbench.problem import Problem
 from tests.problems import all_methods, make_problem
+from tests.typed import typed
 
 
 def short(**cluster: int) -> Problem:
@@ -66,3 +70,47 @@ def test_twice_the_gpus_is_the_fastest_layout_that_fits() -> None:
 
 def test_what_nothing_helps_has_no_line() -> None:
     assert would_fit(short(), [], all_methods()) == []
+
+
+# -- a job's memory in one answer: the same bytes as simulate, and options that fit when tried -----
+
+
+JOB: dict[str, Any] = {"cluster": "a100-80gb", "gpus": 4, "micro_batch": 2, "seq_len": 4096}
+JOB |= {"system": "huggingface-flash"}
+WORDS = "--cluster a100-80gb --gpus 4 --seq-len 4096 --global-batch 8 --system huggingface-flash"
+
+
+def test_the_bytes_are_those_of_simulate_and_add_up() -> None:
+    answer = rematbench.estimate("llama-3.1-8b", **JOB)
+    job = rematbench.Problem(model="llama-3.1-8b", global_batch=8, **JOB)
+    run = rematbench.simulate(job, "keep_all")
+    assert not answer.fits
+    assert answer.headroom_bytes == run.headroom_bytes
+    assert sum(answer.ranks[0].values()) == run.device_total_bytes
+    assert str(answer).splitlines()[0].startswith("OUT OF MEMORY: ")
+
+
+def test_options_fit_when_they_are_tried() -> None:
+    answer = rematbench.estimate("llama-3.1-8b", **JOB)
+    tried = [
+        one.removeprefix("would fit: ").partition(":")[0].split(", ") for one in answer.options
+    ]
+    assert ["full_recompute"] in tried
+    assert ["--micro-batch 1"] in tried
+    for words in tried:
+        options = [word for text in words if text.startswith("--") for word in text.split()]
+        method = [
+            word for text in words if not text.startswith("--") for word in ("--method", text)
+        ]
+        batch = [] if "--micro-batch" in options else ["--micro-batch", "2"]
+        ran = typed("fit", "llama-3.1-8b", *WORDS.split(), *options, *method, *batch, "--json")
+        assert ran.code in (0, None), (words, ran.err)
+        assert json.loads(ran.out)["verdict"].startswith("FITS: ")
+
+
+def test_a_job_that_fits_nowhere_has_the_words_of_compare() -> None:
+    job = (*WORDS.split(), "--gpus", "1", "--zero", "0", "--seq-len", "131072")
+    ran = typed("fit", "llama-3.1-8b", *job)
+    assert ran.code == 1
+    assert "would fit: with " in ran.out
+    assert "more memory on each device" in ran.out

@@ -34,6 +34,8 @@ GPT = replace(TWO_LAYERS_GPT, num_layers=4)
 ODD = replace(TINY, name="tiny-odd-vocabulary", vocab=TINY.vocab - 1)
 SEQ = 32
 STEPS = 2
+PATIENCE_S = 240.0
+"""For a job of tiny tensors on a busy machine; only one that hangs takes as long."""
 LEFT_OUT = 0.035
 """Of a peak, states and all: what of Megatron-core is not replayed moves none of 100 drawn jobs by
 more (docs/packages.md)."""
@@ -98,7 +100,7 @@ def deep(asked: Asked, num_layers: int, **parts: Any) -> Problem:
 def asked_job(baseline: str, asked: Asked, **options: Any) -> PackageJob:
     """The job; every one writes its gradients."""
     method = policy(baseline, asked.settings)
-    options = {"gradients": True, "ignored": asked.ignored, "timeout_s": 60.0, **options}
+    options = {"gradients": True, "ignored": asked.ignored, "timeout_s": PATIENCE_S, **options}
     return job(asked_problem(asked), method, steps=STEPS, **options)
 
 

@@ -16,6 +16,7 @@ from baselines.megatron_core.options import partition_words
 from baselines.megatron_core.plan import MegatronCore
 from rematbench.evaluate.evaluation import RankBytes
 from rematbench.evaluate.problems import make_problem
+from rematbench.inputs.configfile import ConfigError
 from rematbench.inputs.job import Job
 from rematbench.inputs.layout import Layout
 from rematbench.inputs.load import load_system
@@ -31,7 +32,7 @@ from rematbench.worlds.packages.process import job as make_job
 from rematbench.worlds.records.record import Record, World
 from rematbench.worlds.torch.case import Case, Result
 from rematbench.worlds.torch.rank_processes import execute_cases
-from tests.baselines.cases import LEFT_OUT, STEPS, TINY, Asked, asked_problem, weighed
+from tests.baselines.cases import LEFT_OUT, PATIENCE_S, STEPS, TINY, Asked, asked_problem, weighed
 from tests.installed import needs
 from tests.problems import plan_of
 
@@ -46,6 +47,17 @@ MEGATRON: dict[str, dict[str, Any]] = {
 DEEPSPEED: dict[str, dict[str, Any]] = {"full_recompute": {}, "keep_all": {}}
 OFFLOADING = "offloading"
 WRONG = "arguments of another job"
+
+
+@pytest.fixture
+def assuming() -> None:
+    """Answers also name the facts of the stack that act beside the options."""
+
+
+@pytest.fixture(autouse=True)
+def _no_facts(request: pytest.FixtureRequest) -> None:
+    if "assuming" not in request.fixturenames:
+        request.getfixturevalue("no_assumed_facts")
 
 
 def answered(
@@ -87,7 +99,7 @@ def same_as_the_plan(method: str, settings: dict[str, Any], ran: Record) -> None
 def printed_job(baseline: str, answer: FlagsAnswer, world: World = "executed") -> PackageJob:
     """A job of the default policy whose options are what was printed: nothing else says them."""
     made, method = asked_problem(Asked("one")), policy(baseline)
-    job = make_job(made, method, world, options=answer.flags, timeout_s=60.0)
+    job = make_job(made, method, world, options=answer.flags, timeout_s=PATIENCE_S)
     return replace(job, steps=STEPS if world == "executed" else 1, gradients=world == "executed")
 
 
@@ -101,8 +113,8 @@ def of_method(method: str, settings: dict[str, Any], baseline: str) -> list[Pack
     _, answer = answered(method, settings, baseline)
     assert not answer.missing
     made = asked_problem(ONE)
-    named = make_job(made, policy(baseline, answer.settings), steps=1, timeout_s=60.0)
-    none = make_job(made, policy(baseline), steps=1, timeout_s=60.0)
+    named = make_job(made, policy(baseline, answer.settings), steps=1, timeout_s=PATIENCE_S)
+    none = make_job(made, policy(baseline), steps=1, timeout_s=PATIENCE_S)
     return [printed_job(baseline, answer), named, none, printed_job(baseline, answer, "traced")]
 
 
@@ -267,7 +279,7 @@ FACTS: list[tuple[dict[str, Any], str]] = [
     ({"gather_overlap": True}, "--overlap-param-gather"),
     ({"reduce_overlap": True, "bucket_bytes": 4 * 10**6}, "--ddp-bucket-size 1000000"),
     ({"vocab_multiple": 64}, "--make-vocab-size-divisible-by 64"),
-    ({"cuda_graphs": True}, "--cuda-graph-impl local"),
+    ({"cuda_graphs": "layer"}, "--cuda-graph-impl local"),
     ({"optimizer_on_host": True}, "--optimizer-cpu-offload"),
     ({"rank_order": ("tp", "cp", "pp", "dp")}, "--use-tp-pp-dp-mapping"),
     ({"dispatcher": "deepep"}, "--moe-token-dispatcher-type flex"),
@@ -289,23 +301,24 @@ def test_a_fact_of_the_stack_is_printed_as_its_option(facts: dict[str, Any], wor
 
 def printed(baseline: str = "megatron_core", whole: bool = False, **spec: Any) -> FlagsAnswer:
     layout = Layout(**{"global_batch": 4, "dp": 2, "tp": 2, "pp": 2, **spec.pop("layout", {})})
-    made = make_problem(
-        Job.at(
-            layout,
-            **{
-                "model": "tiny-llama",
-                "cluster": "h800-80gb",
-                "system": "megatron-core",
-                "seq_len": 64,
-                **spec,
-            },
-        )
-    )
+    known = {"model": "tiny-llama", "cluster": "h800-80gb", "system": "megatron-core"}
+    made = make_problem(Job.at(layout, **known | {"seq_len": 64} | spec))
     plan = made.base_plan
     sizes = spec.get("sizes")
     return flags_of(made, replace(plan, partition=sizes) if sizes else plan, baseline, whole=whole)
 
 
+def test_a_run_chooses_the_graphs_of_a_stack_that_has_them() -> None:
+    for scope, words in {
+        "attn,mlp": "--cuda-graph-impl transformer_engine --cuda-graph-scope attn mlp",
+        "full_iteration": "--cuda-graph-impl local --cuda-graph-scope full_iteration",
+    }.items():
+        assert words in printed(system="megatron-core-0.16", cuda_graphs=scope).flags
+    with pytest.raises(ConfigError, match="'layer': torchtitan captures no CUDA graphs"):
+        printed(system="torchtitan", cuda_graphs="layer")
+
+
+@pytest.mark.usefixtures("assuming")
 def test_options_of_two_stacks_differ_where_their_facts_do() -> None:
     """The two stacks of one package, and what no option of them says."""
     plain, fused = printed(), printed(system="nemo-24.12")
@@ -416,6 +429,7 @@ def test_sinks_have_an_option() -> None:
     assert any("attention sinks (not run here)" in line for line in answer.not_run)
 
 
+@pytest.mark.usefixtures("assuming")
 def test_deepspeed_says_overlap_and_buckets() -> None:
     """Of the stack, where the stage has them."""
     layout = {"tp": 1, "pp": 1, "zero_stage": 3}

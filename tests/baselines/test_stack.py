@@ -11,10 +11,11 @@ from baselines.deepspeed.stack import backward_gradient_bytes
 from rematbench.inputs.system import with_facts
 from rematbench.problem import AttentionKind, Problem
 from rematbench.workload import Model, Precision
+from rematbench.worlds.packages.process import job, policy, run_jobs
 from rematbench.worlds.packages.process import job as make_job
-from rematbench.worlds.packages.process import policy, run_jobs
 from rematbench.worlds.packages.stack import layer_tensors, stack_of
 from tests.baselines.cases import GPT, LEFT_OUT, SEQ, TINY, Asked, asked_problem, deep, weighed
+from tests.baselines.random_jobs import draw
 from tests.installed import needs
 
 
@@ -241,3 +242,50 @@ def _wide(case: Traced, num_layers: int) -> Problem:
     # F.cross_entropy of fp32 logits keeps these beside its result; the executor's stack does not.
     system = with_facts(found.system, loss_keeps_logits=True)
     return dataclasses.replace(found, system=system)
+
+
+# -- deepSpeed's plan and stack against traces of jobs that nobody chose ---------------------------
+
+
+NEAR, FAR, TILED = 1e-3, 0.01, 0.03
+"""Of the peak, states and all: most jobs; any; with tiles (docs/packages.md says why)."""
+FAST = (28, 118, 133, 171)
+"""ZeRO 3 with its optimizer on the host; ZeRO 2 with Ulysses, tied; ZeRO 0 and (tied) ZeRO 1 with
+inputs on the host."""
+MANY = range(40)
+SHARE = 0.85
+"""Of many jobs, at least, are near."""
+
+
+def deviations(seeds: tuple[int, ...] | range, folder: Path) -> dict[int, float]:
+    """Predicted over traced, less 1, by seed."""
+    needs("deepspeed")
+    drawn = {seed: draw(seed) for seed in seeds}
+    jobs = [
+        job(one.problem, policy("deepspeed", one.settings), "traced", timeout_s=300.0)
+        for one in drawn.values()
+    ]
+    found = {}
+    records = run_jobs("deepspeed", jobs, folder)
+    for (seed, one), record in zip(drawn.items(), records, strict=True):
+        seen = record.measured
+        assert seen is not None, (seed, record.reason)
+        traced = seen.ranks[0].peak_bytes
+        method = policy("deepspeed", one.settings)
+        found[seed] = weighed(method, one.problem).device_peak / traced - 1
+    return found
+
+
+@pytest.mark.full
+def test_drawn_jobs_weigh_what_is_predicted(tmp_path: Path) -> None:
+    far = {seed: off for seed, off in deviations(FAST, tmp_path).items() if abs(off) > NEAR}
+    assert not far
+
+
+@pytest.mark.soak
+def test_most_of_many_drawn_jobs_weigh_what_is_predicted(tmp_path: Path) -> None:
+    found = deviations(MANY, tmp_path)
+    for seed, off in found.items():
+        tiled = any(name.endswith("_tiles") for name in draw(seed).settings)
+        assert abs(off) < (TILED if tiled else FAR), seed
+    assert sum(abs(off) < NEAR for off in found.values()) >= SHARE * len(found)

@@ -9,7 +9,7 @@ import pytest
 from rematbench.worlds.packages.process import PackageJob, policy, run_jobs
 from rematbench.worlds.packages.process import job as make_job
 from rematbench.worlds.records.record import Record
-from tests.baselines.cases import GPT, Asked, asked_problem
+from tests.baselines.cases import GPT, PATIENCE_S, Asked, asked_problem
 from tests.installed import needs
 
 Bytes = tuple[int, int, int, int]
@@ -111,7 +111,7 @@ def test_zero_3_fetches_ahead_on_fake_tensors_as_on_real_ones(tmp_path: Path) ->
             configuration["zero_optimization"] |= SMALL_PARTS
             text = msgspec.json.encode(configuration).decode()
             jobs += [
-                make_job(made, own, world, rank=rank, options=text, timeout_s=60.0)
+                make_job(made, own, world, rank=rank, options=text, timeout_s=PATIENCE_S)
                 for rank in range(count)
             ]
     records = run_jobs("deepspeed", jobs, tmp_path)
@@ -147,7 +147,7 @@ def _job(
 ) -> PackageJob:
     later = "zero3" in asked.layout or "offload_modules" in asked.settings
     steps = 2 if later else 1  # the second is like all that follow
-    options: dict[str, Any] = {"steps": steps, "timeout_s": 60.0, "rank": rank}
+    options: dict[str, Any] = {"steps": steps, "timeout_s": PATIENCE_S, "rank": rank}
     return make_job(asked_problem(asked), policy(baseline, asked.settings), world, **options)
 
 

@@ -18,7 +18,7 @@ from rematbench.problem import Problem
 from rematbench.workload import Model, Precision
 from rematbench.worlds.packages.process import job, policy, run_jobs
 from rematbench.worlds.packages.stack import stack_of
-from tests.baselines.cases import GPT, LAYOUTS, SEQ, TINY
+from tests.baselines.cases import GPT, LAYOUTS, PATIENCE_S, SEQ, TINY
 from tests.installed import needs
 from tests.problems import problem, remade
 
@@ -112,7 +112,7 @@ def check_peaks(cases: dict[str, Case], folder: Path) -> None:
             "stage3_max_reuse_distance": LIVE,
         }
         printed = msgspec.json.encode(configuration).decode()
-        jobs.append(job(case.problem(), method, "traced", options=printed, timeout_s=60.0))
+        jobs.append(job(case.problem(), method, "traced", options=printed, timeout_s=PATIENCE_S))
     traced, said = {}, {}
     records = run_jobs("deepspeed", jobs, folder)
     for (name, case), record in zip(cases.items(), records, strict=True):

@@ -124,7 +124,7 @@ def test_a_command_loads_no_library_that_draws_or_fits_and_no_other_command() ->
         (["simulate", "keep_all", *PIPE, "--gpipe"], "--gpipe needs --vpp 1, but --vpp is 2"),
         (["simulate", "full_recompute:block", *DEMO], "set its num_layers"),
         (["simulate", "full_recompute:block x", *DEMO], "put 'x' before the policy"),
-        (["simulate", "keep_all", *DEMO, "--estimator", "guess"], "'fujii', 'atc24'"),
+        (["simulate", "keep_all", *DEMO, "--estimator", "guess"], "'fujii', 'phaze'"),
         (["simulate", "full_recompute", *DEMO, "--estimator", "fujii"], "every activation is kept"),
         (
             ["simulate", "keep_all", *DEMO, "--zero", "3", "--estimator", "fujii", *SHARDED],
@@ -132,11 +132,8 @@ def test_a_command_loads_no_library_that_draws_or_fits_and_no_other_command() ->
         ),
         (["simulate", "keep_all", *DEMO, "--zero", "2"], "no ZeRO stage 2 (--zero: 0, 1)"),
         (["simulate", "keep_all", *DEMO, "--pp", "4", "--system", "llm-foundry"], "no pipeline"),
-        (["simulate", "mst", *PIPE, "--estimator", "atc24"], "no term for mini-sequences"),
-        (["simulate", "memo", *PIPE, "--estimator", "atc24"], "one share alpha for all chunks"),
-        (["simulate", "keep_all", *DEMO, "--estimator", "atc24"], "3 stages or more, not 1"),
-        (["simulate", "full_recompute", *PIPE, "--estimator", "atc24"], "run again whole"),
         (["compare"], "missing option: --model, --cluster, --gpus"),
+        (["fit", "llama-7b"], "missing option: --cluster, --seq-len"),
         (["compare", "keep_all", *DEMO], "unexpected extra argument"),
         (["compare", *DEMO, "--limit", "0"], "'--limit'"),
         (["compare", *DEMO, "--methods", "nowhere"], "no such folder of methods"),
@@ -254,9 +251,14 @@ def test_plan_prints_a_rank_of_actions() -> None:
     assert "\nR0.0 compute L0.attn_norm" in ran.out
 
 
-def test_a_record_is_replayed_as_stages_and_trace(tmp_path: Path) -> None:
+@pytest.mark.parametrize("mine", [False, True])
+def test_a_record_is_replayed_as_stages_and_trace(tmp_path: Path, mine: bool) -> None:
+    """Also where its stack is a file beside it."""
     record, trace, stages = (tmp_path / name for name in ("run.json", "trace.json", "stages.csv"))
-    assert typed("simulate", "keep_all", *PIPE, "--out", str(record)).code == 0
+    stack = tmp_path / "mine.yaml"
+    stack.write_text("name: mine\nversion: '1'\nbase: megatron-core\n")
+    more = ["--system", str(stack)] if mine else []
+    assert typed("simulate", "keep_all", *PIPE, *more, "--out", str(record)).code == 0
     assert read_record(record).status == "ok"
     assert typed("stages", str(record), "-o", str(stages)).code == 0
     assert len(stages.read_text().splitlines()) == 1 + 4

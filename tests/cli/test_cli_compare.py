@@ -9,22 +9,19 @@ from typing import Any
 
 import pytest
 from msgspec.structs import replace
-from rich.console import Console
 
 from rematbench.advise.candidates.candidate import load_compare
 from rematbench.advise.compare.comparison import Comparison
-from rematbench.cli.compare import Ranking, runnable
+from rematbench.cli.compare import runnable
 from rematbench.cli.options import Request, RunOptions, request
 from rematbench.evaluate.breakdown import PARTS
 from rematbench.evaluate.result import Result
-from rematbench.evidence.published.closed_forms import closed_form
 from rematbench.evidence.published.estimators import fujii_estimate
 from rematbench.evidence.published.sheets import read_sheet
 from rematbench.inputs.paths import data_dir
 from rematbench.paper.studies.rule80 import scored_cells
-from rematbench.plan import Unsupported
 from tests.cli.test_cli import DEMO, PIPE
-from tests.problems import all_methods, plan_of
+from tests.problems import all_methods
 from tests.typed import typed
 
 
@@ -154,22 +151,6 @@ def test_the_fastest_plan_that_runs_is_named_where_the_fastest_runs_nowhere() ->
     assert runnable(fewer[1:]) == ""
 
 
-@pytest.mark.parametrize("width", [80, 100, 160])
-def test_the_table_is_not_cut(width: int) -> None:
-    """No cell loses letters at the width of a terminal or of a pipe."""
-    comparison, results = compared()
-    out = Console(width=width, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
-    printed = Ranking(out, comparison, every=True)
-    printed.table(results)
-    printed.notes(results)
-    text = out.export_text()
-    assert "\u2026" not in text
-    assert max(map(len, text.splitlines())) <= width
-    for word in ("selective_recompute:", "layernorm", "+mst", "plan of keep_all"):
-        assert word in text
-    assert "80 % band: 80 % of published speeds" in text
-
-
 def test_where_nothing_fits_the_last_line_says_what_would() -> None:
     job = ["--model", "llama-7b", "--cluster", "a800-80gb", "--gpus", "1", "--seq-len", "2048"]
     only = [word for name in ("keep_all", "full_recompute", "memo") for word in ("--only", name)]
@@ -198,17 +179,6 @@ def test_fujii_stands_beside_the_ledger() -> None:
     assert found["total_bytes"] == form.total_bytes
     assert found["state_bytes"] + found["activation_bytes"] == pytest.approx(form.total_bytes)
     assert f"{form.total_bytes / 2**30:.2f}" in ran.out
-
-
-def test_atc24_is_the_estimate_that_the_method_asks() -> None:
-    """The alpha that `fit: paper` chooses is the smallest whose estimate is below its cap."""
-    asked = asked_of(model="llama-7b", cluster="a800-80gb", gpus=4, seq_len=16384, global_batch=8,
-                     pp=4, vpp=2, system="megatron-kwai")  # fmt: skip
-    plan = plan_of(asked.problem, "balanced_checkpointing+pp_offload", fit="paper")
-    assert 0 < float(plan.fit["alpha"]) < 1
-    form = closed_form("atc24", asked.problem, plan)
-    assert not isinstance(form, Unsupported)
-    assert form.total_bytes == pytest.approx(65_000 * 2**20, rel=1e-3)
 
 
 # -- Fujii's 80 % rule ------------------------------------------------------------------------

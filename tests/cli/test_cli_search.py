@@ -152,6 +152,26 @@ def test_the_longest_context_is_doubled_then_bisected() -> None:
     assert "NOTHING FITS" in ask("--seq-len", str(short), *small)
 
 
+def test_the_rank_and_the_base_that_fit_are_at_the_edge() -> None:
+    """The next larger rank and the next wider base have no plan; each answer fits by itself."""
+    words = ["search", *shlex.split(
+        "--model llama-3.1-8b --cluster a100-80gb-single --system huggingface-flash --gpus 1 "
+        "--seq-len 4096 --global-batch 1 --hbm-bytes 25769803776 --trained-dtype autocast "
+        "--method full_recompute --lora-rank"
+    )]  # fmt: skip
+    base = RUN.invoke(app, [*words, "16", "--find", "base"]).output.splitlines()
+    assert base[-1].startswith("ANSWER: 8 bits a weight")
+    assert any(line.startswith("16 bits") and "no plan" in line for line in base)
+    packed = ("--base-dtype", "int8")
+    lines = RUN.invoke(app, [*words, "16", "--find", "rank", *packed]).output.splitlines()
+    rank = int(lines[-1].removeprefix("ANSWER: ").split()[0])
+    tried = {
+        int(line.split()[0]): "no plan" in line for line in lines if " columns of" in line[:20]
+    }
+    assert min(one for one, none in tried.items() if none) <= rank + max(1, rank // 16)
+    assert "FASTEST" in RUN.invoke(app, [*words, str(rank), *packed]).output
+
+
 def test_the_fewest_gpus_make_the_speed() -> None:
     """Twice as many each time; a speed that nothing reaches is said."""
     assert "NO PLAN reaches the target" in ask("--find", "gpus", "--speed", "1e12")
@@ -226,8 +246,12 @@ def test_price_tags_only_buy() -> None:
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (("--find", "speed"), "--find: one of gpus, context, batch, memory, not 'speed'"),
+        (
+            ("--find", "speed"),
+            "--find: one of gpus, context, batch, memory, rank, base, not 'speed'",
+        ),
         (("--find", "gpus"), "give the tokens/s of all GPUs with --speed"),
+        (("--find", "rank"), "every weight trains (give --lora-rank)"),
         (("--find", "batch"), "give the seconds of a step with --step"),
         (("--attention", "fa9"), "'flash', 'unfused', 'fa1'"),
         (("--find", "context", "--json"), "--json cannot be used with --find"),

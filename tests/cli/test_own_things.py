@@ -419,7 +419,8 @@ def test_a_run_with_a_stack_of_ones_own_is_shown_with_its_file(
         "fused_loss: {value: true, source: a test}\n"
     )
     words = [*WORDS[:-1], str(stack)]
-    run, out = str(tmp_path / "run.json"), ("-o", str(tmp_path / "out"))
+    (tmp_path / "elsewhere").mkdir()
+    run, out = str(tmp_path / "elsewhere" / "run.json"), ("-o", str(tmp_path / "out"))
     assert typed("simulate", "keep_all", *words, "-o", run)[0] == 0
     code, _, err = typed(command, run, *out)
     assert code == 2

@@ -16,12 +16,12 @@ from rematbench.inputs.layout import LayoutError
 from rematbench.inputs.load import load_model
 from rematbench.model import Latent
 from rematbench.plan import Plan, Unsupported
-from rematbench.plugins.discover import discover
 from rematbench.problem import Problem, rank_parameters, rank_states
 from rematbench.workload import PACKED_BYTES
 from rematbench.worlds.packages.limits import setup_of
 from rematbench.worlds.packages.process import baselines
 from tests.predicted import predicted
+from tests.problems import all_methods
 
 RANK = 16
 LATENT = Latent(kv_rank=512, nope=128, rope=64, v=128)
@@ -166,7 +166,7 @@ def test_tensor_parallel_ranks_share_adapters(tp: int, sp: bool) -> None:
     whole = [table.activations[name].nbytes for name in gathered]
     assert whole == [2 * model.hidden * 1024] * len(gathered)
     for name in ("keep_all", "full_recompute"):
-        plan = discover().resolve(name).plan(problem, problem.base_plan)
+        plan = all_methods().resolve(name).plan(problem, problem.base_plan)
         assert isinstance(plan, Plan)
         assert check(lower(plan, problem)).reads > 0
 
@@ -188,10 +188,22 @@ def test_frozen_layers_have_no_backward_and_norms_can_train_alone() -> None:
         ({"base_dtype": "nf4"}, "but all train"),
         ({"dora": True}, "needs adapters"),
         ({"lora_rank": 4, "fp32_norms": True}, "linears of less than 16 bits"),
-        ({"lora_rank": 4, "model": "mixtral-8x7b", "system": "megatron-core"}, "adapters of exp"),
+        (
+            {"lora_rank": 4, "model": "mixtral-8x7b", "system": "megatron-core"},
+            "of exp.* 60,030,976 w",
+        ),
         ({"lora_rank": 3, "tp": 2, "gpus": 2, "system": "megatron-core"}, "multiple of tp = 2"),
         ({"trained_parts": "norms", "tp": 2, "gpus": 2, "system": "megatron-core"}, "tp = 2"),
         ({"lora_rank": 4, "model": replace(load_model("llama2-7b"), latent=LATENT)}, "latent att"),
+        (
+            {
+                "lora_rank": 8,
+                "lora_targets": "q,k,v",
+                "model": "deepseek-v2-lite",
+                "system": "megatron-core",
+            },
+            "latent att.* 2,668,032 weights, 0.04 GiB",
+        ),
         ({"frozen_layers": 32}, "must be below the 32 layers"),
     ],
 )
@@ -278,7 +290,7 @@ def test_reentrant_units_of_fsdp_keep_frozen_inputs_and_gradients() -> None:
     held = [0, 0]
     for index, parts in enumerate(("", "norms")):
         problem = made("huggingface-fsdp-4.46", trained_parts=parts, cluster="a100-80gb", **facts)
-        plan = discover().resolve("full_recompute").plan(problem, problem.base_plan)
+        plan = all_methods().resolve("full_recompute").plan(problem, problem.base_plan)
         assert isinstance(plan, Plan)
         allocs = [
             alloc

@@ -14,7 +14,6 @@ from msgspec.structs import replace
 
 from rematbench.costs.bind_kernels import Direction
 from rematbench.costs.collectives import group_ranks, worst_group
-from rematbench.costs.operators.block import layer_table
 from rematbench.costs.operators.kernels import Elementwise, Gemm
 from rematbench.costs.operators.ops import OpTable
 from rematbench.costs.states import state_bytes
@@ -27,53 +26,21 @@ from rematbench.evidence.published.sheets import read_sheet
 from rematbench.inputs.job import Job
 from rematbench.inputs.layout import Layout, LayoutError
 from rematbench.inputs.layout_rules import check_layout
-from rematbench.inputs.load import load_system
+from rematbench.inputs.load import load_model, load_system
 from rematbench.inputs.paths import data_dir
 from rematbench.inputs.system import with_facts
 from rematbench.problem import rank_states
 from rematbench.solve.recompute_modules import modules_dropped
-from rematbench.workload import Experts, Model, Workload
-from tests.problems import remade
+from rematbench.workload import Model, Workload
+from tests.problems import layer_of, remade
 
 MEGATRON = load_system("megatron-core")
 TOKENS = 4096
-QWEN = Model(
-    name="qwen3-30b-a3b",
-    num_layers=48,
-    hidden=2048,
-    num_heads=32,
-    num_kv_heads=4,
-    head_dim=128,
-    ffn=6144,
-    vocab=151936,
-    mlp="swiglu",
-    norm="rmsnorm",
-    position="rope",
-    tied_embeddings=False,
-    qk_norm=True,
-    experts=Experts(count=128, active=8, ffn=768, aux_loss=0.001),
-)
-SIGMOID = Experts(
-    count=256,
-    active=8,
-    ffn=2048,
-    shared_ffn=2048,
-    router="sigmoid",
-    groups=8,
-    dense_layers=(0,),
-    aux_loss=0.001,
-)
+QWEN = load_model("qwen3-30b-a3b")
 
 
 def table(model: Model = QWEN, tokens: int = TOKENS, **layout: int) -> OpTable:
-    return layer_table(
-        Workload(model=model, seq_len=tokens),
-        Layout(**layout),
-        MEGATRON,
-        fused_attention=True,
-        window=0,
-        dense=False,
-    )
+    return layer_of(Workload(model=model, seq_len=tokens), MEGATRON, **layout)
 
 
 def per_token(found: OpTable, *names: str) -> float:
@@ -97,12 +64,8 @@ TRACED: dict[str, tuple[float, tuple[str, ...]]] = {
     "moe": (
         53_528.0,
         (
-            "router_scores",
-            "permutation",
-            "expert_in",
-            "expert_fc1_out",
-            "expert_probs",
-            "expert_fc2_in",
+            *("router_scores", "permutation", "expert_in"),
+            *("expert_fc1_out", "expert_probs", "expert_fc2_in"),
         ),
     ),
     "layernorm": (116_368.25, ("attn_norm_out", "mlp_norm_out")),
@@ -136,12 +99,13 @@ def test_saved_bytes_do_not_depend_on_expert_parallelism(ep: int) -> None:
 
 def test_a_shared_expert_and_a_sigmoid_router_with_groups() -> None:
     """The terms of DeepSeek-V3's experts in its traced layer (459,832.5 bytes a token)."""
-    found = table(replace(QWEN, hidden=7168, experts=SIGMOID), ep=8, dp=8)
+    experts = replace(load_model("deepseek-v3").experts, aux_loss=0.001)
+    found = table(replace(QWEN, hidden=7168, experts=experts), ep=8, dp=8)
     router = per_token(found, "router_scores")
     assert router == 2 * 4 * 256 + 256 + 8 * 8 * 2 + 32 + 64 + 32 + 8
     assert per_token(found, "permutation") == 256 + 4 * 256 + 64
-    experts = per_token(found, "expert_in", "expert_fc1_out", "expert_probs", "expert_fc2_in")
-    assert experts == 114_688 + 98_336
+    routed = per_token(found, "expert_in", "expert_fc1_out", "expert_probs", "expert_fc2_in")
+    assert routed == 114_688 + 98_336
     shared = ("shared_gate_out", "shared_up_out", "shared_fc2_in")
     assert set(shared) <= set(found.saved)
     assert per_token(found, *shared) == 12_288
@@ -225,33 +189,18 @@ def test_experts_leave_a_node_where_their_groups_do(etp: int, nodes: int) -> Non
     assert (shape.ranks, shape.nodes) == (8, nodes)
 
 
-@pytest.mark.parametrize(
-    ("changes", "what"),
-    [
-        ({"system": "huggingface", "pp": 1, "ep": 1}, "the experts of system huggingface"),
-    ],
-)
-def test_a_step_is_refused_with_parameters_states_and_saved_bytes(
-    changes: dict[str, Any], what: str
-) -> None:
-    asked = {**STEP, **changes}
+def test_a_step_is_refused_with_parameters_states_and_saved_bytes() -> None:
     with pytest.raises(LayoutError) as error:
-        make_problem(Job(**asked))
+        make_problem(Job(**{**STEP, "system": "huggingface", "pp": 1, "ep": 1}))
     line = str(error.value)
-    assert f"with {what}: qwen3-30b-a3b has 30.53 B parameters (3.35 B active)" in line
+    assert "the experts of system huggingface: qwen3-30b-a3b has 30.53 B parameters (3.35" in line
     assert re.search(r"states of a rank [1-9][\d.]* GiB; a layer .* keeps [1-9][\d.]* MiB", line)
     assert "experts balanced" in line
 
 
 STEP: dict[str, Any] = {
-    "model": QWEN,
-    "cluster": "h100-80gb",
-    "system": "megatron-core",
-    "gpus": 16,
-    "seq_len": TOKENS,
-    "global_batch": 16,
-    "pp": 2,
-    "ep": 8,
+    **{"model": QWEN, "cluster": "h100-80gb", "system": "megatron-core", "gpus": 16},
+    **{"seq_len": TOKENS, "global_batch": 16, "pp": 2, "ep": 8},
 }
 
 
@@ -269,12 +218,8 @@ def test_a_step_holds_the_states_of_its_rank() -> None:
 def test_the_worst_rank_receives_more_tokens() -> None:
     work = Workload(model=QWEN, seq_len=TOKENS)
     even, worse = (
-        layer_table(
-            replace(work, imbalance=factor), Layout(ep=8, dp=8), MEGATRON,
-            fused_attention=True, window=0, dense=False,
-        )
-        for factor in (1.0, 1.5)
-    )  # fmt: skip
+        layer_of(replace(work, imbalance=factor), MEGATRON, ep=8, dp=8) for factor in (1.0, 1.5)
+    )
     for name in ("expert_in", "expert_fc1_out", "expert_fc2_in"):
         assert worse.activations[name].nbytes == 1.5 * even.activations[name].nbytes
     assert worse.activations["permuted"] == even.activations["permuted"]
@@ -286,25 +231,19 @@ def test_the_worst_rank_receives_more_tokens() -> None:
     assert Workload(model=replace(QWEN, experts=None), seq_len=TOKENS, imbalance=2.0).balance == ""
 
 
-def capacity_table(work: Workload, ep: int = 8, **facts: Any) -> OpTable:
-    stack = with_facts(MEGATRON, **facts)
-    layout = Layout(ep=ep, dp=8)
-    return layer_table(work, layout, stack, fused_attention=True, window=0, dense=False)
-
-
 @pytest.mark.parametrize("ep", [1, 8])
 def test_padded_experts_receive_their_capacity_and_nobody_counts(ep: int) -> None:
     """ceil(T K / E x factor) rows of each expert from each rank (get_capacity)."""
     work = Workload(model=QWEN, seq_len=TOKENS)
     for factor in (0.5, 1.0, 1.1):
         padded = replace(work, capacity_factor=factor, expert_padding="capacity", imbalance=3.0)
-        found = capacity_table(padded, ep)
+        found = layer_of(padded, MEGATRON, ep=ep, dp=8)
         rows = 128 * math.ceil(TOKENS * 8 / 128 * factor)
         for name in ("permuted", "expert_in", "expert_fc2_in"):
             assert found.activations[name].rows == rows
         assert found.op("expert_counts").reduce is None
         assert padded.balance == f"every expert is sent {factor:g} times the balanced tokens"
-    plain = capacity_table(work, ep)
+    plain = layer_of(work, MEGATRON, ep=ep, dp=8)
     assert (plain.op("expert_counts").reduce is None) == (ep == 1)
 
 
@@ -313,7 +252,7 @@ def test_a_capacity_without_padding_is_a_limit() -> None:
     rows = TOKENS * 8
 
     def received(factor: float) -> tuple[int, int]:
-        found = capacity_table(replace(work, capacity_factor=factor))
+        found = layer_of(replace(work, capacity_factor=factor), MEGATRON, ep=8, dp=8)
         assert found.op("expert_counts").reduce is not None
         return found.activations["permuted"].rows, found.activations["expert_in"].rows
 
@@ -325,10 +264,8 @@ def test_a_capacity_without_padding_is_a_limit() -> None:
 
 def test_a_dispatcher_of_one_copy_sends_tokens_and_not_their_copies() -> None:
     """8 of 128 experts on 8 ranks: 5.25 ranks have some of a token's, on average."""
-    found = layer_table(
-        Workload(model=QWEN, seq_len=TOKENS), Layout(ep=8, dp=8),
-        with_facts(MEGATRON, dispatcher="deepep"), fused_attention=True, window=0, dense=False,
-    )  # fmt: skip
+    one_copy = with_facts(MEGATRON, dispatcher="deepep")
+    found = layer_of(Workload(model=QWEN, seq_len=TOKENS), one_copy, ep=8, dp=8)
     ranks = 8 * (1 - (7 / 8) ** 8)
     sent = found.op("dispatch").reduce
     assert sent is not None

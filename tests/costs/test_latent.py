@@ -13,56 +13,35 @@ from msgspec.structs import replace
 from rematbench.costs.flops import attention_flop_per_token, matrix_flop_per_token
 from rematbench.costs.kernel_seconds import backward_flop
 from rematbench.costs.operators.block import layer_table
-from rematbench.costs.operators.kernels import Attention
+from rematbench.costs.operators.kernels import Attention, Gemm
 from rematbench.costs.operators.ops import OpTable
 from rematbench.costs.tiles import untiled
+from rematbench.engine.lowering.lower import lower
+from rematbench.engine.program.action import Kind
+from rematbench.engine.simulate.op_level import simulate
+from rematbench.engine.simulate.seconds import action_seconds
+from rematbench.evaluate.evaluation import evaluate
+from rematbench.evaluate.problems import trained_model
+from rematbench.evaluate.proof import check
 from rematbench.inputs.layout import Layout, LayoutError
 from rematbench.inputs.layout_rules import check_layout
-from rematbench.inputs.load import load_system
-from rematbench.inputs.system import with_facts
+from rematbench.inputs.load import load_model, load_system
+from rematbench.inputs.system import System, with_facts
+from rematbench.plan import PlanError
+from rematbench.problem import Problem, rank_parameters
 from rematbench.solve.recompute_modules import Module, modules_dropped
 from rematbench.workload import Experts, Latent, Model, Workload
-from tests.problems import problem, refusal
+from tests.problems import LLAMA, layer_of, plan_of, problem, refusal
 
 MEGATRON = load_system("megatron-core")
 TOKENS = 4096
-V3 = Model(
-    name="deepseek-v3",
-    num_layers=61,
-    hidden=7168,
-    num_heads=128,
-    num_kv_heads=128,
-    head_dim=192,
-    ffn=18432,
-    vocab=129280,
-    mlp="swiglu",
-    norm="rmsnorm",
-    position="rope",
-    tied_embeddings=False,
-    latent=Latent(q_rank=1536, kv_rank=512, nope=128, rope=64, v=128),
-    experts=Experts(
-        count=256,
-        active=8,
-        ffn=2048,
-        shared_ffn=2048,
-        router="sigmoid",
-        groups=8,
-        dense_layers=(0, 1, 2),
-        aux_loss=0.0001,
-    ),
-)
+SHIPPED = load_model("deepseek-v3")
+V3 = replace(SHIPPED, mtp_layers=0, experts=replace(SHIPPED.experts, aux_loss=0.0001))
 LITE = replace(V3, name="no-experts", experts=None)
 
 
 def table(model: Model = V3, **layout: int) -> OpTable:
-    return layer_table(
-        Workload(model=model, seq_len=TOKENS),
-        Layout(**layout),
-        MEGATRON,
-        fused_attention=True,
-        window=0,
-        dense=False,
-    )
+    return layer_of(Workload(model=model, seq_len=TOKENS), MEGATRON, **layout)
 
 
 STATISTICS, NORMS = 4 * 4, 4 * 2
@@ -181,14 +160,125 @@ def test_mla_up_proj_needs_latent_attention() -> None:
 @pytest.mark.parametrize(
     ("stack", "degrees", "words"),
     [
-        ("megatron-core", {"cp": 2, "cp_kind": "allgather"}, "MLA with cp_comm_type='all_gather'"),
-        ("deepspeed", {"dp": 2, "ulysses": 2}, "does not match the required shape, the keys'"),
+        (
+            with_facts(MEGATRON, cp_kind="allgather"),
+            *({"cp": 2}, "MLA with cp_comm_type='all_gather'"),
+        ),
+        (
+            load_system("deepspeed"),
+            *({"dp": 2, "ulysses": 2}, "does not match the required shape, the keys'"),
+        ),
     ],
 )
-def test_layouts_that_packages_refuse(stack: str, degrees: dict[str, Any], words: str) -> None:
-    given = dict(degrees)
-    system = with_facts(load_system(stack), **{k: given.pop(k) for k in ("cp_kind",) if k in given})
+def test_layouts_that_packages_refuse(stack: System, degrees: dict[str, int], words: str) -> None:
     work = Workload(model=LITE, seq_len=TOKENS)
     with pytest.raises(LayoutError, match=re.escape(words)):
-        check_layout(Layout(global_batch=2, **given), work, system)
+        check_layout(Layout(global_batch=2, **degrees), work, stack)
     check_layout(Layout(global_batch=2, cp=2), work, MEGATRON)
+
+
+# -- the layer that predicts one more token: its parameters, FLOPs, bytes, place and messages ------
+
+
+EXPERTS = Experts(count=4, active=2, ffn=64, shared_ffn=32, dense_layers=(0,))
+ALONE: dict[str, Any] = {"pp": 4, "global_batch": 4, "stages": "Ett|tt|m|L"}
+PLACES: list[dict[str, Any]] = [
+    {},
+    {"pp": 2, "global_batch": 4},
+    {"pp": 2, "vpp": 2, "global_batch": 4, "stages": "E|tt|tt|mL"},
+    {"pp": 2, "tp": 2, "global_batch": 4},
+    {"pp": 2, "dp": 2, "zero_stage": 1, "global_batch": 8},
+    ALONE,
+]
+
+
+def made(*, tied: bool = False, experts: bool = False, **layout: Any) -> Problem:
+    model = replace(LLAMA, mtp_layers=1, tied_embeddings=tied)
+    return problem(model=replace(model, experts=EXPERTS if experts else None), **layout)
+
+
+@pytest.mark.parametrize("experts", [False, True])
+@pytest.mark.parametrize("layout", [PLACES[0], PLACES[1], ALONE])
+def test_parameters_and_flops_are_the_models(layout: dict[str, Any], experts: bool) -> None:
+    """With pipeline ranks the embedding is there twice; each has every product of the model."""
+    given = made(experts=experts, **layout)
+    model, plan = given.workload.model, given.base_plan
+    held = sum(rank_parameters(given, plan, rank) for rank in range(given.layout.pp))
+    copies = model.vocab * model.hidden * (given.layout.pp > 1)
+    assert held == model.parameters + model.prediction_parameters + copies
+    if experts:
+        return
+    tables = [*(given.layer(layer) for layer in range(model.num_layers + 1)), given.head]
+    products = [k for table in tables for op in table.ops for k in op.forward]
+    flop = sum(2 * k.m * k.n * k.k for k in products if isinstance(k, Gemm))
+    tokens = given.workload.seq_len * given.layout.micro_batch
+    assert 3 * flop == matrix_flop_per_token(model) * tokens
+
+
+def test_saved_bytes_in_closed_form() -> None:
+    """Beside a layer: the input of each of four norms (2h), the joined columns (4h); the two logits
+    of the head read columns that lie side by side (4h)."""
+    given = made()
+    table, layer = given.layer(4), given.layer(0)
+    tokens, hidden = given.workload.seq_len * given.layout.micro_batch, LLAMA.hidden
+    unit = 2 * tokens * hidden
+    both = set(table.saved) & set(layer.saved) - {"layer_input"}
+    own = sum(table.activations[name].nbytes for name in table.saved if name not in both)
+    statistics = sum(
+        tensor.nbytes for name, tensor in table.activations.items() if name.endswith("_root")
+    )
+    kept = {name for name in table.saved if name not in both}
+    assert {"layer_input", "final_norm_out", "next_embedding", "joined", "join_out"} <= kept
+    assert own - statistics == 5 * unit + 2 * unit
+    assert given.head.activations["layer_output"].nbytes == 2 * unit
+    assert "layer_output" in given.head.saved
+
+
+@pytest.mark.parametrize("layout", PLACES)
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("text", ["keep_all", "full_recompute:layers=1,4", "full_recompute"])
+def test_its_order_is_safe_on_every_stage(layout: dict[str, Any], tied: bool, text: str) -> None:
+    if tied and layout is ALONE:
+        with pytest.raises(LayoutError, match="between tied embeddings on other ranks"):
+            made(tied=tied, **layout)
+        return
+    given = made(tied=tied, **layout)
+    plan = plan_of(given, text)
+    program = lower(plan, given)
+    assert check(program).actions
+    whole = simulate(program, action_seconds(given, program))
+    assert whole.step_s == pytest.approx(evaluate(given, plan).step_s, rel=1e-9)
+
+
+def test_messages_and_gradients_go_to_the_stages_that_have_it() -> None:
+    """Behind the prediction's stage a message has both predictions; that stage and the first
+    exchange the embedding's gradient."""
+    given = made(**ALONE)
+    program = lower(given.base_plan, given)
+    narrow = given.layer(0).activations["layer_input"].nbytes
+    sent: list[dict[str, int]] = []
+    for rank in program.ranks:
+        actions = (action for action, _, _ in rank.actions() if action.kind is Kind.SEND)
+        sent.append({action.op: action.nbytes for action in actions})
+    assert [one.get("f", 0) // narrow for one in sent] == [1, 1, 2, 0]
+    assert [one.get("b", 0) // narrow for one in sent] == [0, 1, 1, 2]
+    assert ["tied" in one for one in sent] == [True, False, True, False]
+    assert given.embedding_ranks == program.embedding == (0, 2)
+
+
+def test_what_is_not_modelled_is_refused() -> None:
+    with pytest.raises(LayoutError, match="first of several ranks"):
+        made(pp=2, vpp=2, global_batch=4, stages="Ett|t|tm|L")
+    with pytest.raises(LayoutError, match="more than one"):
+        problem(model=replace(LLAMA, mtp_layers=2))
+    given = made(**ALONE)
+    with pytest.raises(PlanError, match="the layout says which chunk"):
+        lower(replace(given.base_plan, partition=(((0, 1),), ((2, 3),), ((),), ((4,),))), given)
+
+
+def test_a_stack_without_such_layers_trains_the_others_and_says_so() -> None:
+    model = replace(LLAMA, mtp_layers=1)
+    found = trained_model(model, load_system("torchtitan"))
+    assert found == replace(model, mtp_layers=0, left_out=found.left_out)
+    assert "torchtitan does not train them" in found.left_out
+    assert trained_model(model, load_system("megatron-core")) is model

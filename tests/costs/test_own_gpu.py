@@ -35,9 +35,8 @@ from rematbench.inputs.load import (
     shipped_balances,
 )
 from rematbench.inputs.system import with_facts
-from rematbench.plugins.discover import discover
 from rematbench.problem import Problem
-from tests.problems import on, problem, remade
+from tests.problems import all_methods, on, problem, remade
 
 H20: dict[str, Any] = {"gpu": "H20", "peak_flop_per_s": 1.48e14, "hbm_bytes_per_s": 4e12}
 KERNELS: tuple[Kernel, ...] = (
@@ -185,6 +184,8 @@ def test_a_published_step_on_h20_lies_in_its_band(attention: Any, published_s: f
         attention=attention,
     )  # fmt: skip
     made = make_problem(spec)
-    found = with_band(evaluate_method(made, discover().resolve("full_recompute"), made.base_plan))
+    found = with_band(
+        evaluate_method(made, all_methods().resolve("full_recompute"), made.base_plan)
+    )
     assert isinstance(found.error_band, Band)
     assert found.step_s == pytest.approx(published_s, rel=found.error_band.half_width)

@@ -17,11 +17,10 @@ from rematbench.inputs.layout_rules import check_layout
 from rematbench.inputs.load import load_model, load_system
 from rematbench.inputs.shapes import causal_pairs, packed_pairs
 from rematbench.inputs.system import with_facts
-from rematbench.plugins.discover import discover
 from rematbench.problem import Problem
 from rematbench.worlds.records.plan_replay import spec_problem
 from rematbench.worlds.records.record import run_spec
-from tests.problems import LLAMA, problem, remade
+from tests.problems import LLAMA, all_methods, problem, remade
 
 DEGREES: list[dict[str, Any]] = [
     {},
@@ -122,7 +121,7 @@ def qwen(**changes: Any) -> Job:
 def test_a_published_step_of_packed_documents_lies_in_its_band() -> None:
     """23 s, published with Megatron-SWIFT (megatron-core 0.12); as whole sequences 29 s."""
     job = PlannedJob(problem=(made := make_problem(qwen(document_len=10240))), base=made.base_plan)
-    found = with_band(evaluate_method(made, discover().resolve("full_recompute"), job.base))
+    found = with_band(evaluate_method(made, all_methods().resolve("full_recompute"), job.base))
     step_s, band = found.step_s, found.error_band
     assert step_s is not None
     assert band is not None
@@ -134,7 +133,7 @@ def test_a_published_step_of_packed_documents_lies_in_its_band() -> None:
 
 def test_a_record_keeps_the_length() -> None:
     made = make_problem(qwen(document_len=10240))
-    spec = run_spec(made, discover().resolve("keep_all"))
+    spec = run_spec(made, all_methods().resolve("keep_all"))
     again = spec_problem(replace(spec, system="megatron-core"))
     assert again.workload == made.workload
     assert causal_pairs(32768, 0) > attention(made).pairs

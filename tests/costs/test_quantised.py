@@ -22,8 +22,8 @@ from rematbench.plan import (
     Split,
     Unsupported,
 )
-from rematbench.plugins.discover import discover
 from rematbench.problem import Problem
+from tests.problems import all_methods
 
 HIDDEN, FFN, QKV, LAYERS = 4096, 14336, 6144, 32
 
@@ -203,7 +203,7 @@ def test_modules_of_megatron_drop_quantised_copies() -> None:
     """With scales from values now, the norm's outputs and their copies are made again; delayed
     scales refuse it in Megatron-core's words."""
     found = made(recipe="fp8")
-    method = discover().resolve("selective_recompute", {"modules": ("layernorm",)})
+    method = all_methods().resolve("selective_recompute", {"modules": ("layernorm",)})
     plan = method.plan(found, found.base_plan)
     assert isinstance(plan, Plan), plan
     assert plan.fit["dropped"] == "attn_norm_out_quantised, mlp_norm_out_quantised"
@@ -211,7 +211,7 @@ def test_modules_of_megatron_drop_quantised_copies() -> None:
     refused = method.plan(delayed, delayed.base_plan)
     assert isinstance(refused, Unsupported)
     assert "Delayed scaling does not support moe_act and layernorm" in refused.reason
-    balanced = discover().resolve("balanced_checkpointing", {})
+    balanced = all_methods().resolve("balanced_checkpointing", {})
     plan = balanced.plan(found, found.base_plan)
     assert isinstance(plan, Plan)
     assert "fc2_in_quantised" in str(plan.fit["dropped"])

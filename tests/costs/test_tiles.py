@@ -17,10 +17,9 @@ from rematbench.evidence.bands import band_of, ratio_band
 from rematbench.inputs.job import Job
 from rematbench.inputs.load import load_cluster, load_model, names
 from rematbench.inputs.shapes import shapes
-from rematbench.plugins.discover import discover
 from rematbench.problem import Problem
 from rematbench.workload import Model
-from tests.problems import on, problem
+from tests.problems import all_methods, on, problem
 
 WIDTHS = st.integers(1, 20_000)
 
@@ -155,7 +154,7 @@ def of_bigscience(model: Model, **layout: Any) -> Problem:
 
 
 def step_s(given: Problem) -> float:
-    found = evaluate_method(given, discover().resolve("full_recompute"), given.base_plan).step_s
+    found = evaluate_method(given, all_methods().resolve("full_recompute"), given.base_plan).step_s
     assert found is not None
     return found
 

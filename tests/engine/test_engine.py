@@ -4,7 +4,7 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
@@ -24,10 +24,7 @@ from tests.problems import BALANCED, layers, problem, transfers
 from tests.program_text import parse_program
 from tests.strategies import SYSTEMS, cases
 
-SLOW = settings(
-    max_examples=settings.default.max_examples * 2 // 5,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
-)
+SLOW = settings(max_examples=settings.default.max_examples * 2 // 5)
 Case = tuple[Problem, Plan]
 
 

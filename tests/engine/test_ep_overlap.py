@@ -22,6 +22,7 @@ from rematbench.inputs.configfile import ConfigError
 from rematbench.inputs.job import Job
 from rematbench.inputs.layout import LayoutError
 from rematbench.inputs.load import load_system
+from rematbench.inputs.system import with_facts
 from rematbench.plan import Plan, PlanError
 from rematbench.problem import Problem
 from rematbench.workload import Experts
@@ -277,3 +278,42 @@ def test_a_job_chooses_the_dispatcher_of_its_stack() -> None:
     assert not leaner_exchanges(make_problem(job.changed(ep=1)))
     with pytest.raises(ConfigError, match="dispatcher: 'deepep': tiny-llama has no experts"):
         make_problem(Job(**{**flat(job), "model": "tiny-llama", "ep": 1, "dispatcher": "deepep"}))
+
+
+# -- gEMM overlap exists only over links that the library has it for -------------------------------
+
+
+def linked(tp: int, system: str = "nemo-24.12") -> Problem:
+    spec = Job(
+        model="llama-3.1-70b",
+        cluster="h100-80gb",
+        system=system,
+        gpus=64,
+        seq_len=8192,
+        global_batch=64,
+        tp=tp,
+    )
+    stack = with_facts(load_system(system), gemm_overlap_links="nvlink")
+    return make_problem(replace(spec, system=stack))
+
+
+def test_a_group_that_leaves_the_node_overlaps_only_in_the_backward() -> None:
+    assert [linked(tp).tp_overlap for tp in (4, 8, 16)] == ["gemm", "gemm", "backward"]
+    assert [linked(tp, "megatron-core").tp_overlap for tp in (8, 16)] == ["backward", "backward"]
+
+
+def test_the_overlap_changes_the_step_only_where_it_acts() -> None:
+    def step_s(problem: Problem, **facts: str) -> float:
+        changed = remade(problem, system=with_facts(problem.system, **facts))
+        return changed.cost.evaluate(changed.base_plan).step_s
+
+    inside, across = linked(8), linked(16)
+    assert step_s(inside) == step_s(inside, gemm_overlap_links="all")
+    assert step_s(across) > step_s(across, gemm_overlap_links="all")
+    assert step_s(across) == step_s(across, tp_overlap="backward")
+
+
+def test_an_nvlink_domain_larger_than_a_server_keeps_the_overlap() -> None:
+    problem = linked(16)
+    domain = replace(problem.cluster, gpus_per_node=64)
+    assert remade(problem, cluster=domain).tp_overlap == "gemm"

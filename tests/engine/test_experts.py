@@ -6,9 +6,8 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from rematbench.costs.operators.launches import COUNTS
+from rematbench.costs.operators.launches import COUNTS, uncaptured
 from rematbench.costs.operators.ops import Comm
-from rematbench.engine.lowering.blocks.chunk_ops import uncaptured
 from rematbench.engine.lowering.lower import lower
 from rematbench.engine.program.action import Action, Kind
 from rematbench.engine.program.storage import Role
@@ -41,6 +40,11 @@ def actions(found: Problem, plan: Plan | None = None) -> list[Action]:
     program = lower(plan or found.base_plan, found)
     check(program)
     return [action for rank in program.ranks for action, _, _ in rank.actions()]
+
+
+def comms(found: Problem, op: str) -> list[Comm]:
+    """The collectives of an operator."""
+    return [a.exchange.comm for a in actions(found) if a.op == op and a.exchange.comm]
 
 
 def exchanges(found: Problem, plan: Plan | None = None) -> Counter[tuple[Kind, str]]:
@@ -77,21 +81,18 @@ def test_gradients_of_experts_are_summed_over_their_own_peers(stage: int, overla
     found = given(dp=4, ep=2, zero_stage=stage, system_changes=changes)
     table, width = found.layer(0), found.system.states.reduce_bytes
     experts = found.workload.model.num_layers * table.expert_parameters
-    comms = [a.exchange.comm for a in actions(found) if a.op == "gradients" and a.exchange.comm]
     kind: Any = "reduce_scatter" if stage else "all_reduce"
     rest = LLAMA.parameters - 4 * LLAMA.mlp_parameters(LLAMA.ffn) + 4 * 8 * LLAMA.hidden
-    assert comms == [Comm(kind, "dp", width * rest), Comm(kind, "edp", width * experts)]
-    gathers = [a.exchange.comm for a in actions(found) if a.op == "parameters" and a.exchange.comm]
+    summed = [Comm(kind, "dp", width * rest), Comm(kind, "edp", width * experts)]
+    assert comms(found, "gradients") == summed
+    gathers = comms(found, "parameters")
     assert {comm.group for comm in gathers} == ({"dp", "edp"} if stage else set())
     moved = sum(comm.nbytes for comm in gathers if comm.group == "edp")
     assert moved == (found.system.states.gather_bytes * experts if stage else 0)
 
 
 def test_experts_without_peers_are_not_reduced() -> None:
-    groups = {
-        a.exchange.comm.group for a in actions(given()) if a.op == "gradients" and a.exchange.comm
-    }
-    assert groups == {"dp"}
+    assert {comm.group for comm in comms(given(), "gradients")} == {"dp"}
 
 
 def test_tensor_parallel_ranks_can_be_the_only_peers_of_experts() -> None:
@@ -103,10 +104,7 @@ def test_tensor_parallel_ranks_can_be_the_only_peers_of_experts() -> None:
         found.layer(0).parameters - found.layer(0).expert_parameters
     )
     assert held.optimizer == found.system.states.optimizer_bytes * (rest + experts // 2)
-    groups = [
-        a.exchange.comm.group for a in actions(found) if a.op == "gradients" and a.exchange.comm
-    ]
-    assert "edp" in groups
+    assert "edp" in {comm.group for comm in comms(found, "gradients")}
 
 
 def counts(found: Problem) -> tuple[int, int]:
@@ -132,10 +130,9 @@ def test_experts_are_sharded_and_gathered_among_their_own_peers(
     assert held.parameter == system.states.param_bytes * whole
     assert held.gradient == system.states.grad_bytes * (shard + experts // peers)
     assert held.optimizer == system.states.optimizer_bytes * (shard + experts // peers)
-    comms = [(a.op, a.exchange.comm) for a in actions(found) if a.exchange.comm]
     moved: Counter[tuple[str, str]] = Counter()
-    for op, comm in comms:
-        if op in ("parameters", "gradients"):
+    for op in ("parameters", "gradients"):
+        for comm in comms(found, op):
             moved[op, comm.group] += comm.nbytes
     passes = {2: 1, 3: 4}[stage]  # once in a step, or in each pass of two micro-batches
     assert moved["parameters", "dp"] == passes * system.states.gather_bytes * rest
@@ -169,11 +166,7 @@ def test_a_pipeline_holds_experts_that_have_peers() -> None:
     for ep, peers in ((2, 2), (4, 1)):
         found = given(system="torchtitan", zero_stage=3, pp=2, ep=ep, global_batch=16)
         walk = actions(found)
-        gathers = [
-            a
-            for a in walk
-            if a.op == "parameters" and a.exchange.comm and a.exchange.comm.group == "edp"
-        ]
+        gathers = [comm for comm in comms(found, "parameters") if comm.group == "edp"]
         assert len(gathers) == found.workload.model.num_layers * (peers > 1)
         allocs = [alloc for action in walk for alloc in action.allocs]
         sums = {alloc.nbytes for alloc in allocs if str(alloc.storage) == "L0.sums^"}
@@ -188,11 +181,7 @@ def test_the_executor_refuses_zero_2_and_3_with_experts_by_name() -> None:
 def test_sequence_parallel_ranks_sum_the_routers_gradients() -> None:
     both = {"tp": 2, "dp": 2, "ep": 2, "etp": 1, "global_batch": 2}
     norms = [
-        sum(
-            a.exchange.comm.nbytes
-            for a in actions(one)
-            if a.op == "norm_gradients" and a.exchange.comm
-        )
+        sum(comm.nbytes for comm in comms(one, "norm_gradients"))
         for one in (given(**both), given(LLAMA, **both | {"ep": 1, "etp": None}))
     ]
     routers = 4 * 8 * LLAMA.hidden
@@ -282,12 +271,12 @@ def test_modules_that_no_layer_has_are_refused() -> None:
 def test_graphs_end_where_experts_learn_their_sizes(padding: str) -> None:
     """Attention, router and counts are in a layer's graph, and experts with known sizes too."""
     model = replace(MIXTURE, num_layers=2)
-    plain = (given(model, system_changes={"cuda_graphs": on}) for on in (False, True))
+    plain = (given(model, system_changes={"cuda_graphs": on}) for on in ("none", "layer"))
     work = {"expert_padding": padding, "capacity_factor": float(padding == "capacity")}
     eager, graphs = (remade(one, workload=replace(one.workload, **work)) for one in plain)
     names = [op.name for op in graphs.layer(0).ops]
     apart = {*names[names.index(COUNTS) + 1 :]} if padding == "none" else set[str]()
-    assert {*uncaptured(graphs, graphs.layer(0))} == apart
+    assert {*uncaptured(graphs.system.kernels, graphs.workload, graphs.layer(0))} == apart
     peaks = [evaluate(one, one.base_plan).ranks[0].activation_peak for one in (eager, graphs)]
     table = graphs.layer(0)
     made = {name for op in table.ops if op.name in apart for name in op.outputs}

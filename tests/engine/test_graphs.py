@@ -5,18 +5,24 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from rematbench.costs.operators.launches import COUNTS, uncaptured
 from rematbench.engine.lowering.lower import lower
 from rematbench.engine.program.action import Kind
 from rematbench.engine.program.program import Program
 from rematbench.engine.simulate.max_plus import simulate_chunks
-from rematbench.engine.simulate.seconds import ActionCosts, action_seconds
+from rematbench.engine.simulate.seconds import DIRECTION, ActionCosts, action_seconds
 from rematbench.evaluate.evaluation import evaluate
+from rematbench.evaluate.result import assumed
+from rematbench.evaluate.verdict import GRAPH_BYTES, unknown_bytes
+from rematbench.evidence.peaks import fits_word
+from rematbench.inputs.layout import LayoutError
 from rematbench.plan import MiniSequence, Plan, PlanError
 from rematbench.problem import Problem
 from rematbench.worlds.packages.flags import flags_of
 from rematbench.worlds.packages.process import BaselineError, job, policy
 from rematbench.worlds.records.refusals import refusals
 from tests.cost_constants import ROUND
+from tests.engine.test_experts import MIXTURE
 from tests.engine.test_host_clock import timed, with_host
 from tests.problems import BALANCED, FULL, all_methods, half, problem, refusal, remade, transfers
 
@@ -31,12 +37,13 @@ LAUNCH_S = 1e-4
 def graphed(
     launch_s: float = LAUNCH_S,
     *,
-    graphs: bool = True,
+    graphs: bool | str = True,
     system_changes: dict[str, Any] | None = None,
     **layout: Any,
 ) -> Problem:
     """A problem on a stack that captures layers, with a host that takes its time."""
-    given = problem(system_changes={"cuda_graphs": graphs, **(system_changes or {})}, **layout)
+    scope = graphs if isinstance(graphs, str) else ("none", "layer")[graphs]
+    given = problem(system_changes={"cuda_graphs": scope, **(system_changes or {})}, **layout)
     return remade(given, calibration=with_host(launch_s))
 
 
@@ -132,6 +139,86 @@ def test_copies_of_gradients_are_launches_of_their_own() -> None:
         plan = replace(given.base_plan, states=hosted)
         copies.append(launches(given, lower(plan, given), "L")[Kind.D2H])
     assert copies[0] == copies[1] > 0
+
+
+def routed(scope: str, **facts: Any) -> Problem:
+    """A layer of experts over two ranks, with HybridEP and graphs of a scope."""
+    stack = {"dispatcher": "hybridep", **facts}
+    return graphed(model=MIXTURE, graphs=scope, ep=2, dp=2, global_batch=4, system_changes=stack)
+
+
+@pytest.mark.parametrize(
+    ("scope", "captured"),
+    [
+        ("attn", {"qkv", "attention", "proj"}),
+        ("moe_router,moe_preprocess", {"router", COUNTS}),
+        ("attn,moe_router,moe_preprocess", {"qkv", "attention", "proj", "router", COUNTS}),
+        ("moe", {"router", COUNTS, "expert_fc1", "combine"}),
+        ("mlp", set()),
+    ],
+)
+def test_a_scope_captures_its_operators(scope: str, captured: set[str]) -> None:
+    """Experts outside of a graph keep their launches and their pace; a graph has one launch."""
+    given, eager = routed(scope), routed("none")
+    kernels, table = given.system.kernels, given.layer(0)
+    left = uncaptured(kernels, given.workload, table)
+    probes = {"qkv", "attention", "proj", "router", COUNTS, "expert_fc1", "combine"}
+    assert probes - left == captured
+    there, here = (host_s(one, lower(one.base_plan, one)) for one in (eager, given))
+    inside = {op.name for op in table.ops} - left
+    passes = given.workload.model.num_layers * given.layout.num_micro_batches
+    launched = sum(here.get(name, 0.0) for name in inside)
+    assert launched == pytest.approx((2 if inside else 0) * passes * given.cost.host_launch_s)
+    assert {name: here[name] for name in left} == {name: there[name] for name in left}
+    if scope != "mlp":
+        assert step_s(given) < step_s(eager)
+
+
+def host_s(given: Problem, program: Program) -> dict[str, float]:
+    """Seconds of rank 0's host in the kernels of layers, by operator."""
+    costs, found = ActionCosts(given), dict[str, float]()
+    for rank, action in timed(program):
+        if rank == 0 and action.part.letter == "L" and action.kind in DIRECTION:
+            found[action.op] = found.get(action.op, 0.0) + costs.issue_s(action, rank)
+    return {op.name: found.get(op.name, 0.0) for op in given.layer(0).ops}
+
+
+def test_an_iteration_is_one_graph_and_waits_for_no_counts() -> None:
+    given = routed("full_iteration")
+    program, costs = lower(given.base_plan, given), ActionCosts(given)
+    issued = [(action, costs.issue_s(action, rank)) for rank, action in timed(program)]
+    assert {action.kind for action, seconds in issued if seconds} == {Kind.OPTIMIZER}
+    assert not any(costs.held(action) for action, _ in issued)
+    assert any(ActionCosts(routed("none")).held(action) for action, _ in issued)
+    at_once = remade(given, calibration=with_host(0.0))
+    assert step_s(given) == pytest.approx(step_s(at_once), abs=9 * LAUNCH_S)
+    full = given.base_plan.with_rules(*FULL)
+    assert lower(full, given).ranks, "a graph of an iteration holds recomputed layers"
+    unknown = GRAPH_BYTES[False]
+    words = [fits_word(left, 2 * unknown, unknown_bytes(given)) for left in (unknown - 1, unknown)]
+    assert words == ["tight", "yes"]
+    assert "CUDA graphs full_iteration (its 4 GB or more are in no total)" in assumed(given)
+
+
+@pytest.mark.parametrize(
+    ("scope", "facts", "said"),
+    [
+        ("full_iteration", {"dispatcher": "alltoall"}, "holds experts of known sizes"),
+        ("moe", {"dispatcher": "deepep"}, "holds experts of known sizes"),
+        ("moe,moe_router", {}, "both moe and moe_router"),
+        ("moe_preprocess", {}, "only supported with moe_router"),
+        (
+            "moe",
+            {"ep_overlap": "always", "features": ("ep_overlap",)},
+            "not supported with ep_",
+        ),
+    ],
+)
+def test_scopes_that_megatron_refuses(scope: str, facts: dict[str, Any], said: str) -> None:
+    with pytest.raises(LayoutError, match=said):
+        routed(scope, **facts)
+    with pytest.raises(LayoutError, match="only supported for MoE"):
+        graphed(graphs="moe", global_batch=2)
 
 
 def test_who_captures_graphs() -> None:

@@ -162,7 +162,7 @@ def test_orders_are_written_as_they_were() -> None:
     [
         ({"dp": 2, "zero_stage": 3}, "parameters gathered per layer"),
         ({"dp": 2, "zero_stage": 2}, "sharded gradients"),
-        ({"system_changes": {"cuda_graphs": True}}, "CUDA graphs"),
+        ({"system_changes": {"cuda_graphs": "layer"}}, "CUDA graphs"),
     ],
 )
 def test_what_is_not_lowered_beside_halves_is_named(changes: dict[str, object], words: str) -> None:

@@ -2,9 +2,13 @@
 
 import random
 from collections.abc import Iterator
+from dataclasses import replace as replaced
+from itertools import pairwise
+from math import fsum
 from typing import Any
 
 import pytest
+from hypothesis import given
 from msgspec.structs import replace
 
 from rematbench.engine.lowering.lower import lower
@@ -15,15 +19,18 @@ from rematbench.engine.simulate.max_plus import simulate_chunks
 from rematbench.engine.simulate.op_level import ORDERING, TIMELESS, Timing, simulate
 from rematbench.engine.simulate.seconds import DIRECTION, ActionCosts, action_seconds
 from rematbench.evaluate.breakdown import host_wait_s
+from rematbench.evaluate.evaluation import evaluate
 from rematbench.inputs.constants import Calibration, instant_hosts
 from rematbench.inputs.layout import Layout
 from rematbench.inputs.load import load_cluster, load_model, load_system
 from rematbench.inputs.system import with_facts
+from rematbench.plan import Plan
 from rematbench.problem import Problem
 from rematbench.workload import Workload
 from tests.cost_constants import ROUND
 from tests.problems import BALANCED, FULL, SKELETAL, half, problem, remade, transfers
 from tests.program_text import parse_program
+from tests.strategies import cases
 
 LAYOUTS: list[dict[str, Any]] = [
     {"global_batch": 3},
@@ -254,3 +261,70 @@ def test_blocking_copies_never_make_a_step_faster() -> None:
         program = lower(given.base_plan.with_rules(BALANCED, half()), given)
         steps.append(simulate_chunks(program, action_seconds(given)).step_s)
     assert steps[1] > steps[0]
+
+
+# -- blocking launches: the host waits for each kernel, so nothing overlaps on a rank --------------
+
+
+def blocking(made: Problem) -> Problem:
+    """The problem on a stack whose launches block."""
+    return remade(made, system=with_facts(made.system, launch_blocking=True))
+
+
+@given(cases())
+def test_a_step_is_never_faster_and_both_levels_agree(case: tuple[Problem, Plan]) -> None:
+    made, plan = case
+    slow = blocking(made)
+    program = lower(plan, slow)
+    seconds = action_seconds(slow, program)
+    step_s = simulate_chunks(program, seconds).step_s
+    assert step_s == pytest.approx(simulate(program, seconds).step_s, rel=1e-9)
+    free = lower(plan, made)
+    assert step_s >= simulate_chunks(free, action_seconds(made, free)).step_s * (1 - 1e-9)
+
+
+@given(cases())
+def test_a_rank_s_actions_do_not_overlap(case: tuple[Problem, Plan]) -> None:
+    made, plan = case
+    slow = blocking(made)
+    program = lower(plan, slow)
+    ran = simulate(program, action_seconds(slow, program), record=True)
+    for rank in range(program.pp):
+        busy = sorted(
+            (one.start_s, one.end_s)
+            for one in ran.intervals
+            if one.rank == rank and one.end_s > one.start_s
+        )
+        for (_, end), (start, _) in pairwise(busy):
+            assert start >= end * (1 - 1e-12)
+
+
+@pytest.mark.parametrize(
+    "system", ["rematbench", "megatron-core", "huggingface-flash", "torchtitan"]
+)
+def test_on_one_stream_launches_and_kernels_add(system: str) -> None:
+    made = blocking(problem(system=system, tp=1, global_batch=3))
+    program = lower(made.base_plan, made)
+    seconds = action_seconds(made, program)
+    (rank,) = program.ranks
+    taken = [
+        (timing.issue, timing.seconds)
+        for action, _, _ in rank.actions()
+        if action.kind not in (*TIMELESS, *ORDERING)
+        for timing in (seconds.timing(action, 0),)
+    ]
+    whole = fsum(issue + duration for issue, duration in taken)
+    assert simulate_chunks(program, seconds).step_s == pytest.approx(whole, rel=1e-9)
+    assert evaluate(made, made.base_plan).step_s == pytest.approx(whole, rel=1e-9)
+
+
+def test_kernels_beside_a_collective_are_not_slowed() -> None:
+    made = problem(system="megatron-core", tp=2, dp=2, global_batch=4)
+    assert made.cost.overlap_factor("tp") > 1.0
+    assert blocking(made).cost.overlap_factor("tp") == 1.0
+
+
+def test_bytes_do_not_depend_on_it() -> None:
+    made = problem(system="megatron-core", tp=2, pp=2, dp=2, global_batch=8)
+    slow = replaced(blocking(made), evaluator=None)
+    assert evaluate(made, made.base_plan).ranks == evaluate(slow, slow.base_plan).ranks

@@ -141,11 +141,11 @@ def held(problem: Problem, plans: Sequence[Weighed]) -> None:
     assert named.step_s <= NEAR * step_s, f"{named.method} is slower than {name}"
 
 
-FULL = [pytest.param(seed, marks=pytest.mark.full) for seed in (2, 3, 4)]
+FULL = [pytest.param(seed, marks=pytest.mark.full) for seed in (3, 4, 10)]
 SOAK = [pytest.param(seed, marks=pytest.mark.soak) for seed in (6, 7, 11)]
 
 
-@pytest.mark.parametrize("seed", [10, *FULL, *SOAK])
+@pytest.mark.parametrize("seed", [2, *FULL, *SOAK])
 def test_what_fits_is_named_and_nearly_the_fastest(seed: int, short: bool) -> None:
     problem, share = drawn(seed)
     plans = weighed(problem, all_methods(), listed(problem, 3 if short else 1))

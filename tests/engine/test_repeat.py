@@ -5,7 +5,7 @@ from collections import Counter
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
@@ -26,10 +26,7 @@ from rematbench.problem import Problem
 from tests.problems import BALANCED, FULL, SKELETAL, half, layers, problem, transfers
 from tests.strategies import cases
 
-DEEP = settings(
-    max_examples=settings.default.max_examples * 2 // 5,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
-)
+DEEP = settings(max_examples=settings.default.max_examples * 2 // 5)
 
 
 def unrepeated(plan: Plan, given: Problem) -> Program:

@@ -1,6 +1,5 @@
 """Optimizer states in pieces: bytes by direction, order, ledgers, seconds, refusals."""
 
-from collections.abc import Callable
 from math import fsum
 from typing import Any
 
@@ -11,16 +10,13 @@ from rematbench.costs.states import shard
 from rematbench.engine.lowering.lower import lower
 from rematbench.engine.program.action import (
     CAST,
-    COMPUTE,
     HOST_UPDATE,
-    STATES_DOWN,
     STATES_UP,
     WEIGHTS_UP,
-    Action,
     Kind,
 )
 from rematbench.engine.program.ledger import live_bytes
-from rematbench.engine.program.program import Block, Program
+from rematbench.engine.program.program import Program
 from rematbench.engine.simulate.seconds import action_seconds
 from rematbench.evaluate.evaluation import evaluate, evaluate_program, program_bytes
 from rematbench.evaluate.proof import CheckError, check
@@ -164,73 +160,10 @@ def test_the_ledgers_count_what_stays_and_what_visits(mix: str, also: tuple[str,
     assert after[-1] == (0, 0)
 
 
-def without(program: Program, drop: Callable[[Action], bool]) -> Program:
-    """The program of one rank without some actions."""
-    (rank,) = program.ranks
-    blocks = tuple(
-        Block(block.label, tuple(a for a in block.actions if not drop(a))) for block in rank.blocks
-    )
-    return Program(ranks=(replace(rank, blocks=blocks),))
-
-
-def of(op: str, part: str) -> Callable[[Action], bool]:
-    return lambda action: action.op == op and action.part == part
-
-
-def k2() -> Program:
-    given = timed("one")
-    return lower(in_pieces(given.base_plan, sized(given, MIXES["k2"], 6)), given)
-
-
-@pytest.mark.parametrize(
-    ("drop", "words"),
-    [
-        (of(STATES_DOWN, "P3"), "waits for"),
-        (of(WEIGHTS_UP, "P2"), "waits for"),
-        (lambda a: a.stream == HOST_UPDATE and a.kind is Kind.WAIT, "while compute may still use"),
-        (lambda a: a.stream == "h2d" and a.kind is Kind.WAIT, "may still use"),
-    ],
-)
-def test_a_left_out_action_is_found(drop: Callable[[Action], bool], words: str) -> None:
-    check(k2())
-    with pytest.raises(CheckError, match=words):
-        check(without(k2(), drop))
-
-
-def both(*drops: Callable[[Action], bool]) -> Callable[[Action], bool]:
-    return lambda action: any(drop(action) for drop in drops)
-
-
-@pytest.mark.parametrize(
-    ("op", "part", "words"),
-    [
-        (STATES_DOWN, "P3", "frees P3.states, which is not back on the host"),
-        (WEIGHTS_UP, "P2", "weights of P2 never go up after their update"),
-        ("optimizer", "P2", "sends P2 before its update"),
-    ],
-)
-def test_a_copy_that_is_left_out_with_its_waits_is_found(op: str, part: str, words: str) -> None:
-    program = k2()
-    (event,) = [a.event for a, _, _ in program.ranks[0].actions() if of(op, part)(a)]
-    end = program.ranks[0].blocks[-1]
-    assert end.label == "OPT_HOST"
-    waits = {id(a) for a in end.actions if a.wait == event}
-    with pytest.raises(CheckError, match=words):
-        check(without(program, both(of(op, part), lambda a: id(a) in waits)))
-
-
-def test_a_visit_freed_before_its_copy_back_is_done_is_found() -> None:
-    program = k2()
-    downs = {a.event for a, _, _ in program.ranks[0].actions() if a.op == STATES_DOWN}
-    end = program.ranks[0].blocks[-1]
-    early = {id(a) for a in end.actions if a.stream == COMPUTE and a.wait in downs}
-    with pytest.raises(CheckError, match=r"frees P1.states while d2h may still use it"):
-        check(without(program, lambda a: id(a) in early))
-
-
 def test_a_kernel_after_an_update_is_found() -> None:
-    program = k2()
-    (rank,) = program.ranks
+    """What else is left out or moved: test_ready_pieces.py."""
+    given = timed("one")
+    (rank,) = lower(in_pieces(given.base_plan, sized(given, MIXES["k2"], 6)), given).ranks
     late = replace(rank, steps=(*rank.steps[:-2], rank.steps[-1], rank.steps[-2]))
     with pytest.raises(CheckError, match="after their update"):
         check(Program(ranks=(late,)))

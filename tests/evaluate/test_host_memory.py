@@ -18,10 +18,9 @@ from rematbench.inputs.job import Job
 from rematbench.inputs.layout import LayoutError
 from rematbench.inputs.load import load_cluster, load_model, load_system, names
 from rematbench.inputs.system import System, with_facts
-from rematbench.plugins.discover import discover
 from rematbench.problem import Problem, rank_parameters
 from rematbench.workload import Model
-from tests.problems import LLAMA, layers, problem
+from tests.problems import LLAMA, all_methods, layers, problem
 
 HOSTED = {"optimizer_on_host": True}
 STACKS = [
@@ -220,7 +219,7 @@ def verdict(host_gib: int, **spec: Any) -> dict[str, int]:
         load_cluster(spec["cluster"]), host_bytes=host_gib * GIB, host_update_parameters_per_s=2e9
     )
     found = make_problem(Job(**spec | {"cluster": cluster, "optimizer": "host"}))
-    result = evaluate_method(found, discover().resolve("full_recompute"))
+    result = evaluate_method(found, all_methods().resolve("full_recompute"))
     assert result.evaluation is not None
     assert result.verdict == judge(found, result.evaluation)
     assert result.verdict.fits == (result.status == "ok")

@@ -13,9 +13,8 @@ from rematbench.inputs.kernel_rates import RateError
 from rematbench.inputs.load import load_cluster, load_model, load_system, names
 from rematbench.inputs.precision import in_precision
 from rematbench.inputs.system import with_facts
-from rematbench.plugins.discover import discover
 from rematbench.workload import Precision
-from tests.problems import stacks
+from tests.problems import all_methods, stacks
 from tests.typed import typed
 
 PEAKS = {
@@ -34,7 +33,7 @@ def simulated(method: str = "full_recompute", **given: Any) -> Result:
     sizes = {"model": "llama-7b", "system": "megatron-core", "gpus": 8, "tp": 4}
     sizes |= {"seq_len": 4096, "global_batch": 64, "cluster": "a800-80gb"}
     problem = make_problem(Job(**{**sizes, **given}))
-    return with_band(evaluate_method(problem, discover().resolve(method, None, problem)))
+    return with_band(evaluate_method(problem, all_methods().resolve(method, None, problem)))
 
 
 @pytest.mark.parametrize("precision", STATES)
@@ -179,7 +178,7 @@ def test_a_generation_without_a_peak_has_no_time() -> None:
         global_batch=64, precision="fp32", attention="unfused",
     )  # fmt: skip
     problem = make_problem(spec, constants)
-    found = evaluate_method(problem, discover().resolve("keep_all", None, problem))
+    found = evaluate_method(problem, all_methods().resolve("keep_all", None, problem))
     assert found.fits
     assert found.not_timed == (
         "time not modelled: no fp32 peak of a800-80gb (its file may give fp32_flop_per_s)"

@@ -18,8 +18,7 @@ from rematbench.inputs.job import Job
 from rematbench.inputs.kernel_rates import RateError
 from rematbench.inputs.load import calibration, load_cluster, load_model, load_system
 from rematbench.inputs.system import with_facts
-from rematbench.plugins.discover import discover
-from tests.problems import stacks
+from tests.problems import all_methods, stacks
 from tests.typed import typed
 
 GIB = 2**30
@@ -75,7 +74,7 @@ def simulated(method: str = "keep_all", **given: Any) -> Result:
         "global_batch": 8,
     }
     problem = make_problem(Job(**{**sizes, **given}))
-    found = evaluate_method(problem, discover().resolve(method, None, problem))
+    found = evaluate_method(problem, all_methods().resolve(method, None, problem))
     return with_band(told_fragmented(found))
 
 
@@ -291,6 +290,12 @@ def test_experts_that_drop_tokens_have_a_range_for_a_verdict() -> None:
     fewer = rematbench.simulate(rematbench.Problem(**job | {"capacity_factor": 0.75}), "keep_all")
     assert (whole.status, whole.fits, fewer.fits) == ("dropping", False, True)
     assert whole.reason.startswith(f"{fewer.headroom_bytes / GIB:.2f} GiB of headroom if experts")
+    assert "(it fits from 25% on)" in whole.reason
+    room = int(1.3 * GIB)  # the next share needs less than this on top
+    less = rematbench.simulate(
+        rematbench.Problem(**job, hbm_bytes=whole.problem.cluster.hbm_bytes + room), "keep_all"
+    )
+    assert "(it fits from 20% on)" in less.reason
     for others in ({"expert_padding": "capacity"}, {"global_batch": 256, "micro_batch": 2}):
         found = rematbench.simulate(rematbench.Problem(**job | others), "keep_all")
         assert found.status == "oom"

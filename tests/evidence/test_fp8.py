@@ -4,6 +4,7 @@ from collections import defaultdict
 from statistics import fmean, median, quantiles
 from typing import Any
 
+import pytest
 from msgspec.structs import replace
 
 from rematbench.evaluate.problems import make_problem
@@ -47,6 +48,7 @@ def test_gains_over_twins_are_predicted_within_the_bars() -> None:
     assert quantiles(errors, n=10)[-1] <= 0.10
 
 
+@pytest.mark.full
 def test_the_constant_of_hopper_is_the_best_of_each_source_left_out() -> None:
     """Fitted to the other sources, with equal weight, it is within 4 % of the shipped value."""
     rows = [row for row in read_of("fp8.csv", "fp8") if row[SPEED]]
@@ -81,7 +83,7 @@ def test_steps_are_predicted() -> None:
         ]
         for gpu in (("H100",), ("GB200", "B200", "GB300"))
     }
-    assert [len(found) for found in errors.values()] == [37, 7]
+    assert [len(found) for found in errors.values()] == [38, 15]
     assert median([e for found in errors.values() for e in found]) <= 0.12
 
 
@@ -99,8 +101,8 @@ def test_torchaos_memory_changes_as_published() -> None:
 
 
 def test_experts_in_mxfp8_on_blackwell_are_predicted() -> None:
-    """The bar is 18 %.  Rows with latent attention, all of DeepSeek-V3, miss it: they are predicted
-    20 to 28 % too slow."""
+    """The bar is 18 %.  Rows with latent attention and without graphs, all of DeepSeek-V3, miss it:
+    they are predicted 20 to 28 % too slow."""
     rows = [row for row in read_of("moe.csv", "mxfp8") if row[SPEED] and "B200" in row["gpu"]]
     plain, latent = ([row for row in rows if ("mla" in row["attention_kind"]) == w] for w in (0, 1))
     errors = [

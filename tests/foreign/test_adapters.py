@@ -61,9 +61,13 @@ def test_adapters_of_a_file_are_options(tmp_path: Path, text: str, found: dict[s
 def test_a_command_without_a_tuner_has_its_packages_default(tmp_path: Path) -> None:
     own, refused = read(tmp_path, "swift sft --model m --max_length 512", "run.sh")
     assert (own["lora_rank"], own["lora_dropout"], refused) == ("8", "0.05", [])
+    line = "swift sft --model m --max_length 512 --torch_dtype bfloat16 --lora_dtype"
+    widths = [read(tmp_path, f"{line} {word}", "run.sh")[0] for word in ("bfloat16", "float32")]
+    assert [one.get("trained_dtype") for one in widths] == [None, "autocast"]
     line = "torchrun train.py --model_name_or_path m --bf16 --lora_r 4"
     assert read(tmp_path, line, "run.sh")[0]["lora_targets"] == "q,v"
     assert not read(tmp_path, f"{TRL}lora_r: 4\n")[0]
+    assert read(tmp_path, FACTORY)[0]["lora_rank"] == "8"
 
 
 TUNE = """
@@ -91,6 +95,30 @@ def test_a_configuration_of_torchtune_is_read(tmp_path: Path) -> None:
     assert made.method == "full_recompute+mst:mlp_chunks=1"
     whole = TUNE.replace("qlora_", "")
     assert read(tmp_path, whole)[0] == {"optimizer_kind": "adam8bit"}
+    (tmp_path / "job.yaml").write_text(whole + "data_parallel_shard_dim: -1\n")
+    line = "tune run --nproc_per_node 4 x --config job.yaml batch_size=4 optimizer.lr=1e-5"
+    read(tmp_path, line, "run.sh")
+    reading = read_files([tmp_path / "run.sh"])
+    made = file_job(reading, {"cluster": "h100-80gb"}, "", "job")
+    expected = {"gpus": "4", "micro_batch": "4", "global_batch": "16", "zero_stage": "3"}
+    assert {key: made.options.get(key) for key in expected} == expected
+    assert not reading.unknown
+
+
+@pytest.mark.parametrize(
+    ("line", "packed"),
+    [
+        (
+            "deepspeed --module openrlhf.cli.train_sft --pretrain m --lora_rank 8 --load_in_4bit",
+            True,
+        ),
+        ("torchrun -m verl.trainer.fsdp_sft_trainer model.path=m model.lora_rank=8", False),
+    ],
+)
+def test_packages_that_adapt_all_linears(tmp_path: Path, line: str, packed: bool) -> None:
+    found, refused = read(tmp_path, line, "run.sh")
+    assert (found["lora_rank"], found.get("lora_targets"), refused) == ("8", None, [])
+    assert found.get("base_dtype") == ("nf4_double" if packed else None)
 
 
 def test_pefts_file_stands_beside_a_trainers(tmp_path: Path) -> None:

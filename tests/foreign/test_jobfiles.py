@@ -12,7 +12,7 @@ from rematbench.foreign.packages import read_files
 from rematbench.foreign.reading import Reading
 from rematbench.host.declared import flat
 from rematbench.inputs.configfile import ConfigError
-from rematbench.inputs.foreign import SIGNS, package_of
+from rematbench.inputs.foreign import package_of, signs
 from rematbench.inputs.load import load_cluster, load_model, load_system
 from rematbench.solve.recompute_modules import MODULES
 from rematbench.workload import Experts
@@ -239,8 +239,8 @@ def test_every_other_door_points_to_read(file: Path) -> None:
 
 
 def test_every_sign_identifies_its_package() -> None:
-    for package, signs in SIGNS:
-        for sign in signs:
+    for package, every in signs().items():
+        for sign in every:
             assert package_of(dict.fromkeys(sign)) == package
 
 

@@ -19,6 +19,9 @@ from tests.foreign.small_jobs import AXOLOTL, FACTORY, SIZES, SWIFT, TITAN, TRL,
         (TRL.replace("nll", "dft"), "loss"),
         (AXOLOTL + "rl: grpo\ntrl: {use_vllm: true}", "reinforcement"),
         (AXOLOTL + "reward_model: true", "reinforcement"),
+        (AXOLOTL + "model_type: AutoModelForSequenceClassification", "another head"),
+        (TRL + "deepspeed_config: {zero_stage: 3}", "accelerate"),
+        (TRL + "fsdp_config: {reshard_after_forward: 8}", "reshard_after_forward"),
         (FACTORY.replace("stage: sft", "stage: dpo"), "stage: dpo"),
         (FACTORY + "use_adam_mini: true", "Adam-mini"),
         (FACTORY + "use_kt: true", "KTransformers"),
@@ -39,11 +42,16 @@ def test_a_file_of_another_job_is_refused(tmp_path: Path, text: str, word: str) 
         "swift rlhf --model m --tuner_type full",
         "NPROC_PER_NODE=8 megatron rlhf --model Qwen/Qwen3-8B",
         "deepspeed --module openrlhf.cli.train_rm --model.model_name_or_path m",
-        "torchrun -m verl.trainer.fsdp_sft_trainer model.partial_pretrain=m model.lora_rank=8",
+        "torchrun -m verl.trainer.sft_trainer model.path=m model.lora_adapter_path=x",
         "torchrun -m verl.trainer.sft_trainer model.path=m engine=megatron",
         "accelerate launch open_instruct/dpo_tune_cache.py --model_name_or_path m",
         "accelerate launch --use_megatron_lm train.py --model_name_or_path m",
         f"x.py {SIZES} --max-tokens-per-gpu 64 --rollout-batch-size 8 --colocate",
+        f"x.py {SIZES} --max-tokens-per-gpu 64 --rollout-batch-size 8 --loss-type sft_loss",
+        f"x.py {SIZES} --max-tokens-per-gpu 64 --train-backend fsdp",
+        f"torchrun pretrain_bert.py {SIZES} --bf16",
+        f"torchrun examples/multimodal/pretrain_vlm.py {SIZES} --bf16",
+        f"torchrun pretrain_gpt.py {SIZES} --bf16 --lora-rank 8",
     ],
 )
 def test_a_command_of_another_job_is_refused(tmp_path: Path, line: str) -> None:
@@ -51,10 +59,44 @@ def test_a_command_of_another_job_is_refused(tmp_path: Path, line: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("more", "zero"),
+    [("--deepspeed_config ds_z2.json", "2"), ("--zero_stage 3", "3"), ("", None)],
+)
+def test_a_switch_of_deepspeed_takes_its_file(tmp_path: Path, more: str, zero: str | None) -> None:
+    (tmp_path / "ds_z2.json").write_text('{"zero_optimization": {"stage": 2}}')
+    line = f"deepspeed --num_gpus 8 train.py --deepspeed --model_name_or_path m --bf16 {more}"
+    made, reading = job(tmp_path, line)
+    assert (made.options.get("zero_stage"), bool(reading.refused)) == (zero, zero is None)
+
+
+def test_a_file_is_read_at_its_path_before_its_name(tmp_path: Path) -> None:
+    (tmp_path / "ds").mkdir()
+    for stage, folder in ((2, tmp_path), (3, tmp_path / "ds")):
+        (folder / "c.json").write_text(json.dumps({"zero_optimization": {"stage": stage}}))
+    line = "deepspeed --num_gpus 8 train.py --model_name_or_path m --bf16 --deepspeed {}/c.json"
+    stages = [job(tmp_path, line.format(at))[0].options["zero_stage"] for at in ("ds", "elsewhere")]
+    assert stages == ["3", "2"]
+
+
+@pytest.mark.parametrize(("ranks", "fits"), [(1, True), (2, False)])
+def test_a_degree_of_one_is_none(tmp_path: Path, ranks: int, fits: bool) -> None:
+    lines = [f"x.py {SIZES} --bf16 --num-distributed-optimizer-instances {ranks}"]
+    lines += [f"torchrun openrlhf.cli.train_sft --pretrain m --ring_attn_size {ranks}"]
+    assert [not job(tmp_path, line)[1].refused for line in lines] == [fits, fits]
+
+
+def test_a_value_of_a_command_can_turn_its_yamls_off(tmp_path: Path) -> None:
+    (tmp_path / "full.yaml").write_text(FACTORY + "bf16: true\ndeepspeed: ds_z3.json\n")
+    made, reading = job(tmp_path, "llamafactory-cli train full.yaml deepspeed=null")
+    assert (made.options["zero_stage"], reading.files) == ("0", [])
+
+
+@pytest.mark.parametrize(
     ("text", "package"),
     [
         ("policy: {}\nloss_fn: {}", "NeMo-RL"),
         ("step_scheduler: {}\nmodel: {}", "Automodel"),
+        ("model: m\nmodel_class: llm\ndist_config: {name: fsdp2}", "LLaMA-Factory v1"),
         ("actor_rollout_ref: {}\ndata: {}", "verl"),
     ],
 )
@@ -65,6 +107,24 @@ def test_a_file_of_a_package_that_is_not_read_is_named(
         ConfigError, match=f"a {package} configuration, which is not read|an {package}"
     ):
         job(tmp_path, text, "job.yaml")
+
+
+@pytest.mark.parametrize(("processes", "fits"), [("", False), ("NPROC_PER_NODE=2 ", True)])
+def test_layers_on_several_devices_of_a_process_are_refused(
+    tmp_path: Path, processes: str, fits: bool
+) -> None:
+    line = f"CUDA_VISIBLE_DEVICES=0,1 {processes}swift sft --model m --max_length 512"
+    refused = job(tmp_path, line)[1].refused
+    assert (not refused, "device_map" in " ".join(refused)) == (fits, not fits)
+
+
+def test_accelerates_checkpointing_wraps_whatever_the_trainer_says(tmp_path: Path) -> None:
+    config = {"distributed_type": "FSDP", "fsdp_config": {"fsdp_activation_checkpointing": True}}
+    (tmp_path / "fsdp.json").write_text(json.dumps(config))
+    line = "accelerate launch --config_file fsdp.json swift/cli/sft.py --model Qwen/Qwen3-8B "
+    line += "--per_device_train_batch_size 1 --gradient_checkpointing false --tuner_type full"
+    made, reading = job(tmp_path, line)
+    assert (made.method, reading.package) == ("full_recompute", "ms-swift")
 
 
 @pytest.mark.parametrize("out", ["runs/dpo", "grpo.out", "reward"])
@@ -83,6 +143,9 @@ def test_a_name_of_a_file_chooses_no_task(tmp_path: Path, out: str) -> None:
         "--softmax-type learnable",
         "--window-attn-skip-freq 2",
         "--quick-geglu",
+        "--defer-embedding-wgrad-compute",
+        "--remote-device cpu",
+        "--pipeline-model-parallel-size 2 --microbatch-group-size-per-vp-stage 4",
         "--fp8-format e4m3 --fp8-recipe custom",
         "--fp8-format hybrid --no-fp8-wgrad --log-throughput",
         "--fp8-format hybrid --transformer-impl local",
@@ -250,6 +313,24 @@ def test_a_recipe_in_a_package_is_named(tmp_path: Path, line: str, word: str) ->
         job(tmp_path, line)
 
 
+def test_slimes_supervised_training_has_no_engine(tmp_path: Path) -> None:
+    line = f"x.py {SIZES} --max-tokens-per-gpu 64 --rollout-batch-size 8 --ref-load m "
+    line += "--loss-type sft_loss --debug-train-only --disable-compute-advantages-and-returns"
+    made, reading = job(tmp_path, line)
+    assert (reading.refused, reading.unknown, made.options["seq_len"]) == ([], [], "64")
+
+
+@pytest.mark.parametrize(
+    ("text", "word"), [("step_scheduler: {}\nmodel: {}", "Automodel"), ("a: 1", "not a job")]
+)
+def test_a_file_that_a_command_names_is_not_called_absent(
+    tmp_path: Path, text: str, word: str
+) -> None:
+    (tmp_path / "am.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=f"names am.yaml, .*{word}"):
+        job(tmp_path, "torchrun recipes/llm/finetune.py --config am.yaml")
+
+
 def test_openrlhf_has_dots_in_its_options(tmp_path: Path) -> None:
     text = "read -r -d '' cmd <<EOF\nopenrlhf.cli.train_sft --data.max_len 2048 "
     text += "--train.batch_size 256 --train.micro_batch_size 2 --ds.zero_stage 3 --ds.adam_offload "
@@ -273,8 +354,9 @@ def test_a_micro_batch_of_verl_can_be_that_of_all_ranks_or_of_tokens(tmp_path: P
 
 
 def test_a_number_without_a_value_stops_the_run(tmp_path: Path) -> None:
-    line = f"x.py {SIZES} --bf16 --tensor-model-parallel-size $(expr 16 / 2)"
-    assert job(tmp_path, line)[1].unknown == ["--tensor-model-parallel-size"]
+    line = f"x.py {SIZES} --bf16 --tensor-model-parallel-size $("
+    assert job(tmp_path, f"{line}nproc)")[1].unknown == ["--tensor-model-parallel-size"]
+    assert job(tmp_path, f"N=8; {line}expr 16 / $N)")[0].options["tp"] == "2"
 
 
 def test_a_key_of_verl_is_named_whatever_its_letters(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Bytes, stacks and lengths are those of the job that a file says."""
 
+import json
 from itertools import combinations
 from pathlib import Path
 
@@ -37,6 +38,7 @@ def test_offloaded_inputs_have_a_home(tmp_path: Path, text: str, method: str, re
     [
         (FACTORY + "bf16: true", True),
         (FACTORY + "pure_bf16: true", False),
+        (FACTORY.replace("full", "lora") + "fp16: true", False),
         (FACTORY + "bf16: true\ndeepspeed: {zero_optimization: {stage: 2}}", False),
         (TRL, True),
         (TRL + "dtype: bfloat16", False),
@@ -159,6 +161,23 @@ def test_interleaved_chunks_differ(tmp_path: Path, options: str, partition: str)
         job(tmp_path, f"{line}-rank 2 --decoder-first-pipeline-num-layers 3")
 
 
+@pytest.mark.parametrize(
+    ("name", "model"),
+    [
+        ("deepseek-ai/DeepSeek-V2-Lite-Chat", "deepseek-v2-lite"),
+        ("deepseek-ai/DeepSeek-V3-0324", "deepseek-v3"),
+        ("deepseek-ai/DeepSeek-V3.1", None),
+        ("mistralai/Mixtral-8x7B-Instruct-v0.1", "mixtral-8x7b"),
+        ("Qwen/Qwen3-235B-A22B-Thinking-2507", "qwen3-235b"),
+        ("meta-llama/Llama-3.3-70B-Instruct", "llama-3.1-70b"),
+        ("Qwen/Qwen3-8B-FP8", None),
+    ],
+)
+def test_a_name_of_the_hub_is_a_shipped_model(tmp_path: Path, name: str, model: str | None) -> None:
+    text = TRL.replace("Qwen/Qwen3-8B", name)
+    assert job(tmp_path, text, "job.yaml")[0].options.get("model") == model
+
+
 def test_a_layout_of_stages_is_read(tmp_path: Path) -> None:
     text = "Et|(tt|)*2,L"
     line = f"x.py {SIZES.replace('-layers 4', '-layers 5')} --bf16 --pipeline-model-parallel-size 2"
@@ -169,6 +188,21 @@ def test_a_layout_of_stages_is_read(tmp_path: Path) -> None:
     made = job(tmp_path, f"{line} --pipeline-model-parallel-layout 'Et*2|t*3L'")[0]
     assert made.words[made.words.index("--partition") + 1] == "2,3"
     assert "--layout" not in made.words
+
+
+def test_a_key_of_an_early_trl_has_its_defaults(tmp_path: Path) -> None:
+    text = TRL.replace("loss_type: nll\n", "").replace("gradient_checkpointing: true\n", "")
+    assert job(tmp_path, text, "job.yaml")[0].method == "full_recompute+mst:mlp_chunks=1"
+    early = text.replace("max_length", "max_seq_length")
+    assert job(tmp_path, early, "job.yaml")[0].method == "keep_all"
+
+
+def test_blocks_of_transformers_own_example_are_full(tmp_path: Path) -> None:
+    values = {"model_name_or_path": "Qwen/Qwen3-8B", "block_size": 4096, "bf16": True}
+    (tmp_path / "args.json").write_text(json.dumps(values))
+    made, reading = job(tmp_path, "torchrun --nproc_per_node 8 x/run_clm.py args.json")
+    assert (made.method, reading.package) == ("keep_all", "Transformers")
+    assert not [line for line in reading.notes if "cap" in line]
 
 
 @pytest.mark.parametrize(
@@ -271,9 +305,43 @@ def test_compiled_norms_keep_no_steps(tmp_path: Path) -> None:
     assert (stack["compiled"], stack["norm_keeps_steps"]) == (True, False)
 
 
-def test_variables_of_the_environment_state_facts(tmp_path: Path) -> None:
-    line = f"export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True\nx.py {SIZES} --bf16"
-    assert facts(job(tmp_path, line)[0])["expandable_segments"] is True
+ALLOC, GROWS = "PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True"
+
+
+@pytest.mark.parametrize(
+    ("before", "states"),
+    [
+        ("export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True\n", True),
+        ("PYTORCH_CUDA_ALLOC_CONF=max_split_size_mb:128,expandable_segments:True ", True),
+        ("srun --export=ALL,PYTORCH_ALLOC_CONF=expandable_segments:True ", True),
+        (
+            f"""ray job submit --runtime-env-json='{{"env_vars": {{"{ALLOC}": "{GROWS}"}}}}' -- """,
+            True,
+        ),
+        ("PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False ", False),
+        ("", False),
+    ],
+)
+def test_variables_of_the_environment_state_facts(
+    tmp_path: Path, before: str, states: bool
+) -> None:
+    made = facts(job(tmp_path, f"{before}x.py {SIZES} --bf16")[0])
+    assert made.get("expandable_segments", False) is states
+
+
+def test_a_rank_order_and_an_unfused_activation_are_facts(tmp_path: Path) -> None:
+    line = f"x.py {SIZES} --bf16 --swiglu --use-tp-pp-dp-mapping --no-bias-swiglu-fusion"
+    stack = facts(job(tmp_path, line)[0])
+    assert (stack["rank_order"], stack["fused_swiglu"]) == (["tp", "cp", "pp", "dp"], False)
+
+
+def test_only_megatrons_own_optimizer_on_the_host_leaves_a_copy_on_the_device(
+    tmp_path: Path,
+) -> None:
+    line = f"x.py {SIZES} --bf16 "
+    assert facts(job(tmp_path, f"{line}--optimizer-cpu-offload")[0])["resident_bytes"] == 4
+    made = job(tmp_path, f"{line}--deepspeed --zero-stage 1 --cpu-optimizer")[0]
+    assert (made.options["optimizer"], "resident_bytes" in facts(made)) == ("host", False)
 
 
 SWITCHES = [
@@ -300,6 +368,28 @@ def loads(folder: Path, made: FileJob) -> None:
         (load_system if "stack" in name else load_model)(folder / name)
 
 
+@pytest.mark.parametrize(
+    ("options", "scope", "refused"),
+    [
+        ("--enable-cuda-graph", "layer", ""),
+        ("--cuda-graph-impl local --cuda-graph-scope full_iteration", "full_iteration", ""),
+        ("--cuda-graph-impl full_iteration", "full_iteration", ""),
+        ("--cuda-graph-impl transformer_engine --cuda-graph-scope attn mlp", "attn,mlp", ""),
+        ("--cuda-graph-impl none --cuda-graph-scope attn", None, ""),
+        ("--external-cuda-graph --cuda-graph-scope full", "layer", ""),
+        ("--cuda-graph-impl local --cuda-graph-scope mamba", None, "--cuda-graph-scope: mamba"),
+        ("--cuda-graph-impl mine", None, "--cuda-graph-impl: mine"),
+    ],
+)
+def test_graphs_of_a_line_are_a_choice_of_the_run(
+    tmp_path: Path, options: str, scope: str | None, refused: str
+) -> None:
+    _, reading = job(tmp_path, f"torchrun pretrain_gpt.py {SIZES} --bf16 {options}\n")
+    assert reading.get("cuda_graphs") == scope
+    assert [line.startswith(refused) for line in reading.refused] == [True] * bool(refused)
+    assert not reading.unknown
+
+
 OPTIONS = [
     "--bf16 --grad-reduce-in-bf16 --use-precision-aware-optimizer --exp-avg-dtype bf16",
     "--bf16 --cuda-graph-impl local",
@@ -316,6 +406,28 @@ OPTIONS = [
 @pytest.mark.parametrize("options", OPTIONS)
 def test_a_written_stack_of_megatron_loads(tmp_path: Path, options: str) -> None:
     loads(tmp_path, job(tmp_path, f"x.py {SIZES} {options}", cluster="h100-80gb")[0])
+
+
+@pytest.mark.parametrize(
+    ("more", "settings"),
+    [
+        ("", []),
+        (
+            " --recompute-granularity selective --recompute-modules mlp",
+            ["recompute=selective", "modules=[mlp]"],
+        ),
+    ],
+)
+def test_modules_on_the_host_are_those_of_the_package(
+    tmp_path: Path, more: str, settings: list[str]
+) -> None:
+    line = f"x.py {SIZES} --fine-grained-activation-offloading --offload-modules "
+    made, reading = job(tmp_path, f"{line}core_attn attn_proj{more}")
+    own = ["bias_activation_fusion=true", "offload_modules=[core_attn,attn_proj]"]
+    assert (made.method, [*made.settings]) == ("megatron_core", own + settings)
+    assert not reading.refused
+    assert "moe_act" in job(tmp_path, f"{line}moe_act{more}")[1].refused[0]
+    assert job(tmp_path, f"{line}core_attn --recompute-granularity full")[1].refused
 
 
 def test_weights_in_fp32_are_those_of_the_stack_that_runs(tmp_path: Path) -> None:

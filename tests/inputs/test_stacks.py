@@ -124,12 +124,6 @@ def test_a_name_alone_gives_a_users_file_no_constants(tmp_path: Path) -> None:
     assert found.cluster.peak_flop_per_s == 4e14
 
 
-def test_the_power_limit_is_the_clusters() -> None:
-    scales = {name: entry.kernel_scale for name, entry in calibration().networks.items()}
-    assert {name for name, scale in scales.items() if scale != 1} == {"h100-96gb-hbm2e"}
-    assert calibration().systems["torchtitan"].kernel_scale == 1
-
-
 def test_a_kernel_by_name_has_its_own_speed() -> None:
     table = made().layer(0)
     op = next(op for op in table.ops if op.name == "attention")
@@ -255,16 +249,6 @@ def test_shipped_clusters_and_their_memory_are_like_shipped() -> None:
         assert not unlike_shipped(dataclass_replace(problem, cluster=bigger))
 
 
-def test_a_version_with_a_feature_more_has_those_of_its_base() -> None:
-    base, bridge = load_system("megatron-core-2026"), load_system("megatron-bridge")
-    assert {*bridge.accepts.features} == {*base.accepts.features, "ulysses_in_cp"}
-
-
-def test_mst_is_transformers_but_for_its_loop_and_its_optimizer() -> None:
-    assert differences("mst-hf").keys() == {"held_logit_bytes", "step_scratch_bytes"}
-    assert load_system("mst-hf").constants == load_system("huggingface-flash").constants
-
-
 @pytest.mark.parametrize(("name", "each"), [("mst-hf", 16), ("mst-hf-accumulated", 12)])
 def test_bytes_of_a_logit_at_the_losss_backward(name: str, each: int) -> None:
     """Held output, log-softmax, and the gradients of both."""
@@ -277,25 +261,12 @@ def test_bytes_of_a_logit_at_the_losss_backward(name: str, each: int) -> None:
 
 
 def test_deepspeed_is_the_decoder_that_its_baseline_runs() -> None:
-    """And around Hugging Face's layers it is another stack."""
     pin = (data_dir("baselines") / "deepspeed" / "requirements.txt").read_text(encoding="utf-8")
     release = re.search(r"deepspeed==([0-9.]+)", pin)
     plain, layers = load_system("deepspeed"), load_system("huggingface-deepspeed")
     for found in (plain, layers):
         assert f"DeepSpeed {release[1]}" in found.version
     assert (plain.norm_kernel, plain.rope_kernel) == ("torch", "eager")
-    assert {facts("deepspeed")[key].file for key in ("norm", "rope", "repeats_kv")} == {"deepspeed"}
-    assert all(facts("deepspeed")[key].source for key in ("norm", "rope", "repeats_kv"))
-    zero = {
-        *("optimizer_bytes", "late_state_bytes", "fresh_gradients", "reduce_overlap"),
-        *("gather_overlap", "bucket_bytes", "blocking_copies", "features", "whole_buckets"),
-        *("host_gradients", "host_pinned", "sub_group_parameters", "step_scratch_bytes"),
-        *("prefetch_elements", "live_elements", "flat_step", "ddp_buckets"),
-        "fp32_copy",
-    }
-    long_contexts = {"tiles_again", "wide_query_gradient"}  # the baseline's plans say its tiles
-    assert differences("huggingface-deepspeed").keys() == zero | long_contexts
-    assert all(flat(layers)[key] == flat(plain)[key] for key in zero)
 
 
 # -- versions -----------------------------------------------------------------------------------
@@ -333,7 +304,9 @@ def test_a_job_names_the_other_versions_of_its_stack() -> None:
     words += ["--gpus", "8", "--seq-len", "4096", "--global-batch", "8", "--zero", "3"]
     words.append("--notes")
     shown = CliRunner().invoke(APP, [*words, "--system", "huggingface-flash"]).output
-    assert "; other versions: huggingface-flash-4.4x (`rematbench systems" in shown
+    assert "; other versions: huggingface-flash-4.4x (`rematbench systems" in " ".join(
+        shown.split()
+    )
     refused = CliRunner().invoke(APP, [*words, "--system", "torchtitan", "--cp", "2"])
     assert str(refused.exception).endswith("cp = 2 (another version has it: torchtitan-2026)")
     assert "other versions" not in CliRunner().invoke(APP, [*words, "--system", "deepspeed"]).output

@@ -15,6 +15,7 @@ from rematbench.measure.parts.checks import Ran, Summary, findings
 from rematbench.worlds.records.measured import Comparison
 from rematbench.worlds.records.record import Record, read_record, write_record
 from tests.campaigns import suite_text, tiny
+from tests.typed import typed
 from tests.worlds.torch.test_execute_cli import rematbench
 
 CELLS = ("lossless-fp32.keep_all", "lossless-fp32.full_recompute", "large.keep_all")
@@ -93,9 +94,9 @@ def test_without_a_gpu_one_line_says_so(tmp_path: Path) -> None:
 
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
-    done = rematbench("measure-gpu", "-o", str(tmp_path / "out"))
-    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
-    assert "torch sees no GPU" in done.stderr
+    ran = typed("measure-gpu", "-o", str(tmp_path / "out"))
+    assert (ran.code, ran.err.count("\n")) == (2, 1)
+    assert "torch sees no GPU" in ran.err
     assert not (tmp_path / "out").exists()
 
 

@@ -51,9 +51,10 @@ def head_actions(p: Problem, plan: Plan) -> list[Action]:
 
 
 @pytest.mark.parametrize(
-    ("seq_len", "pieces"), [(1024, {}), (4096, {}), (4097, {"fc1": 2}), (60_000, {"fc1": 15})]
+    ("seq_len", "pieces"),
+    [(4096, {}), (4097, {"fc1": 2}), (60_000, {"fc1": 15}), (1 << 20, {"fc1": 32})],
 )
-def test_mlp_pieces_have_hidden_rows_and_shorter_sequences_are_whole(
+def test_mlp_pieces_have_hidden_rows_but_for_short_and_very_long_sequences(
     seq_len: int, pieces: dict[str, int]
 ) -> None:
     plan = plan_of(one_a100("llama3-8b", seq_len), "mst")
@@ -71,10 +72,6 @@ def test_given_pieces_win_over_the_rules() -> None:
     p = one_a100("llama3-8b", 8192)
     assert counts(plan_of(p, "mst", mlp_chunks=5, head_chunks=7)) == {"fc1": 5, "lm_head": 7}
     assert counts(plan_of(p, "mst", mlp_chunks=1, head_chunks=1)) == {}
-
-
-def test_pieces_of_very_long_sequences_are_capped() -> None:
-    assert counts(plan_of(one_a100("llama3-8b", 1 << 20), "mst"))["fc1"] == 32
 
 
 # -- transients -------------------------------------------------------------------------------

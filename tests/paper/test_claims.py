@@ -23,7 +23,6 @@ from rematbench.paper.studies.declarations import (
     load_claims,
     published,
 )
-from rematbench.paper.studies.rows import published_numbers
 from rematbench.paper.studies.study import Study, load_study
 from rematbench.paper.tables.claims import (
     ALSO,
@@ -397,10 +396,3 @@ def test_the_eighty_percent_rule_counts_what_is_published() -> None:
     dashes = [row | {"status": "dash"} for row in own]
     (found,) = prediction_answers(dashes)
     assert found.values == {"oom_below": 0, "below": 0}
-
-
-def test_tables_take_published_numbers_from_claims_in_our_units() -> None:
-    told = published_numbers(ROWS, CLAIMS)
-    ladder = told[("mst", "run", "llama3-8b", "mst, early update", "peak_device_bytes")]
-    assert ladder == pytest.approx(47 * 2**30)
-    assert told[("mst", "longest", "llama3-8b", "mst, early update", "seq_len")] == 60000

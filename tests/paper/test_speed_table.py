@@ -126,6 +126,7 @@ def drawn(table: Path, figure: Path) -> str:
     return done.stdout
 
 
+@pytest.mark.full
 def test_the_figure_is_drawn_where_a_gpu_has_seconds_and_nowhere_else(tmp_path: Path) -> None:
     table, figure = written(tmp_path, ROWS), tmp_path / "measured_speed.pdf"
     assert drawn(table, figure) == "measured_speed.pdf: 6 cells with seconds of a GPU\n"

@@ -1,14 +1,16 @@
 """The first screen's tables: errors by kind of evidence, and losses by source."""
 
+import re
 from collections.abc import Iterator
+from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+import msgspec
 import pytest
 
 from rematbench.evidence.accuracy import left_out_errors, load_accuracy
 from rematbench.evidence.decisions import Decision
-from rematbench.evidence.decisions import sweeps as published_sweeps
 from rematbench.evidence.job_evidence import (
     JobProperties,
     LeftOutCell,
@@ -16,8 +18,10 @@ from rematbench.evidence.job_evidence import (
     left_out_cells,
     out_of_source,
 )
-from rematbench.inputs.constants import is_fit
+from rematbench.inputs.configfile import ConfigError, read_mapping
 from rematbench.inputs.load import calibration
+from rematbench.paper.sheet.table import Table
+from rematbench.paper.tables import systems
 from rematbench.paper.tables.scores import (
     ALL,
     NOTHING,
@@ -26,6 +30,8 @@ from rematbench.paper.tables.scores import (
     out_of_source_means,
     regret_table,
 )
+from tests.problems import all_methods
+from tests.workflow.checkout import ROOT
 
 
 def known(source: str, error: float, stack: str = "s", seq_len: int = 4096) -> LeftOutCell:
@@ -70,20 +76,6 @@ def test_losses_are_means_over_sweeps() -> None:
     assert not regret_table([]).rows
 
 
-def test_the_note_of_decisions_says_what_constants_saw() -> None:
-    """Every source with a sweep has fitted rows; the sources named have no sweep."""
-    rows = [{**row, "pred_status": "ok"} for row in out_of_source()]
-    named = {key[0] for key in published_sweeps(rows)}
-    fit = calibration().fit
-    assert "fitted to some rows of each source" in regret_table([]).note
-    for source in named:
-        assert any(is_fit(row, fit) for row in rows if row["source"] == source), source
-    for word in ("MosaicML", "NVIDIA"):
-        assert word in regret_table([]).note
-        assert any(word in row["source"] for row in rows)
-        assert not any(word in source for source in named)
-
-
 def test_a_cell_is_drawn_in_the_groups_of_its_own_sheet() -> None:
     """Groups of another sheet may match every source."""
     rows = [{**row, "sheet": ""} for row in out_of_source() if row["sheet"] == "runs.csv"]
@@ -108,3 +100,66 @@ def test_both_means_out_of_source_are_told() -> None:
     row = {"source": "a", "tokens_per_s_per_gpu": "10", "pred_tokens_per_s_per_gpu": "12"}
     slow = {**row, "pred_tokens_per_s_per_gpu": "9"}
     assert left_out_by_source([row, slow])["a"] == pytest.approx(0.15)
+
+
+# -- the table of systems: what runs says so, and what does not says why ---------------------------
+
+
+FILE = ROOT / "config" / "related.yaml"
+EXPECTED, MEASURED = ROOT / "results" / "expected", ROOT / "results" / "measured"
+
+
+def made(related: Path = FILE) -> Table:
+    methods, accuracy, claims = (
+        EXPECTED / f"{name}.csv" for name in ("methods", "accuracy_by_source", "claims")
+    )
+    traced, executed, measured = (
+        sorted(MEASURED.glob(f"{name}/*.json")) for name in ("traced", "executed", "gpu*/records")
+    )
+    return systems.build(related, methods, accuracy, claims, traced, executed, measured)
+
+
+def declared() -> list[systems.Related]:
+    given = read_mapping(FILE, str(FILE))
+    return list(msgspec.convert(given, systems.RelatedFile).systems)
+
+
+def test_every_system_runs_or_says_why() -> None:
+    rows = {row["system"]: row for row in made().rows}
+    assert len(rows) == len(declared())
+    for row in rows.values():
+        assert (row["planned"] is None) == bool(row["reason"]), row["system"]
+        assert row["reason"] is None or row["reason"].startswith(("not yet: ", "refused: "))
+
+
+def test_every_method_belongs_to_a_system() -> None:
+    named = {name for system in declared() for name in system.methods}
+    assert set(all_methods().methods) - named == {"keep_all"}
+
+
+def test_a_method_of_activations_was_traced_and_executed() -> None:
+    """Methods that are tried only where they are named have few records; tests run them."""
+    registry = all_methods()
+    states = {name for name, entry in registry.methods.items() if entry.waits}
+    moving = {system.name for system in declared() if set(system.methods) & states}
+    for row in made().rows:
+        if "simulated" in row and row["system"] not in moving:
+            assert row["traced"], row["system"]
+            assert row["executed"], row["system"]
+
+
+def test_errors_and_verdicts_are_those_of_the_tables() -> None:
+    rows = {row["system"]: row["published"] for row in made().rows}
+    assert re.search(r"ATC'24 Table 8, gains: \d\.\d %", rows[ATC])
+    assert re.search(r"claims: \d+ of \d+ numbers met", rows["MEMO"])
+    assert rows["KARMA"] == "claims: not comparable"
+
+
+ATC = "balanced checkpointing and pipeline offload"
+
+
+def test_a_system_that_neither_runs_nor_says_why_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "related.yaml"
+    path.write_text("systems: [{name: new, source: here, methods: [no_such_method]}]\n")
+    with pytest.raises(ConfigError, match=r"new.*say why"):
+        made(path)

@@ -1,5 +1,6 @@
 """Storage allocation: no overlaps, never under the live bytes, the MILP never over best fit."""
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -9,6 +10,7 @@ from rematbench.engine.program.ledger import issue_order, pool_bytes
 from rematbench.engine.program.program import Program
 from rematbench.plan import Plan
 from rematbench.problem import Problem
+from rematbench.solve import solver
 from rematbench.solve.memory_plan import lifetimes, memory_plan
 from rematbench.solve.packing import Packing, Tensor, best_fit, live_peak, pack
 from tests.problems import layers, plan_of, problem
@@ -118,3 +120,40 @@ def test_any_program_has_a_plan_between_its_live_bytes_and_their_sum(
 
 
 # -- beside the caching allocator -------------------------------------------------------------
+
+
+# -- the solver's answers, and that it writes nothing past Python ----------------------------------
+
+
+def knapsack(room: float) -> list[int] | None:
+    """Values 3, 2, 2 of weights 3, 2, 2."""
+    found = solver.minimum(
+        costs=np.array([-3.0, -2.0, -2.0]),
+        integrality=np.ones(3, dtype=int),
+        rows=[({0: 3.0, 1: 2.0, 2: 2.0}, room), ({0: -3.0, 1: -2.0, 2: -2.0}, 1.0 - room)],
+        lower=np.zeros(3),
+        upper=np.ones(3),
+        max_nodes=100,
+        gap=1e-6,
+    )
+    return None if found is None else [round(value) for value in found]
+
+
+def test_an_optimum_and_an_impossible_one() -> None:
+    assert knapsack(4.0) == [0, 1, 1]
+    assert knapsack(40.0) is None
+
+
+def test_what_the_library_prints_goes_nowhere(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The real one prints under conditions of its own; a stand-in always does."""
+
+    def loud(**options: object) -> object:
+        solver.os.write(1, b"HighsMipSolverData::transformNewIntegerFeasibleSolution\n")
+        return type("Result", (), {"x": np.zeros(1)})
+
+    monkeypatch.setattr("scipy.optimize.milp", loud)
+    assert knapsack(4.0) == [0]
+    solver.os.write(1, b"after\n")
+    assert capfd.readouterr().out == "after\n"

@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import pytest
+
 from tests.workflow.checkout import ROOT, Checkout
 from tests.worlds.slurm.slow import leave_methods
 
@@ -85,6 +87,7 @@ print(*sorted(part.source for _, parts in found for part in parts if part.name =
 """
 
 
+@pytest.mark.full  # a method or a baseline alone: test_discover.py, test_dropped_in.py
 def test_one_of_each_is_dropped_in_and_made_shown_run_and_listed(tmp_path: Path) -> None:
     checkout = Checkout(tmp_path)
     for name in ("measured", "searched"):

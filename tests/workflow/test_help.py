@@ -57,14 +57,11 @@ def reads(line: str) -> list[str]:
     return [word for word in words if word not in written and word.startswith(MADE)]
 
 
-def test_what_is_run_elsewhere_is_shown() -> None:
-    """That every command has an example: tests/cli/test_cli.py."""
-    assert ELSEWHERE.keys() <= {name_of(line) for line in SHOWN}
-
-
 @pytest.mark.soak
 def test_examples_run_one_after_the_other(tmp_path: Path) -> None:
-    """In a copy of what they read, in the order of the help: some read what one before has made."""
+    """In a copy of what they read, in the order of the help: some read what one before has made.
+    That every command has an example: tests/cli/test_cli.py."""
+    assert ELSEWHERE.keys() <= {name_of(line) for line in SHOWN}
     for folder in ("config", "methods", *(f"results/{name}" for name in COMMITTED)):
         shutil.copytree(ROOT / folder, tmp_path / folder)
     torch = find_spec("torch") is not None

@@ -134,12 +134,12 @@ def test_retry_makes_the_bundle_of_a_finished_failure_due(measured: Checkout) ->
     assert due(measured) == set()
 
 
-def test_too_many_gpu_hours_are_refused_planned_or_run(measured: Checkout) -> None:
+def test_too_many_gpu_hours_are_refused_planned_or_run(measured: Checkout, short: bool) -> None:
     path = measured.path / "config/clusters/this-machine.yaml"
     before = edited(path, "  nodes: 2\n", "  nodes: 2\n  gres: gpu\n")
     suite = measured.path / "config/measure.yaml"
     cells = edited(suite, "steps: 2", "steps: 4")
-    for words in ((), ("--dry-run",)):
+    for words in ((),) if short else ((), ("--dry-run",)):
         dear = measured.snakemake("measure", *words, "--config", "max_gpu_hours=0.01")
         assert dear.returncode == 1
         assert "predicted GPU-hours exceed max_gpu_hours 0.01" in dear.stdout + dear.stderr
@@ -184,6 +184,7 @@ def without_slurm(folder: Path) -> str:
     return str(folder)
 
 
+@pytest.mark.full
 def test_all_is_planned_with_the_profile_and_refused_without_slurm(
     measured: Checkout, tmp_path: Path
 ) -> None:

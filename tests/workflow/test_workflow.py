@@ -1,8 +1,11 @@
 """`smoke` from a clean checkout, twice; editing a method; the commands of the README and of the
 guides."""
 
+import os
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -167,3 +170,27 @@ def test_workflow_files_are_short_and_wire_only() -> None:
         text = path.read_text()
         assert len(text.splitlines()) < 100, path
         assert not re.search(r"^ +(run|script):", text, re.MULTILINE), path
+
+
+# -- the benchmark of the search measures what it is for, at its smallest size ---------------------
+
+
+LINES = (
+    r"^(\S+) layouts, (\S+) methods", r"^bounds of (\S+) layouts in \S+ s: (\S+) a",
+    r"^gap 0.5 % proved after \S+ s, (\S+) plans simulated, best (\S+) s",
+    r"CPU seconds, (\S+) answers, (\S+) simulations",
+)  # fmt: skip
+"""Lines that it prints, whose numbers are positive: what it measures, by stage."""
+
+
+def test_it_runs_at_its_smallest() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.search", "--small"],
+        cwd=ROOT, capture_output=True, text=True, check=False, timeout=300,
+        env=os.environ | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    for line in LINES:
+        found = re.search(line, done.stdout, re.MULTILINE)
+        assert found, (line, done.stdout)
+        assert all(float(word.replace(",", "")) > 0.0 for word in found.groups()), found[0]

@@ -1,19 +1,29 @@
 """Committed records of the executed and traced worlds keep their promises; no torch needed."""
 
+import math
+import multiprocessing as mp
+import os
+import signal
+import time
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
+from rematbench.cli.real import as_committed
 from rematbench.engine.lowering.lower import lower
 from rematbench.engine.program.ledger import live_bytes
 from rematbench.evaluate.evaluation import program_bytes
 from rematbench.paper.tables import worlds
 from rematbench.plan import Plan
-from rematbench.worlds.records.measured import RankMeasured
-from rematbench.worlds.records.record import Record, plan_hash, read_record
+from rematbench.worlds.records.measured import Comparison, Measured, RankMeasured, relative
+from rematbench.worlds.records.record import Record, plan_hash, read_record, write_record
+from rematbench.worlds.records.store import Store
 from rematbench.worlds.records.suite import load_suite
 from rematbench.worlds.records.suite_cells import Cell, cell_names, cells
+from rematbench.worlds.reruns import differences
 from rematbench.worlds.run_records import as_executed
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -174,3 +184,156 @@ def test_the_work_of_every_traced_method_is_asked_for() -> None:
 def test_the_paper_s_jobs_are_traced_with_copies(problem: str, method: str) -> None:
     ranks = traced_ranks(method)
     assert any(rank.offload_bytes > 0 for (name, _), rank in ranks.items() if name == problem)
+
+
+# -- records under kills: whole or absent, and the first of a cell stays ---------------------------
+
+
+def test_the_first_record_stays_and_what_was_left_beside_it_goes(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    assert store.read("cell") is None
+    store.write("cell", b"first")
+    (tmp_path / ".cell.run1").mkdir()
+    (tmp_path / ".cell.run1" / "log").touch()
+    (tmp_path / ".cell.json.host.7.tmp").touch()
+    (tmp_path / ".cell2.run1").mkdir()
+    store.write("cell", b"second")
+    store.sweep("cell")
+    assert store.read("cell") == b"first"
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".cell2.run1", "cell.json"]
+
+
+def work(folder: Path, number: int) -> None:
+    """Finish all cells, each with a mark per time that it was run."""
+    store = Store(folder / "store")
+    for cell in map(str, range(number)):
+        if store.read(cell) is None:
+            with (folder / f"calls{cell}").open("a") as calls:
+                calls.write("x")
+            time.sleep(0.005)
+            store.write(cell, b"{" + b" " * 100_000 + b"}")
+        store.sweep(cell)
+
+
+def test_killed_writers_leave_whole_records(tmp_path: Path) -> None:
+    """kill -9 at many moments, then one run to the end: what was finished is not run again."""
+    context = mp.get_context("fork")
+    finished: dict[str, int] = {}
+    for delay in range(12):
+        worker = context.Process(target=work, args=(tmp_path, 8))
+        worker.start()
+        time.sleep(0.004 * delay)
+        os.kill(worker.pid or 0, signal.SIGKILL)
+        worker.join()
+        for path in (tmp_path / "store").glob("*.json"):
+            assert path.stat().st_size == 100_002
+            assert finished.setdefault(path.name, path.stat().st_ino) == path.stat().st_ino
+    work(tmp_path, 8)
+    assert {path.suffix for path in (tmp_path / "store").iterdir()} == {".json"}
+    assert len(list((tmp_path / "store").iterdir())) == 8
+
+
+# -- errors beside what may be zero ----------------------------------------------------------------
+
+
+def test_nothing_is_divided_by_zero() -> None:
+    assert relative(0.5, 2.0) == 0.25
+    assert relative(0.0, 0.0) == 0.0
+    assert relative(1e-9, 0.0) == math.inf
+    assert not relative(math.nan, 0.0) < 1.0
+
+
+# -- a record measured again: every byte must be the committed one's, rounding may not be ----------
+
+
+@cache
+def executed() -> Record:
+    return read_record(MEASURED / "executed" / "tp2.memo.1.json")
+
+
+def changed(change: Callable[[Measured], Measured]) -> list[str]:
+    """What a change of the measured numbers differs in."""
+    found = executed().measured
+    assert found is not None
+    return differences(replace(executed(), measured=change(found)), executed())
+
+
+def first_rank(found: Measured, **fields: int) -> Measured:
+    return replace(found, ranks=(replace(found.ranks[0], **fields), *found.ranks[1:]))
+
+
+def test_dates_and_hosts_are_no_difference() -> None:
+    made = replace(executed().provenance, written="1970-01-01T00:00:00+00:00", platform="another")
+    assert differences(replace(executed(), provenance=made), executed()) == []
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        "boundary_peak_bytes",
+        "activation_peak_bytes",
+        "host_peak_bytes",
+        "state_bytes",
+        "offload_bytes",
+    ],
+)
+def test_one_byte_is_a_difference(field: str) -> None:
+    found = executed().measured
+    value = getattr(found.ranks[0], field)
+    lines = changed(lambda found: first_rank(found, **{field: value + 1}))
+    assert lines == [f"rank 0: {field} {value + 1}, committed {value}"]
+
+
+def test_a_plan_and_a_status_are_compared() -> None:
+    other = replace(executed(), plan_hash="0", status="failed", reason="nan")
+    assert [line.split()[0] for line in differences(other, executed())] == [
+        "status",
+        "reason",
+        "plan_hash",
+    ]
+    assert differences(replace(executed(), measured=None), executed())
+
+
+@pytest.mark.parametrize(("share", "differ"), [(1e-13, False), (1e-8, True)])
+def test_losses_may_differ_by_rounding_only(share: float, differ: bool) -> None:
+    def moved(found: Measured) -> Measured:
+        return replace(found, losses=tuple(loss * (1 + share) for loss in found.losses))
+
+    lines = changed(moved)
+    assert bool(lines) is differ
+    assert all(line.startswith("losses of step 0: ") and "(bound " in line for line in lines)
+
+
+def test_a_verdict_is_compared() -> None:
+    def lossy(found: Measured) -> Measured:
+        assert isinstance(found.comparison, Comparison)
+        worse = replace(found.comparison, bitwise=False, gradient_error=1.0)
+        return replace(found, comparison=worse)
+
+    assert changed(lossy) == ["lossless False, committed True"]
+
+
+def test_a_folder_is_compared_record_by_record(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    new, old = tmp_path / "new", tmp_path / "old"
+    for folder in (new, old):
+        write_record(executed(), folder / "a.json")
+        write_record(executed(), folder / "b.json")
+    assert as_committed(["a", "b"], new, old)
+    found = executed().measured
+    assert found is not None
+    broken = replace(executed(), measured=first_rank(found, actions=1))
+    write_record(broken, new / "b.json")
+    assert not as_committed(["a", "b"], new, old)
+    assert "b: rank 0: actions 1, committed" in capsys.readouterr().err
+    (new / "b.json").unlink()
+    assert not as_committed(["a", "b"], new, old)
+    assert "b.json: cannot be read" in capsys.readouterr().err
+
+
+def test_what_has_changed_is_said_where_a_number_has() -> None:
+    spec = replace(executed().spec, cluster_hash="0", calibration_hash="1")
+    assert differences(replace(executed(), spec=spec), executed()) == []
+    said = differences(replace(executed(), spec=spec, status="failed"), executed())
+    assert said[-1] == "changed since: cluster, calibration"

@@ -1,16 +1,23 @@
 """Cells, what identifies each, their bundles and the resources of a bundle; what is refused before
 anything is submitted, with one line."""
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
+from msgspec.structs import replace
 
 from rematbench.host.console import CommandError
 from rematbench.inputs.configfile import ConfigError
+from rematbench.inputs.load import load_cluster
 from rematbench.plugins.discover import discover
+from rematbench.worlds.records.measured import Measured
+from rematbench.worlds.records.record import content_hash
 from rematbench.worlds.records.store import Store
+from rematbench.worlds.slurm import campaign_rows
 from rematbench.worlds.slurm.campaign import STARTUP_S, Bundle, Campaign, gpu_hours, refuse
+from rematbench.worlds.slurm.campaign_rows import REFERENCE_COLUMNS
 from rematbench.worlds.slurm.launch import torchrun
 from rematbench.worlds.slurm.settings import Center, load_center
 from tests.campaigns import ROOT, campaign, center_file
@@ -106,3 +113,124 @@ def test_more_nodes_than_the_center_has_are_refused(tmp_path: Path) -> None:
     made = campaign(tmp_path, center_file(tmp_path, nodes=2), gpus=8)
     with pytest.raises(CommandError, match=r"needs 4 nodes, but .* allows 2"):
         refuse(made, Store(tmp_path / "store"))
+
+
+# -- the `slurm:` section of a cluster file --------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["h800-80gb", "a100-80gb-roce400", "this-machine"])
+def test_examples_load(name: str) -> None:
+    assert load_center(name).slurm.nodes >= 2
+
+
+def test_the_section_changes_no_prediction(tmp_path: Path) -> None:
+    path = center_file(tmp_path, partition="other", nodes=7)
+    assert content_hash(load_cluster(path)) == content_hash(load_cluster("this-machine"))
+
+
+@pytest.mark.parametrize(
+    ("slurm", "words"),
+    [
+        ({"partitoin": "x"}, "did you mean 'partition'"),
+        ({"gres": "gpu:2"}, "without a count"),
+        ({"minutes": 0}, ">= 1"),
+    ],
+)
+def test_a_wrong_section_is_one_line(tmp_path: Path, slurm: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=r"slurm") as error:
+        load_center(center_file(tmp_path, **slurm))
+    assert words in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_a_cluster_without_the_section_says_what_to_add() -> None:
+    with pytest.raises(ConfigError, match="add `slurm:`"):
+        load_center("h200-141gb")
+
+
+def test_setup_lines_come_first_and_values_are_quoted(tmp_path: Path) -> None:
+    text = load_center("h800-80gb").slurm.shell_setup()
+    assert text.startswith("module load cuda/12.8 nccl && . /shared")
+    assert "export NCCL_SOCKET_IFNAME=bond0 && " in text
+    other = load_center(center_file(tmp_path, environment={"A": "b c"}))
+    assert other.slurm.shell_setup() == "export A='b c' && "
+
+
+def test_a_job_has_equally_many_ranks_on_each_node() -> None:
+    center = load_center("h800-80gb")
+    assert [center.nodes(gpus) for gpus in (4, 8, 16)] == [1, 1, 2]
+    with pytest.raises(ConfigError, match="12 ranks do not fill whole nodes of 8 GPUs"):
+        center.nodes(12)
+
+
+# -- whether cells of a problem train alike, from made-up losses and norms -------------------------
+
+
+OURS, MEGATRON = "rematbench 1.0", "megatron-core 0.16.1"
+RAN = Measured(losses=(8.0, 7.0), gradient_norms=(2.0, 1.5))
+PACKAGE = replace(RAN, losses=(8.008, 6.0))
+BLANK = dict.fromkeys(REFERENCE_COLUMNS, "")
+
+
+class CellRan(NamedTuple):
+    """What of a cell's row decides, and its numbers."""
+
+    problem: str
+    method: str
+    precision: str
+    keeps_all: bool
+    engine: str
+    found: Measured
+
+
+def alike(cells: Sequence[CellRan | None]) -> list[dict[str, Any]]:
+    """The columns of every cell, of which some did not run."""
+    waiting = {"problem": "one", "keeps_all": "", "engine": OURS}
+    return campaign_rows.reference_columns(
+        [cell._asdict() if cell else waiting for cell in cells],
+        [cell.found if cell else None for cell in cells],
+    )
+
+
+BASE = CellRan("one", "keep_all", "bf16", True, OURS, RAN)
+
+
+def test_first_steps_are_held_to_what_keeps_all_in_our_executor() -> None:
+    package = CellRan("one", "megatron_core", "bf16", True, MEGATRON, PACKAGE)
+    wrong = replace(RAN, gradient_norms=(2.04, 1.5))
+    full = CellRan("one", "full_recompute", "bf16", False, OURS, wrong)
+    found = alike([package, full, BASE, None])
+    assert found[0]["against"] == "keep_all"
+    assert abs(found[0]["first_loss_error"] - 1e-3) < 1e-12
+    assert found[0]["first_norm_error"] == 0.0, "the second step's is not compared"
+    assert found[0]["alike"] == "yes"
+    assert abs(found[1]["first_norm_error"] - 0.02) < 1e-12
+    assert found[1]["alike"] == "NO", "norm beyond the bound of bf16"
+    assert found[2] == found[3] == BLANK
+
+
+def test_the_bound_is_that_of_the_precision() -> None:
+    base, package = (
+        CellRan("one", name, "fp32", name == "keep_all", engine, found)
+        for name, engine, found in (("keep_all", OURS, RAN), ("megatron_core", MEGATRON, PACKAGE))
+    )
+    assert alike([base, package])[1]["alike"] == "NO"
+
+
+def test_without_our_executor_the_packages_own_is_the_reference() -> None:
+    package = CellRan("one", "megatron_core", "bf16", True, MEGATRON, PACKAGE)
+    tiled = CellRan("one", "deepspeed", "bf16", False, "deepspeed 0.19", PACKAGE)
+    found = alike([tiled, package])
+    assert found[0]["against"] == "megatron_core (megatron-core 0.16.1)"
+    assert (found[0]["alike"], found[1]) == ("yes", BLANK)
+
+
+def test_nothing_is_said_without_a_reference_or_without_numbers() -> None:
+    other = CellRan("two", "keep_all", "bf16", True, OURS, RAN)
+    full = CellRan("one", "full_recompute", "bf16", False, OURS, RAN)
+    assert alike([other, full]) == [BLANK, BLANK], "another problem's is no reference"
+    silent = full._replace(found=replace(RAN, losses=()))
+    assert alike([BASE, silent])[1] == BLANK
+    for wrong in ({"losses": (float("nan"),)}, {"gradient_norms": (float("nan"),)}):
+        nan = full._replace(found=replace(RAN, **wrong))
+        assert alike([BASE, nan])[1]["alike"] == "NO"

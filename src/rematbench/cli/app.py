@@ -100,8 +100,6 @@ class Late(TyperCommand):
 
 
 class Commands(TyperGroup):
-    """All commands by name."""
-
     def __init__(self, **given: Any) -> None:
         super().__init__(**given)
         for name in (*PLACES, GROUP):
@@ -116,7 +114,6 @@ class Commands(TyperGroup):
 
 
 def command_line() -> typer.Typer:
-    """The command line."""
     app = typer.Typer(
         name="rematbench",
         cls=Commands,
@@ -134,7 +131,6 @@ def command_line() -> typer.Typer:
 
 
 def word(place: str) -> str:
-    """A command's name on the command line."""
     return place.partition(".")[2].replace("_", "-")
 
 
@@ -142,7 +138,6 @@ PLACES = {word(place): place for place in (*COMMANDS, *WORKFLOW)}
 
 
 def _imported(name: str) -> Any:
-    """The command of this name, or the group."""
     place = f"{GROUP}.app" if name == GROUP else PLACES[name]
     module, _, attribute = place.partition(".")
     found = getattr(importlib.import_module(f"{__package__}.{module}"), attribute)

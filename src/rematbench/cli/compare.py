@@ -164,7 +164,6 @@ def compare(  # noqa: PLR0913, PLR0917  # an option of the command line each
 
 
 def heads(problem: Problem, order: Order) -> tuple[Head, ...]:
-    """The columns of the table, in order."""
     host = f"{problem.cluster.host_bytes / GIB:.0f}"
     days = (Head("days"),) if order.tokens else ()
     cost = (Head("cost"),) if order.tokens and order.price else ()
@@ -209,7 +208,6 @@ class Ranking:
         self.plans = PlanTable(out, heads(self.problem, self.order), gap=gap)
 
     def table(self, results: Sequence[Result]) -> None:
-        """Print heading, verdict and table."""
         for text in heading(self.problem):
             self.out.print(plain(text))
         self.out.print()

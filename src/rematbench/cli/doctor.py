@@ -83,7 +83,6 @@ def _version(package: str) -> str:
 
 
 def cpu_name() -> str:
-    """The name of this machine's processor."""
     info = Path("/proc/cpuinfo")
     if info.is_file():
         for line in info.read_text(encoding="utf-8", errors="replace").splitlines():

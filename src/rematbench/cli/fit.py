@@ -7,7 +7,7 @@ import typer
 from typer import Argument, Option
 
 from rematbench.advise.compare.estimate import estimate_job, job_of
-from rematbench.cli.options import takes_facts
+from rematbench.cli.options import require, takes_facts
 from rematbench.cli.rank_table import stages
 from rematbench.cli.show import heading
 from rematbench.cli.targets import Json
@@ -34,6 +34,7 @@ def fit(
     Example:
       rematbench fit config.json --cluster a100-80gb --seq-len 4096 --system huggingface-flash
     """
+    require({"model": config, "gpus": 1, "global_batch": 1, **facts})
     answer = estimate_job(job_of(config, facts), method, discover())
     if json:
         names = ("verdict", "fits", "headroom_bytes", "margin_bytes", "ranks", "why", "options")

@@ -14,9 +14,11 @@ from rematbench.advise.search.questions import (
     Question,
     fewest_gpus,
     largest_batch,
+    largest_rank,
     longest_context,
     min_memory,
     prices,
+    widest_base,
 )
 from rematbench.advise.search.request import Rounds, SearchRequest
 from rematbench.advise.search.rounds import SearchJob
@@ -24,8 +26,12 @@ from rematbench.cli.search_output import where
 from rematbench.evaluate.result import Result
 from rematbench.host.console import CommandError, grid, plain
 from rematbench.host.table import GIB
+from rematbench.workload import Work
 
 UNITS = {"gpus": "GPUs", "context": "tokens", "batch": "sequences a step", "memory": "GiB"}
+UNITS |= {"rank": "columns of an adapter", "base": "bits a weight that does not train"}
+ANY_FIT = ("context", "rank", "base")
+"""Questions after a plan that fits, whatever its seconds."""
 
 
 class Inverse(Struct, frozen=True, kw_only=True):
@@ -37,11 +43,13 @@ class Inverse(Struct, frozen=True, kw_only=True):
     step: float
     lose: float
 
-    def check(self) -> None:
+    def check(self, work: Work) -> None:
         """CommandError for an unknown quantity, or a target that is missing."""
         if self.find and self.find not in get_args(Question):
             known = ", ".join(get_args(Question))
             raise CommandError(f"--find: one of {known}, not {self.find!r}")
+        if self.find in ("rank", "base") and not work.partly:
+            raise CommandError(f"--find {self.find}: every weight trains (give --lora-rank)")
         if self.find == "gpus" and self.speed <= 0:
             raise CommandError("--find gpus: give the tokens/s of all GPUs with --speed")
         if self.find == "batch" and self.step <= 0:
@@ -69,12 +77,9 @@ def ask(out: Console, job: SearchJob, inverse: Inverse, run: Rounds) -> None:
         word = "ANSWER" if ended else "best so far"
         out.print(plain(f"{word}: {_line(inverse.find, best)}"), style="bold", soft_wrap=True)
     elif ended:
-        longest = inverse.find == "context"
-        none = (
-            "NOTHING FITS, even at the length of --seq-len"
-            if longest
-            else "NO PLAN reaches the target"
-        )
+        ends = {"context": "length of --seq-len", "rank": "first rank", "base": "fewest bits"}
+        end = ends.get(inverse.find)
+        none = f"NOTHING FITS, even at the {end}" if end else "NO PLAN reaches the target"
         out.print(plain(none), style="bold")
     if not ended:
         raise Exit(130)
@@ -88,6 +93,10 @@ def _answers(request: SearchRequest, inverse: Inverse, run: Rounds) -> Iterator[
             return largest_batch(request, inverse.step, run)
         case "context":
             return longest_context(request, run)
+        case "rank":
+            return largest_rank(request, run)
+        case "base":
+            return widest_base(request, run)
     return min_memory(request, inverse.lose, run)
 
 
@@ -95,7 +104,7 @@ def _line(find: str, answer: Answer) -> str:
     number, result = answer
     value = f"{number / GIB:.1f}" if find == "memory" else f"{number:,}"
     unit = "GPU" if value == "1" and find == "gpus" else UNITS[find]
-    none = "no plan fits" if find == "context" else "no plan reaches the target"
+    none = "no plan fits" if find in ANY_FIT else "no plan reaches the target"
     return f"{value} {unit}: {in_words(result) if result else none}"
 
 

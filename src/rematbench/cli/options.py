@@ -117,17 +117,14 @@ class Request(Struct, frozen=True, kw_only=True):
 
     @property
     def problem(self) -> Problem:
-        """The problem that the method plans."""
         return self.job.problem
 
     @property
     def base(self) -> Plan:
-        """The plan that the method changes."""
         return self.job.base
 
     @property
     def run_with(self) -> str:
-        """The shell command of this run."""
         return self.job.run_with(self.text or self.method.name, *self.settings)
 
 
@@ -296,7 +293,6 @@ def _with_reserve(problem: Problem, reserve_gib: float | None) -> Problem:
 
 
 def _method(options: RunOptions, problem: Problem) -> Composition:
-    """The requested method."""
     found = discover(options.methods or ())
     return found.resolve(options.method, settings_of(options.settings), problem)
 

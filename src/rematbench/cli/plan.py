@@ -41,7 +41,7 @@ from rematbench.host.console import (
 from rematbench.inputs.stages import Stage, stages_of, stages_text
 from rematbench.plan import Phase, Plan, Unsupported
 from rematbench.worlds.records.plan_replay import Replay, replay, replay_plan
-from rematbench.worlds.records.record import make_record, read_record, write_record
+from rematbench.worlds.records.record import make_record, write_record
 
 PHASES: tuple[Phase, ...] = ("warmup", "steady", "cooldown")
 
@@ -303,7 +303,7 @@ def _replayed(run: RunOptions) -> Replay:
     path = Path(run.method)
     if path.suffix == ".json" or path.is_file():
         named = {what: str(run.problem[what] or "") for what in ("cluster", "system")}
-        return replay(read_record(path), timeline=True, **named)
+        return replay(path, timeline=True, **named)
     asked = request(run)
     planned = asked.method.plan(asked.problem, asked.base)
     if isinstance(planned, Unsupported):

@@ -81,7 +81,6 @@ class PlanTable:
 
     @property
     def missing(self) -> list[str]:
-        """The headings of the columns that are not shown."""
         return [head.text for i, head in enumerate(self.heads) if i not in self.kept]
 
     def not_shown(self, instead: str) -> str:

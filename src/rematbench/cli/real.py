@@ -49,7 +49,6 @@ def need_gpu(device: str) -> None:
 
 
 def gpus_here() -> int:
-    """The number of GPUs that torch can use on this machine."""
     from rematbench.worlds.torch.devices import gpu_count  # noqa: PLC0415  # torch is optional
 
     return gpu_count()

@@ -63,7 +63,7 @@ def search(  # noqa: PLR0913, PLR0917  # an option of the command line each
     find: Annotated[
         str,
         Option(
-            metavar="gpus|context|batch|memory",
+            metavar="gpus|context|batch|memory|rank|base",
             help="Find the smallest or largest value of this instead (see above).",
         ),
     ] = "",
@@ -127,6 +127,8 @@ def search(  # noqa: PLR0913, PLR0917  # an option of the command line each
     --find context: the longest sequence that fits, from --seq-len on, with a plan that fits
     --find batch --step S: the most times --global-batch whose step takes S seconds at most
     --find memory --lose P: the smallest device memory within P percent of the best
+    --find rank: the largest rank of adapters that fits, from --lora-rank on
+    --find base: the widest format of weights that do not train: of the stack, 8 or 4 bits
 
     \b
     Example:
@@ -154,7 +156,7 @@ def search(  # noqa: PLR0913, PLR0917  # an option of the command line each
         if planners := [name for name in job.planners if name in request.only]:
             raise CommandError(f"--method {planners[0]}: --find and --price-tags take no planner")
         inverse = Inverse(find=find, speed=speed, step=step, lose=lose / 100)
-        inverse.check()
+        inverse.check(spec.work)
         show_assumed(console(), job)
         ask(console(), job, inverse, partial(rounds, processes=processes))
         return

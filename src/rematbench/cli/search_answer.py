@@ -46,7 +46,6 @@ class SearchAnswer:
         self.alone: dict[str, Result | None] = {}  # the best of each package's own options
 
     def table(self) -> None:
-        """Print the plans and the proof."""
         if self.out is None:
             return
         self.not_shown = show_plans(self.out, self.job, self.results)

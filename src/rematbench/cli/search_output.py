@@ -70,7 +70,6 @@ def assumed_of(job: SearchJob) -> str:
 
 
 def show_assumed(out: Console, job: SearchJob) -> None:
-    """Print the kernels and the constants that the search assumes."""
     out.print(plain(f"assumes: {assumed_of(job)}"))
 
 
@@ -112,9 +111,11 @@ def _hosts(result: Result) -> bool:
 
 
 def _exchange(result: Result) -> list[str]:
-    """The dispatcher and the overlap of experts' exchanges that are not the stack's."""
+    """The dispatcher, the overlap of experts' exchanges and the CUDA graphs that are not the
+    stack's."""
     chosen = result.problem.stack_choice
     words = [f"dispatcher {chosen.dispatcher}"] if chosen.dispatcher else []
+    words += [f"graphs {chosen.cuda_graphs}"] if chosen.cuda_graphs else []
     return words + (["exchanges overlap"] if chosen.ep_overlap in ("on", "delayed_wgrad") else [])
 
 

@@ -157,12 +157,13 @@ def heading(problem: Problem) -> list[str]:
     shards = f" over {lay.shard_degree} ranks" if lay.shard_degree else ""
     experts = f"  ep {lay.ep}  etp {lay.expert_tp}" if work.model.experts else ""
     stages = f" | stages {lay.stages}" if lay.stages else ""
+    batches = lay.num_micro_batches
     return [
         f"{work.model.name}, {work.seq_len:,} tokens{_packed(problem)}, {work.numbers}, on "
         f"{lay.gpus} x {cluster.gpu} ({cluster.name}), stack {problem.system.name}; simulated",
         f"tp {lay.tp}{both}{sp}  cp {lay.cp}  pp {lay.pp}  vpp {lay.vpp}  dp {lay.dp}{ulysses}"
         f"{experts}  zero {lay.zero_stage}{shards} | micro-batch {lay.micro_batch}, global batch "
-        f"{lay.global_batch}, {lay.num_micro_batches} micro-batches | attention "
+        f"{lay.global_batch}, {batches} micro-batch{'es' if batches > 1 else ''} | attention "
         f"{problem.attention}{stages}",
         f"assumes: {assumed(problem)}",
     ]
@@ -204,7 +205,9 @@ def untiled_of(problem: Problem) -> tuple[str, ...]:
 
 
 def _packed(problem: Problem) -> str:
-    """Words on the documents of a sequence; empty where none are packed."""
+    """Words on the documents of a sequence, or on samples of differing lengths; else empty."""
+    if mean := problem.workload.sample_len:
+        return f" at most ({mean:,} in the mean of all samples)"
     whole = "" if problem.attention == "flash" else " (the kernel computes the whole square)"
     packing = problem.workload.packing
     return f"{packing}, attention inside each{whole}" if packing else ""
@@ -336,7 +339,6 @@ def speed_lines(result: Result) -> list[str]:
 
 
 def run_notes(request: Request, result: Result, evaluation: PlanEvaluation) -> list[str]:
-    """Notes on a run, the most important first."""
     problem, band = result.problem, result.error_band
     why = over_peak(evaluation.mfu_causal, evaluation.mfu_dense)
     timed = not evaluation.not_timed and not nominal(problem)

@@ -12,7 +12,6 @@ from rematbench.evaluate.stage_memory import stage_bytes
 from rematbench.host.console import console, rich_table
 from rematbench.host.table import GIB, TableText, write_sheet
 from rematbench.worlds.records.plan_replay import replay
-from rematbench.worlds.records.record import read_record
 
 
 def stages(
@@ -21,10 +20,10 @@ def stages(
     ],
     output: Annotated[Path | None, Option("-o", "--output", metavar="STAGES.csv")] = None,
     cluster: Annotated[
-        str, Option(metavar="FILE.yaml", help="Cluster file, if the run used a file.")
+        str, Option(metavar="FILE.yaml", help="Cluster file, if it is not beside the run.")
     ] = "",
     system: Annotated[
-        str, Option(metavar="FILE.yaml", help="Stack file, if the run used a file.")
+        str, Option(metavar="FILE.yaml", help="Stack file, if it is not beside the run.")
     ] = "",
 ) -> None:
     """What fills each pipeline stage's memory at its peak.
@@ -36,7 +35,7 @@ def stages(
       rematbench stages run.json
     """
     need_file("-o", output)
-    again = replay(read_record(record), cluster=cluster, system=system)
+    again = replay(record, cluster=cluster, system=system)
     program = lower(again.plan, again.problem)
     bars = stage_bytes(again.problem, again.plan, program, again.evaluation)
     rows = tuple(asdict(bar) for bar in bars)

@@ -20,15 +20,12 @@ CopyDirection = Literal["d2h", "h2d"]
 class CostModel(KernelCosts):
     """Seconds and bytes of one rank's kernels and traffic."""
 
-    @cached_property
-    def _comms(self) -> dict[tuple[Comm, int | collectives.GroupShape], float]:
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._comms: dict[tuple[Comm, int | collectives.GroupShape], float] = {}
         """Seconds of collectives, by pipeline stage and by the shape of the group."""
-        return {}
-
-    @cached_property
-    def _copies(self) -> dict[tuple[CopyDirection, CopyTraffic], float]:
+        self._copies: dict[tuple[CopyDirection, CopyTraffic], float] = {}
         """Rates of copies, by direction and concurrent traffic."""
-        return {}
 
     @cached_property
     def nvlink_bytes_per_s(self) -> float:
@@ -43,7 +40,6 @@ class CostModel(KernelCosts):
 
     @cached_property
     def domain(self) -> int:
-        """The job's GPUs in one NVLink domain."""
         return self.cluster.domain(self.layout.gpus)
 
     @cached_property
@@ -76,12 +72,11 @@ class CostModel(KernelCosts):
         )
         size, nodes, common = shape.ranks, shape.nodes, self.common
         match comm.kind:
-            case "all_gather" | "reduce_scatter":
-                seconds = collectives.all_gather_s(comm.nbytes, size, nodes, ring, common)
+            case "all_gather" | "reduce_scatter" | "all_reduce":
+                steps = (size - 1) * (2.0 if comm.kind == "all_reduce" else 1)
+                seconds = collectives.ring_steps_s(steps, size, nodes, comm.nbytes, ring, common)
                 if comm.kind == "all_gather" and comm.group in ("dp", "edp"):
                     seconds = seconds + size * self.system.zero.broadcast_s
-            case "all_reduce":
-                seconds = collectives.all_reduce_s(comm.nbytes, size, nodes, ring, common)
             case "all_to_all":
                 seconds = collectives.all_to_all_s(
                     comm.nbytes,
@@ -130,19 +125,8 @@ class CostModel(KernelCosts):
 
     @cached_property
     def _placement(self) -> Layout:
-        """The layout with only the fields that determine the placement of ranks."""
-        lay = self.layout
-        return Layout(
-            tp=lay.tp,
-            tp_columns=lay.tp_columns,
-            cp=lay.cp,
-            pp=lay.pp,
-            dp=lay.dp,
-            ulysses=lay.ulysses,
-            ep=lay.ep,
-            etp=lay.etp,
-            shard_degree=lay.shard_degree,
-        )
+        names = ("tp", "tp_columns", "cp", "pp", "dp", "ulysses", "ep", "etp", "shard_degree")
+        return Layout(**{name: getattr(self.layout, name) for name in names})
 
     def p2p_s(
         self, nbytes: int, from_stage: int, to_stage: int, *, replicated: bool = False
@@ -216,9 +200,8 @@ class CostModel(KernelCosts):
         return collectives.network_bytes(comm.kind, comm.nbytes, shape, most, copies)
 
     def device_copy_s(self, nbytes: int) -> float:
-        """Seconds of a copy inside the device (SPLIT, JOIN)."""
-        busy = copies.device_copy_s(nbytes, self.cluster.hbm_bytes_per_s, self.gpu)
-        return float(busy) + self.stack.gap_s
+        """Seconds of a copy inside the device (SPLIT, JOIN): each byte is read and written once."""
+        return float(self._memory_s(2.0 * nbytes)) + self.stack.gap_s
 
     def optimizer_s(self, parameters_per_rank: int) -> float:
         """Seconds of gradient clipping and the update of a rank's parameters, on the GPU."""

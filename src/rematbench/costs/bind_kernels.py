@@ -1,5 +1,6 @@
 """Costs of kernels and operators, bound to one problem, in seconds."""
 
+from dataclasses import dataclass
 from functools import cached_property
 from math import ceil, fsum
 from typing import Literal
@@ -8,6 +9,7 @@ from msgspec.structs import replace
 
 from rematbench.costs import formulas, kernel_seconds, tiles
 from rematbench.costs.operators.kernels import Attention, Elementwise, Gemm, Kernel, Named, launches
+from rematbench.costs.operators.launches import captures_experts
 from rematbench.costs.operators.ops import Op
 from rematbench.inputs.cluster import Cluster
 from rematbench.inputs.constants import (
@@ -28,28 +30,20 @@ from rematbench.workload import Workload
 Direction = Literal["forward", "backward_input", "backward_weight"]
 
 
+@dataclass(kw_only=True, eq=False)
 class KernelCosts:
     """Seconds of one rank's kernels.  Results are memoised, so that repeated calls are cheap.
     `untimed`: why kernels have no seconds ("": they have)."""
 
-    def __init__(
-        self,
-        *,
-        cluster: Cluster,
-        system: System,
-        layout: Layout,
-        workload: Workload,
-        calibration: Calibration,
-        attention: AttentionBackend,
-        untimed: str = "",
-    ) -> None:
-        self.cluster = cluster
-        self.system = system
-        self.layout = layout
-        self.workload = workload
-        self.calibration = calibration
-        self.attention = attention
-        self.untimed = untimed
+    cluster: Cluster
+    system: System
+    layout: Layout
+    workload: Workload
+    calibration: Calibration
+    attention: AttentionBackend
+    untimed: str = ""
+
+    def __post_init__(self) -> None:
         self._kernels: dict[tuple[Kernel, Direction], float] = {}
         self._ops: dict[tuple[int, Direction, float], tuple[Op, float]] = {}
 
@@ -81,22 +75,18 @@ class KernelCosts:
 
     @cached_property
     def network(self) -> NetworkConstants:
-        """Constants of the cluster's links."""
         return self.calibration.networks[self.calibration.network_entry(self.cluster.constants)]
 
     @cached_property
     def stack(self) -> SystemConstants:
-        """Constants of the software stack."""
         return self.calibration.systems[self.calibration.system_entry(self.system.constants)]
 
     @property
     def common(self) -> CommonConstants:
-        """Constants that are the same on every cluster and stack."""
         return self.calibration.common
 
     @cached_property
     def recipe(self) -> Recipe | None:
-        """The recipe of quantised linears."""
         return recipe_of(self.workload)
 
     def calls(self, op: Op, direction: Direction) -> int:
@@ -151,7 +141,6 @@ class KernelCosts:
 
     @cached_property
     def _rounds(self) -> bool:
-        """Whether kernels round widths up: on GPUs."""
         return self.cluster.generation != "cpu"
 
     def _tiled(self, kernel: Gemm, direction: Direction) -> Gemm:
@@ -161,13 +150,8 @@ class KernelCosts:
         return tiles.tiled(kernel, self._operand_bytes(kernel), weight_gradient=weight)
 
     def _head_dims(self, kernel: Attention) -> tuple[int, int]:
-        """The head dimensions of the kernel that runs: of queries and keys, and of values."""
-        dims = kernel.head_dim, kernel.values
-        if not self._rounds:
-            return dims
-        return tiles.rounded(dims[0], tiles.HEAD_DIM_MULTIPLE), tiles.rounded(
-            dims[1], tiles.HEAD_DIM_MULTIPLE
-        )
+        multiple = tiles.HEAD_DIM_MULTIPLE if self._rounds else 1
+        return tiles.rounded(kernel.head_dim, multiple), tiles.rounded(kernel.values, multiple)
 
     def _least_s(self, kernel: Attention, gemm: tuple[int, int, int, int]) -> float:
         """The fewest seconds of one of unfused attention's GEMMs (m, n, k, batch): 0 if its rows,
@@ -212,11 +196,13 @@ class KernelCosts:
 
     def _grouped_s(self, kernel: Gemm, direction: Direction) -> Quantity:
         """Busy seconds of a GEMM, or of a grouped one: a kernel for each group, with their gaps no
-        faster than the host issues them; a weight's gradient is read and written once more."""
+        faster than the host issues them outside of a CUDA graph; a weight's gradient is read and
+        written once more."""
         busy = self._gemm_s(kernel)
         if kernel.batch == 1:
             return busy
-        paced = kernel.batch * max(0.0, self.common.grouped_gemm_s - self.stack.gap_s)
+        issued = not captures_experts(self.system.kernels, self.workload)
+        paced = issued * kernel.batch * max(0.0, self.common.grouped_gemm_s - self.stack.gap_s)
         if direction != "backward_weight":
             return max(busy, paced)
         e, sums = self._operand_bytes(kernel), 2 * self.system.states.grad_bytes
@@ -272,7 +258,6 @@ class KernelCosts:
 
     @cached_property
     def _backend_rates(self) -> AttentionRates:
-        """The attention backend's rates on this GPU generation."""
         return self.calibration.kernels.attention(self.cluster.generation, self.attention)
 
     def _unfused_attention_s(self, kernel: Attention, forward: bool) -> Quantity:
@@ -290,13 +275,8 @@ class KernelCosts:
         head_dim, v_dim = self._head_dims(kernel)
         passes = formulas.UNFUSED_FORWARD_PASSES if forward else formulas.UNFUSED_BACKWARD_PASSES
         dropout = self.workload.model.drops_attention
-        scores = formulas.scores_s(
-            many * q * kv,
-            passes + (formulas.DROPOUT_PASSES if dropout else 0.0),
-            self.workload.element_bytes,
-            self.cluster.hbm_bytes_per_s,
-            self.gpu,
-        )
+        passes += formulas.DROPOUT_PASSES if dropout else 0.0
+        scores = self._memory_s(passes * (many * q * kv) * self.workload.element_bytes)
         if forward:
             return pair_s(head_dim, v_dim) + scores
         return pair_s(head_dim, head_dim) + pair_s(v_dim, v_dim) + scores
@@ -341,9 +321,8 @@ def part_of(kernel: Kernel, direction: Direction, rows_fraction: float) -> Kerne
         return kernel
     match kernel:
         case Gemm(m=m, k=k):
-            rows = k if direction == "backward_weight" else m
-            some = max(1, round(rows * rows_fraction))
             weight = direction == "backward_weight"
+            some = max(1, round((k if weight else m) * rows_fraction))
             return replace(kernel, k=some) if weight else replace(kernel, m=some)
         case Elementwise(hbm_bytes=nbytes):
             return replace(kernel, hbm_bytes=round(nbytes * rows_fraction))

@@ -112,7 +112,6 @@ def _expert_ranks(
 
 
 def _stage_ranks(layout: Layout, stage: int, order: tuple[str, ...]) -> NDArray[np.int64]:
-    """All ranks of a pipeline stage."""
     return _ranks(layout, "pp", 0, order)[:, stage]
 
 
@@ -186,7 +185,11 @@ def ring_steps_s(
     """Seconds of a ring of `steps` hops, each passing nbytes / ranks, by the faster of NCCL's LL128
     and Simple protocols: base + hops inside nodes + hops between nodes + wire time.
 
-    Source: NCCL 2.18 src/graph/tuning.cc, ncclTopoTuneModel (baseLat, hwLat, LL128 at 92 %).
+    An all-gather or a reduce-scatter of `nbytes` gathered bytes has ranks - 1 steps, so (ranks - 1)
+    / ranks of the bytes over each link; an all-reduce is both in one call, 2 (ranks - 1) steps.
+
+    Source: NCCL 2.18 src/graph/tuning.cc, ncclTopoTuneModel (baseLat, hwLat, LL128 at 92 %);
+    Thakur, Rabenseifner and Gropp 2005; the bus rate of nccl-tests.
     """
     between = np.where(np.asarray(nodes) > 1, steps * nodes / ranks, 0.0)
     within = steps - between
@@ -203,34 +206,6 @@ def ring_steps_s(
     ]
     fastest: Quantity = np.minimum.reduce(np.broadcast_arrays(*choices))
     return np.where(np.asarray(ranks) > 1, fastest, 0.0)[()]
-
-
-def all_gather_s(
-    nbytes: Quantity,
-    ranks: Quantity,
-    nodes: Quantity,
-    bytes_per_s: Quantity,
-    common: CommonConstants,
-) -> Quantity:
-    """Seconds of a ring all-gather or reduce-scatter of `nbytes` gathered bytes: ranks - 1 steps,
-    with (ranks - 1) / ranks of the bytes over each link.
-
-    Source: Thakur, Rabenseifner and Gropp 2005; the bus rate of nccl-tests.
-    """
-    return ring_steps_s(np.subtract(ranks, 1), ranks, nodes, nbytes, bytes_per_s, common)
-
-
-def all_reduce_s(
-    nbytes: Quantity,
-    ranks: Quantity,
-    nodes: Quantity,
-    bytes_per_s: Quantity,
-    common: CommonConstants,
-) -> Quantity:
-    """Seconds of a ring all-reduce: a reduce-scatter and an all-gather in one call, 2 (ranks - 1)
-    steps."""
-    steps = 2.0 * np.subtract(ranks, 1)
-    return ring_steps_s(steps, ranks, nodes, nbytes, bytes_per_s, common)
 
 
 def all_to_all_s(

@@ -4,8 +4,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rematbench.costs.formulas import memory_s
-from rematbench.inputs.constants import CommonConstants, GpuConstants
+from rematbench.inputs.constants import CommonConstants
 from rematbench.inputs.kernel_rates import Quantity
 
 
@@ -58,8 +57,3 @@ def pinned_block_bytes(nbytes: int) -> int:
     system.  An upper bound if a later torch is configured to pin exact sizes, as in our runtime
     (worlds/torch/devices.py)."""
     return 1 << (nbytes - 1).bit_length() if nbytes > 0 else 0
-
-
-def device_copy_s(nbytes: Quantity, hbm_bytes_per_s: Quantity, gpu: GpuConstants) -> Quantity:
-    """Seconds of a copy inside the device (SPLIT, JOIN): each byte is read and written once."""
-    return memory_s(2.0 * nbytes, hbm_bytes_per_s, gpu)

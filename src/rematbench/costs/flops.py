@@ -77,16 +77,9 @@ def frozen_flop_per_token(work: Workload) -> int:
     if not (work.adapted or work.trained_parts):
         return 4 * layer * work.frozen_layers
     head = model.hidden * model.vocab * (not work.trains("head"))
-    each = work.lora_rank * _adapted_widths(work) + 4 * work.bottleneck * model.hidden
+    each = work.lora_rank * work.adapted_widths(0) + 4 * work.bottleneck * model.hidden
     adapters = (model.num_layers - work.frozen_layers) * each
     return 2 * (model.active_layer_matrices + head) - 2 * FORWARD_AND_BACKWARD * adapters
-
-
-def _adapted_widths(work: Workload) -> int:
-    """Rows and columns of the adapted linears of a layer."""
-    model = work.model
-    inner = {"q": model.q_width, "k": model.kv_width, "v": model.kv_width, "o": model.q_width}
-    return sum(model.hidden + inner.get(target, model.ffn) for target in work.targets)
 
 
 def megatron_flop_per_token(

@@ -64,26 +64,13 @@ def memory_s(nbytes: Quantity, hbm_bytes_per_s: Quantity, gpu: GpuConstants) -> 
 
 
 UNFUSED_FORWARD_PASSES = 2.0
-"""Score-matrix passes of a fused scale-mask-softmax kernel: read, write."""
+"""Score-matrix passes of a fused scale-mask-softmax kernel: read, write.  Source: Korthikanti et
+al. 2022 (arXiv 2205.05198), section 3 and figure 3 (core attention)."""
 UNFUSED_BACKWARD_PASSES = 3.0
 """Softmax backward: read probabilities and gradient, write the gradient."""
 DROPOUT_PASSES = 2.5
 """Dropout on probabilities, in either direction: read, write, and a one-byte mask (half an
 element)."""
-
-
-def scores_s(
-    count: Quantity,
-    passes: Quantity,
-    element_bytes: Quantity,
-    hbm_bytes_per_s: Quantity,
-    gpu: GpuConstants,
-) -> Quantity:
-    """Seconds of `passes` over a materialised score matrix of `count` elements (softmax, dropout).
-
-    Source: Korthikanti et al. 2022 (arXiv 2205.05198), section 3 and figure 3 (core attention).
-    """
-    return memory_s(passes * np.asarray(count) * element_bytes, hbm_bytes_per_s, gpu)
 
 
 def overlapped_s(seconds: Quantity, concurrent_s: Quantity, slowdown: Quantity) -> Quantity:

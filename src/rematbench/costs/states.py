@@ -33,7 +33,6 @@ class StateBytes(Struct, frozen=True, kw_only=True):
 
     @property
     def total(self) -> int:
-        """Bytes of all states."""
         return self.parameter + self.gradient + self.optimizer
 
 
@@ -63,7 +62,6 @@ def state_bytes(
 
 
 def fsdp_shards(layout: Layout, system: System) -> bool:
-    """Whether torch's FSDP shards the parameters."""
     sharded = layout.zero_stage == PARAMETER_STAGE and layout.state_shards > 1
     return sharded and system.zero.data_parallel == "fsdp"
 
@@ -203,7 +201,6 @@ def _block(system: System, nbytes: int) -> int:
 
 
 def _pinned(system: System, nbytes: int) -> int:
-    """Host bytes of a pinned buffer of `nbytes`."""
     return nbytes if system.host.pinned_blocks == "exact" else pinned_block_bytes(nbytes)
 
 

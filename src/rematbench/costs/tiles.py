@@ -29,7 +29,6 @@ kernel pads them.  Source: PyTorch issue 83272 (2022-08-11)."""
 
 
 def rounded(width: int, multiple: int) -> int:
-    """The smallest multiple that is at least `width`."""
     return ceil(width / multiple) * multiple
 
 
@@ -83,7 +82,6 @@ _QKV = "heads + 2 KV heads"
 
 
 def _projected_widths(work: Workload, s: Shapes) -> dict[tuple[str, int], int]:
-    """The widths of the projections to queries, keys and values."""
     given = work.model.latent
     if given is None:
         whole = s.q_width + 2 * s.kv_width

@@ -86,7 +86,6 @@ class WithoutTraffic:
         self.seconds, self.streams = seconds, streams
 
     def __call__(self, action: Action, rank: int) -> float:
-        """Return the seconds on the action's stream."""
         if action.stream in self.streams:
             return 0.0
         exchange = action.exchange

@@ -14,7 +14,7 @@ from rematbench.inputs.configfile import ConfigError, convert
 from rematbench.inputs.facts import check_system, contradictions
 from rematbench.inputs.kernel_rates import RateError
 from rematbench.inputs.layout import LayoutError
-from rematbench.inputs.system import Parameters, System, with_facts
+from rematbench.inputs.system import Graphs, Parameters, System, with_facts
 from rematbench.plan import Plan, PlanError
 from rematbench.problem import Problem
 
@@ -24,6 +24,8 @@ a parameter's states, and no divisor of usual vocabularies."""
 COUNTS = (0, 10**6, 10**9)
 """Values to try of a number of parameters: with 1 parameter in a sub-group, a step has as many
 updates as the model has parameters."""
+GRAPHED = ("none", "layer")
+"""Values to try of what CUDA graphs capture."""
 
 
 def acting(problem: Problem, plan: Plan, facts: Iterable[str]) -> list[str]:
@@ -77,7 +79,7 @@ def _values(fact: str, value: Any) -> list[Any]:
         return [value[::-1]]
     kind = declared(System)[fact].type
     if isinstance(value, str):
-        tried = get_args(kind)
+        tried = GRAPHED if kind == Graphs else get_args(kind)
     elif isinstance(value, bool):
         tried = (False, True)
     else:

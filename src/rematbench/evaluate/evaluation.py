@@ -3,6 +3,7 @@ never a method."""
 
 from collections import Counter
 from collections.abc import Sequence
+from functools import cache
 from math import nan
 
 from msgspec import Struct
@@ -21,6 +22,7 @@ from rematbench.engine.simulate.max_plus import simulate_chunks
 from rematbench.engine.simulate.op_level import Simulation, simulate
 from rematbench.engine.simulate.seconds import action_seconds, table_of
 from rematbench.inputs.layout import GATHERED_CHUNKS
+from rematbench.inputs.load import load_cluster, names
 from rematbench.plan import Plan, gathers_by_layer, has_exact_pins
 from rematbench.problem import NOT_TIMED, Problem, gathered_bytes, rank_parameters
 
@@ -195,11 +197,19 @@ def not_timed(problem: Problem, plan: Plan) -> str:
     if "host" in places and cluster.host_update_parameters_per_s is None:
         return (
             f"{NOT_TIMED}an optimizer in host memory on cluster {cluster.name}, whose file has no "
-            f"{HOST_RATE}"
+            f"{HOST_RATE}; {_measured_rates()}"
         )
     if parameter.home == "host" and not gathers_by_layer(parameter, problem.layout):
         return f"{NOT_TIMED}parameters are in host memory but are not gathered per layer"
     return ""
+
+
+@cache
+def _measured_rates() -> str:
+    """The host rates of shipped clusters, in words."""
+    rates = {name: load_cluster(name).host_update_parameters_per_s for name in names("cluster")}
+    known = [f"{rate:.1e} on {name}" for name, rate in rates.items() if rate is not None]
+    return f"measured: {', '.join(known)}"
 
 
 def program_bytes(problem: Problem, plan: Plan, program: Program) -> tuple[RankBytes, ...]:

@@ -60,7 +60,6 @@ class Lowered:
 
     @cached_property
     def program(self) -> Program:
-        """The lowered plan."""
         return lower(self.plan, self.problem)
 
     def forget(self, most_actions: int) -> None:
@@ -72,7 +71,6 @@ class Lowered:
 
     @cached_property
     def ranks(self) -> tuple[RankBytes, ...]:
-        """The bytes of every pipeline rank."""
         return program_bytes(self.problem, self.plan, self.program)
 
     @property
@@ -107,7 +105,6 @@ class Lowered:
     def replayed(
         self, capacity_bytes: int | None = None, enough_bytes: float = inf
     ) -> AllocatorPeaks:
-        """Replay the fullest rank."""
         rank = fullest_rank(self.ranks)
         held = self.ranks[rank]
         return replayed(self.program, rank, held, capacity_bytes, enough_bytes=enough_bytes)

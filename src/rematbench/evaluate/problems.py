@@ -72,6 +72,12 @@ def stack_of(spec: Job) -> System:
     chosen = spec.stack
     system = hosting(spec.system, chosen.optimizer, chosen.parameters)
     system = with_facts(system, dispatcher=chosen.dispatcher) if chosen.dispatcher else system
+    if (scope := chosen.cuda_graphs) is not None:
+        if scope != "none" and "cuda_graphs" not in system.accepts.features:
+            raise ConfigError(
+                "", "cuda_graphs", f"{scope!r}: {system.name} captures no CUDA graphs"
+            )
+        system = with_facts(system, cuda_graphs=scope)
     return overlapping(system, chosen.ep_overlap)
 
 

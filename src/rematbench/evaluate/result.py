@@ -16,7 +16,7 @@ from rematbench.evaluate.evaluation import PlanEvaluation, host_node_bytes
 from rematbench.evaluate.evaluator import SINGLE_EVALUATOR, Evaluator, timed, weighed
 from rematbench.evaluate.proof import Proof, check
 from rematbench.evaluate.unread import unread
-from rematbench.evaluate.verdict import Retries, Verdict, judge, judged, only_fragmented
+from rematbench.evaluate.verdict import Retries, Verdict, graphs, judge, judged, only_fragmented
 from rematbench.host.declared import columns
 from rematbench.inputs.kernel_rates import RateError
 from rematbench.inputs.layout import LayoutError
@@ -36,8 +36,9 @@ Fit = Literal["yes", "tight", "expandable", "no"]
 FRAGMENTED = "fits with expandable segments, else retries or fails"
 
 DROPPED = 0.25
-"""The share of tokens that a router which learns leaves out at a capacity, above which nothing is
-assumed to fit (estimate, ours: public runs at capacity 1.0 lose a quarter and more)."""
+"""The share of tokens left out at a capacity above which no job is said to fit.  It has no source:
+nobody publishes the distribution, so the verdict also names the least of SHARES that fits."""
+SHARES = (0.05, 0.1, 0.15, 0.2, DROPPED)
 
 SPEEDS = ("step_s", "tokens_per_s_per_gpu", "mfu_causal", "mfu_dense", "hfu")
 AMOUNTS = ("recompute_flop", "offload_bytes")
@@ -68,11 +69,9 @@ class Band(Struct, frozen=True, kw_only=True):
     open_cause: bool = False
 
     def low(self, value: float) -> float:
-        """Return the lower end of the band around a predicted value."""
         return value * math.exp(-self.half_width)
 
     def high(self, value: float) -> float:
-        """Return the upper end of the band around a predicted value."""
         return value * math.exp(self.half_width)
 
     @property
@@ -180,17 +179,14 @@ class Result(Struct, frozen=True, kw_only=True):
 
     @property
     def problem(self) -> Problem:
-        """The problem for which the method planned."""
         return self.job.problem
 
     @property
     def base(self) -> Plan:
-        """The plan that the method changed."""
         return self.job.base
 
     @property
     def fits(self) -> bool:
-        """Whether the plan fits device and host memory."""
         return self.status == "ok"
 
     @property
@@ -215,7 +211,6 @@ class Result(Struct, frozen=True, kw_only=True):
 
     @property
     def tokens_per_s_per_gpu(self) -> float | None:
-        """Training tokens per second and GPU."""
         return self.timed.tokens_per_s_per_gpu if self.timed else None
 
     @property
@@ -417,15 +412,21 @@ def told_fragmented(result: Result) -> Result:
 
 def _told_dropping(result: Result, problem: Problem, plan: Plan) -> Result:
     """The result, with another status and reason if it fits where experts drop tokens."""
-    kept = problem.workload.capacity_factor * (1.0 - DROPPED)
-    work = replace(problem.workload, capacity_factor=kept)
-    fewer = dataclasses.replace(problem, workload=work, _memo={}, _weights={})
-    verdict = _weighed(fewer, plan, SINGLE_EVALUATOR)
+    verdict = _dropping(problem, plan, DROPPED)
     if not verdict.fits:
         return result
+    least = next(share for share in SHARES if _dropping(problem, plan, share).fits)
     left = f"{verdict.headroom_bytes / 2**30:.2f} GiB of headroom"
-    reason = f"{left} if experts drop {DROPPED:.0%} of their tokens; if none, {result.reason}"
-    return replace(result, status="dropping", reason=reason)
+    reason = f"{left} if experts drop {DROPPED:.0%} of their tokens (it fits from {least:.0%} on)"
+    return replace(result, status="dropping", reason=f"{reason}; if none, {result.reason}")
+
+
+def _dropping(problem: Problem, plan: Plan, share: float) -> Verdict:
+    """The verdict on a plan where experts drop a share of their tokens."""
+    kept = problem.workload.capacity_factor * (1.0 - share)
+    work = replace(problem.workload, capacity_factor=kept)
+    fewer = dataclasses.replace(problem, workload=work, _memo={}, _weights={})
+    return _weighed(fewer, plan, SINGLE_EVALUATOR)
 
 
 # -- what a job assumes --------------------------------------------------------------------------
@@ -443,6 +444,7 @@ def assumed(problem: Problem) -> str:
         "RoPE": system.rope_kernel if model.position == "rope" else "",
         "activation": ("fused" if system.kernels.fused_swiglu else "eager") if model.gated else "",
         "loss": _loss(system),
+        "CUDA graphs": graphs(problem),
     }
     named = ", ".join(f"{key} {kernel}" for key, kernel in kernels.items() if kernel)
     text = f"{named}, on {generation}; constants of cluster {network}, stack {stack}"

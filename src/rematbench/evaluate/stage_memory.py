@@ -3,7 +3,7 @@
 from msgspec import Struct
 
 from rematbench.costs.operators.ops import Part
-from rematbench.engine.lowering.blocks.chunk_ops import ChunkOps
+from rematbench.engine.lowering.blocks.chunk_ops import ChunkFacts, ChunkOps
 from rematbench.engine.lowering.blocks.fates import Resolved, Site, resolve
 from rematbench.engine.lowering.lower import rank_orders
 from rematbench.engine.lowering.schedule import phases
@@ -82,7 +82,7 @@ def _saved_bytes(
         key = (item.micro_batch, item.chunk)
         if key not in fates:
             layers = plan.partition[rank][item.chunk]
-            ops = ChunkOps(problem, rank, item.chunk, layers, cuts=plan.cuts)
+            ops = ChunkOps(problem, rank, item.chunk, layers, ChunkFacts(cuts=plan.cuts))
             fates[key], _ = resolve(plan, ops.sites, phase[key], item.micro_batch)
         site = _site(item.storage)
         fate = fates[key].get(site) if site else None

@@ -93,5 +93,26 @@ def judged(
     )
 
 
+GRAPH_BYTES = {False: 4 * 10**9, True: 10**10}
+"""Bytes that the CUDA graph of an iteration holds on one stage, and in a pipeline: "a few GB", and
+"over 10 GB" (Megatron-Bridge, docs/training/cuda-graphs.md).  No job's are published, so the
+verdict takes none, and cannot say whether a plan with less headroom fits."""
+
+
+def unknown_bytes(problem: Problem) -> int:
+    """The device bytes that a job may need and that no prediction has."""
+    graph = problem.system.kernels.captures_iteration
+    return GRAPH_BYTES[problem.layout.pp > 1] if graph else 0
+
+
+def graphs(problem: Problem) -> str:
+    """What CUDA graphs capture, and what no total has of their bytes, in words; empty without."""
+    if not problem.system.kernels.captures:
+        return ""
+    gb = unknown_bytes(problem) / 1e9
+    held = f" (its {gb:g} GB or more are in no total)" if gb else ""
+    return f"{problem.system.kernels.cuda_graphs}{held}"
+
+
 def _gib(nbytes: int) -> str:
     return f"{nbytes / 2**30:.2f}"

@@ -292,7 +292,6 @@ class Report(Struct, frozen=True, kw_only=True):
 
     @property
     def failed(self) -> tuple[Check, ...]:
-        """The checks whose status is FAIL."""
         return tuple(c for g in self.groups for c in g.checks if c.status == "FAIL")
 
 

@@ -27,6 +27,7 @@ from msgspec.structs import replace
 
 from rematbench.evaluate.evaluator import same_plan
 from rematbench.evaluate.result import Band, Fit, Result
+from rematbench.evaluate.verdict import unknown_bytes
 from rematbench.evidence.job_evidence import (
     JobProperties,
     LeftOutCell,
@@ -83,7 +84,6 @@ class Bands(Struct, frozen=True):
     experts: Errors = {}
 
     def band(self, job: JobProperties) -> Band:
-        """The band of a job's predicted speed."""
         outside = self.covered.outside(job)
         half_width, sources = self._like(job, outside)
         wider = quantile(self.devices) if job.device and self.devices else 0.0
@@ -154,7 +154,6 @@ def speed_errors(cells: Iterable[LeftOutCell]) -> Errors:
 
 
 def by_source(cells: Iterable[LeftOutCell]) -> dict[str, list[LeftOutCell]]:
-    """Published rows by source, in their order."""
     found: dict[str, list[LeftOutCell]] = defaultdict(list)
     for cell in cells:
         found[cell.source].append(cell)
@@ -223,23 +222,23 @@ class Coverage(Struct, frozen=True, kw_only=True):
     error: float
 
 
+def _covered(source: str, errors: Sequence[float], widths: Sequence[float]) -> Coverage:
+    """The coverage of a source's rows, each with its absolute error and its band's half-width."""
+    inside = fmean(error <= width for error, width in zip(errors, widths, strict=True))
+    error, half_width = source_quantile(errors), median(widths)
+    return Coverage(
+        source=source, rows=len(errors), inside=inside, half_width=half_width, error=error
+    )
+
+
 def coverage(cells: Sequence[LeftOutCell]) -> list[Coverage]:
     """The coverage of every source under bands learnt from the other sources."""
     found = []
     for source, own in by_source(cells).items():
         bands = bands_of([cell for cell in cells if cell.source != source])
         of_job = {job: bands.band(job).half_width for job in {cell.job for cell in own}}
-        widths = [of_job[cell.job] for cell in own]
         errors = [abs(cell.log_error) for cell in own]
-        found.append(
-            Coverage(
-                source=source,
-                rows=len(own),
-                inside=fmean(e <= w for e, w in zip(errors, widths, strict=True)),
-                half_width=median(widths),
-                error=source_quantile(errors),
-            )
-        )
+        found.append(_covered(source, errors, [of_job[cell.job] for cell in own]))
     return found
 
 
@@ -250,16 +249,7 @@ def shipped_coverage(rows: Sequence[Row]) -> list[Coverage]:
         error, high, made = log_error(row), number(row, "pred_high"), number(row, f"pred_{SPEED}")
         if error is not None and high and made:
             cells[row["source"]].append((abs(error), math.log(high / made)))
-    return [
-        Coverage(
-            source=source,
-            rows=len(some),
-            inside=fmean(error <= width for error, width in some),
-            half_width=median(width for _, width in some),
-            error=source_quantile([error for error, _ in some]),
-        )
-        for source, some in cells.items()
-    ]
+    return [_covered(source, *zip(*some, strict=True)) for source, some in cells.items()]
 
 
 def kind_coverage(errors: Errors) -> list[Coverage]:
@@ -267,15 +257,7 @@ def kind_coverage(errors: Errors) -> list[Coverage]:
     found = []
     for source, own in errors.items():
         width = quantile({key: some for key, some in errors.items() if key != source})
-        found.append(
-            Coverage(
-                source=source,
-                rows=len(own),
-                inside=fmean(error <= width for error in own),
-                half_width=width,
-                error=source_quantile(own),
-            )
-        )
+        found.append(_covered(source, own, [width] * len(own)))
     return found
 
 
@@ -329,7 +311,7 @@ def with_band(result: Result, family: str = "") -> Result:
         family = IDENTITY if idle else result.family
     fit: Fit = "no"
     if verdict is not None and verdict.fits:
-        fit = fits_word(verdict.headroom_bytes, problem.room_bytes)
+        fit = fits_word(verdict.headroom_bytes, problem.room_bytes, unknown_bytes(problem))
     elif verdict is not None and verdict.expandable:
         fit = "expandable"
     band = None if result.not_timed else band_of(problem, family)

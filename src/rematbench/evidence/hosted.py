@@ -73,7 +73,6 @@ def hosted_cases() -> tuple[tuple[Cell, PublishedCase], ...]:
 
 
 def kind_of(case: PublishedCase) -> HostKind:
-    """The node of a case, and its ranks on a node."""
     assert case.hosted is not None
     return HostKind(case.hosted.node, case.hosted.ranks)
 
@@ -91,7 +90,6 @@ def is_host_fitted(row: Row) -> bool:
 
 
 def node_file(row: Row) -> str:
-    """The name of the cluster file of a row's node."""
     return str(said(row).job.get("cluster", row["cluster"]))
 
 
@@ -161,7 +159,6 @@ def placed_states(case: PublishedCase, problem: Problem) -> tuple[Plan, int]:
 
 
 def update_s(case: PublishedCase) -> float:
-    """Predicted seconds of a case's update."""
     problem = case.problem()
     plan, count = placed_states(case, problem)
     optimizer = plan.state("optimizer")

@@ -168,9 +168,10 @@ def leaving_reserve(problem: Problem) -> Problem:
     return dataclasses.replace(problem, reserve_bytes=reserve_bytes(problem.room_bytes))
 
 
-def fits_word(headroom_bytes: float, room_bytes: float) -> Fit:
-    """`yes`, `tight` (the headroom is below what tuned plans leave free), or `no`."""
+def fits_word(headroom_bytes: float, room_bytes: float, unknown: int = 0) -> Fit:
+    """`yes`, `tight` (the headroom is below what tuned plans leave free, or below the bytes that
+    the job may need and that no prediction has, `unknown`), or `no`."""
     if headroom_bytes < 0:
         return "no"
     need = (room_bytes - headroom_bytes) * math.exp(RESERVE)
-    return "tight" if need > room_bytes else "yes"
+    return "tight" if need > room_bytes or headroom_bytes < unknown else "yes"

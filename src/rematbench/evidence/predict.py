@@ -179,7 +179,6 @@ def predict_case(
 
 
 def run_case(case: PublishedCase, problem: Problem, registry: Registry) -> Result:
-    """The result of a case on its problem."""
     base = placed_states(case, problem)[0] if case.hosted else problem.base_plan
     return evaluate_method(problem, method_of(case, problem, registry), base)
 

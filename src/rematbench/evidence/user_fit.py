@@ -68,7 +68,6 @@ class MeasuredRows(Struct, frozen=True):
     errors: Array
 
     def some(self, rows: Sequence[int]) -> "MeasuredRows":
-        """The rows with the given indices."""
         own = list(rows)
         return MeasuredRows(self.slopes[:, own], self.heights[:, own], self.errors[own])
 

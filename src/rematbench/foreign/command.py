@@ -3,7 +3,8 @@ OpenRLHF.
 
 Sources of names and defaults: Transformers 4.57, TrainingArguments; accelerate 1.11,
 commands/launch.py; torchrun; DeepSpeed 0.19.8, launcher/runner.py; ms-swift 4.6.0,
-swift/arguments/sft_args.py and swift/trainers/arguments.py; OpenRLHF 0.8, cli/train_sft.py.
+swift/arguments/sft_args.py and swift/trainers/arguments.py; OpenRLHF 0.8, cli/train_sft.py
+(options) and models/actor.py (quantised weights).
 """
 
 import json
@@ -13,17 +14,17 @@ from pathlib import Path
 from typing import Any
 
 from rematbench.foreign.deepspeed import read_deepspeed
-from rematbench.foreign.keys import is_off, read_keys
+from rematbench.foreign.keys import declared, is_off, read_keys
 from rematbench.foreign.megatron import ENGINE, read_factory
-from rematbench.foreign.reading import LAUNCHER, Options, Reading, first_value
+from rematbench.foreign.reading import LAUNCHER, Options, Reading, beside, first_value
 from rematbench.foreign.shell import Script, options_of
 from rematbench.foreign.trainers import merge, read_accelerate_deepspeed, read_trainer
 from rematbench.inputs.configfile import ConfigError, read_mapping
-from rematbench.inputs.foreign import Package, package_of
+from rematbench.inputs.foreign import package_of
 
 SIGNS = {"per_device_train_batch_size", "model_name_or_path", "finetuning_type"}
 SIGNS |= {"micro_train_batch_size", "model.model_name_or_path"}
-PROGRAMS: dict[tuple[str, str], Package] = {
+PROGRAMS: dict[tuple[str, str], str] = {
     ("swift", "sft"): "ms-swift",
     ("swift", "pt"): "ms-swift",
     ("swift", "rlhf"): "ms-swift",
@@ -32,77 +33,24 @@ PROGRAMS: dict[tuple[str, str], Package] = {
 TASKS = {"dpo", "grpo", "kto", "orpo", "cpo", "ppo", "rloo", "reward", "rlhf", "gkd", "simpo", "rm"}
 TASKS |= {"prm", "xpo", "bco", "nash", "distill", "distillation", "distillm", "rft", "gspo", "dapo"}
 """Words in names of programs that train something else than one model with one loss."""
-OPENRLHF = {
-    "pretrain": "model_name_or_path",
-    "micro_train_batch_size": "per_device_train_batch_size",
-    "max_len": "max_length",
-    "packing_samples": "packing",
-    "train.micro_batch_size": "per_device_train_batch_size",
-    "train.batch_size": "train_batch_size",
-    "data.max_len": "max_length",
-    "model.model_name_or_path": "model_name_or_path",
-    "model.gradient_checkpointing_enable": "gradient_checkpointing",
-    "ds.attn_implementation": "attn_implementation",
-    "ds.zero_stage": "zero_stage",
-    "ds.adam_offload": "adam_offload",
-    "ds.packing_samples": "packing",
-    "ds.use_liger_kernel": "use_liger_kernel",
-    "ds.tensor_parallel_size": "tensor_parallel_size",
-    "ds.ring_attn_size": "ring_attn_size",
-    "ds.load_in_4bit": "load_in_4bit",
-    "ds.lora.rank": "lora_rank",
-}
-"""Names of OpenRLHF (those with dots: since 2026), each with the name of Transformers."""
-VERL = {
-    "model.partial_pretrain": "model_name_or_path",
-    "model.path": "model_name_or_path",
-    "data.micro_batch_size_per_gpu": "per_device_train_batch_size",
-    "data.train_batch_size": "train_batch_size",
-    "data.max_length": "max_length",
-    "model.enable_gradient_checkpointing": "gradient_checkpointing",
-    "model.use_liger": "use_liger_kernel",
-    "use_remove_padding": "use_remove_padding",
-    "model.use_remove_padding": "use_remove_padding",
-    "ulysses_sequence_parallel_size": "sequence_parallel_size",
-    "engine.ulysses_sequence_parallel_size": "sequence_parallel_size",
-}
-"""Names of verl's trainer of supervised fine-tuning (verl 0.5, trainer/config/sft_trainer.yaml, and
-0.9, sft_trainer_engine.yaml), each with the name of Transformers."""
-VERL_DEFAULTS: dict[str, Any] = {
-    "per_device_train_batch_size": 4,
-    "train_batch_size": 256,
-    "max_length": 1024,
-    "gradient_checkpointing": True,
-    "attn_implementation": "flash_attention_2",
-    "fsdp": "full_shard",
-    "bf16": True,
-}
-"""The defaults of the same file; fsdp_sft_trainer.py has the kernel, the shards, the precision."""
+MODULES = ("verl.trainer.", "openrlhf.cli.")
 UNSLOTH = "unsloth-cli.py"
-UNSLOTH_DEFAULTS: dict[str, Any] = {
-    **{"max_seq_length": 2048, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 4},
-    **{"r": 16, "use_gradient_checkpointing": "unsloth", "optim": "adamw_8bit", "bf16": True},
-    **dict.fromkeys(("use_lora", "lora_target_linear", "use_liger_kernel"), True),
-    "bnb_4bit_use_double_quant": True,
-}
-"""The defaults of Unsloth's command (unslothai/unsloth, unsloth-cli.py), which adapts all linears.
-Its kernels fuse what Liger's do; layer inputs go to the host (`unsloth`)."""
-TRAINERS = ("TRL", "LLaMA-Factory", "axolotl")
+TRAINERS = ("TRL", "LLaMA-Factory", "axolotl", "Transformers")
 NAMES = {*LAUNCHER, "include", "exclude", "module", "hostfile", "local_rank", "standalone"}
 """Options that the launcher reads."""
 ENVIRONMENT = {"NPROC_PER_NODE": "gpus_per_node", "NGPU": "gpus_per_node", "NNODES": "nodes"}
 PLUGIN = {"use_deepspeed", "zero_stage", "deepspeed_config_file", "offload_optimizer_device"}
 PLUGIN |= {"offload_param_device", "zero3_init_flag", "zero3_save_16bit_model"}
 """Options of `accelerate launch` about DeepSpeed."""
-FILES = (".yaml", ".yml")
+FILES = (".yaml", ".yml", ".json")
 WORDS: dict[str, Any] = {"true": True, "false": False, "null": None, "none": None}
 
 
-def trainer_of(script: Script, words: list[str]) -> Package | None:
+def trainer_of(script: Script, words: list[str]) -> str | None:
     """The package whose trainer a command starts; None for every other command."""
     options = {name.replace("-", "_") for name in options_of(words)}
     programs = [word.rsplit("/", 1)[-1] for word in words if not word.startswith("-")]
-    if any(word.startswith("verl.trainer.") for word in words) or UNSLOTH in programs:
+    if UNSLOTH in programs or any(word.startswith(MODULES) for word in words):
         return "Transformers"
     for pair in pairwise(programs):
         if pair in PROGRAMS:
@@ -112,11 +60,13 @@ def trainer_of(script: Script, words: list[str]) -> Package | None:
         return package_of(content) if content else None
     if options & {"finetuning_type", "cutoff_len"}:
         return "LLaMA-Factory"
+    if any("swift/cli/" in word for word in words):
+        return "ms-swift"
     trl = programs[:1] == ["trl"] or any("trl/" in word for word in words) or "sft.py" in programs
     return "TRL" if trl else "Transformers"
 
 
-def read_command(script: Script, words: list[str], package: Package) -> Reading:
+def read_command(script: Script, words: list[str], package: str) -> Reading:
     """The reading of a trainer's command.  ConfigError for a wrong value."""
     options = {name.replace("-", "_"): value for name, value in options_of(words).items()}
     headers = {name.replace("-", "_"): value for name, value in script.headers.items()}
@@ -129,6 +79,7 @@ def read_command(script: Script, words: list[str], package: Package) -> Reading:
         reading = read_trainer(data, script.file, package)
     reading.command = True
     read_launcher(reading, script, {**headers, **options})
+    _device_map(reading, script, words)
     if micro is not None:  # verl's number for all ranks
         ranks = reading.get("gpus_per_node", 1) * reading.get("nodes", 1)
         reading.put("micro_batch", max(1, int(micro) // ranks), "data.micro_batch_size")
@@ -150,8 +101,11 @@ def _data(words: list[str], options: Options) -> dict[str, Any]:
     if any(word.startswith("verl.trainer.") for word in words):
         data |= _verl(words)
     if any(word.endswith(UNSLOTH) for word in words):
-        data = {**UNSLOTH_DEFAULTS, **data}
+        data = {**declared("unsloth").defaults, **data}
         data["lora_rank"] = data.pop("r")
+    config = data.pop("deepspeed_config", None)
+    if data.get("deepspeed", config) in (True, config) and (config or "zero_stage" in data):
+        data["deepspeed"] = config  # a switch beside a file, or beside options
     precision = str(data.pop("mixed_precision", "")).lower()
     if precision in ("bf16", "fp16", "fp8"):
         data.setdefault(precision, True)
@@ -169,7 +123,8 @@ def _data(words: list[str], options: Options) -> dict[str, Any]:
 
 def _openrlhf(data: dict[str, Any], words: list[str]) -> dict[str, Any]:
     """OpenRLHF's options by the names of Transformers and accelerate."""
-    data = {OPENRLHF.get(name, name): value for name, value in data.items()}
+    names = declared("openrlhf").names
+    data = {names.get(name, name): value for name, value in data.items()}
     data["use_deepspeed"] = True
     data.setdefault("zero_stage", 2)
     if data.pop("adam_offload", None):
@@ -178,16 +133,17 @@ def _openrlhf(data: dict[str, Any], words: list[str]) -> dict[str, Any]:
         data["stage"] = "rl"
     if data.pop("ds.param_dtype", None) in ("bf16", None):
         data.setdefault("bf16", True)
-    data["dtype"] = data.get("dtype", "bfloat16")
-    return data
+    data = {"dtype": "bfloat16", "target_modules": "all-linear", **data}
+    return {"bnb_4bit_use_double_quant": True, **data}
 
 
 def _verl(words: list[str]) -> dict[str, Any]:
     """The options of verl, `data.max_length=1024`, by the names of Transformers."""
     pairs = [word.lstrip("+").split("=", 1) for word in words if re.match(r"\+*[\w.@/]+=", word)]
-    data = {VERL.get(name, name): _value([value]) for name, value in pairs}
+    verl = declared("verl")
+    data = {verl.names.get(name, name): _value([value]) for name, value in pairs}
     sft = any("sft_trainer" in word for word in words)
-    data = {**VERL_DEFAULTS, **data, "stage": "sft" if sft else "rl"}
+    data = {**verl.defaults, **data, "stage": "sft" if sft else "rl"}
     by_tokens = data.pop("data.use_dynamic_bsz", "verl.trainer.sft_trainer" in words)
     if not is_off(by_tokens):  # the default of verl 0.9
         tokens = int(data.get("data.max_token_len_per_gpu", 8192))
@@ -196,11 +152,11 @@ def _verl(words: list[str]) -> dict[str, Any]:
 
 
 def _with_file(
-    script: Script, words: list[str], package: Package, data: dict[str, Any]
-) -> tuple[Package, dict[str, Any]]:
+    script: Script, words: list[str], package: str, data: dict[str, Any]
+) -> tuple[str, dict[str, Any]]:
     """The options together with those of the YAML file that the command names (`trl sft --config
     x.yaml`, `llamafactory-cli train x.yaml lr=1`); the command's count."""
-    data |= {name: value for name, _, value in _overrides(words)}
+    data |= {name: _value([value]) for name, _, value in _overrides(words)}
     content = _content(script, words)
     if not content:
         return package, data
@@ -211,9 +167,9 @@ def _with_file(
 def _content(script: Script, words: list[str]) -> dict[str, Any]:
     """The content of the trainer's YAML that a command names, if it is beside the script."""
     for word in words:
-        beside = Path(script.file).parent / Path(word).name
-        if word.endswith(FILES) and beside.is_file():
-            content = read_mapping(beside, str(beside))
+        path = beside(script.file, word)
+        if word.endswith(FILES) and path.is_file():
+            content = read_mapping(path, str(path))
             if package_of(content) in TRAINERS:
                 return content
     return {}
@@ -248,9 +204,20 @@ def read_launcher(reading: Reading, script: Script, options: Options) -> None:
             reading.put(value, int(text), f"--{option}")
     devices = " ".join(script.variables.get("CUDA_VISIBLE_DEVICES", []))
     devices = first_value(options, "include", devices).rpartition(":")[2]  # localhost:0,1
-    if not {"gpus", "gpus_per_node"} & reading.values.keys() and devices.replace(",", "").isdigit():
-        count = len([one for one in devices.split(",") if one])
+    count = len([one for one in devices.split(",") if one.isdigit()])
+    if count and not {"gpus", "gpus_per_node"} & reading.values.keys():
         reading.put("gpus_per_node", count, "CUDA_VISIBLE_DEVICES")
+
+
+def _device_map(reading: Reading, script: Script, words: list[str]) -> None:
+    """Refuse layers on several devices of a process, which ms-swift's own command makes of all
+    visible ones (swift/utils/torch_utils.py, get_device_map)."""
+    visible = " ".join(script.variables.get("CUDA_VISIBLE_DEVICES", [])).split(",")
+    processes = " ".join(script.variables.get("NPROC_PER_NODE", ["1"]))
+    own = reading.package == "ms-swift" and words[:1] == ["swift"] and processes.isdigit()
+    if own and len(visible) > int(processes):
+        text = f"{len(visible)} devices for {processes} processes (NPROC_PER_NODE)"
+        reading.refused.append(f"CUDA_VISIBLE_DEVICES: {text}, as device_map is not modelled")
 
 
 def _document(reading: Reading, script: Script) -> None:

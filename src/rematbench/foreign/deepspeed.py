@@ -76,7 +76,6 @@ def _sizes(reading: Reading, zero: Mapping[str, Any], prefix: str) -> None:
 
 
 def _homes(reading: Reading, zero: Mapping[str, Any], prefix: str) -> None:
-    """The homes of optimizer states and parameters."""
     for key, name in (("offload_optimizer", "optimizer"), ("offload_param", "parameters")):
         section = zero.get(key)
         device = section.get("device", "cpu") if isinstance(section, Mapping) else None

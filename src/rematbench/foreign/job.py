@@ -31,7 +31,11 @@ ROTATING: dict[str, dict[str, Any]] = {
     "torchtitan-compiled": {"compiled": True, "fused_swiglu": True},
 }
 """Stacks of which a later one has context parallelism, with the facts that it then needs."""
-SUFFIXES = re.compile(r"-(instruct|chat|base|hf|it|v\d[\d.]*|\d{4})(?=-|$)")
+SUFFIXES = re.compile(r"-(instruct|thinking|chat|base|hf|it|\d{4})(?=-|$)")
+ALIKE = [("llama-2", "llama2"), ("llama-3-", "llama3-"), ("llama-3.3", "llama-3.1")]
+ALIKE += [("-a22b", ""), ("_", "-")]
+"""Parts of the hub's names with those of shipped models; Llama 3.3 has the shape of 3.1."""
+VERSION = re.compile(r"-v\d[\d.]*(?=-|$)")
 
 
 class FileJob(Struct, frozen=True, kw_only=True):
@@ -284,8 +288,8 @@ def shipped_model(text: str, reading: Reading) -> str | None:
         return str(beside)
     stem = SUFFIXES.sub("", text.rsplit("/", 1)[-1].lower()).replace("meta-", "")
     known = names("model")
-    tried = (stem, stem.replace("llama-2", "llama2"), stem.replace("llama-3-", "llama3-"))
-    for name in (*tried, stem.replace("_", "-")):
+    others = (stem.replace(*pair) for pair in ALIKE)
+    for name in (stem, VERSION.sub("", stem), *others):
         if name in known:
             return name
     key = reading.keys.get("model", "")

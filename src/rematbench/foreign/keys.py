@@ -13,6 +13,8 @@ from rematbench.foreign.reading import AUTO, Reading, switch, whole
 from rematbench.inputs.configfile import convert, read_mapping
 from rematbench.inputs.paths import data_dir
 
+REST = [(-1, "shards"), (-1, "global_batch")]
+"""Numbers that are what the others leave, with their value in a file."""
 OFF = {"", "false", "none", "null", "no", "off", "0", "0.0", "[]", "{}"}
 
 
@@ -38,25 +40,31 @@ class Section(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def keys(self) -> set[str]:
-        """All keys of the section."""
         named = (self.numbers, self.shapes, self.facts, self.words, self.refused)
         return {*self.read, *self.no_effect, *(key for kind in named for key in kind)}
 
 
 class Dialect(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The sections of a package's files by their path ("" is the top level); `base`: dialects
-    whose keys belong to this one's."""
+    whose keys belong to this one's; `names`: the keys of another package that keys stand for;
+    `defaults`: values of keys that are not there."""
 
     source: str
-    sections: dict[str, Section]
+    sections: dict[str, Section] = {}
     base: list[str] = []
+    names: dict[str, str] = {}
+    defaults: dict[str, Any] = {}
+
+
+@cache
+def declared(name: str) -> Dialect:
+    path = data_dir("config") / "foreign" / f"{name}.yaml"
+    return convert(read_mapping(path, str(path)), Dialect, str(path))
 
 
 @cache
 def dialect(name: str) -> dict[str, Section]:
-    """The sections of a dialect."""
-    path = data_dir("config") / "foreign" / f"{name}.yaml"
-    made = convert(read_mapping(path, str(path)), Dialect, str(path))
+    made = declared(name)
     sections: dict[str, Section] = {}
     for part in [*(dialect(base) for base in made.base), made.sections]:
         for at, section in part.items():
@@ -116,7 +124,7 @@ def _number(reading: Reading, section: Section, key: str, value: Any, where: str
     if value is True:
         reading.notes.append(f"{where} has no value: --set NAME=VALUE gives its variable")
         reading.unknown.append(where)
-    elif value != AUTO:
+    elif value != AUTO and (value, section.numbers.get(key)) not in REST:
         size = whole(value, reading.file, where)
         if key in section.numbers:
             reading.put(section.numbers[key], size, where)

@@ -9,7 +9,7 @@ from typing import Any
 
 from rematbench.foreign.adapters import TARGETS, read_adapters
 from rematbench.foreign.deepspeed import read_deepspeed
-from rematbench.foreign.keys import dialect, read_keys
+from rematbench.foreign.keys import declared, dialect, read_keys
 from rematbench.foreign.megatron_experts import read_experts
 from rematbench.foreign.reading import LAUNCHER, Options, Reading, first_value, number, whole
 from rematbench.foreign.recipes import read_megatron_recipe
@@ -29,18 +29,10 @@ LATENT = {"kv_rank": 32, "nope": 128, "rope": 64, "v": 128}
 VOCABULARIES = {"GPT2BPETokenizer": 50257, "Llama2Tokenizer": 32000}
 """Vocabulary of tokenizers that come with their files: GPT-2's 50,257 tokens (Radford et al. 2019)
 and Llama 2's 32,000 (Touvron et al. 2023, arXiv 2307.09288)."""
+GRAPHS = ("none", "local", "transformer_engine", "full_iteration")
+GRAPHED = ("attn", "mlp", "moe", "moe_router", "moe_preprocess", "full_iteration")
+"""Implementations of CUDA graphs, and the scopes that are modelled."""
 POSITIONS = {"rope": "rope", "learned_absolute": "learned", "none": "none", "alibi": "alibi"}
-SWIFT: Options = {
-    **{name: [] for name in ("bf16", "use-distributed-optimizer", "use-flash-attn")},
-    "recompute-granularity": ["selective"],
-    "micro-batch-size": ["1"],
-    "global-batch-size": ["16"],
-    "attention-backend": ["flash"],
-    "cross-entropy-loss-fusion": [],
-    "moe-token-dispatcher-type": ["alltoall"],
-    "expert-tensor-parallel-size": ["1"],
-}
-"""The defaults of ms-swift 4.6.0, swift/megatron/arguments/megatron_args.py."""
 OLD = {"activations-checkpoint-method", "checkpoint-activations", "checkpoint-num-layers"}
 OLD |= {"model-parallel-size", "batch-size", "DDP-impl"}
 """Options of Megatron-LM before 2023, which has neither Transformer Engine nor flash attention
@@ -51,6 +43,14 @@ TODAY = "megatron-core-0.16"
 """The stack of a launch line, which names no version."""
 LAYERS = ("recompute-num-layers", "activations-checkpoint-num-layers", "checkpoint-num-layers")
 """The layers of a recomputed group: today's name, that of 2021 and that of 2020."""
+OTHERS = {"bert", "t5", "vlm", "mamba", "hybrid", "retro", "ict", "vision", "dino", "rl"}
+"""Words in names of programs that train something else than a language model of equal layers."""
+ADAPTED = {"lora-rank", "lora-dropout", "tuner-type", "train-type", "target-modules"}
+"""Options of adapters, which only ms-swift's Megatron is known to read so."""
+GROUPS = ("microbatch-group-size-per-virtual-pipeline-stage", "microbatch-group-size-per-vp-stage")
+"""Micro-batches that a chunk runs in a row: pp of them by default."""
+OFFLOADED = ("attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm")
+"""The modules of --offload-modules whose tensors are modelled: not those of experts."""
 SWIFT_TASKS = {("megatron", "sft"), ("megatron", "pt"), ("megatron", "rlhf")}
 SLIME = "max-tokens-per-gpu"
 ENGINE = {"tensor_model_parallel_size", "pipeline_model_parallel_size", "use_mca"}
@@ -74,13 +74,21 @@ def is_swift(words: list[str]) -> bool:
 
 def read_megatron(script: Script, words: list[str]) -> Reading:
     """The reading of a launch line of a script.  ConfigError for a wrong value."""
-    return _read({**script.headers, **options_of(words)}, script)
+    options = options_of(words)
+    reading = _read({**script.headers, **options}, script)
+    for name in ADAPTED & options.keys():
+        reading.refused.append(f"--{name}: adapters of this package are not read")
+    for word in words:
+        parts = {*re.split(r"[/_]", word.removesuffix(".py"))} & OTHERS
+        if word.endswith(".py") and parts:
+            reading.refused.append(f"{word}: trains another model than one of decoder layers")
+    return reading
 
 
 def read_swift(script: Script, words: list[str]) -> Reading:
     """The reading of `megatron sft` of ms-swift: Megatron's options with underscores and values,
     and a model by name.  ConfigError for a wrong value."""
-    options = {**script.headers, **SWIFT}
+    options = {**script.headers, **declared("swift").defaults}
     for name, values in options_of(words).items():
         option = SWIFT_NAMES.get(name, name.replace("_", "-"))
         if values[:1] == ["false"]:
@@ -115,20 +123,23 @@ def _read(options: Options, script: Script) -> Reading:
             if first_value(options, written).isdigit():
                 reading.put(name, int(first_value(options, written)), f"--{written}")
     if SLIME in options:  # slime/backends/megatron_utils/arguments.py, set_default_megatron_args
-        options = {"bf16": [], "use-distributed-optimizer": [], **options}
-        tokens = whole(first_value(options, SLIME), script.file, f"--{SLIME}")
-        reading.put("seq_len", tokens, f"--{SLIME}")
-        reading.put("micro_batch", 1, f"--{SLIME}")
-        reading.notes.append(f"--{SLIME}: a micro-batch holds so many tokens at most")
+        options = {"bf16": [], "use-distributed-optimizer": [], **_supervised(options)}
     reading.facts |= ABSENT
     data = {name: values[0] if values else True for name, values in options.items()}
     read_keys(reading, data, "megatron", prefix="--")
-    _layout(reading, options, script)
+    if SLIME in options:
+        tokens = whole(first_value(options, SLIME), script.file, f"--{SLIME}")
+        reading.put("seq_len", tokens * reading.get("cp", 1), f"--{SLIME}")
+        reading.put("micro_batch", 1, f"--{SLIME}")
+        reading.notes.append(f"--{SLIME}: a rank's micro-batch holds so many tokens at most")
+    _layout(reading, options)
+    _attention(reading, options, script)
     _model(reading, options)
     read_experts(reading, options)
+    _graphs(reading, options)
     read_megatron_recipe(reading, options)
     _states(reading, options)
-    reading.method = _method(reading, options)
+    reading.method = _offloaded(reading, options, *_method(reading, options))
     _named_model(reading, options)
     _deepspeed(reading, options, script)
     if "partition-activations" in options and reading.get("tp", 1) > 1:
@@ -137,6 +148,35 @@ def _read(options: Options, script: Script) -> Reading:
     if "rampup-batch-size" in options:
         reading.notes.append("--rampup-batch-size: the batch after the ramp is counted")
     return reading
+
+
+def _graphs(reading: Reading, options: Options) -> None:
+    """What CUDA graphs capture: modules of a layer, whole layers where none is named, or a whole
+    iteration, which is a scope or, in later versions, an implementation (megatron-core 0.16.1,
+    transformer_config.py)."""
+    old = {"enable-cuda-graph", "external-cuda-graph"} & options.keys()
+    kind = first_value(options, "cuda-graph-impl", "local" if old else "none")
+    given = [*(options.get("cuda-graph-scope") or []), *(options.get("cuda-graph-modules") or [])]
+    parts = [part for word in given for part in word.split(",") if part not in ("", "full")]
+    option = "--cuda-graph-impl"
+    if kind not in GRAPHS:
+        reading.refused.append(f"{option}: {kind} (allowed: {', '.join(GRAPHS)})")
+    elif unknown := [part for part in parts if part not in GRAPHED]:
+        reading.refused.append(f"--cuda-graph-scope: {unknown[0]} (allowed: {', '.join(GRAPHED)})")
+    elif kind != "none":
+        whole = "full_iteration" in (kind, *parts)
+        scope = "full_iteration" if whole else ",".join(parts) or "layer"
+        reading.put("cuda_graphs", scope, option)
+
+
+def _supervised(options: Options) -> Options:
+    """The options of slime without those of an engine and of a reference model, where the line has
+    the loss of supervised training and neither of the two (slime/utils/arguments.py)."""
+    if first_value(options, "loss-type") != "sft_loss" or "debug-train-only" not in options:
+        return options
+    refused = dialect("megatron")[""].refused
+    engine = refused["rollout_batch_size"]
+    return {k: v for k, v in options.items() if refused.get(k.replace("-", "_")) != engine}
 
 
 def _states(reading: Reading, options: Options) -> None:
@@ -152,7 +192,7 @@ def _states(reading: Reading, options: Options) -> None:
         copy = 2 if reading.get("precision") == "bf16" else 4
         if copy + moments != ADAM_BYTES and not hosted:  # on the host both are fp32
             reading.facts["optimizer_bytes"] = copy + moments
-    elif hosted:  # distrib_optimizer.py: the fp32 shard stays, and the host has a copy of it
+    elif "optimizer-cpu-offload" in options:  # distrib_optimizer.py: the fp32 shard stays
         reading.facts["resident_bytes"] = 4
     if not hosted:
         return
@@ -201,7 +241,7 @@ def read_factory(data: Mapping[str, Any], file: str) -> Reading:
         both = key in ("bf16", "fp16")
         if (both or key not in ours) and value not in (None, False):
             options[key.replace("_", "-")] = [] if value is True else [str(value)]
-    trainer = {key: value for key, value in data.items() if key in ours}
+    trainer = {"finetuning_type": "full"} | {k: v for k, v in data.items() if k in ours}
     reading = _read(options, Script(file=file))
     more = read_trainer(trainer, file, "LLaMA-Factory")
     more.values.pop("trained_dtype", None)  # Megatron narrows adapters
@@ -244,7 +284,7 @@ def _deepspeed(reading: Reading, options: Options, script: Script) -> None:
         reading.notes.append("--zero-stage 0 with --bf16: DeepSpeed shards the states as stage 1")
 
 
-def _layout(reading: Reading, options: Options, script: Script) -> None:
+def _layout(reading: Reading, options: Options) -> None:
     stage = "1" if "use-distributed-optimizer" in options else "0"
     if "deepspeed" in options:
         stage = first_value(options, "zero-stage", "")
@@ -256,11 +296,18 @@ def _layout(reading: Reading, options: Options, script: Script) -> None:
     reading.put("sp", "sequence-parallel" in options, "--sequence-parallel")
     if stages := first_value(options, name := "pipeline-model-parallel-layout"):
         reading.put("stages", stages, f"--{name}")
+    for name in GROUPS:
+        if options.get(name, [group := str(reading.get("pp", 1))]) != [group]:
+            reading.refused.append(f"--{name}: other than pp {group} is not modelled")
     for word in ("bf16", "fp16"):
         if word in options:
             reading.put("precision", word, f"--{word}")
     if "precision" not in reading.values:
         reading.put("precision", "fp32", "neither --bf16 nor --fp16")
+
+
+def _attention(reading: Reading, options: Options, script: Script) -> None:
+    """The kernel of attention that a line and its variables of the environment choose."""
     backend = first_value(options, "attention-backend", "auto")
     no_flash, no_fused = (script.variables.get(name) == ["0"] for name in NVTE)
     if backend == "auto" and (no_flash or no_fused):
@@ -368,6 +415,28 @@ def _method(reading: Reading, options: Options) -> tuple[str, dict[str, object]]
     if granularity == "selective":
         return "selective_recompute", _modules(reading, options)
     return "keep_all", {}
+
+
+def _offloaded(
+    reading: Reading, options: Options, name: str, settings: dict[str, object]
+) -> tuple[str, dict[str, object]]:
+    """A method with the modules whose inputs go to the host beside it, which megatron_core has."""
+    switch = "fine-grained-activation-offloading"
+    if switch not in options:
+        return name, settings
+    modules = [name for text in options.get("offload-modules", []) for name in text.split(",")]
+    if lacking := sorted({*modules} - {*OFFLOADED}) or ["none"] * (not modules):
+        allowed = ", ".join(OFFLOADED)
+        reading.refused.append(f"--{switch}: {' '.join(lacking)} (allowed: {allowed})")
+        return name, settings
+    moved: dict[str, object] = {"offload_modules": f"[{','.join(modules)}]"}
+    if name == "full_recompute":
+        reading.refused.append(
+            "--offload-modules: with full recomputation (megatron-core has none)"
+        )
+    elif name == "selective_recompute":
+        moved |= {"recompute": "selective", **settings}
+    return "megatron_core", {"bias_activation_fusion": "true", **moved}
 
 
 def _modules(reading: Reading, options: Options) -> dict[str, object]:

@@ -21,13 +21,13 @@ from rematbench.foreign.megatron import (
     read_swift,
 )
 from rematbench.foreign.nanotron import read_nanotron
-from rematbench.foreign.reading import Reading
+from rematbench.foreign.reading import Reading, beside
 from rematbench.foreign.shell import Script, options_of, read_script
 from rematbench.foreign.torchtitan import read_torchtitan
 from rematbench.foreign.torchtune import read_torchtune
 from rematbench.foreign.trainers import merge, read_accelerate, read_trainer
 from rematbench.inputs.configfile import ConfigError, read_mapping, read_text
-from rematbench.inputs.foreign import REFUSED, Package, package_of, pointer
+from rematbench.inputs.foreign import REFUSED, package_of, pointer
 from rematbench.inputs.huggingface import is_huggingface
 
 READ = "launch lines of Megatron and of Hugging Face trainers, DeepSpeed JSON, YAML of accelerate, "
@@ -67,14 +67,15 @@ def read_files(paths: list[Path], variables: Mapping[str, str] | None = None) ->
         if reading is not whole:
             merge(whole, reading)
     for path, named in ((path, named) for path in paths for named in list(whole.files)):
-        beside = path.parent / named.name
-        if beside.is_file() and beside.resolve() not in present:
-            present.add(beside.resolve())
-            merge(whole, read_file(beside, environment))
+        other = beside(path, named)
+        if other.is_file() and other.resolve() not in present:
+            present.add(other.resolve())
+            merge(whole, read_file(other, environment))
     if whole.system == "huggingface-deepspeed":  # it narrows PEFT's fp32
         whole.values.pop("trained_dtype", None)
-    whole.files = [named for named in whole.files if not _read(named, present)]
-    for named in whole.files if not _has_states(whole) else ():
+    names = {path.name for path in present}
+    whole.files = [named for named in whole.files if named.name not in names]
+    for named in whole.files if "zero_stage" not in whole.values else ():
         _by_name(whole, named)
     return whole
 
@@ -104,20 +105,12 @@ _RANK = (
 """Packages by how much of a job their files say; the file of the last one is the whole job."""
 
 
-def _read(named: Path, present: set[Path]) -> bool:
-    return any(path.name == named.name for path in present)
-
-
-def _has_states(reading: Reading) -> bool:
-    return "zero_stage" in reading.values
-
-
 def read_file(path: Path, variables: dict[str, list[str]]) -> Reading:
     """The reading of one file.  ConfigError for a file of an unknown kind."""
     label = str(path)
     if path.suffix not in STRUCTURED:
         return _launch(path, label, variables)
-    data = _toml(path, label) if path.suffix == ".toml" else read_mapping(path, label)
+    data = _mapping(path, label)
     package = package_of(data)
     if package is None and is_huggingface(data) and SIZES & data.keys():
         reading = Reading(file=label, package="config.json")
@@ -130,7 +123,7 @@ def read_file(path: Path, variables: dict[str, list[str]]) -> Reading:
     return _package(package, data, label)
 
 
-READERS: dict[Package, Callable[[Mapping[str, Any], str], Reading]] = {
+READERS: dict[str, Callable[[Mapping[str, Any], str], Reading]] = {
     "DeepSpeed": read_deepspeed,
     "accelerate": read_accelerate,
     "nanotron": read_nanotron,
@@ -139,9 +132,11 @@ READERS: dict[Package, Callable[[Mapping[str, Any], str], Reading]] = {
     "PEFT": read_peft,
 }
 """The readers of packages that are no trainers of Hugging Face."""
+CONFIGURED: tuple[str, ...] = ("torchtitan", "torchtune", "nanotron")
+"""Packages whose commands name one file, which has the whole job."""
 
 
-def _package(package: Package, data: Mapping[str, Any], label: str) -> Reading:
+def _package(package: str, data: Mapping[str, Any], label: str) -> Reading:
     if package in REFUSED:
         raise ConfigError(label, "", pointer(package, label))
     if package == "LLaMA-Factory" and ENGINE & data.keys():
@@ -156,12 +151,10 @@ def _launch(path: Path, label: str, variables: dict[str, list[str]]) -> Reading:
         problem = "a Python configuration, which is not read: give its values as options"
         raise ConfigError(label, "", problem)
     script = read_script(read_text(path, label), label, variables)
-    reading = _command(script) or _titan(script)
+    reading = _command(script) or _configured(script)
     if reading is None:
         raise ConfigError(label, "", _unread(script))
-    for variable, (word, facts) in ENVIRONMENT.items():
-        if word in " ".join(script.variables.get(variable, [])).lower().replace(" ", ""):
-            reading.facts |= facts
+    reading.facts |= _environment(script)
     if script.undecided:
         tests = ", ".join(dict.fromkeys(script.undecided))
         reading.notes.append(
@@ -170,11 +163,29 @@ def _launch(path: Path, label: str, variables: dict[str, list[str]]) -> Reading:
     return reading
 
 
+def _environment(script: Script) -> dict[str, Any]:
+    """The facts that variables of the environment state: those of the script, and those that a
+    command passes on (`--export=ALL,NAME=1`, ray's `{"env_vars": {"NAME": "1"}}`)."""
+    texts = [f"{name}={' '.join(values)}" for name, values in script.variables.items()]
+    texts += [" ".join(words) for words in script.commands]
+    facts: dict[str, Any] = {}
+    for variable, (word, stated) in ENVIRONMENT.items():
+        passed = re.compile(rf"\b{variable}[\W]*[=:][\W]*[\w:.,]*\b{word}", re.IGNORECASE)
+        if any(passed.search(text.replace(" ", "")) for text in texts):
+            facts |= stated
+    return facts
+
+
 def _unread(script: Script) -> str:
     """Why no command of a script is read: what it names or starts, as far as that is known."""
     all_words = [word for words in script.commands for word in words]
     all_words += [text for texts in script.variables.values() for text in texts]
     named = [word for word in all_words if Path(word).suffix in STRUCTURED]
+    path = beside(script.file, named[-1]) if named else None
+    if path and path.is_file():
+        package = package_of(_mapping(path, str(path)))
+        words = pointer(package, str(path)) if package in REFUSED else "not a job that is read"
+        return f"the command names {named[-1]}, {words}"
     if named:
         return f"the command names {named[-1]}, which is not beside it: read that file"
     for word in all_words:
@@ -183,27 +194,38 @@ def _unread(script: Script) -> str:
     return f"no launch line with --num-layers or --model_name_or_path (read: {READ})"
 
 
-def _titan(script: Script) -> Reading | None:
-    """The reading of a torchtitan command: its TOML, which it names as an option or in CONFIG_FILE,
-    with the command's own values (`--training.local_batch_size 2`)."""
+def _configured(script: Script) -> Reading | None:
+    """The reading of a command of torchtitan, torchtune or nanotron: its file, which it names as an
+    option or in CONFIG_FILE, with the command's own values (`--training.local_batch_size 2`,
+    `optimizer.lr=1e-5`)."""
     config = script.variables.get("CONFIG_FILE", [])
     for words in reversed(script.commands):
         for word in (*words, *config):
-            beside = Path(script.file).parent / Path(word.rpartition("=")[2]).name
-            if beside.suffix != ".toml" or not beside.is_file():
+            path = beside(script.file, word.rpartition("=")[2])
+            if path.suffix not in STRUCTURED or not path.is_file():
                 continue
-            data = _toml(beside, str(beside))
+            data = _mapping(path, str(path))
+            package = package_of(data)
+            if package is None or package not in CONFIGURED:
+                continue
             options = options_of(words)
-            for option, values in options.items():
-                section, _, key = option.partition(".")
-                if key and option != "job.config_file":
-                    written = values[0] if values else "true"
-                    part = data.setdefault(section, {})
-                    part[key.replace("-", "_")] = yaml.safe_load(written)
-            reading = read_torchtitan(data, script.file)
+            own = {name: (values or ["true"])[0] for name, values in options.items() if "." in name}
+            own |= dict(text.split("=", 1) for text in words if re.match(r"[\w.]+=", text))
+            for option, written in own.items():
+                _put(data, option.replace("-", "_").split("."), yaml.safe_load(written))
+            reading = READERS[package](data, script.file)
             read_launcher(reading, script, options)
             return reading
     return None
+
+
+def _put(data: dict[str, Any], path: list[str], value: Any) -> None:
+    """Set a value in a section of a file; `job.config_file` names the file itself."""
+    *sections, key = path
+    for section in sections:
+        data = data.setdefault(section, {})
+    if path != ["job", "config_file"]:
+        data[key] = value
 
 
 def _command(script: Script) -> Reading | None:
@@ -224,7 +246,9 @@ def _command(script: Script) -> Reading | None:
     return None
 
 
-def _toml(path: Path, label: str) -> dict[str, Any]:
+def _mapping(path: Path, label: str) -> dict[str, Any]:
+    if path.suffix != ".toml":
+        return dict(read_mapping(path, label))
     try:
         return tomllib.loads(read_text(path, label))
     except tomllib.TOMLDecodeError as error:

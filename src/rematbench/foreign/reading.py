@@ -45,6 +45,12 @@ class Reading(Struct, kw_only=True):
         return self.values.get(name, default)
 
 
+def beside(file: str | Path, named: object) -> Path:
+    """The file that another file names: at its path from there, else in the same folder."""
+    folder, path = Path(file).parent, Path(str(named))
+    return folder / path if (folder / path).is_file() else folder / path.name
+
+
 Options = dict[str, list[str]]
 """The options of a launch line, each with its values."""
 

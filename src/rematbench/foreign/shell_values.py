@@ -76,12 +76,29 @@ def _pieces(parts: list[Node], variables: Variables, *, quoted: bool = False) ->
             values = _parameter(part, variables)
         elif part["Type"] == "ArithmExp":
             values = [calculate(part["X"], variables)]
-        else:  # the output of a command
-            values = []
+        else:
+            values = _output(part, variables)
         first, *others = values or [""]
         pieces[-1] += first
         pieces += others
     return pieces
+
+
+def _output(part: Node, variables: Variables) -> list[str]:
+    """The output of `expr A + B`, whose operators are those of a calculation; of other commands
+    nothing is known."""
+    calls = [statement.get("Cmd") or {} for statement in part.get("Stmts", ())]
+    words = [
+        word
+        for call in calls
+        for argument in call.get("Args", ())
+        for word in expand_words(argument, variables)
+    ]
+    try:
+        name, left, sign, right = words
+        return [str(int(OPERATIONS[sign](int(left), int(right))))] if name == "expr" else []
+    except (KeyError, ValueError, ZeroDivisionError):
+        return []
 
 
 def expand_document(document: Node, variables: Variables) -> str:

@@ -5,18 +5,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from rematbench.foreign.keys import read_keys
-from rematbench.foreign.reading import Reading, whole
+from rematbench.foreign.reading import Reading
 from rematbench.foreign.recipes import read_converters
 
 SECTIONS = ("parallelism", "experimental", "training")
 """Sections that held parallel degrees in different versions."""
 SIZE = re.compile(r"(\d+(?:\.\d+)?[bm])$", re.IGNORECASE)
-DEGREES = {
-    "data_parallel_shard_degree": "shards",
-    "data_parallel_degree": "shards",
-    "global_batch_size": "global_batch",
-}
-"""Numbers whose -1 is the default: all that is left."""
 
 
 def read_torchtitan(data: Mapping[str, Any], file: str) -> Reading:
@@ -36,9 +30,6 @@ def read_torchtitan(data: Mapping[str, Any], file: str) -> Reading:
 
 
 def _section(reading: Reading, section: Mapping[str, Any], prefix: str) -> None:
-    for key, name in DEGREES.items():
-        if section.get(key, -1) != -1:
-            reading.put(name, whole(section[key], reading.file, prefix + key), prefix + key)
     if section.get("expert_parallel_degree", 1) != 1:
         key = f"{prefix}expert_parallel_degree"
         reading.refused.append(f"{key}: experts are not simulated with FSDP")

@@ -2,7 +2,8 @@
 
 Source of names and defaults: https://github.com/pytorch/torchtune, recipes/configs and
 recipes/lora_finetune_*.py: weights, adapters and states have the configuration's dtype; QLoRA holds
-linears as torchao's NF4 with quantised scales (torchtune/modules/common_utils.py).
+linears as torchao's NF4 with quantised scales (torchtune/modules/common_utils.py); ranks shard all
+states (recipes/*_distributed.py, training.shard_model).
 """
 
 from collections.abc import Mapping
@@ -12,11 +13,13 @@ from typing import Any
 from rematbench.foreign.adapters import read_adapters
 from rematbench.foreign.keys import is_off, read_keys
 from rematbench.foreign.reading import Reading
+from rematbench.foreign.trainers import note_cap
 
 
 def read_torchtune(data: Mapping[str, Any], file: str) -> Reading:
     """The reading of a torchtune configuration.  ConfigError for a wrong value."""
     reading = Reading(file=file, package="torchtune", system="torchtitan")
+    reading.put("zero_stage", 3, "FSDP2")
     read_keys(reading, data, "torchtune")
     if folder := _section(data, "checkpointer").get("checkpoint_dir"):
         reading.put("model", Path(str(folder)).name, "checkpointer.checkpoint_dir")
@@ -31,6 +34,8 @@ def read_torchtune(data: Mapping[str, Any], file: str) -> Reading:
     read_adapters(reading, _adapters(reading, _section(data, "model")))
     if not is_off(_section(data, "dataset").get("packed")):
         reading.notes.append("dataset.packed: attention stays inside documents: --document-len")
+    else:
+        note_cap(reading)
     return reading
 
 

@@ -10,7 +10,7 @@ import yaml
 from rematbench.foreign.adapters import read_adapters
 from rematbench.foreign.deepspeed import read_deepspeed, read_zero
 from rematbench.foreign.keys import is_off, read_keys
-from rematbench.foreign.reading import AUTO, Reading, switch
+from rematbench.foreign.reading import AUTO, Reading, beside, switch
 from rematbench.inputs.configfile import ConfigError, read_mapping
 
 MODELS = ("model_name_or_path", "base_model", "model_name", "model")
@@ -21,6 +21,8 @@ PRECISIONS = {"bf16": "bf16", "pure_bf16": "bf16", "bfloat16": "bf16"}
 PRECISIONS |= {"fp16": "fp16", "float16": "fp16", "float32": "fp32"}
 RECOMPUTES = {"TRL": True, "ms-swift": True, "Transformers": False}
 """Whether a trainer recomputes if no key says so: the default of `gradient_checkpointing`."""
+EARLY = "max_seq_length"
+"""A key of TRL before 0.20, whose loss has logits, and which recomputes where a key says so."""
 PIECES = "mst:mlp_chunks=1"
 """A head in pieces of as many tokens as the vocabulary is wider than the model: TRL's chunks,
 Liger's fused linear loss (Liger-Kernel 0.8.5, ops/fused_linear_cross_entropy.py) and Cut Cross
@@ -74,7 +76,8 @@ def _packing(reading: Reading, data: Mapping[str, Any]) -> None:
         if not crossing:
             text = "attention stays inside documents: --document-len, else whole sequences"
         reading.notes.append(f"{key}: {text}")
-    if not keys and is_off(data.get("pad_to_sequence_len")):
+    joined = reading.keys.get("seq_len") == "block_size"  # run_clm.py, group_texts
+    if not keys and is_off(data.get("pad_to_sequence_len")) and not joined:
         note_cap(reading)
 
 
@@ -83,7 +86,7 @@ def note_cap(reading: Reading) -> None:
     if "seq_len" in reading.values:
         reading.notes.append(
             f"{reading.keys['seq_len']}: nothing packs, so this is a cap, and shorter sequences "
-            "need less (--seq-len)"
+            "need less (--seq-len, --sample-len)"
         )
 
 
@@ -100,7 +103,9 @@ def _precision(reading: Reading, data: Mapping[str, Any]) -> None:
     if weights == "float32" and "precision" not in reading.values:
         reading.put("precision", "fp32", "dtype")
     scaled = reading.get("precision") == "fp16"  # torch's GradScaler takes fp32 gradients alone
-    wide = weights == "float32" or scaled or (reading.package in WIDENS and not weights)
+    widened = scaled or (reading.package in WIDENS and not weights)
+    kept = reading.package == "LLaMA-Factory" and data.get("finetuning_type", "lora") != "full"
+    wide = weights == "float32" or (widened and not kept)  # it widens what trains alone
     narrow = reading.get("precision") == "fp32" or not is_off(data.get("pure_bf16"))
     if wide and not narrow:
         reading.put("wide_weights", 1, "dtype")
@@ -121,7 +126,7 @@ def _recomputation(reading: Reading, data: Mapping[str, Any]) -> None:
     if reading.package == "LLaMA-Factory":
         checkpoint = not data.get("disable_gradient_checkpointing", False)
     if checkpoint is None:
-        checkpoint = RECOMPUTES.get(reading.package, False)
+        checkpoint = RECOMPUTES.get(reading.package, False) and EARLY not in data
     kwargs = _mapping(data, "gradient_checkpointing_kwargs", "activation_checkpointing_kwargs")
     moved = data.get("activation_offloading")
     for key, value in (("gradient_checkpointing", checkpoint), ("activation_offloading", moved)):
@@ -155,7 +160,8 @@ def _kernels(reading: Reading, data: Mapping[str, Any]) -> None:
         elif plugin != LIGER_PLUGIN:
             reading.refused.append(f"plugins: {plugin} is not modelled")
     loss = data.get("loss_type")
-    if reading.package == "TRL" and loss in (None, "chunked_nll"):
+    usual = loss is None and EARLY not in data
+    if reading.package == "TRL" and (loss == "chunked_nll" or usual):
         reading.put("pieces", PIECES, "loss_type")
         if loss is None:
             reading.notes.append("TRL of 2026 has the loss in chunks (older: loss_type: nll)")
@@ -168,12 +174,20 @@ def _task(reading: Reading, data: Mapping[str, Any]) -> None:
     stage = str(data.get("stage", "sft"))
     if stage not in TASKS:
         reading.refused.append(f"stage: {stage} (only pt and sft have one model and one loss)")
+    kind = str(data.get("model_type") or "")
+    if kind.startswith("AutoModel") and kind != "AutoModelForCausalLM":
+        reading.refused.append(f"model_type: {kind} has another head than a language model")
+    for key in ("distributed_type", "deepspeed_config"):
+        if data.get(key):
+            reading.refused.append(f"{key}: a key of accelerate, whose own file is read")
 
 
 def _nested(reading: Reading, value: Any) -> None:
     """Read a DeepSpeed section, or name the DeepSpeed file to be read."""
     if isinstance(value, Mapping):
         merge(reading, read_deepspeed(value, reading.file))
+    elif value is True:
+        reading.refused.append("deepspeed: the program makes its configuration (--zero)")
     else:
         reading.files.append(Path(str(value)))
 
@@ -192,7 +206,9 @@ def merge(reading: Reading, more: Reading) -> None:
         reading.put(name, value, more.keys.get(name, name))
     reading.facts |= more.facts
     reading.model |= more.model
-    reading.method = reading.method or more.method
+    wraps = more.package == "accelerate" and more.method is not None  # whatever the trainer does
+    if reading.method is None or (wraps and reading.method[0] == "keep_all"):
+        reading.method = more.method
     if reading.package != "Megatron":  # whose launch line says which of its stacks runs
         reading.system = more.system or reading.system
     for name in ("ignored", "unknown", "refused", "notes", "files"):
@@ -210,15 +226,8 @@ SHARDING = {
     "4": 3,
 }
 FSDP_SYSTEM = "torchtitan"
-FSDP_WORDS = {
-    "auto_wrap",
-    "true",
-    "fsdp2",
-    "full_shard",
-    "shard_grad_op",
-    "no_shard",
-    "hybrid_shard",
-}
+FSDP_WORDS = {"auto_wrap", "true", "fsdp2"}
+FSDP_WORDS |= {kind.lower() for kind in SHARDING if not kind.isdigit()}
 
 
 def _fsdp(reading: Reading, data: Mapping[str, Any], flat: Mapping[str, Any]) -> None:
@@ -234,7 +243,7 @@ def _fsdp(reading: Reading, data: Mapping[str, Any], flat: Mapping[str, Any]) ->
         reading.refused.append(f"fsdp: {word} ({host if word == 'offload' else 'not read'})")
     section = _mapping(data, "fsdp_config") or data.get("fsdp_config") or {}
     if not isinstance(section, Mapping):
-        path = Path(reading.file).parent / Path(str(section)).name
+        path = beside(reading.file, section)
         if not path.is_file():
             reading.refused.append(f"fsdp_config: {section} is not beside {reading.file}")
         section = read_mapping(path, str(path)) if path.is_file() else {}
@@ -245,6 +254,8 @@ def _fsdp(reading: Reading, data: Mapping[str, Any], flat: Mapping[str, Any]) ->
     reshard = str(plain.get("reshard_after_forward", "true")).upper()
     strategy = str(plain.get("sharding_strategy", kinds[0])).upper()
     strategy = reshard if reshard in SHARDING else strategy
+    if reshard not in ("TRUE", "FALSE", *SHARDING):
+        reading.refused.append(f"fsdp_config.reshard_after_forward: {reshard} is not modelled")
     key = "fsdp_config.sharding_strategy"
     if strategy not in SHARDING:
         problem = f"{strategy} (allowed: {', '.join(SHARDING)})"

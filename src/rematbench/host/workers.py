@@ -131,7 +131,6 @@ class Pool(Generic[T, R]):
             raise
 
     def close(self) -> None:
-        """End the processes."""
         for worker in self._workers:
             worker.end()
         self._workers = []

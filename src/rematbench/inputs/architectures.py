@@ -6,7 +6,7 @@ from typing import Any, Literal
 import msgspec
 from msgspec import Struct, field
 
-from rematbench.inputs.configfile import ConfigError, read_mapping, validation_problem
+from rematbench.inputs.configfile import convert, read_mapping
 from rematbench.inputs.paths import data_dir
 
 
@@ -68,20 +68,41 @@ class Architecture(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     plus: dict[str, int] = {}
 
 
+class Common(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The keys that architectures share, and the words in their values, as config/huggingface.yaml
+    has them."""
+
+    shape: dict[str, tuple[str, ...]]
+    optional: dict[str, tuple[str, ...]]
+    activation: tuple[str, ...]
+    gated: dict[str, str]
+    plain: dict[str, str]
+    steps: dict[str, float]
+    rotary: tuple[str, ...]
+    ratio: tuple[str, ...]
+    window: tuple[str, ...]
+    slides: dict[str, bool]
+    text: tuple[str, ...]
+    encoders: dict[str, str]
+    experts: tuple[str, ...]
+    features: dict[str, str]
+
+
+@cache
+def common() -> Common:
+    """What the architectures share."""
+    label = "config/huggingface.yaml"
+    return convert(read_mapping(data_dir("config") / "huggingface.yaml", label), Common, label)
+
+
 @cache
 def architectures() -> dict[str, Architecture]:
     """The architectures by `model_type`, each with the entries that it extends."""
-    path = data_dir("config") / "architectures.yaml"
-    label = f"config/{path.name}"
-    data = read_mapping(path, label)["architectures"]
+    label = "config/architectures.yaml"
+    entries = read_mapping(data_dir("config") / "architectures.yaml", label)["architectures"]
     found: dict[str, Architecture] = {}
-    for name, entry in data.items():
-        try:
-            own = msgspec.convert(entry, Architecture)
-        except msgspec.ValidationError as error:
-            raise ConfigError(
-                label, name, validation_problem(str(error), Architecture)[1]
-            ) from error
+    for name, entry in entries.items():
+        own = convert(entry, Architecture, f"{label}: {name}")
         found[name] = _extended(found[own.like], own) if own.like else own
     return found
 
@@ -96,16 +117,6 @@ def _extended(base: Architecture, own: Architecture) -> Architecture:
         "defaults": base.defaults | own.defaults,
         "gated": base.gated if own.gated is None else own.gated,
     }
-    for name in (
-        "when",
-        "only",
-        "windows",
-        "sparse",
-        "dequantised",
-        "rotary",
-        "ffn_per_hidden",
-        "times",
-        "plus",
-    ):
+    for name in {*Architecture.__struct_fields__} - {"like", *parts}:
         parts[name] = getattr(own, name) or getattr(base, name)
     return msgspec.structs.replace(own, **parts)

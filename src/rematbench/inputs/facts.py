@@ -18,6 +18,7 @@ FEATURES = (
     "activation_offload",
     "async_tp",
     "compile",
+    "cuda_graphs",
     "ep_overlap",
     "hybrid_sharding",
     "optimizer_offload",

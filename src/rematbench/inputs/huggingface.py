@@ -6,113 +6,19 @@ and logits, epsilons of norms, initialisation).  The architectures are in config
 """
 
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
 
-from rematbench.inputs.architectures import Architecture, Windows, architectures
+from rematbench.inputs.architectures import Architecture, Windows, architectures, common
 from rematbench.inputs.configfile import ConfigError, closest, convert, validation_problem
 from rematbench.workload import Cap, Layers, Length, Model, Probability, Width
 
 Config = Mapping[str, Any]
 
-SHAPE = {
-    "num_layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
-    "hidden": ("hidden_size", "n_embd", "n_embed", "d_model"),
-    "num_heads": ("num_attention_heads", "n_head", "n_heads", "attention_heads"),
-    "ffn": ("intermediate_size", "ffn_hidden_size", "n_inner", "ffn_dim"),
-    "vocab": ("vocab_size", "padded_vocab_size"),
-}
-"""The fields of a Model that a file must give (a text part: may give), each with its keys."""
-OPTIONAL = {
-    "num_kv_heads": (
-        "num_key_value_heads",
-        "num_kv_heads",
-        "n_head_kv",
-        "multi_query_group_num",
-        "n_kv_heads",
-    ),
-    "head_dim": ("head_dim", "kv_channels"),
-    "max_positions": (
-        "max_position_embeddings",
-        "n_positions",
-        "seq_length",
-        "max_seq_len",
-        "max_sequence_length",
-        "model_max_length",
-    ),
-    "tied_embeddings": ("tie_word_embeddings",),
-    "dropout": (
-        "resid_pdrop",
-        "hidden_dropout",
-        "residual_dropout",
-        "resid_dropout",
-        "hidden_dropout_prob",
-        "dropout",
-    ),
-    "attention_dropout": (
-        "attention_dropout",
-        "attn_pdrop",
-        "attention_probs_dropout_prob",
-        "attn_dropout_prob",
-        "attn_config.attn_pdrop",
-    ),
-    "embedding_dropout": ("embd_pdrop", "embedding_dropout", "embed_dropout", "emb_pdrop"),
-}
-"""Further fields of a Model with their usual keys."""
-_ACTIVATION = ("hidden_activation", "hidden_act", "activation_function", "activation")
-_ROTARY = (
-    "partial_rotary_factor",
-    "rope_parameters.partial_rotary_factor",
-    "rope_scaling.partial_rotary_factor",
-    "rotary_pct",
-    "rope_pct",
-)
-_RATIO = ("expansion_ratio", "mlp_ratio")
-_WINDOW = ("sliding_window", "window_size", "attention_chunk_size")
-_TEXT = ("text_config", "llm_config", "language_config")
-"""Keys of the text part of a model that reads more than text."""
-_ENCODERS = {
-    "vision_config": "the image encoder",
-    "vision_tower_config": "the image encoder",
-    "audio_config": "the audio encoder",
-}
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-_FEATURES = {
-    "kv_lora_rank": "latent attention in another block",
-    "state_size": "state-space layers",
-    "mamba_d_state": "state-space layers",
-    "ssm_state_size": "state-space layers",
-    "linear_conv_kernel_dim": "linear-attention layers",
-    "conv_L_cache": "convolution layers",
-    "vision_config": "an image encoder",
-    "audio_config": "an audio encoder",
-    "encoder_layers": "an encoder",
-    "is_encoder_decoder": "an encoder",
-    "cross_attention_layers": "attention to an image encoder",
-    "hidden_size_per_layer_input": "embeddings for each layer",
-    "block_configs": "layers of different widths",
-}
-"""Keys of transformers configs, each with the feature that the key adds to an architecture."""
-_GELU = ("gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "gelu_python")
-_GATED = {"silu": "swiglu", "swish": "swiglu", "swiglu": "swiglu", **dict.fromkeys(_GELU, "geglu")}
-_PLAIN = {name: name for name in ("relu", "relu2", "xielu")} | dict.fromkeys(_GELU, "gelu")
-_STEPS = {"gelu_new": 3.0, "gelu_fast": 3.0, "xielu": 3.5}
-"""Tensors that eager operators of an activation keep in addition to its input.  Source: traces of
-GPT-2 and Apertus (Transformers 5.23.0) in bf16."""
-_SLIDES = {
-    "sliding_attention": True,
-    "chunked_attention": True,
-    "local": True,
-    "L": True,
-    "full_attention": False,
-    "indexed_attention": False,
-    "global": False,
-    "G": False,
-}
-"""Whether a layer of a kind attends to a window."""
 OWN_FILE = (
     "; a model file of your own can describe the rest (docs/own_model_and_cluster.md, "
     "config/models/llama3-8b.yaml)"
@@ -121,7 +27,7 @@ OWN_FILE = (
 
 def is_huggingface(data: Config) -> bool:
     """Whether a mapping is a transformers config rather than a model file of rematbench."""
-    keys = {key for names in SHAPE.values() for key in names} - {"num_layers"}
+    keys = {key for names in common().shape.values() for key in names} - {"num_layers"}
     return "model_type" in data or "architectures" in data or len(keys & data.keys()) > 1
 
 
@@ -132,14 +38,14 @@ def model_from_huggingface(data: Config, path: Path) -> Model:
     kind = data.get("model_type")
     if kind is None:
         raise ConfigError(label, "", "model_type is missing (the architecture, such as llama)")
-    text = next((data[key] for key in _TEXT if isinstance(data.get(key), dict)), None)
+    text = next((data[key] for key in common().text if isinstance(data.get(key), dict)), None)
     left_out = ""
     if kind not in architectures() and text is not None and "model_type" in text:
         left_out = "only the text part of the model"
-        others = dict.fromkeys(words for key, words in _ENCODERS.items() if data.get(key))
+        others = dict.fromkeys(words for key, words in common().encoders.items() if data.get(key))
         if others:
             left_out += f": {' and '.join(others)} {'is' if len(others) == 1 else 'are'} left out"
-        tied = {key: data[key] for key in OPTIONAL["tied_embeddings"] if key in data}
+        tied = {key: data[key] for key in common().optional["tied_embeddings"] if key in data}
         data, kind = {**tied, **text}, text["model_type"]
     known = architectures().get(str(kind))
     _checked(data, label, known)
@@ -169,37 +75,37 @@ def _left_out(data: Config, known: Architecture) -> list[str]:
     return words
 
 
-def _typed() -> dict[str, Any]:
-    """The type of each key whose value is checked before it is read."""
+@cache
+def _known() -> type[msgspec.Struct]:
+    """The keys whose values are checked before they are read, each with its type."""
+    usual = common()
     types: dict[str, Any] = {}
     widths = ("hidden", "num_heads", "ffn", "vocab")
-    for field, keys in SHAPE.items():
+    for field, keys in usual.shape.items():
         types |= dict.fromkeys(keys, Width if field in widths else Layers)
     for field in ("num_kv_heads", "head_dim"):
-        types |= dict.fromkeys(OPTIONAL[field], Width)
-    types |= dict.fromkeys(OPTIONAL["max_positions"], Length)
+        types |= dict.fromkeys(usual.optional[field], Width)
+    types |= dict.fromkeys(usual.optional["max_positions"], Length)
     types |= dict.fromkeys(("tie_word_embeddings", "attention_bias", "mlp_bias"), bool)
     for field in ("dropout", "attention_dropout", "embedding_dropout"):
-        types |= dict.fromkeys(OPTIONAL[field], Probability)
-    types |= dict.fromkeys((*_ROTARY, *_RATIO), Annotated[float, Meta(gt=0.0, le=1024.0)])
+        types |= dict.fromkeys(usual.optional[field], Probability)
+    types |= dict.fromkeys((*usual.rotary, *usual.ratio), Annotated[float, Meta(gt=0.0, le=1024.0)])
     types |= dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping"), Cap)
-    types |= dict.fromkeys((*_WINDOW, "max_window_layers", "rotary_dim"), Length)
+    types |= dict.fromkeys((*usual.window, "max_window_layers", "rotary_dim"), Length)
     types |= dict.fromkeys(("layer_types", "attention_layers"), list[str])
     types |= dict.fromkeys(("quantization_config", "attn_config"), dict[str, Any])
-    return {key: kind for key, kind in types.items() if "." not in key}
-
-
-_Known = msgspec.defstruct("_Known", [(key, kind, None) for key, kind in _typed().items()])
+    fields = [(key, kind, None) for key, kind in types.items() if "." not in key]
+    return msgspec.defstruct("_Known", fields)
 
 
 def _checked(data: Config, label: str, known: Architecture | None) -> None:
     """ConfigError for a value of a wrong type, for experts in an architecture that is read without
     them, and for quantised (also FP8) checkpoints that are not read as dequantised ones."""
     try:
-        msgspec.convert({key: value for key, value in data.items() if value is not None}, _Known)
+        msgspec.convert({key: value for key, value in data.items() if value is not None}, _known())
     except msgspec.ValidationError as error:
-        raise ConfigError(label, *validation_problem(str(error), _Known)) from error
-    for key in _EXPERTS if known and "experts.count" not in known.keys else ():
+        raise ConfigError(label, *validation_problem(str(error), _known())) from error
+    for key in common().experts if known and "experts.count" not in known.keys else ():
         if isinstance(data.get(key), int) and data[key] > 1:
             kind = data.get("model_type")
             problem = f"mixture of experts ({data[key]} experts) of {kind!r} is not modelled"
@@ -226,7 +132,7 @@ def _unmodelled(kind: str, data: Config) -> str:
     architecture is suggested, because reading the config as another architecture would drop
     features."""
     known = sorted(name for name in architectures() if not name.startswith("."))
-    has = dict.fromkeys(words for key, words in _FEATURES.items() if _at(data, key))
+    has = dict.fromkeys(words for key, words in common().features.items() if _at(data, key))
     why = f"it has {' and '.join(has)}, which is not modelled" if has else "is not modelled"
     close = [name for name in known if name.lower() == kind.replace("-", "_").lower()]
     typed = closest(kind, close) or (f"; did you mean {close[0]!r}?" if close else "")
@@ -254,7 +160,7 @@ class _Reader:
         """The values by field.  KeyError for a missing key; Unmodelled for a feature."""
         known = self.known
         self._only()
-        found: dict[str, Any] = {field: self._shape(field) for field in SHAPE}
+        found: dict[str, Any] = {field: self._shape(field) for field in common().shape}
         for field, factor in known.times.items():
             found[field] = int(found[field] * factor)
         found["num_kv_heads"] = self._field("num_kv_heads") or found["num_heads"]
@@ -263,7 +169,7 @@ class _Reader:
         found["max_positions"] += known.plus.get("max_positions", 0)
         found["tied_embeddings"] = bool(self._field("tied_embeddings"))
         found |= self._rates() | self._activation()
-        more = known.keys.keys() - SHAPE.keys() - OPTIONAL.keys()
+        more = known.keys.keys() - common().shape.keys() - common().optional.keys()
         values = {field: self._value(known.keys[field]) for field in more}
         found |= {field: value for field, value in values.items() if value is not None}
         found |= known.facts
@@ -339,14 +245,14 @@ class _Reader:
         return None
 
     def _field(self, field: str) -> Any:
-        return self._value(self.known.keys.get(field, OPTIONAL[field]))
+        return self._value(self.known.keys.get(field, common().optional[field]))
 
     def _shape(self, field: str) -> int:
         """A width or count.  Only the text part of a larger model may leave it out."""
-        keys = self.known.keys.get(field, SHAPE[field])
+        keys = self.known.keys.get(field, common().shape[field])
         value = self._value(keys, self.given)
         if value is None and field == "ffn" and self.known.ffn_per_hidden:
-            ratio = self._value(_RATIO) or self.known.ffn_per_hidden
+            ratio = self._value(common().ratio) or self.known.ffn_per_hidden
             return int(ratio * self._shape("hidden"))
         if value is None:
             raise KeyError(keys if isinstance(keys, str) else keys[0])
@@ -373,27 +279,28 @@ class _Reader:
         }
 
     def _activation(self) -> dict[str, Any]:
-        key = next((key for key in _ACTIVATION if self.data.get(key)), _ACTIVATION[1])
+        keys = common().activation
+        key = next((key for key in keys if self.data.get(key)), keys[1])
         name = self.data.get(key)
-        allowed = _GATED if self.known.gated else _PLAIN
+        allowed = common().gated if self.known.gated else common().plain
         if name not in allowed:
             kind = "a gated MLP" if self.known.gated else "an MLP of two matrices"
             raise Unmodelled(key, f"activation {name!r} in {kind}")
-        steps = _STEPS.get(name, 0.0)
+        steps = common().steps.get(name, 0.0)
         return {"mlp": allowed[name]} | ({"activation_steps": steps} if steps else {})
 
     def _windows(self, layers: int) -> list[int]:
         """The window of each layer (0: the whole prefix)."""
-        rule, window = self.known.windows, self._value(_WINDOW)
+        rule, window = self.known.windows, self._value(common().window)
         kinds = self.data.get("layer_types") or self.data.get("attention_layers")
         for key, name in (("layer_types", kind) for kind in kinds or ()):
-            if name not in _SLIDES:
+            if name not in common().slides:
                 raise Unmodelled(key, f"layers of the kind {name!r}")
         if rule is None or not window or (rule.switch and not self.data.get(rule.switch)):
             return [0] * layers
         if kinds is None and self.data.get("attention_types"):
             kinds = [k for names, count in self.data["attention_types"] for k in names * count]
-        slides = [_SLIDES[kind] for kind in kinds] if kinds else self._sliding(rule, layers)
+        slides = [common().slides[kind] for kind in kinds] if kinds else self._sliding(rule, layers)
         return [window if slid else 0 for slid in slides]
 
     def _sliding(self, rule: Windows, layers: int) -> list[bool]:
@@ -405,13 +312,13 @@ class _Reader:
         if pattern is None:
             raise KeyError("layer_types")
         if isinstance(pattern, str):
-            return [_SLIDES[pattern[layer % len(pattern)]] for layer in range(layers)]
+            return [common().slides[pattern[layer % len(pattern)]] for layer in range(layers)]
         place = 0 if rule.first_full else pattern - 1
         return [not pattern or layer % pattern != place for layer in range(layers)]
 
     def _rotary(self, found: dict[str, Any], windows: list[int]) -> float:
         """The share of the elements of queries and keys that rotate, a mean over layers."""
-        share = float(self._value(_ROTARY) or 1.0)
+        share = float(self._value(common().rotary) or 1.0)
         if self.data.get("rotary_dim"):
             share = self.data["rotary_dim"] / found["head_dim"]
         layers = found["num_layers"]

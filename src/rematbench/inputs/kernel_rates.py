@@ -173,7 +173,6 @@ class KernelRates(Struct, frozen=True, kw_only=True):
         return self.generations[name]
 
     def byte_rates(self, operator: str, implementation: str) -> ByteRates:
-        """Rates of a memory-bound operator."""
         table: dict[str, ByteRates] = getattr(self.operators, operator)
         return table[implementation]
 

@@ -147,6 +147,8 @@ FOLLOWS: dict[tuple[str, Any], dict[str, Any]] = {
     **{("norm", one): {"norm_keeps_steps": False} for one in ("torch", "compiled", "fused")},
     ("compiled", True): {"norm_keeps_steps": False},
     ("attention", "eager"): {"attention": "unfused", "eager_operators": True},
+    ("cuda_graphs", True): {"cuda_graphs": "layer"},
+    ("cuda_graphs", False): {"cuda_graphs": "none"},
 }
 """What follows from a fact that a file of a stack states, where the file does not say otherwise:
 eager operators save what each of them reads (`attention: eager` is torch's, unlike `unfused`, whose
@@ -260,12 +262,14 @@ def is_path(text: str) -> bool:
 
 
 def located(kind: Kind, name_or_path: str | Path) -> Path:
-    """The file of a name, an alias or a path; ConfigError if it does not exist."""
+    """The file of a name, an alias or a path; ConfigError if it does not exist.  A folder hides a
+    shipped name of a model alone."""
     text = str(name_or_path)
     path = Path(name_or_path)
     aliases = _aliases() if kind == "system" else {}
-    if is_path(text) and text not in aliases:
-        if path.is_dir():
+    folder = path.is_dir()
+    if is_path(text) and text not in aliases and (kind == "model" or not folder):
+        if folder:
             path = path / "config.json"
         if not path.is_file():
             raise ConfigError(text, "", f"no such {kind} file{_of_a_hub(kind, text)}")

@@ -1,23 +1,23 @@
 """The rules of weights that several layers share, and of matrices that ranks cut both ways; what is
 not modelled says how many parameters there are."""
 
+from collections.abc import Iterator
+
 from rematbench.inputs.layout import Layout
 from rematbench.workload import Workload
 
-Rules = list[tuple[bool, str]]
-"""Whether a rule is broken, and its message."""
+
+def part_rules(lay: Layout, work: Workload) -> Iterator[str]:
+    yield from _shared_rules(lay, work)
+    yield from _memory_rules(lay, work)
+    yield from _column_rules(lay, work)
 
 
-def part_rules(lay: Layout, work: Workload) -> Rules:
-    """All rules of this file."""
-    return [*_shared_rules(lay, work), *_memory_rules(lay, work), *_column_rules(lay, work)]
-
-
-def _memory_rules(lay: Layout, work: Workload) -> Rules:
+def _memory_rules(lay: Layout, work: Workload) -> Iterator[str]:
     """Memory layers, whose table is whole on a rank."""
     model, given = work.model, work.model.memory
     if given is None:
-        return []
+        return
     others = {
         "tp or pp above 1": max(lay.tp * lay.tp_columns, lay.pp) > 1,
         "ZeRO 2 and 3": lay.zero_stage > 1,
@@ -30,17 +30,16 @@ def _memory_rules(lay: Layout, work: Workload) -> Rules:
     found = [name for name, is_so in others.items() if is_so]
     size = f"the table has {given.rows * model.hidden / 1e9:.2f} B values"
     wrong = given.key_dim % 2 or given.top > given.keys or given.layers[-1] >= model.num_layers
-    return [
-        (bool(found), f"memory layers are not modelled with {', '.join(found)}; {size}"),
-        (
-            bool(wrong) or list(given.layers) != sorted({*given.layers}),
+    if found:
+        yield f"memory layers are not modelled with {', '.join(found)}; {size}"
+    if wrong or list(given.layers) != sorted({*given.layers}):
+        yield (
             f"memory: key_dim {given.key_dim} must be even, top {given.top} at most keys = "
-            f"{given.keys}, and layers {given.layers} ascend below {model.num_layers}",
-        ),
-    ]
+            f"{given.keys}, and layers {given.layers} ascend below {model.num_layers}"
+        )
 
 
-def _column_rules(lay: Layout, work: Workload) -> Rules:
+def _column_rules(lay: Layout, work: Workload) -> Iterator[str]:
     """Matrices that are cut both ways: what is not modelled beside."""
     model, count = work.model, lay.tp_columns
     others = {
@@ -55,38 +54,29 @@ def _column_rules(lay: Layout, work: Workload) -> Rules:
     found = [name for name, is_so in others.items() if is_so]
     words = f"tp_columns = {count} is not modelled with {', '.join(found)}; a rank would hold "
     share = model.parameters / (lay.tp * count) / 1e6
-    return [
-        (count > 1 and bool(found), f"{words}{share:,.1f} M parameters"),
-        (
-            count > 1 and model.hidden % count != 0,
-            f"hidden {model.hidden} must be a multiple of tp_columns = {count}",
-        ),
-    ]
+    if count > 1 and bool(found):
+        yield f"{words}{share:,.1f} M parameters"
+    if count > 1 and model.hidden % count != 0:
+        yield f"hidden {model.hidden} must be a multiple of tp_columns = {count}"
 
 
-def _shared_rules(lay: Layout, work: Workload) -> Rules:
+def _shared_rules(lay: Layout, work: Workload) -> Iterator[str]:
     """Layers that share weights, and narrow embeddings, are modelled where a rank has all of
     both."""
     model = work.model
     name, shares = model.name, model.layer_groups > 0
     whole = max(lay.tp, lay.pp) == 1
     size = f"{name} has {model.parameters / 1e6:.1f} M parameters"
-    return [
-        (
-            shares and model.num_layers % max(1, model.layer_groups) != 0,
-            f"{model.num_layers} layers must be a multiple of layer_groups {model.layer_groups}",
-        ),
-        (
-            shares and (lay.pp > 1 or lay.zero_stage > 1 or work.frozen_layers > 0),
+    if shares and model.num_layers % max(1, model.layer_groups) != 0:
+        yield f"{model.num_layers} layers must be a multiple of layer_groups {model.layer_groups}"
+    if shares and (lay.pp > 1 or lay.zero_stage > 1 or work.frozen_layers > 0):
+        yield (
             "layers that share weights are not modelled over pipeline stages, with ZeRO 2 and 3 "
-            f"or with some of them frozen; {size}",
-        ),
-        (
-            shares and (model.experts is not None or bool(model.attention_window)),
-            f"layers that share weights are not modelled with experts or attention windows; {size}",
-        ),
-        (
-            model.embedding_width > 0 and not whole,
-            f"an embedding of fewer columns is not modelled with tp or pp above 1; {size}",
-        ),
-    ]
+            f"or with some of them frozen; {size}"
+        )
+    if shares and (model.experts is not None or bool(model.attention_window)):
+        yield (
+            f"layers that share weights are not modelled with experts or attention windows; {size}"
+        )
+    if model.embedding_width > 0 and not whole:
+        yield f"an embedding of fewer columns is not modelled with tp or pp above 1; {size}"

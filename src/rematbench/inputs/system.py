@@ -39,6 +39,12 @@ EpOverlapChoice = Literal["off", "on", "delayed_wgrad"]
 """What a run may request of a stack that can overlap experts' exchanges."""
 Fp32Copy = Literal["none", "zero", "always"]
 WideAttention = Literal["none", "equal_heads", "fp32", "fp64"]
+_PARTS = "attn|mlp|moe|moe_router|moe_preprocess"
+Graphs = Annotated[str, Meta(pattern=rf"^(none|layer|full_iteration|({_PARTS})(,({_PARTS}))*)$")]
+"""What CUDA graphs capture: none; each layer; a whole iteration but its update; or, between commas,
+parts of a layer by Megatron-core's names (transformer_config.py, cuda_graph_scope): attn (attention
+with its norm), mlp (a dense layer's), moe (experts with their norm), moe_router (norm, router and
+shared expert), moe_preprocess (counts and permutation in front of the exchange)."""
 AttentionChoice = Literal["flash", "unfused", "fa1", "fa2", "fa3", "cudnn", "triton"]
 """Attention kernels that a run may request: `flash` (the stack's fused kernel), `unfused` (scores
 in memory), or a fused kernel by its name."""
@@ -75,6 +81,9 @@ class StackChoice(Part, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Experts' exchanges run beside another micro-batch; this replaces the stack's value."""
     dispatcher: Dispatcher | None = None
     """Tokens reach their experts in this way; this replaces the stack's value."""
+    cuda_graphs: Annotated[Graphs | None, Fact(metavar="SCOPE")] = None
+    """CUDA graphs capture this (none, layer, full_iteration, or some of attn,mlp,moe,moe_router,
+    moe_preprocess); this replaces the stack's value."""
 
 
 Scale = Annotated[float, Meta(gt=0.0, le=100.0)]
@@ -203,10 +212,10 @@ class Kernels(Part, frozen=True, kw_only=True, forbid_unknown_fields=True):
     with the layer, and all wait for their backward."""
     compiled: bool = False
     """If true, a compiler fuses the elementwise operators of a layer (torch.compile)."""
-    cuda_graphs: bool = False
-    """If true, each layer's forward and each layer's backward is a captured CUDA graph that the
-    host issues with one launch (Megatron-core's cuda_graph_impl local); embedding and head are not
-    captured."""
+    cuda_graphs: Graphs = "none"
+    """CUDA graphs capture this, and the host issues each with one launch.  Graphs of layers and of
+    their parts are one for each pass of a layer; embedding and head are in none.  A layer with
+    experts is in its graph up to the counts of their tokens, or whole if experts are padded."""
     tf32: bool = False
     """If true, fp32 matrix products run in TF32 (torch: set_float32_matmul_precision; its default,
     highest, is full fp32)."""
@@ -216,6 +225,16 @@ class Kernels(Part, frozen=True, kw_only=True, forbid_unknown_fields=True):
     workspaces: Workspaces = 0
     """TransformerEngine's matrix products have so many workspaces, each of the GPU generation's
     `workspace_bytes`."""
+
+    @property
+    def captures(self) -> bool:
+        """Whether CUDA graphs capture anything."""
+        return self.cuda_graphs != "none"
+
+    @property
+    def captures_iteration(self) -> bool:
+        """Whether one CUDA graph captures a whole iteration."""
+        return self.cuda_graphs == "full_iteration"
 
 
 class Parallel(Part, frozen=True, kw_only=True, forbid_unknown_fields=True):

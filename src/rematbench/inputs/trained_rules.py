@@ -1,47 +1,57 @@
 """Rules of layouts for a model of which only a part trains."""
 
+from collections.abc import Iterator
+
 from rematbench.inputs.layout import Layout
+from rematbench.inputs.system import System
 from rematbench.workload import PACKED_BYTES, Workload
 
 
-def trained_rules(lay: Layout, work: Workload) -> list[tuple[bool, str]]:
+def trained_rules(lay: Layout, work: Workload, system: System) -> Iterator[str]:
     """The rules of a model of which only a part trains."""
     model, mlp = work.model, {"gate", "up", "down"}
     experts = model.experts is not None and bool(mlp & {*work.targets})
-    return [
-        (
-            not work.partly and work.base_dtype != "stack",
+    if not work.partly and work.base_dtype != "stack":
+        yield (
             f"base_dtype {work.base_dtype} holds weights that do not train, but all train (give "
-            "lora_rank, trained_parts or frozen_layers)",
-        ),
-        (
-            work.fp32_norms and (work.base_dtype not in PACKED_BYTES or work.trains("norms")),
-            "fp32_norms needs frozen norms and linears of less than 16 bits (base_dtype)",
-        ),
-        (work.dora and not work.lora_rank, "dora needs adapters (lora_rank)"),
-        (experts, "adapters of experts are not modelled (lora_targets: q,k,v,o)"),
-        (
-            model.latent is not None and not {"q", "k", "v"}.isdisjoint(work.targets),
-            "adapters of latent attention are not modelled (lora_targets: o,gate,up,down)",
-        ),
-        (
-            lay.tp > 1 and (work.dora or (work.partly and not work.lora_rank)),
-            f"tp = {lay.tp} with frozen weights is modelled only for adapters without dora",
-        ),
-        (
-            work.lora_rank % lay.tp > 0,
-            f"lora_rank {work.lora_rank} must be a multiple of tp = {lay.tp}, whose ranks share it",
-        ),
-        (
-            work.frozen_layers > 0 and lay.pp > 1,
-            f"pp = {lay.pp} with frozen_layers: not modelled",
-        ),
-        (
-            work.frozen_layers >= model.num_layers,
-            f"frozen_layers {work.frozen_layers} must be below the {model.num_layers} layers",
-        ),
-        (
-            work.trained_parts == "head" and lay.pp > 1,
-            f"pp = {lay.pp} where no layer trains: not modelled",
-        ),
-    ]
+            "lora_rank, trained_parts or frozen_layers)"
+        )
+    if work.fp32_norms and (work.base_dtype not in PACKED_BYTES or work.trains("norms")):
+        yield "fp32_norms needs frozen norms and linears of less than 16 bits (base_dtype)"
+    if work.dora and not work.lora_rank:
+        yield "dora needs adapters (lora_rank)"
+    if experts:
+        known = _bytes_of_adapters(work, system)
+        yield f"adapters of experts are not modelled (lora_targets: q,k,v,o); {known}"
+    if model.latent is not None and not {"q", "k", "v"}.isdisjoint(work.targets):
+        known = _bytes_of_adapters(work, system)
+        words = "adapters of latent attention are not modelled (lora_targets: o,gate,up,down)"
+        yield f"{words}; {known}"
+    if lay.tp > 1 and (work.dora or (work.partly and not work.lora_rank)):
+        words = f"tp = {lay.tp} with frozen weights is modelled only for adapters without dora"
+        known = f"; {_bytes_of_adapters(work, system)}, over {lay.tp} ranks"
+        yield words + known * (work.lora_rank > 0)
+    if work.lora_rank % lay.tp > 0:
+        yield (
+            f"lora_rank {work.lora_rank} must be a multiple of tp = {lay.tp}, whose ranks share it"
+        )
+    yield from _frozen_rules(lay, work)
+
+
+def _frozen_rules(lay: Layout, work: Workload) -> Iterator[str]:
+    if work.frozen_layers > 0 and lay.pp > 1:
+        yield f"pp = {lay.pp} with frozen_layers: not modelled"
+    if work.frozen_layers >= work.model.num_layers:
+        yield f"frozen_layers {work.frozen_layers} must be below the {work.model.num_layers} layers"
+    if work.trained_parts == "head" and lay.pp > 1:
+        yield f"pp = {lay.pp} where no layer trains: not modelled"
+
+
+def _bytes_of_adapters(work: Workload, system: System) -> str:
+    """The weights of low-rank adapters and their bytes with gradients and states, in words.  DoRA
+    has a magnitude for each row of a linear more, which is left out."""
+    layers = range(work.frozen_layers, work.model.num_layers)
+    count = work.lora_rank * sum(work.adapted_widths(layer) for layer in layers)
+    states = system.states
+    each = states.param_bytes + states.grad_bytes + states.optimizer_bytes
+    return f"they have {count:,} weights, {count * each / 2**30:.2f} GiB with gradients and states"

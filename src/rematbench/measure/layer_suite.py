@@ -7,10 +7,10 @@ from msgspec import Struct
 
 from rematbench.host.console import CommandError
 from rematbench.inputs.configfile import ConfigError, require_among
-from rematbench.measure.hand_written import Means
+from rematbench.measure.records import Means
 from rematbench.plugins.discover import discover
 from rematbench.plugins.registry import IDENTITY
-from rematbench.worlds.records.suite import Suite, Variant, bundles, read_suite
+from rematbench.worlds.records.suite import Suite, bundles, read_suite
 from rematbench.worlds.records.suite_cells import Cell, cells, is_selected
 
 
@@ -22,7 +22,6 @@ class ByHand(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def label(self) -> str:
-        """The name in tables."""
         return f"torch by hand, {self.means}"
 
 
@@ -70,12 +69,10 @@ def load_layers(path: Path) -> LayerSuite:
 
 
 def layer_names(suite: LayerSuite) -> dict[str, str]:
-    """Return the labels of the suite's cells, by cell name."""
     return _planned(suite) | by_hand_names(suite)
 
 
 def by_hand_names(suite: LayerSuite) -> dict[str, str]:
-    """Return the labels of the steps written by hand, by cell name."""
     return {name: one.label for name, _, one in _by_hand(suite)}
 
 
@@ -101,13 +98,9 @@ def _planned(suite: LayerSuite) -> dict[str, str]:
         for problem in suite.problems
         for bundle, variants in every.items()
         for number, variant in enumerate(variants)
-        if _is_chosen(suite, variant, bundle, number)
+        if variant in suite.variants or (number == 0 and bundle in suite.methods)
         if not variant.problems or problem.name in variant.problems
     }
-
-
-def _is_chosen(suite: LayerSuite, variant: Variant, bundle: str, number: int) -> bool:
-    return variant in suite.variants or (number == 0 and bundle in suite.methods)
 
 
 def _by_hand(suite: LayerSuite) -> Iterator[tuple[str, str, ByHand]]:

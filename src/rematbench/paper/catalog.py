@@ -51,7 +51,6 @@ class TableFile(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def module(self) -> str:
-        """The name of the module."""
         return f"rematbench.paper.tables.{self.name}"
 
     @property
@@ -65,7 +64,6 @@ class TableFile(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return (*self.tables, *self.sheets)
 
     def outputs(self, folder: str) -> list[str]:
-        """The files that are written into a folder."""
         printed = [f"{folder}/{name}{suffix}" for name in self.tables for suffix in SUFFIXES]
         return [*printed, *(f"{folder}/{name}.csv" for name in self.sheets)]
 
@@ -204,7 +202,6 @@ def suites() -> list[str]:
 
 
 def studies() -> list[str]:
-    """The names of the studies."""
     return sorted(path.stem for path in Path("config/study").glob("*.yaml"))
 
 

@@ -99,7 +99,6 @@ class ClaimFinding(Struct, frozen=True, kw_only=True):
 
 
 def load_artifact() -> Artifact:
-    """The claims of config/artifact.yaml."""
     label = "config/artifact.yaml"
     return convert(read_mapping(data_dir("config") / "artifact.yaml", label), Artifact, label)
 
@@ -173,7 +172,6 @@ def without_yours(ours: Cells, theirs: Cells) -> tuple[Cells, Cells]:
 def _problems(
     claim: TableClaim, tolerance: float, pair: Callable[[str], Pair], expected: Path
 ) -> list[str]:
-    """The problems of a claim whose tables exist."""
     found = []
     for name in claim.tables:
         ours, theirs = pair(name)

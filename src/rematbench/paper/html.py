@@ -41,7 +41,6 @@ class Grid(Struct, frozen=True, kw_only=True):
 
 # Why: docs/decisions/paper.md, Is the page made from Markdown that is parsed back?
 def page_html(page: Page, grids: Sequence[Grid] = ()) -> str:
-    """The whole HTML document."""
     from jinja2 import (  # noqa: PLC0415 (slow to load)
         Environment,
         FileSystemLoader,

@@ -58,7 +58,6 @@ class ReportConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     folded: tuple[str, ...] = ()
 
     def caption(self, name: str) -> str:
-        """The caption of a figure."""
         return self.captions.get(name, name.replace("_", " "))
 
 
@@ -74,7 +73,6 @@ class Part(Struct, frozen=True, kw_only=True):
 
     @property
     def command(self) -> str:
-        """The command that makes the table or figure."""
         return f"./bench reproduce results/{self.source}"
 
 
@@ -111,7 +109,6 @@ class Page(Struct, frozen=True, kw_only=True):
 
 
 def load_report() -> ReportConfig:
-    """The sections and texts of config/report.yaml."""
     label = "config/report.yaml"
     return convert(read_mapping(data_dir("config") / "report.yaml", label), ReportConfig, label)
 
@@ -254,40 +251,3 @@ def no_gpu_sentence(results: Path) -> str:
         "We used no GPU (no H800 or A100), so we measured no speed on this page. Executed runs "
         "used CPUs and give bytes, losses and gradients only."
     )
-
-
-def report_markdown(page: Page, results: Path) -> str:
-    """The text of REPORT.md: the page's content with tables in Markdown and figures as links."""
-    config = page.config
-    lines = [f"# {config.title}", "", config.question, "", page.measured, "", page.outcome, ""]
-    lines += _markdown(page, page.answer, results)
-    lines += [
-        f"## {config.trust.title}",
-        "",
-        page.trusted,
-        "",
-        *_markdown(page, page.trust, results),
-    ]
-    lines += ["## What was never measured", "", *(f"- {text}" for text in page.unmeasured), ""]
-    lines += [f"- **{key}**: {value}" for key, value in page.facts]
-    for filled in page.sections:
-        lines += ["", f"## {filled[0].title}", "", *_markdown(page, filled, results)]
-    lines += [
-        "## What is not modelled",
-        "",
-        *(f"- {text}" for text in what_is_not_modelled(config)),
-    ]
-    return "\n".join(lines) + "\n"
-
-
-def _markdown(page: Page, filled: FilledSection, results: Path) -> list[str]:
-    section, parts = filled
-    lines = [section.text, ""] if section.text else []
-    for part in parts:
-        if part.table:
-            text = part.path.with_suffix(".md").read_text(encoding="utf-8").rstrip()
-            lines += [text, "", f"[CSV]({part.source}); `{part.command}`", ""]
-        else:
-            caption = page.config.caption(part.name)
-            lines += [f"![{caption}]({part.shown})", "", f"{caption} `{part.command}`", ""]
-    return lines

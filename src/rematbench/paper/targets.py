@@ -32,6 +32,7 @@ PUBLISHED = "results/published"
 LEFT_OUT = "config/left_out.csv"
 """The rows from which bands of predictions are learnt."""
 WORDS = "config/rows.yaml"
+TEXTS = "config/tables.yaml"
 PAGE = ("config/report.yaml", "src/rematbench/paper/page.html.jinja")
 
 
@@ -106,7 +107,6 @@ def facts() -> str:
 
 
 def _method_files(values: Values) -> list[str]:
-    """The files of a composed method's parts."""
     return _files_of(values["method"].split("+"))
 
 
@@ -149,13 +149,11 @@ def _part(values: Values) -> Values:
 
 
 def _tables() -> list[str]:
-    """All tables of the paper."""
     files = [file for file in catalog.table_files().values() if file.name != "measured_speed"]
     return [path for file in files for path in file.outputs(f"{PAPER}/tables")]
 
 
 def figures() -> list[str]:
-    """All figures of the paper."""
     names = ["stage_memory", "timeline", "small_models", "methods_timeline"]
     names += catalog.figures(Path("figures"))
     return [f"{PAPER}/figures/{name}.pdf" for name in names]
@@ -168,7 +166,7 @@ def _table(file: catalog.TableFile) -> Target:
         outputs=tuple(file.outputs(f"results/{suite}/tables")),
         module=file.module,
         inputs=file.inputs,
-        reads=lambda _: file.reads,
+        reads=lambda _: [TEXTS, *file.reads],
         table=file,
     )
 
@@ -187,7 +185,6 @@ def _searched(name: str, kind: str, within: str = "", **inputs: str) -> Target:
 
 @cache
 def targets() -> tuple[Target, ...]:
-    """Every target."""
     records = "records/simulated/{method}"
     looked_into = {"records": "results/{suite}/records/simulated/{shown}"}
     return (
@@ -269,7 +266,7 @@ def targets() -> tuple[Target, ...]:
         ),
         Target(
             name="page",
-            outputs=("results/index.html", "results/REPORT.md"),
+            outputs=("results/index.html",),
             module=f"{BUILDERS}.page",
             inputs={"suite": "config/paper.yaml"},
             reads=lambda _: [*PAGE, *_tables(), *figures()],

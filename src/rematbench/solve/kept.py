@@ -8,7 +8,7 @@ from msgspec.json import encode
 from msgspec.structs import replace
 
 from rematbench.costs.operators.ops import Part, rebuild_ops
-from rematbench.engine.lowering.blocks.chunk_ops import ChunkOps
+from rematbench.engine.lowering.blocks.chunk_ops import ChunkFacts, ChunkOps
 from rematbench.engine.lowering.blocks.fates import (
     ChunkPlace,
     Resolved,
@@ -19,8 +19,9 @@ from rematbench.engine.lowering.blocks.fates import (
 )
 from rematbench.engine.lowering.lower import rank_orders
 from rematbench.engine.lowering.rank_steps import pass_kinds
-from rematbench.plan import Phase, Plan, Rule
+from rematbench.plan import Fate, Phase, Plan, Rule, Select
 from rematbench.problem import Problem
+from rematbench.solve.search import smallest_feasible
 
 KEPT = Resolved(1, 0, 0)
 
@@ -99,6 +100,23 @@ def with_live_rules(problem: Problem, base: Plan, *rules: Rule) -> Plan:
     return base.with_rules(*(r for index, r in enumerate(rules, first) if index in live))
 
 
+def rule_of(names: tuple[str, ...], fate: Fate, layers: tuple[int, ...] | None = None) -> Rule:
+    """A fate for those of the named activations of `layers` (None: of all) that are kept."""
+    return Rule(Select(parts=("layer",), layers=layers, activations=names, kept=True), fate)
+
+
+def smallest_fitting(problem: Problem, at: Callable[[int], Plan], top: int) -> int | None:
+    """The smallest number in [0, top] `at` which the plan fits; None if none does."""
+    return smallest_feasible(lambda n: problem.cost.headroom_bytes(at(n)), top)
+
+
+def no_offload(problem: Problem) -> str:
+    """Why a stack offloads no activations; empty if it does."""
+    if "activation_offload" in problem.system.accepts.features:
+        return ""
+    return f"system {problem.system.name} has no activation offload"
+
+
 def refused_in_pieces(problem: Problem, plan: Plan) -> str:
     """The reason why a plan cannot be lowered because it offloads or splits a tensor of a
     mini-sequence; empty if it does not.  Pieces of mini-sequences can only be kept or rebuilt."""
@@ -157,16 +175,14 @@ def _kinds_of_chunks(
             seen.add(key)
             if kind.chunk not in made:
                 layers = plan.partition[rank][kind.chunk]
-                pieces, held = plan.mini_sequences, plan.held
-                where = (problem, rank, kind.chunk)
-                made[kind.chunk] = ChunkOps.of(*where, layers, pieces, held, cuts=plan.cuts)
+                where = (problem, rank, kind.chunk, layers)
+                made[kind.chunk] = ChunkOps.of(*where, ChunkFacts.of(plan))
             yield made[kind.chunk], kind.phase, item.micro_batch
 
 
 def _alike(
     problem: Problem, plan: Plan, rank: int, chunk: int, ends: Collection[tuple[int, int]]
 ) -> object:
-    """A key that is equal for chunks with equal layers and the same rules."""
     layers = plan.partition[rank][chunk]
     reached = covered(plan.rules, ChunkPlace(stage=rank, chunk=chunk, layers=layers))
     at_end = [(rank, chunk) == end for end in ends]

@@ -1,37 +1,35 @@
 """Seconds of whole layers, and the number of layers that a rank has in flight."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from math import fsum
 
+from rematbench.costs.bind_kernels import Direction
 from rematbench.costs.operators.ops import OpTable
 from rematbench.engine.lowering.lower import rank_orders
 from rematbench.plan import Plan
 from rematbench.problem import Problem
 
 
-def forward_s(problem: Problem, table: OpTable) -> float:
-    """Seconds of a part's forward when nothing overlaps: kernels and collectives."""
+def _part_s(
+    problem: Problem, table: OpTable, ways: Sequence[Direction], comms: Sequence[str]
+) -> float:
     cost = problem.cost
     return fsum(
-        cost.op_s(op, "forward")
-        + fsum(cost.comm_s(c, 0) for c in (op.gather, op.reduce) if c is not None)
+        fsum(cost.op_s(op, way) for way in ways)
+        + fsum(cost.comm_s(c, 0) for name in comms if (c := getattr(op, name)) is not None)
         for op in table.ops
     )
+
+
+def forward_s(problem: Problem, table: OpTable) -> float:
+    """Seconds of a part's forward when nothing overlaps: kernels and collectives."""
+    return _part_s(problem, table, ("forward",), ("gather", "reduce"))
 
 
 def backward_s(problem: Problem, table: OpTable) -> float:
     """Seconds of a part's backward when nothing overlaps: kernels and collectives."""
-    cost = problem.cost
-    return fsum(
-        cost.op_s(op, "backward_input")
-        + cost.op_s(op, "backward_weight")
-        + fsum(
-            cost.comm_s(c, 0)
-            for c in (op.grad_gather, op.regather, op.grad_reduce)
-            if c is not None
-        )
-        for op in table.ops
-    )
+    comms = ("grad_gather", "regather", "grad_reduce")
+    return _part_s(problem, table, ("backward_input", "backward_weight"), comms)
 
 
 def layers_in_flight(problem: Problem, plan: Plan, rank: int, chosen: Collection[int]) -> int:

@@ -28,8 +28,6 @@ wins."""
 
 
 class Placement(Struct, frozen=True, kw_only=True):
-    """The place of one recomputed job: a window, or the critical path (None)."""
-
     job: WindowJob
     slot: Slot | None
 
@@ -45,7 +43,6 @@ class StagePolicy(Struct, frozen=True, kw_only=True):
 
     @property
     def cost_s(self) -> float:
-        """The objective: exposed seconds, and hidden seconds with a small weight."""
         return self.exposed_s + TIE * self.hidden_s
 
 
@@ -110,7 +107,6 @@ def _earliest(job: WindowJob, placements: dict[str, Placement]) -> int | None:
 def policy_of(
     layer: LayerWindows, placements: tuple[Placement, ...], layers_per_chunk: int
 ) -> StagePolicy:
-    """The policy with these placements, with its bytes and seconds."""
     load = dict.fromkeys(layer.idle_s, 0.0)
     exposed = hidden = 0.0
     for item in placements:
@@ -186,7 +182,6 @@ class _Model:
         return len(self.integer) - 1
 
     def costs(self) -> NDArray[np.float64]:
-        """The cost of each column: exposed seconds, and hidden seconds with a small weight."""
         cost = np.zeros(self.size)
         seconds = {job.op: job.seconds / self.scale for job in self.layer.jobs}
         for (number, job, slot), column in self.x.items():
@@ -198,8 +193,6 @@ class _Model:
         return cost
 
     def rows(self, budget_bytes: float) -> list[Row]:
-        """The constraints: each job at most once and after its inputs, within windows and
-        budget."""
         rows: list[Row] = []
         for number in range(len(self.groups)):
             for job in self.layer.jobs:
@@ -250,7 +243,6 @@ class _Model:
         return row, 1000 * (max(budget_bytes, 0.0) / total - 1.0)
 
     def policy(self, number: int, x: NDArray[np.float64]) -> StagePolicy:
-        """The policy of a group, from the solver's values."""
         jobs = {job.op: job for job in self.layer.jobs}
         placements = tuple(
             Placement(job=jobs[op], slot=slot)

@@ -31,8 +31,6 @@ class Tensor(NamedTuple):
 
 
 class Packing(Struct, frozen=True, kw_only=True):
-    """Offsets in the order of the tensors, the bytes that they span, and their lower bound."""
-
     offsets: tuple[int, ...]
     peak_bytes: int
     lower_bound_bytes: int
@@ -101,7 +99,6 @@ def _fit(
 
 
 def _beside(tensors: Sequence[Tensor]) -> list[list[int]]:
-    """For each tensor, the indices of tensors with overlapping lifetimes."""
     found: list[list[int]] = [[] for _ in tensors]
     alive: list[int] = []
     for index in sorted(range(len(tensors)), key=lambda i: tensors[i].start):
@@ -145,7 +142,6 @@ def pack(tensors: tuple[Tensor, ...], max_nodes: int = MAX_NODES) -> Packing:
 
 
 def _together(tensors: Sequence[Tensor]) -> list[tuple[int, int]]:
-    """The pairs of tensors that are alive at the same time."""
     return [(i, j) for i, others in enumerate(_beside(tensors)) for j in others if i < j]
 
 

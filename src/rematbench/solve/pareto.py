@@ -25,7 +25,6 @@ def candidates(table: OpTable) -> tuple[str, ...]:
 
 
 def point(problem: Problem, table: OpTable, dropped: tuple[str, ...]) -> Point:
-    """The kept bytes and recomputation seconds if the named activations are dropped."""
     again = problem.cost.recompute_s(table, frozenset(dropped)) if dropped else 0.0
     kept = sum(table.activations[n].nbytes for n in table.saved if n not in dropped)
     return Point(kept_bytes=kept, recompute_s=again, dropped=dropped)

@@ -8,8 +8,9 @@ from typing import Literal
 
 from rematbench.costs.operators.ops import QUANTISED
 from rematbench.inputs.recipes import recipe_of
-from rematbench.plan import Plan, Recompute, Rule, Scope, Select
+from rematbench.plan import Group, Plan, Recompute, Rule, Scope
 from rematbench.problem import Problem
+from rematbench.solve.kept import rule_of
 
 Module = Literal["core_attn", "layernorm", "mlp", "moe", "moe_act", "shared_experts", "mla_up_proj"]
 CORE_ATTENTION = ("attn_probs", "attn_probs_mask", "attn_probs_dropped")
@@ -74,14 +75,33 @@ def rebuilding(
         ([name for name in names if name not in norm], layers),
         ([name for name in names if name in norm], at_norm),
     )
-    return [
-        Rule(
-            Select(parts=("layer",), layers=where, activations=tuple(some), kept=True),
-            Recompute(scope=scope),
-        )
-        for some, where in parts
-        if some and where != ()
-    ]
+    fate = Recompute(scope=scope)
+    return [rule_of(tuple(some), fate, where) for some, where in parts if some and where != ()]
+
+
+def chunks_of(plan: Plan) -> list[tuple[int, ...]]:
+    return [layers for rank in plan.partition for layers in rank]
+
+
+def rebuilding_layers(names: tuple[str, ...], layers: tuple[int, ...] | None) -> Rule:
+    """The rule that rebuilds these tensors of each of `layers` (None: of every layer) at once."""
+    return rule_of(names, Recompute(scope="layer", whole=True), layers)
+
+
+def rebuilding_groups(names: tuple[str, ...], plan: Plan, size: int) -> list[Rule]:
+    """Rules that rebuild the layers of every chunk in groups of `size`, each at once: these tensors
+    of all its layers, and the inputs of all but the first."""
+    if size == 1:
+        return [rebuilding_layers(names, None)]
+    rules: list[Rule] = []
+    for chunk in chunks_of(plan):
+        for group in (chunk[i : i + size] for i in range(0, len(chunk), size)):
+            if len(group) == 1:
+                rules.append(rebuilding_layers(names, group))
+                continue
+            fate = Recompute(scope=Group(group[0], group[-1]), whole=True)
+            rules += [rule_of(names, fate, group), rule_of(("layer_input",), fate, group[1:])]
+    return rules
 
 
 def chosen_layers(base: Plan, layers: str, per_chunk: str) -> tuple[int, ...] | str:

@@ -6,16 +6,17 @@ leave free, and the stage is solved again, at most ROUNDS times.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property
-from math import fsum
+from math import fsum, inf
 
 from msgspec.structs import replace
 
 from rematbench.engine.lowering.lower import rank_orders
 from rematbench.engine.lowering.schedule import phases
-from rematbench.plan import Plan, Recompute, Rule, Select, Window
+from rematbench.plan import Plan, Recompute, Rule, Window
 from rematbench.problem import Evaluation, Problem, Weight
-from rematbench.solve.kept import holding_inputs, kept_activations, with_live_rules
+from rematbench.solve.kept import holding_inputs, kept_activations, rule_of, with_live_rules
 from rematbench.solve.layer_costs import layers_in_flight
 from rematbench.solve.layer_policies import (
     LayerGroup,
@@ -60,11 +61,9 @@ class Stage:
         return found if found and self.cost_s(found) < self.cost_s(shared) else shared
 
     def kept_bytes(self, policies: Sequence[StagePolicy]) -> int:
-        """Bytes that the policies keep with all micro-batches in flight."""
         return sum(p.kept_bytes * g.in_flight for p, g in zip(policies, self.sizes, strict=True))
 
     def cost_s(self, policies: Sequence[StagePolicy]) -> float:
-        """The objective of the solvers, in seconds."""
         return fsum(p.cost_s * g.layers for p, g in zip(policies, self.sizes, strict=True))
 
 
@@ -78,12 +77,10 @@ def _halves(layers: Layers) -> tuple[Layers, ...]:
     return tuple(groups)
 
 
+@dataclass
 class _Limit:
-    """Limits of a rank from earlier rounds: a number of kept bytes that did not fit (`ceiling`),
-    and the bytes that the allocator wastes."""
-
-    def __init__(self) -> None:
-        self.ceiling, self.waste = float("inf"), 0
+    ceiling: float = inf
+    waste: int = 0
 
 
 class Relocation:
@@ -101,25 +98,16 @@ class Relocation:
 
     @cached_property
     def front(self) -> tuple[StagePolicy, ...]:
-        """The front of the layer's policies, solved once for all layers."""
         return policy_front(self.layer, self.per_chunk)
 
-    @property
-    def smallest_policy(self) -> StagePolicy:
-        """The policy with the fewest kept bytes."""
-        return min(self.front, key=lambda policy: policy.kept_bytes)
-
     def stages(self, base: Plan) -> list[Stage]:
-        """The stages of a base's partition, one per rank."""
         ranks = range(self.problem.layout.pp)
         return [Stage(self.problem, base, rank, exact=self.exact) for rank in ranks]
 
     def smallest_plan(self, base: Plan) -> Plan:
         """The plan in which every rank drops all tensors that can be rebuilt."""
-        stages = self.stages(base)
-        return self.assemble(
-            base, stages, [(self.smallest_policy,) * len(s.groups) for s in stages]
-        )
+        stages, least = self.stages(base), min(self.front, key=lambda policy: policy.kept_bytes)
+        return self.assemble(base, stages, [(least,) * len(s.groups) for s in stages])
 
     def assemble(
         self, base: Plan, stages: Sequence[Stage], policies: Sequence[tuple[StagePolicy, ...]]
@@ -134,7 +122,7 @@ class Relocation:
                     for layer in layers:
                         key = (item.job.outputs, _fate(item, top=layer in tops))
                         where.setdefault(key, set()).add(layer)
-        rules = (_rule(names, fate, group) for (names, fate), group in where.items())
+        rules = (rule_of(names, fate, tuple(sorted(g))) for (names, fate), g in where.items())
         dropped = {name for names, _ in where for name in names}
         base = holding_inputs(self.problem, base, dropped, whole=False)
         return with_live_rules(self.problem, base, *rules)
@@ -202,11 +190,12 @@ class Relocation:
     def faster(self, first: Plan, second: Plan) -> Plan:
         """The faster of two plans that fit; otherwise the plan that exceeds the device by fewer
         bytes."""
-        return min(first, second, key=self._merit)
 
-    def _merit(self, plan: Plan) -> tuple[int, float]:
-        short = -self.problem.cost.headroom_bytes(plan)
-        return (short, 0.0) if short > 0 else (0, self.problem.cost.step_s(plan))
+        def merit(plan: Plan) -> tuple[int, float]:
+            short = -self.problem.cost.headroom_bytes(plan)
+            return (short, 0.0) if short > 0 else (0, self.problem.cost.step_s(plan))
+
+        return min(first, second, key=merit)
 
     def with_bubbles_filled(self, plan: Plan, share: float) -> Plan:
         """The plan with recomputation moved into the bubbles of the cool-down, where all ranks
@@ -232,11 +221,6 @@ class Relocation:
                 select = replace(rule.select, layers=layers, phases=("cooldown",), kept=False)
                 added.append(Rule(select, Recompute(window=BEFORE_RECEIVE)))
         return plan.with_rules(*added)
-
-
-def _rule(names: tuple[str, ...], fate: Recompute, layers: set[int]) -> Rule:
-    where = tuple(sorted(layers))
-    return Rule(Select(parts=("layer",), layers=where, activations=names, kept=True), fate)
 
 
 def _fate(item: Placement, *, top: bool) -> Recompute:

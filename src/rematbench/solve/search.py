@@ -44,12 +44,10 @@ def smallest_feasible(margin: Callable[[int], float], top: int) -> int | None:
 
 
 def middle(low: int, high: int) -> int | None:
-    """The middle of a bracket; None if it contains no integer."""
     return (low + high) // 2 if high - low > 1 else None
 
 
 def twice(value: int) -> int:
-    """Twice the value."""
     return 2 * value
 
 

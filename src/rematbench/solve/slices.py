@@ -9,12 +9,20 @@ from msgspec.structs import replace
 from rematbench.costs.bind_kernels import Direction
 from rematbench.costs.operators.kernels import Attention, Gemm
 from rematbench.costs.operators.ops import Op
-from rematbench.engine.lowering.slices import slice_problems
-from rematbench.inputs.shapes import causal_pairs
-from rematbench.plan import Plan
+from rematbench.engine.lowering.slices import behind, slice_problems
+from rematbench.plan import Plan, slices_refusal
 from rematbench.problem import Problem
 
 WAYS: tuple[Direction, ...] = ("forward", "backward_input", "backward_weight")
+
+
+def refused(problem: Problem, base: Plan, count: int = 2) -> str:
+    """Why a base is not cut into `count` slices; empty if it can be."""
+    if base.schedule not in ("1f1b", "gpipe") or base.orders or base.slices:
+        return f"needs the passes of 1F1B, not {base.schedule} with other orders"
+    probe = replace(base, slices=(problem.workload.seq_len,) * (count > 1))
+    of_job = problem.system, problem.layout, problem.workload, problem.attention
+    return slices_refusal(probe, *of_job)
 
 
 def unit_tokens(problem: Problem) -> int:
@@ -60,8 +68,7 @@ def least_time(problem: Problem, plan: Plan, pieces: int) -> tuple[int, ...]:
     rest_s = [_seconds(problem, [op for op in t.ops if op.name != "attention"]) for t in tables]
 
     def seconds(count: int, before: int) -> float:
-        """Seconds of `count` pieces behind `before` pieces."""
-        attention = _behind(tables[count - 1].op("attention"), before * size)
+        attention = behind(tables[count - 1].op("attention"), before * size)
         return layers * (rest_s[count - 1] + _seconds(problem, [attention]))
 
     known = {(k, i): seconds(k, i) for i in range(pieces) for k in range(1, pieces - i + 1)}
@@ -83,18 +90,4 @@ def least_time(problem: Problem, plan: Plan, pieces: int) -> tuple[int, ...]:
 
 
 def _seconds(problem: Problem, ops: Sequence[Op]) -> float:
-    """Seconds of the forward and the backward of operators."""
     return fsum(problem.cost.op_s(op, way) for op in ops for way in WAYS)
-
-
-def _behind(op: Op, context: int) -> Op:
-    kernels = tuple(
-        replace(
-            kernel,
-            kv_rows=kernel.q_rows + context,
-            pairs=causal_pairs(kernel.q_rows, 0) + kernel.q_rows * context,
-        )
-        for kernel in op.forward
-        if isinstance(kernel, Attention)
-    )
-    return replace(op, forward=kernels, backward_input=kernels)

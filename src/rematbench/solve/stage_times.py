@@ -52,7 +52,6 @@ def contiguous(counts: Sequence[int]) -> tuple[tuple[tuple[int, ...], ...], ...]
 
 
 def counts_of(plan: Plan) -> tuple[int, ...]:
-    """The number of layers of each rank."""
     return tuple(sum(len(chunk) for chunk in chunks) for chunks in plan.partition)
 
 
@@ -81,7 +80,6 @@ class StageTimes:
         self.per_layer = [states + kept_input * n for n in self.in_flight]
 
     def __call__(self, rank: int, layers: int) -> float:
-        """Seconds of one micro-batch; infinite if no policy fits."""
         budget = self.room[rank] - (layers - self.counts[rank]) * self.per_layer[rank]
         group = LayerGroup(layers=layers, in_flight=round(layers * self.in_flight[rank]))
         policy = heuristic(self.relocation.front, (group,), budget)
@@ -91,7 +89,6 @@ class StageTimes:
 
 
 def _pass_s(problem: Problem) -> float:
-    """Seconds of the forward and backward of an average layer."""
     indices = range(problem.workload.model.num_layers)
     tables = [problem.layer(index) for index in indices]
     return fsum(forward_s(problem, t) + backward_s(problem, t) for t in tables) / len(tables)
@@ -115,7 +112,6 @@ def _state_bytes(problem: Problem, plan: Plan, table: OpTable) -> float:
 
 
 def balanced_partition(relocation: Relocation) -> tuple[tuple[tuple[int, ...], ...], ...]:
-    """The base's partition after layers have moved until stage times balance."""
     times = StageTimes(relocation)
     return contiguous(balance(times.counts, times))
 

@@ -8,7 +8,7 @@ from rematbench.engine.lowering.plan_checks import too_early
 from rematbench.engine.lowering.states.state_shards import rank_sharded
 from rematbench.plan import Pieces, Place, Plan
 from rematbench.problem import Problem
-from rematbench.solve.search import smallest_feasible
+from rematbench.solve.kept import smallest_fitting
 
 
 def refusal(problem: Problem, base: Plan, *, host: bool, pieces: Pieces | None = None) -> str:
@@ -28,6 +28,13 @@ def shares(problem: Problem, base: Plan) -> list[int]:
     """The parameters that each pipeline rank's optimizer updates."""
     fate = base.state("optimizer")
     return [rank_sharded(problem, base, rank, fate) for rank in range(problem.layout.pp)]
+
+
+def piece_size(problem: Problem, base: Plan, most: int) -> tuple[int, int]:
+    """The parameters of a piece, `most` at most, and the pieces of the largest rank's share."""
+    counts = shares(problem, base)
+    size = min(most, *counts)
+    return size, -(-max(counts) // size)
 
 
 def even(count: int, share: float, one: Place, other: Place) -> tuple[Place, ...]:
@@ -51,10 +58,13 @@ def placed(problem: Problem, base: Plan, pieces: Pieces, *, gradients: bool) -> 
     return replace(base, states=(*others, gradient, optimizer))
 
 
-def smallest_share(problem: Problem, at: Callable[[float], Plan], steps: int) -> tuple[float, str]:
-    """The smallest share of the states that must leave the device so that the plan `at` the share
-    fits, in `steps` steps, and the source of the share."""
-    found = smallest_feasible(lambda k: problem.cost.headroom_bytes(at(k / steps)), steps)
+def smallest_share(
+    problem: Problem, base: Plan, size: int, at: Callable[[float], Plan]
+) -> tuple[float, str]:
+    """The smallest share of the states, in pieces of `size` parameters, that must leave the device
+    so that the plan `at` the share fits, and the source of the share."""
+    steps = -(-max(shares(problem, base)) // size)
+    found = smallest_fitting(problem, lambda k: at(k / steps), steps)
     if found is None:
         return 1.0, "no share fits the device memory"
     return found / steps, "device ledger"

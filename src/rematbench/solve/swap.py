@@ -96,7 +96,6 @@ def _hidden_share(
 
 
 def _host_share(problem: Problem, base: Plan, host_bytes: int | None) -> float:
-    """Host bytes that the activations of one GPU may take."""
     cluster, layout = problem.cluster, problem.layout
     share = (host_bytes or problem.cost.host_room_bytes) / min(cluster.gpus_per_node, layout.gpus)
     if host_bytes is not None:

@@ -110,14 +110,12 @@ def agreement_records(device: Device = "cpu", gpus: int = 0) -> Iterator[tuple[s
 
 
 def _rows(engine: str, device: Device, gpus: int) -> list[Row]:
-    """The rows of an engine that run here."""
     return [row for row in ROWS[engine] if device == "cpu" or Layout(**row.layout).gpus <= gpus]
 
 
 def _engine(
     engine: str, precision: Precision, rows: Sequence[Row], device: Device
 ) -> dict[str, Record]:
-    """The records of one engine in one precision, by file name."""
     if engine == EXECUTOR:
         records = [executor_record(problem(row.layout, precision), device) for row in rows]
     else:
@@ -134,7 +132,6 @@ def _engine(
 
 
 def record_name(engine: str, row: Row, precision: Precision) -> str:
-    """The file name of a run's record, without suffix."""
     return f"{engine}-{row.name}-{precision}"
 
 
@@ -161,7 +158,6 @@ def disagreements(records: dict[str, Record]) -> dict[str, str]:
 
 
 def executor_record(target: Problem, device: Device = "cpu", steps: int = STEPS) -> Record:
-    """The record of the project's executor, with all activations kept."""
     from rematbench.worlds.torch import rank_processes as torch_job  # noqa: PLC0415  # torch is optional
     from rematbench.worlds.torch.case import Case  # noqa: PLC0415
     from rematbench.worlds.torch.rank_processes import execute_cases  # noqa: PLC0415

@@ -21,7 +21,8 @@ def run(
     problem: Problem, method: Composition, world: Literal["executed", "traced"], **options: Option
 ) -> Record:
     """The record of a baseline's job on a problem (`options`: fields of a Job)."""
-    (record,) = run_jobs(method.name, [_job(problem, method, world, **options)])
+    made = job(problem, method, world, **{"timeout_s": LIMIT_S, **options})
+    (record,) = run_jobs(method.name, [made])
     return record
 
 
@@ -58,11 +59,6 @@ def run_as_rank(
     """Execute a job as a rank that a launcher started.  Return the record on rank 0, None on other
     ranks.  A failed rank returns the record of its failure and writes its error next to `out`."""
     started = time.time()
-    record = run_rank(method.name, _job(problem, method, "executed", **options))
+    made = job(problem, method, "executed", **{"timeout_s": LIMIT_S, **options})
+    record = run_rank(method.name, made)
     return write_rank_record(record, out, rank, started) if record and out is not None else record
-
-
-def _job(
-    problem: Problem, method: Composition, world: Literal["executed", "traced"], **options: Option
-) -> PackageJob:
-    return job(problem, method, world, **{"timeout_s": LIMIT_S, **options})

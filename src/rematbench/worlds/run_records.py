@@ -135,7 +135,6 @@ def measured_ranks(
 
 
 def measured(problem: Problem, plan: Plan, result: "Result") -> Measured:
-    """The losses, gradient norms and bytes per rank of an executed run."""
     return Measured(
         losses=tuple(result.losses),
         gradient_norms=whole_norms(result.gradient_norms),

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
@@ -75,9 +75,17 @@ def keeping(made: Problem, plan: Plan) -> Program:
 
 
 @pytest.mark.parametrize(
-    "layout", ["tp", pytest.param("1f1b", marks=pytest.mark.full), "interleaved"]
+    ("layout", "name"),
+    [
+        *(("tp" if name in ONE_CHUNK else "interleaved", name) for name in REGISTRY.methods),
+        *(
+            pytest.param(layout, name, marks=pytest.mark.full)
+            for layout in ("tp", "1f1b")
+            for name in REGISTRY.methods
+            if layout == "1f1b" or name not in ONE_CHUNK
+        ),
+    ],
 )
-@pytest.mark.parametrize("name", REGISTRY.methods)
 def test_memory_equals_the_ledger_after_every_action(name: str, layout: str) -> None:
     made, plan = of(name, layout)
     program = lower(plan, made)
@@ -139,10 +147,7 @@ def test_milps_do_not_depend_on_the_process() -> None:
     assert b"rules" in outputs[0]
 
 
-@settings(
-    max_examples=settings.default.max_examples // 4,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
-)
+@settings(max_examples=settings.default.max_examples // 4)
 @given(problems(), st.lists(st.sampled_from(sorted(REGISTRY.methods)), min_size=1, max_size=2))
 def test_methods_on_any_problem_plan_soundly_or_say_why(made: Problem, names: list[str]) -> None:
     """Any layout, stack and model; alone or composed."""

@@ -10,10 +10,13 @@ from rematbench.evidence.published.estimators import (
     korthikanti_layer_bytes,
     phaze_estimate,
 )
+from rematbench.evidence.published.row_cases import read_case
+from rematbench.evidence.published.sheets import read_sheet
 from rematbench.inputs.layout import Layout
 from rematbench.inputs.load import load_model
+from rematbench.inputs.paths import data_dir
 from rematbench.plan import Unsupported
-from tests.problems import layers, plan_of, problem
+from tests.problems import all_methods, layers, plan_of, problem
 
 GIB = 1 << 30
 GOLDEN = [
@@ -118,3 +121,23 @@ def test_what_phaze_does_not_cover(layout: dict[str, int], method: str, words: s
     form = closed_form("phaze", p, plan_of(p, method))
     assert isinstance(form, Unsupported)
     assert words in form.reason
+
+
+# -- figure 9 of ATC 2024 --------------------------------------------------------------------------
+
+
+SHEET = read_sheet(data_dir("published") / "runs.csv")
+ROWS = [row for row in SHEET if row["table"] == "Figure 9"]
+BASE = {"none": "keep_all", "balanced": "balanced_checkpointing"}
+
+
+def test_there_are_25_cells() -> None:
+    assert len(ROWS) == 25
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda r: f"{r['model']}-{r['gpus']}")
+def test_fit_paper_gives_the_published_alpha(row: dict[str, str]) -> None:
+    given = read_case(row, all_methods()).problem()
+    plan = plan_of(given, f"{BASE[row['recompute']]}+pp_offload", fit="paper")
+    assert plan.fit["bound"] == "paper estimate"
+    assert plan.fit["alpha"] == pytest.approx(float(row["offload_fraction"]), abs=0.001)

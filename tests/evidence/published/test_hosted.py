@@ -34,9 +34,9 @@ from rematbench.inputs.system import with_facts
 from rematbench.paper.tables import offloaded_front
 from rematbench.paper.tables.offloaded_updates import PHASES, updates_table
 from rematbench.plan import Plan
-from rematbench.plugins.discover import discover
 from tests.engine.test_host_states import of_row, published
 from tests.predicted import read_of
+from tests.problems import all_methods
 
 NODES = ("polaris-a100-40gb-bound", "h100-80gb-dos")
 
@@ -133,7 +133,7 @@ def test_a_simulated_job_has_the_same_bytes(row: dict[str, str]) -> None:
         for one in committed(HOSTED)
         if (one["note"], one["step_s"]) == (row["note"], row["step_s"])
     )
-    states = states_bytes(read_case(own, discover()))
+    states = states_bytes(read_case(own, all_methods()))
     assert host_node_bytes(found, ranks) == states + copy * found.layout.gpus
 
 
@@ -147,7 +147,7 @@ def test_phases_grow_with_micro_batches_and_leave_the_update() -> None:
         )
         problem = case.problem()
         base = placed_states(case, problem)[0]
-        plan = discover().resolve("full_recompute").plan(problem, base)
+        plan = all_methods().resolve("full_recompute").plan(problem, base)
         assert isinstance(plan, Plan)
         steps.append(phases(problem, plan))
     one, four = steps

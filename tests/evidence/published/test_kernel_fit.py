@@ -1,5 +1,7 @@
 """config/kernels is what the rows say, and every row off its curve has a reason."""
 
+import re
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -12,18 +14,22 @@ import yaml
 from rematbench.costs.kernel_seconds import attention_share
 from rematbench.costs.operators.kernels import Attention
 from rematbench.evidence.kernels.kernel_curves import solve
-from rematbench.evidence.kernels.kernel_fit import as_text, curve_table, fit_share, refit
+from rematbench.evidence.kernels.kernel_fit import as_text, fit_share, refit
 from rematbench.evidence.kernels.kernel_rows import (
     TOLERANCE,
     Array,
     KernelFitError,
+    KernelRow,
+    KernelRowError,
     Match,
     ShareRows,
     attention_flop,
     load_sources,
     measured,
     outliers,
+    parse_shape,
     read_kernel_rows,
+    unclaimed,
 )
 from rematbench.inputs.kernel_rates import OPERATORS, SOURCES, fitted_parameters, load_kernel_rates
 from rematbench.inputs.load import calibration, load_cluster
@@ -148,7 +154,6 @@ def test_parameters_fitted_to_kernel_rows_are_counted() -> None:
         return 0
 
     assert sum(counts.values()) == sum(map(listed, files)) > 100
-    assert curve_table(RATES)[-1][1] == sum(counts.values())
     told = how_to_read(calibration())
     assert (
         f"{len(calibration().fitted)} are fitted to published steps; {sum(counts.values())}" in told
@@ -164,16 +169,6 @@ def test_gemms_of_blackwell_are_those_of_its_kernel_rows() -> None:
     assert (constants.gemm_half_k, constants.gemm_tail_waves) == (rates.half_k, rates.tail)
     assert (constants.tile_rows, constants.tile_columns) == (rates.tile_rows, rates.tile_columns)
     assert constants.sm_count == RATES.generation("blackwell").sm_count
-
-
-def test_curve_table_has_the_evidence_of_the_files() -> None:
-    table = {name: rest for name, *rest in curve_table(RATES)}
-    fa3 = yaml.safe_load((FOLDER / "hopper.yaml").read_text())["attention"]["fa3"]["evidence"]
-    lines = [line for found in fa3["outliers"] for line in found["lines"]]
-    worst = max((found["worst"] for found in fa3["outliers"]), key=abs)
-    told = [len(fa3["fitted"]), fa3["rows"], fa3["sources"], len(lines), worst]
-    assert table["hopper.attention.fa3"] == told
-    assert "blackwell.hbm" not in table  # its value is not fitted
 
 
 def test_refit_refuses_a_row_of_a_new_kind(tmp_path: Path) -> None:
@@ -215,3 +210,117 @@ def test_a_minimum_beyond_a_bound_is_the_bound(wanted: float, found: float) -> N
 
     (best,) = solve(misses, [0.5], ([0.0], [1.0]), near=0.03)
     assert best == pytest.approx(found, abs=0 if found in (0.0, 1.0) else 1e-3)
+
+
+# -- every row of kernels.csv is typed, in base units, and used or left out by name ----------------
+
+
+HEAD = "source,what,implementation,gpu,dtype,shape,value,unit,convention,note\n"
+
+
+def row(**fields: object) -> KernelRow:
+    plain = {
+        "line": 2,
+        "source": "a document",
+        "what": "attention_forward",
+        "implementation": "fa2",
+        "gpu": "H100",
+        "dtype": "bf16",
+        "shape": parse_shape("b=2;h=8;kv=8;s=4096;d=128;causal=1"),
+        "value": 300.0,
+        "unit": "TFLOP/s",
+        "convention": "causal counted half",
+        "note": "",
+    }
+    return KernelRow(**{**plain, **fields})  # type: ignore[arg-type]
+
+
+def test_every_row_is_read() -> None:
+    assert len(ROWS) == 1967
+    assert len({r.source for r in ROWS}) == 71
+    assert all(measured(r).value > 0 for r in ROWS)
+
+
+def test_no_share_of_a_peak_is_above_one() -> None:
+    rates = [r for r in ROWS if measured(r).quantity == "flop_per_s" and r.dtype != "fp8"]
+    over = [
+        r.line
+        for r in rates
+        if (gpu := DECLARED.gpus.get(r.gpu)) and measured(r).value > gpu.peak_flop_per_s
+    ]
+    assert len(rates) > 800
+    assert over == []
+
+
+def test_units_and_conventions() -> None:
+    flop = 4 * 128 * 8 * 2 * 4096**2 / 2
+    assert measured(row()).value == 300e12
+    assert measured(row(value=1.0, unit="ms")).value == flop / 1e-3
+    every_pair = row(convention="causal kernel, all pairs counted")
+    assert measured(every_pair).value == 150e12
+    exact = row(convention="causal counted s(s+1)/2")
+    assert measured(exact).value == pytest.approx(300e12 * 4096 / 4097)
+    both = row(what="attention_fwd_bwd", value=1.0, unit="ms")
+    assert measured(both).value == pytest.approx(3.5 * flop / 1e-3)
+    unmasked = row(shape=parse_shape("b=2;h=8;s=4096;d=128;causal=0"), value=1.0, unit="ms")
+    assert measured(unmasked).value == 2 * flop / 1e-3
+    gemm = row(what="gemm", shape=parse_shape("m=3;n=5;k=7"), value=1.0, unit="ms")
+    assert measured(gemm).value == pytest.approx(2 * 3 * 5 * 7 / 1e-3)
+    copy = row(what="memcpy_h2d", shape={}, value=55.0, unit="GB/s")
+    assert (measured(copy).quantity, measured(copy).value) == ("bytes_per_s", 55e9)
+
+
+def test_notes_confirm_times_turned_into_speeds() -> None:
+    """Where a document prints milliseconds, the note has TFLOP/s worked out by hand."""
+    told = [
+        (measured(r).value / 1e12, float(found[1]))
+        for r in ROWS
+        if r.unit == "ms" and (found := re.search(r"(\d+) TFLOP/s", r.note))
+    ]
+    assert len(told) > 150
+    assert all(ours == pytest.approx(theirs, abs=1.0, rel=0.005) for ours, theirs in told)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("d,gem,i,H100,bf16,m=1,1,ms,,", "line 2: what 'gem' (known: gemm,"),
+        ("d,gemm,i,H100,bf16,m=1,1,s,,", "line 2: unit 's' (known: TFLOP/s,"),
+        ("d,gemm,i,H100,bf16,m=1;m=2,1,ms,,", "line 2: shape 'm=1;m=2' is not key=value"),
+        ("d,gemm,i,H100,bf16,m,1,ms,,", "line 2: shape 'm' is not key=value"),
+        ("d,gemm,i,H100,bf16,m=1,fast,ms,,", "line 2: could not convert"),
+    ],
+)
+def test_a_bad_row_is_one_line(tmp_path: Path, line: str, message: str) -> None:
+    path = tmp_path / "kernels.csv"
+    path.write_text(HEAD + line + "\n")
+    with pytest.raises(KernelRowError, match=re.escape(message)) as error:
+        read_kernel_rows(path)
+    assert "\n" not in str(error.value)
+
+
+def test_a_missing_size_names_its_line() -> None:
+    with pytest.raises(KernelRowError, match="line 2: shape has no whole number 'n'"):
+        measured(row(what="gemm", shape=parse_shape("m=3;k=7"), unit="ms"))
+
+
+def test_match_joins_its_fields() -> None:
+    match = Match(what=("gemm",), implementation=("cublas",), shape={"layout": ("", "TN")})
+    gemm = row(what="gemm", implementation="te (cublas)", shape=parse_shape("m=8;n=8;k=8"))
+    assert match.holds(gemm)
+    assert not match.holds(row())
+    assert Match(below={"m": 9}).holds(gemm)
+    assert not Match(at_least={"m": 9}).holds(gemm)
+    assert not Match(below={"hidden": 9}).holds(gemm)  # it has no hidden
+
+
+def test_every_row_is_used_or_excluded_by_name() -> None:
+    left = Counter(found.name for r in ROWS if (found := DECLARED.exclusion(r)))
+    assert unclaimed(DECLARED, ROWS) == []
+    assert set(left) == {e.name for e in DECLARED.exclusions}  # none is idle
+    assert len(DECLARED.used(ROWS)) == len(ROWS) - left.total() > 900
+
+
+def test_a_row_of_a_new_kind_is_noticed() -> None:
+    new = row(implementation="fa9", gpu="H100")
+    assert unclaimed(DECLARED, [new]) == [new]

@@ -27,9 +27,7 @@ from rematbench.worlds.torch.streams import CudaStreams, Mark
 from tests.problems import transfers
 from tests.worlds.torch import (
     cases,
-    test_host_update,
     test_in_backward,
-    test_ready_pieces,
     test_state_pieces,
 )
 from tests.worlds.torch.fake_cuda import DEVICE, OVERLAP, executor_of, first_fault
@@ -62,17 +60,17 @@ def held() -> Case:
 
 def hosted(layout: str) -> Case:
     """The optimizer's states in host memory."""
-    return test_host_update.pair(layout, "keep", "bf16")[1]
+    return test_state_pieces.pair("hosted", layout, "keep", "bf16")[1]
 
 
 def in_pieces(mix: str) -> Case:
     """The optimizer's states in pieces."""
-    return test_state_pieces.pair("one", "keep", mix, "bf16")[1]
+    return test_state_pieces.pair(mix, "one", "keep", "bf16")[1]
 
 
 def early(layout: str, mix: str) -> Case:
     """Pieces that start as their gradients become ready."""
-    return test_ready_pieces.early(layout, "keep", mix, "bf16")[1]
+    return test_state_pieces.pair(f"early {mix}", layout, "keep", "bf16")[1]
 
 
 def leaving(layout: str, *kinds: str) -> Case:
@@ -93,7 +91,7 @@ REFUSED: dict[str, Callable[[], Case]] = {
     ),
     "parameters on the host without an optimizer there": lambda: leaving("dp2-zero3", "parameter"),
     "pieces on the device with parameters on the host": lambda: test_state_pieces.pair(
-        "dp2-zero3", "keep", "k2", "bf16", "parameter"
+        "k2", "dp2-zero3", "keep", "bf16", "parameter"
     )[1],
     "ZeRO stages 2 and 3, or gradients on the host, with pipeline stages": lambda: cases.case(
         "dp2-zero3", "keep", precision="bf16", pp=2

@@ -18,6 +18,7 @@ from rematbench.worlds.torch.case import Case, Result
 from tests.problems import all_methods, plan_of, remade
 from tests.worlds.torch import cases, laws
 
+Launch = Callable[[Sequence[Case]], dict[str, tuple[Case, Result]]]
 TOLERANCE = 1e-10
 SINGLE = 1e-5
 """The gradient law in fp32."""
@@ -97,13 +98,13 @@ def bitwise_cases(layout: str) -> list[Case]:
     return [replace(c, name=f"fp32 {c.name}") for c in made]
 
 
-def tests_of(made: list[Case]) -> tuple[Callable[..., None], ...]:
-    """Tests of a module: one torchrun of all its cases, and the laws of each."""
+def tests_of(made: list[Case], start: Launch) -> tuple[Callable[..., None], ...]:
+    """Tests of a module: one launch of all its cases, and the laws of each."""
     names = [case.name for case in made]
 
     @cache
     def results() -> dict[str, tuple[Case, Result]]:
-        return laws.torchrun(made)
+        return start(made)
 
     @pytest.mark.parametrize("name", names)
     def twin(name: str) -> None:

@@ -2,16 +2,22 @@
 
 import random
 from collections.abc import Hashable
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 from msgspec.structs import replace
 
 from rematbench.engine.lowering.lower import lower
 from rematbench.engine.program.action import Kind
 from rematbench.engine.program.program import Program
+from rematbench.worlds.torch import groups, streams
 from rematbench.worlds.torch.case import Case
 from rematbench.worlds.torch.exchanges import reordered_channel, used_channels
 from rematbench.worlds.torch.groups import Channel, channels
+from rematbench.worlds.torch.streams import CudaStreams
 from tests.worlds.torch import cases
 from tests.worlds.torch.rendezvous import Comm, Walk
 
@@ -86,3 +92,39 @@ def test_a_pipeline_has_two_rings_of_one_way_channels() -> None:
         for direction, step in (("f", 1), ("b", -1)):
             ends = {(c.sender, c.receiver) for c in found if c.direction == direction}
             assert ends == {(s, (s + step) % stages) for s in range(stages)}
+
+
+# -- how CUDA streams are ordered against what is issued outside of them, on stand-ins: no GPU -----
+
+
+def test_executors_of_one_process_share_its_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch gives out 32 in turn: were they new each time, one's compute would be another's."""
+    made: list[object] = []
+    monkeypatch.setattr(streams, "CUDA_STREAMS", {})
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: None)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: made.append(device) or len(made))
+    monkeypatch.setattr(torch.cuda, "Event", lambda: SimpleNamespace(record=lambda stream: None))
+    monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: None)
+    work: Any = SimpleNamespace(wait=lambda: None)
+    for _ in range(10):
+        own = CudaStreams(torch.device("cuda", 0))
+        for channel in ("forward", "backward"):
+            own.pending(channel, work)
+            own.pending(channel, work)
+    assert len(made) == len(own.streams) + 2
+    CudaStreams(torch.device("cuda", 1))
+    assert len(made) == 2 * len(own.streams) + 2
+
+
+def test_communicators_take_their_streams_from_another_pool(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    given: list[Any] = []
+    named = SimpleNamespace(Options=SimpleNamespace)
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", named, raising=False)
+    monkeypatch.setattr(dist, "new_group", lambda ranks, pg_options: given.append(pg_options))
+    for backend in ("nccl", "gloo"):
+        monkeypatch.setattr(dist, "get_backend", lambda backend=backend: backend)
+        groups.new_group([0, 1])
+    assert given[0].is_high_priority_stream is True
+    assert given[1] is None

@@ -1,5 +1,5 @@
-"""Experts: the ledger's bytes, the autograd model's gradients and keep_all's numbers, on one
-process and on grids of expert, tensor and pipeline parallelism; what is refused by name."""
+"""Experts and latent attention: the ledger's bytes, the autograd model's gradients and keep_all's
+numbers, on one process and on grids of tensor, expert and pipeline parallelism; and refusals."""
 
 from dataclasses import replace
 from functools import cache
@@ -11,35 +11,59 @@ from msgspec import structs
 
 from rematbench.engine.lowering.lower import lower
 from rematbench.engine.program.ledger import live_bytes
+from rematbench.evaluate.problems import make_problem
+from rematbench.inputs.job import Job
+from rematbench.inputs.stages import read_stages
 from rematbench.inputs.system import FACTS, with_facts
 from rematbench.worlds.records.refusals import refusals
-from rematbench.worlds.torch import experts
+from rematbench.worlds.torch import attention_backends as attn
+from rematbench.worlds.torch import experts, operators
 from rematbench.worlds.torch.case import Case, Result
 from rematbench.worlds.torch.groups import coordinates, expert_place
-from rematbench.worlds.torch.operands import Call
+from rematbench.worlds.torch.operands import Call, Tensors
 from rematbench.worlds.torch.rank_model import RankModel
 from rematbench.worlds.torch.single_rank import trace_rank
-from tests.problems import remade
+from tests.problems import plan_of, problem, remade
 from tests.worlds.torch import cases, grid, laws
-from tests.worlds.torch.cases import EXPERTS, MIXTURE, SHARED
+from tests.worlds.torch.cases import EXPERTS, LATENT, MIXTURE, SHARED
 
-MODELS = {"mixture": MIXTURE, "shared": SHARED, "ungated": structs.replace(MIXTURE, mlp="gelu")}
-METHODS: dict[str, tuple[str, dict[str, Any]]] = {
+assert LATENT.latent is not None
+SIGMOID = structs.replace(EXPERTS, router="sigmoid", shared_ffn=48, dense_layers=(0,))
+MODELS = {
+    "mixture": MIXTURE,
+    "shared": SHARED,
+    "ungated": structs.replace(MIXTURE, mlp="gelu"),
+    "latent": LATENT,
+    "whole-queries": structs.replace(LATENT, latent=structs.replace(LATENT.latent, q_rank=0)),
+    "both": structs.replace(LATENT, experts=SIGMOID),
+    "next": structs.replace(LATENT, mtp_layers=1),
+    "prediction": structs.replace(LATENT, experts=SIGMOID, mtp_layers=1),
+}
+EVERYWHERE: dict[str, tuple[str, dict[str, Any]]] = {
     "keep_all": ("keep_all", {}),
     "full_recompute": ("full_recompute", {}),
-    "moe": ("selective_recompute", {"modules": ["moe"]}),
-    "parts": ("selective_recompute", {"modules": ["moe_act", "shared_experts", "layernorm"]}),
-    "balanced": ("balanced_checkpointing", {}),
     "balanced-all": ("balanced_checkpointing", {"point": "all"}),
     "memo": ("memo", {"alpha": 0.5, "exempt_layers": 1}),
     "mst": ("mst", {"mlp_chunks": 3, "head_chunks": 5}),
-    "mst+full": ("mst+full_recompute", {"mlp_chunks": 3, "head_chunks": 5}),
-    "moe+mst": ("selective_recompute+mst", {"modules": ["moe"], "head_chunks": 5}),
     "karma": ("karma", {"resident": 0}),
 }
-BITWISE = ("full_recompute", "moe", "parts", "balanced", "balanced-all", "memo", "karma")
-"""Methods that compute what keep_all computes, in the same kernels."""
-PLANS = ("offload", "offload-layers", "offload-slots", "full-kept", *cases.EXPERT_PLANS)
+OF_EXPERTS: dict[str, tuple[str, dict[str, Any]]] = EVERYWHERE | {
+    "moe": ("selective_recompute", {"modules": ["moe"]}),
+    "parts": ("selective_recompute", {"modules": ["moe_act", "shared_experts", "layernorm"]}),
+    "balanced": ("balanced_checkpointing", {}),
+    "mst+full": ("mst+full_recompute", {"mlp_chunks": 3, "head_chunks": 5}),
+    "moe+mst": ("selective_recompute+mst", {"modules": ["moe"], "head_chunks": 5}),
+}
+OF_LATENT: dict[str, tuple[str, dict[str, Any]]] = EVERYWHERE | {
+    "mla_up_proj": ("selective_recompute", {"modules": ["mla_up_proj"]}),
+    "norms": ("selective_recompute", {"modules": ["mla_up_proj", "layernorm"]}),
+    "compressed": ("selective_recompute", {"activations": ["q_latent", "kv_latent", "k_rope"]}),
+}
+METHODS = OF_EXPERTS | OF_LATENT
+SPLIT = ("mst", "mst+full", "moe+mst")
+"""Methods that split products; the others compute what keep_all computes, in the same kernels."""
+FATES = ("offload", "offload-layers", "offload-slots", "full-kept")
+PLANS = (*FATES, *cases.EXPERT_PLANS)
 QUICK = ("dp2-ep2-pp2", "tp2-ep2-pp2")
 """The two layouts of eight ranks that the short run executes, in one launch; in the first two ranks
 hold the same experts."""
@@ -50,9 +74,12 @@ SIZES: dict[int, tuple[str, ...]] = {
 }
 
 
-def method(layout: str, name: str, model: str = "mixture", precision: Any = "fp64") -> Case:
-    """One step of a method."""
-    given = cases.tiny(layout, precision, cases.two_a_chunk(layout, MODELS[model]))
+def method(
+    layout: str, name: str, model: str = "mixture", precision: Any = "fp64", **facts: Any
+) -> Case:
+    """One step of a method, on a model with other `facts`."""
+    deep = cases.two_a_chunk(layout, MODELS[model])
+    given = cases.tiny(layout, precision, structs.replace(deep, **facts))
     return grid.one_step(f"{layout} {model} {name}", given, METHODS[name])
 
 
@@ -67,24 +94,31 @@ def kept(model: str, precision: str = "fp64") -> Result:
     return laws.run_here(method("one", "keep_all", model, precision))
 
 
-@pytest.mark.parametrize("name", METHODS)
-@pytest.mark.parametrize("model", ["mixture", "shared"])
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [
+        *((model, name) for model in ("mixture", "shared") for name in OF_EXPERTS),
+        *((model, name) for model in ("latent", "both") for name in OF_LATENT),
+        *(("ungated", name) for name in ("parts", "balanced-all")),
+        ("whole-queries", "mla_up_proj"),
+    ],
+)
 def test_every_method_is_lossless_on_one_process(model: str, name: str) -> None:
+    """Experts without a gate keep what their weights scale; queries may be projected at once."""
     case = method("one", name, model)
     result = laws.run_here(case)
     grid.check_step(case, result, kept(model))
-    if name in BITWISE:
-        assert laws.same_bits(result, kept(model))
+    assert name in SPLIT or laws.same_bits(result, kept(model))
+    assert ("q_latent" in case.problem.layer(0).activations) == (model in ("latent", "both"))
 
 
-@pytest.mark.parametrize("name", ["parts", "balanced-all"])
-def test_experts_without_a_gate_keep_what_their_weights_scale(name: str) -> None:
-    case = method("one", name, "ungated")
-    grid.check_step(case, laws.run_here(case), kept("ungated"))
-
-
-@pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize("model", ["mixture", "shared"])
+@pytest.mark.parametrize(
+    ("model", "plan"),
+    [
+        *((model, plan) for model in ("mixture", "shared") for plan in PLANS),
+        *(("latent", plan) for plan in FATES),
+    ],
+)
 def test_every_fate_is_lossless_on_one_process(model: str, plan: str) -> None:
     case = raw("one", plan, model)
     result = laws.run_here(case)
@@ -92,13 +126,72 @@ def test_every_fate_is_lossless_on_one_process(model: str, plan: str) -> None:
     assert result.ranks[0].offload_bytes > 0
 
 
-@pytest.mark.parametrize("name", ["full_recompute", "moe", "parts"])
-def test_recomputation_gives_the_same_bits_in_bf16(name: str) -> None:
-    """Probabilities are fp32 there, and bytes the ledger's."""
-    case = method("one", name, "shared", "bf16")
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [
+        *(("shared", name) for name in ("full_recompute", "moe", "parts")),
+        *(("latent", name) for name in ("full_recompute", "mla_up_proj")),
+    ],
+)
+def test_recomputation_gives_the_same_bits_in_bf16(model: str, name: str) -> None:
+    """Probabilities of experts are fp32 there, and bytes the ledger's."""
+    case = method("one", name, model, "bf16")
     result = laws.run_here(case)
     grid.check_twin(case, result)
-    assert laws.same_bits(result, kept("shared", "bf16"))
+    assert laws.same_bits(result, kept(model, "bf16"))
+
+
+@pytest.mark.parametrize("name", ["full_recompute", "norms", "mst"])
+@pytest.mark.parametrize("tied", [False, pytest.param(True, marks=pytest.mark.full)])
+def test_one_more_token_is_predicted_on_one_process(tied: bool, name: str) -> None:
+    """The loss of two tokens and the gradients of weights that both use, also in pieces."""
+    case = method("one", name, "prediction", tied_embeddings=tied)
+    grid.check_step(case, laws.run_here(case))
+
+
+@pytest.mark.parametrize(
+    ("name", "seq_len", "stages", "pp", "stage"),
+    [
+        ("deepseek-v3", 4096, "Et|(tt|)*30mL", 8, 7),
+        pytest.param("deepseek-v3", 4096, "Et|(tt|)*30mL", 8, 0, marks=pytest.mark.full),
+        pytest.param("kimi-k2", 6144, "Et*3|(t*4|)*14ttL", 16, 15, marks=pytest.mark.full),
+    ],
+)
+def test_layers_of_papers_have_their_ledgers_bytes_traced(
+    name: str, seq_len: int, stages: str, pp: int, stage: int
+) -> None:
+    """On 256 ranks, with prediction; lengths with which experts' loads are equal."""
+    spec = Job(
+        model=name, cluster="gb200-nvl72", system="rematbench", gpus=256, seq_len=seq_len,
+        tp=2 if pp == 8 else 1, pp=pp, ep=256 // pp, etp=1, stages=stages, global_batch=128,
+        vpp=len(read_stages(stages)) // pp,
+    )  # fmt: skip
+    given = make_problem(spec)
+    plan = plan_of(given, "selective_recompute", modules=("mla_up_proj", "layernorm"))
+    traced = trace_rank(given, plan, stage)
+    assert traced.bytes_after == list(live_bytes(lower(plan, given).ranks[stage].actions()))
+
+
+@pytest.mark.parametrize(
+    ("layout", "words"),
+    [
+        ({"pp": 4, "global_batch": 4, "stages": "Et|t|m|L"}, "between the ends of the pipeline"),
+        ({"tp": 2, "sp": False, "global_batch": 2}, "without sequence parallelism"),
+        ({"dp": 2, "zero_stage": 3, "global_batch": 4}, "ZeRO stages 2 and 3 with a prediction"),
+    ],
+)
+def test_a_prediction_that_is_not_executed_is_refused_by_name(
+    layout: dict[str, Any], words: str
+) -> None:
+    given = problem(model=structs.replace(LATENT, mtp_layers=1), **layout)
+    assert any(words in name for name in refusals(given, given.base_plan))
+
+
+def is_wrong_in_gradients_alone(case: Case) -> bool:
+    result = laws.run_here(case)
+    return not laws.bytes_differ(case, result) and (
+        laws.gradient_error(case, result) > grid.TOLERANCE
+    )
 
 
 def test_rows_at_the_wrong_expert_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,10 +203,20 @@ def test_rows_at_the_wrong_expert_are_found(monkeypatch: pytest.MonkeyPatch) -> 
         return list(zip(names[1:] + names[:1], parts, strict=True))
 
     monkeypatch.setattr(experts, "_runs", shifted)
-    case = method("one", "keep_all")
-    result = laws.run_here(case)
-    assert laws.bytes_differ(case, result) == []
-    assert laws.gradient_error(case, result) > grid.TOLERANCE
+    assert is_wrong_in_gradients_alone(method("one", "keep_all"))
+
+
+def test_a_gradient_of_this_ranks_heads_only_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The mutation of the gradient law: shared columns of keys get one head's gradient."""
+    join = operators.BACKWARD_INPUT["k_join"]
+
+    def first(call: Call) -> Tensors:
+        found = join(call)
+        heads = call.grads[0].view(call.grads[0].shape[0], call.model.shapes.heads, -1)
+        return found | {"k_turned": heads[:, 0, -found["k_turned"].shape[-1] :].clone()}
+
+    monkeypatch.setitem(operators.BACKWARD_INPUT, "k_join", first)
+    assert is_wrong_in_gradients_alone(method("one", "keep_all", "latent"))
 
 
 @cache
@@ -126,14 +229,18 @@ def launched(*which: tuple[str, str, str]) -> dict[str, tuple[Case, Result]]:
     return laws.launch(every)
 
 
-@pytest.mark.parametrize("layout", QUICK)
-def test_eight_ranks_compute_what_one_process_computes(layout: str) -> None:
-    """EP 2 x PP 2 of two replicas, whose experts run again; EP 2 x TP 2 x PP 2, with a shared
-    expert."""
-    results = launched(("dp2-ep2-pp2", "mixture", "moe"), ("tp2-ep2-pp2", "shared", "keep_all"))
-    for case, result in results.values():
-        if case.name.startswith(f"{layout} "):
-            grid.check_step(case, result)
+EIGHT = (
+    *(("dp2-ep2-pp2", "mixture", "moe"), ("tp2-ep2-pp2", "shared", "keep_all")),
+    *(("tp2-ep2-pp2-vpp2", "both", "mla_up_proj"),),
+    *(("tp2-ep2-pp2-vpp2-stages", "prediction", "mla_up_proj"),),
+)
+"""EP 2 x PP 2 of two replicas, whose experts run again; EP 2 x TP 2 x PP 2, with a shared expert;
+with interleaved chunks and latent attention; and with stated stages and a prediction."""
+
+
+@pytest.mark.parametrize("which", EIGHT, ids=" ".join)
+def test_eight_ranks_compute_what_one_process_computes(which: tuple[str, str, str]) -> None:
+    grid.check_step(*launched(*EIGHT)[" ".join(which)])
 
 
 @pytest.mark.full
@@ -144,6 +251,11 @@ def test_other_layouts_compute_what_one_process_computes(size: int) -> None:
         for layout in SIZES[size]
         for model, name in (("mixture", "keep_all"), ("shared", "moe"))
     ]
+    layouts = {2: ("tp2", "tp2-no-sp", "cp2", "dp2-zero3", "pp2-vpp2"), 4: ("tp2-pp2", "tp2-cp2")}
+    which += [
+        (layout, "latent", name) for layout in layouts[size] for name in ("keep_all", "norms")
+    ]
+    which += [(layout, "next", "norms") for layout in layouts[size] if "-" not in layout]
     for case, result in launched(*which).values():
         grid.check_step(case, result)
 
@@ -163,17 +275,22 @@ def test_the_order_of_ranks_changes_nothing() -> None:
 @pytest.mark.parametrize("size", SIZES)
 def test_every_method_is_lossless_on_every_layout(size: int) -> None:
     for layout in SIZES[size]:
-        for model in MODELS:
-            results = launched(*((layout, model, name) for name in (*METHODS, *PLANS)))
+        for model in ("mixture", "shared", "ungated"):
+            results = launched(*((layout, model, name) for name in (*OF_EXPERTS, *PLANS)))
             keep = results[f"{layout} {model} keep_all"][1]
             for case, result in results.values():
                 grid.check_step(case, result, keep)
 
 
-@pytest.mark.parametrize("layout", QUICK)
-@pytest.mark.parametrize("name", ["moe", "balanced-all"])
-def test_every_stage_has_its_ledgers_bytes_traced(layout: str, name: str) -> None:
-    case = method(layout, name, "shared", "bf16")
+@pytest.mark.parametrize(
+    ("layout", "model", "name"),
+    [
+        *((layout, "shared", name) for layout in QUICK for name in ("moe", "balanced-all")),
+        *(("tp2-pp2", "latent", "norms"), ("tp2-ep2-pp2", "both", "norms")),
+    ],
+)
+def test_every_stage_has_its_ledgers_bytes_traced(layout: str, model: str, name: str) -> None:
+    case = method(layout, name, model, "bf16")
     for stage, rank in enumerate(lower(case.plan, case.problem).ranks):
         traced = trace_rank(case.problem, case.plan, stage)
         assert traced.bytes_after == list(live_bytes(rank.actions()))
@@ -232,3 +349,18 @@ def test_norms_of_heads_need_sequence_parallelism_beside_tensor_parallelism() ->
         given = cases.tiny(layout, model=model)
         every = refusals(given, given.base_plan)
         assert [words.partition(" parallelism")[0] for words in every] == refused
+
+
+def test_unequal_heads_are_one_operator_that_equals_plain_attention() -> None:
+    """Also against keys of a longer prefix, whose last rows see them all."""
+    torch.manual_seed(0)
+    q, k = (torch.randn(2, 3, 8, 12, dtype=torch.float64, requires_grad=True) for _ in "qk")
+    v = torch.randn(2, 3, 8, 6, dtype=torch.float64, requires_grad=True)
+    scores = (q @ k.mT / 12**0.5).masked_fill(torch.ones(8, 8).triu(1).bool(), float("-inf"))
+    plain = scores.softmax(-1) @ v
+    out, lse = attn.flash(q.detach(), k.detach(), v.detach(), True)
+    grad = torch.randn_like(plain)
+    found = attn.flash_backward(grad, q.detach(), k.detach(), v.detach(), out, lse, True)
+    torch.testing.assert_close(out, plain.detach())
+    torch.testing.assert_close(lse, scores.logsumexp(-1).detach())
+    torch.testing.assert_close(found, torch.autograd.grad(plain, (q, k, v), grad))

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.worlds.torch import grid
+from tests.worlds.torch import grid, laws
 
 METHODS = ("keep_all", "full_recompute", "pp_offload", "memo")
 STATE_PEERS = [
@@ -28,4 +28,4 @@ pytestmark = pytest.mark.full
     test_live_bytes_equal_the_ledger_after_every_action,
     test_gradients_equal_the_autograd_model,
     _,
-) = grid.tests_of(CASES)
+) = grid.tests_of(CASES, laws.torchrun)

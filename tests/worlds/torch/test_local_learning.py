@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from msgspec.structs import replace
 
-from rematbench.engine.lowering.blocks.chunk_ops import ChunkOps
+from rematbench.engine.lowering.blocks.chunk_ops import ChunkFacts, ChunkOps
 from rematbench.engine.lowering.lower import lower
 from rematbench.engine.program.action import Kind
 from rematbench.engine.simulate.op_level import simulate
@@ -83,7 +83,7 @@ def autograd(case: Case) -> tuple[float, dict[str, torch.Tensor]]:
     units = [
         unit
         for rank, chunks in enumerate(plan.partition)
-        for unit in ChunkOps(case.problem, rank, 0, chunks[0], cuts=plan.cuts).units
+        for unit in ChunkOps(case.problem, rank, 0, chunks[0], ChunkFacts(cuts=plan.cuts)).units
     ]
     specs = specs_by_name(model, [(u.table.part, u.layer) for u in units], model.vocab)
     weights = {n: full_weight(s, case.seed).requires_grad_() for n, s in specs.items()}

@@ -1,6 +1,6 @@
 """Twin law and gradients, one process: one torchrun for the whole module."""
 
-from tests.worlds.torch import grid
+from tests.worlds.torch import grid, laws
 
 CASES = [
     *grid.raw_cases("one"),
@@ -12,4 +12,4 @@ CASES = [
     test_live_bytes_equal_the_ledger_after_every_action,
     test_gradients_equal_the_autograd_model,
     test_keep_offload_and_whole_recompute_give_the_same_bits,
-) = grid.tests_of(CASES)
+) = grid.tests_of(CASES, laws.torchrun)

@@ -59,7 +59,7 @@ def test_bytes_are_those_of_the_ledger(recipe: RecipeName, gpt: bool) -> None:
 
 
 @pytest.mark.parametrize("how", [*WHOLE, "pieces"])
-@pytest.mark.parametrize("recipe", LOCAL)
+@pytest.mark.parametrize("recipe", [LOCAL[0], pytest.param(LOCAL[1], marks=pytest.mark.full)])
 def test_plans_have_the_bits_of_keeping_everything(recipe: RecipeName, how: str) -> None:
     """Scales are local to rows, and pieces are whole blocks.  The products of pieces of the sums of
     weight gradients are other sums, so their bits may differ."""

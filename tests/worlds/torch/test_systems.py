@@ -1,5 +1,6 @@
 """Facts of a stack on the executor: what it saves, fused linears, outputs that a policy holds."""
 
+import dataclasses
 from collections.abc import Callable
 from functools import cache
 
@@ -7,18 +8,19 @@ import pytest
 from msgspec.structs import replace
 
 from rematbench.engine.lowering.lower import lower
-from rematbench.evaluate.evaluation import program_bytes
+from rematbench.evaluate.evaluation import evaluate, program_bytes
 from rematbench.host.declared import flat
 from rematbench.inputs.layout import Layout
 from rematbench.inputs.load import load_model, load_system, names
 from rematbench.inputs.system import with_facts
 from rematbench.plan import Plan, Recompute
 from rematbench.problem import Problem
+from rematbench.worlds.records.refusals import refusals
 from rematbench.worlds.run_records import measured_ranks
 from rematbench.worlds.torch.case import Case, RankResult
 from rematbench.worlds.torch.rank_model import NotExecutable, require_executable
 from rematbench.worlds.torch.single_rank import trace_rank
-from tests.problems import ANY_LAYOUT, FULL, make_problem, rule
+from tests.problems import ANY_LAYOUT, FULL, make_problem, plan_of, problem, rule
 from tests.worlds.torch import cases, grid, laws
 
 SYSTEMS = ("deepspeed", "megatron-core", "megatron-lm", "torchtitan")
@@ -117,3 +119,30 @@ def test_the_stacks_own_totals_are_others(system: str) -> None:
     given, plan, result = traced(system, True)
     (own,) = program_bytes(given, plan, lower(plan, given))
     assert abs((result.peak_bytes + result.state_bytes) / own.device_peak - 1.0) > 0.02
+
+
+# -- tiles of an MLP that are computed again in their own backward, executed -----------------------
+
+
+def tiled(spec: str, **settings: int) -> Case:
+    made = problem(
+        model=cases.TINY, seq_len=cases.SEQ, global_batch=2, system_changes={"tiles_again": True}
+    )
+    work = replace(made.workload, precision="fp64")
+    given = dataclasses.replace(made, workload=work, evaluator=evaluate)
+    plan: Plan = plan_of(given, spec, **{f"mst.{name}": n for name, n in settings.items()})
+    return Case(name=spec, problem=given, plan=plan, steps=2, gradients=True)
+
+
+@pytest.mark.parametrize("spec", ["mst", "full_recompute+mst"])
+def test_gradients_equal_autograd_and_bytes_the_ledger(spec: str) -> None:
+    case = tiled(spec, mlp_chunks=4, head_chunks=2)
+    result = laws.run_here(case)
+    assert result.status == "ok", result.reason
+    assert laws.gradient_error(case, result) < 1e-10
+    assert not laws.bytes_differ(case, result)
+
+
+def test_slices_of_heads_are_refused_by_name() -> None:
+    case = tiled("mst", attention_chunks=2)
+    assert refusals(case.problem, case.plan) == ["attention over slices of heads"]

@@ -2,10 +2,14 @@
 
 from dataclasses import replace
 
-from tests.worlds.torch import cases, grid
+import pytest
+
+from tests.worlds.torch import cases, grid, laws
 from tests.worlds.torch.cases import TINY_GPT
 
-LAYOUTS = ("tp2", "pp2", "cp2", "ulysses2", "dp2")
+LAYOUTS = ("cp2", "ulysses2", "dp2")
+METHODS = ("keep_all", "full_recompute", "memo", "mst")
+"""On LAYOUTS; the others have every method."""
 BITWISE = ("tp2",)
 RAW = {
     "tp2": ("skeletal", "windows", "mini-dropped"),
@@ -35,7 +39,8 @@ VARIANTS = {
 CASES = grid.short(
     [
         *(case for layout, plans in RAW.items() for case in grid.raw_cases(layout, *plans)),
-        *(case for layout in LAYOUTS for case in grid.method_cases(layout)),
+        *(case for layout in ("tp2", "pp2") for case in grid.method_cases(layout)),
+        *(case for layout in LAYOUTS for case in grid.method_cases(layout, METHODS)),
         *grid.method_cases("pp2-vpp2", ("pipe_offload",)),
         *grid.raw_cases("tp2-no-sp", "slices"),
         *grid.raw_cases("tp2-no-sp", "mini", "mini-windows"),
@@ -49,4 +54,7 @@ CASES = grid.short(
     test_live_bytes_equal_the_ledger_after_every_action,
     test_gradients_equal_the_autograd_model,
     test_keep_offload_and_whole_recompute_give_the_same_bits,
-) = grid.tests_of(CASES)
+) = grid.tests_of(CASES, laws.torchrun)
+EVERY = [case for layout in LAYOUTS for case in grid.method_cases(layout)]
+every = grid.tests_of(EVERY, laws.launch)
+test_live_bytes_of_every_method, test_gradients_of_every_method = map(pytest.mark.full, every[:2])

@@ -51,13 +51,14 @@ CASES = grid.short(
     test_live_bytes_equal_the_ledger_after_every_action,
     test_gradients_equal_the_autograd_model,
     test_keep_offload_and_whole_recompute_give_the_same_bits,
-) = grid.tests_of(CASES)
+) = grid.tests_of(CASES, laws.launch)
 every = grid.tests_of(
     [
         *(case for layout in LAYOUTS for case in grid.method_cases(layout)),
         *hosted("dp2-zero2"),
         *(case for layout in LAYOUTS for case in grid.composed_cases(layout, ("memo+mst",))),
-    ]
+    ],
+    laws.launch,
 )
 test_live_bytes_of_every_method, test_gradients_of_every_method = map(pytest.mark.full, every[:2])
 

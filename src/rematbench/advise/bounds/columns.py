@@ -71,7 +71,6 @@ class Columns:
 
     @cached_property
     def ranks_of_stage(self) -> NDArray[np.int64]:
-        """The ranks of a pipeline stage."""
         return np.array([lay.tp * lay.cp * lay.dp for lay in self.layouts])
 
     def in_flight_at(self, stage: int) -> NDArray[np.int64]:
@@ -267,7 +266,6 @@ class Bounds:
 
     @cached_property
     def step_s(self) -> Array:
-        """Seconds of a step."""
         return self._step_s()
 
 

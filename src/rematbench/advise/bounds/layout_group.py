@@ -49,7 +49,6 @@ class GroupKey(NamedTuple):
 
 
 def group_key(choice: LayoutChoice) -> GroupKey:
-    """The key of a choice's group."""
     lay = choice.layout
     zero = (lay.zero_stage, lay.dp) if lay.zero_stage > 1 and lay.pp == 1 else (0, 0)
     alike = (lay.tp, lay.sp, lay.cp, lay.ulysses, lay.micro_batch, lay.ep, lay.expert_tp)
@@ -83,7 +82,6 @@ class LayoutGroup:
 
     @cached_property
     def columns(self) -> Columns:
-        """The numbers of the layouts that bounds need."""
         layouts = [choice.layout for choice in self.choices]
         sizes = [choice.sizes for choice in self.choices]
         if not self.choices[0].states:
@@ -204,7 +202,6 @@ class LayoutGroup:
 
     @property
     def has_room(self) -> bool:
-        """Whether the states of any layout fit."""
         return bool((self.states_over_bytes <= 0).any())
 
 

@@ -375,7 +375,6 @@ def only_kept(cost: ChunkCost, high: float) -> ChunkCost:
 
 
 def no_cost() -> ChunkCost:
-    """A chunk that takes no seconds and no bytes."""
     return compute_cost(0.0, 0.0)
 
 

@@ -38,7 +38,7 @@ from rematbench.advise.bounds.small_problems import (
     stored,
 )
 from rematbench.costs.copies import CopyTraffic
-from rematbench.engine.lowering.blocks.chunk_ops import ChunkOps
+from rematbench.engine.lowering.blocks.chunk_ops import ChunkFacts, ChunkOps
 from rematbench.engine.lowering.blocks.fates import ChunkPlace, covered, phased
 from rematbench.engine.lowering.lower import lower
 from rematbench.engine.program.profile import program_profiles
@@ -108,7 +108,6 @@ class Small(NamedTuple):
 
     @property
     def ranks(self) -> range:
-        """All ranks."""
         return range(len(self.base.partition))
 
     def alike(self, plan: Plan) -> bool:
@@ -128,8 +127,8 @@ class Small(NamedTuple):
 
     def last_chunk(self, plan: Plan) -> ChunkOps:
         """The model's last chunk under a plan."""
-        layers, pieces = plan.partition[-1][-1], plan.mini_sequences
-        return ChunkOps.of(self.problem, len(self.ranks) - 1, 0, layers, pieces, plan.held)
+        facts = ChunkFacts(plan.mini_sequences, plan.held)
+        return ChunkOps.of(self.problem, len(self.ranks) - 1, 0, plan.partition[-1][-1], facts)
 
     def ends_alike(self, plan: Plan, base: Plan) -> bool:
         """Whether a plan differs from its base only in rules and copies, and neither plan copies

@@ -37,7 +37,6 @@ class Turns(NamedTuple):
 
     @property
     def stages(self) -> int:
-        """The number of virtual stages."""
         return self.pp * self.vpp
 
     @property
@@ -190,7 +189,6 @@ def _of_rank(turns: Turns, rank: int) -> tuple[NDArray[np.int64], NDArray[np.int
 
 
 def _warm(turns: Turns, rank: int) -> int:
-    """The number of passes of a rank's warm-up."""
     order = passes(turns.schedule, rank, turns.pp, turns.vpp, turns.micro_batches)
     return max(0, next(index for index, item in enumerate(order) if not item.forward) - 1)
 

@@ -90,12 +90,10 @@ class Candidate(Struct, frozen=True):
         return next(result, None)
 
     def without(self, part: Variant) -> "Candidate":
-        """The candidate without `part`."""
         return Candidate(tuple(item for item in self.parts if item != part))
 
     @property
     def in_one_piece(self) -> "Candidate":
-        """The candidate without its pieces."""
         return self.without(self.pieces) if self.pieces else self
 
     @property

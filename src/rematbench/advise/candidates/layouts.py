@@ -81,7 +81,6 @@ class LayoutChoice(Struct, frozen=True):
         return replace(plan, partition=partition_of_sizes(self.sizes, self.layout.pp, more))
 
     def of_sizes(self, sizes: tuple[int, ...]) -> "LayoutChoice":
-        """The choice with other numbers of layers."""
         even = sizes == even_sizes(sum(sizes), self.layout)
         return replace(self, sizes=sizes, even=even)
 

@@ -46,7 +46,6 @@ class Contender(Candidate, frozen=True, kw_only=True):
 
     @property
     def methods(self) -> tuple[str, ...]:
-        """The names of all methods."""
         return tuple(self.family.split("+"))
 
     def tuned(self, step: int) -> "Contender":

@@ -124,7 +124,6 @@ class PlanFamily:
 
     @cached_property
     def leanest(self) -> list[Candidate]:
-        """The lean candidate of each family."""
         results: dict[Candidate, None] = {}
         waiting = [*self.firsts]
         while waiting:

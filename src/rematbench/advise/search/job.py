@@ -25,6 +25,7 @@ from rematbench.evaluate.breakdown import TRAFFIC, parts_of
 from rematbench.evaluate.evaluator import Evaluator
 from rematbench.evaluate.problems import make_problem, stack_of, trained_model
 from rematbench.evaluate.result import PlannedJob, Result
+from rematbench.evaluate.verdict import unknown_bytes
 from rematbench.evidence.bands import band_of, ratio_band
 from rematbench.evidence.peaks import fits_word, leaving_reserve
 from rematbench.evidence.published.sheets import flag
@@ -215,7 +216,6 @@ class SearchSpace:
             return ()
 
     def choice(self, result: Result) -> LayoutChoice:
-        """The layout of a result of this job."""
         problem, base = result.problem, result.base.partition
         stages = stages_of(base, self.model.num_layers)
         sizes = tuple(len(stage.layers) for stage in stages)
@@ -248,7 +248,9 @@ class SearchSpace:
                     job=replace(item.job, words=self._words(choice)),
                     family=family,
                     error_band=band_of(problem, family),
-                    fit=fits_word(item.verdict.headroom_bytes, problem.room_bytes),
+                    fit=fits_word(
+                        item.verdict.headroom_bytes, problem.room_bytes, unknown_bytes(problem)
+                    ),
                     tied=item is not first and item.fitting_s <= limit_s,
                     parts_s=parts_of(problem, lower(item.plan, problem), item.fitting_s),
                 )

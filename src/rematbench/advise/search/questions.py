@@ -18,7 +18,7 @@ from rematbench.inputs.load import load_cluster
 from rematbench.plugins.registry import MethodError
 from rematbench.solve.search import brackets, middle, twice
 
-Question = Literal["gpus", "context", "batch", "memory"]
+Question = Literal["gpus", "context", "batch", "memory", "rank", "base"]
 
 
 GIB = 2**30
@@ -165,6 +165,29 @@ def largest_batch(request: SearchRequest, step_s: float, run: Rounds) -> Iterato
         return reached(there, step_s, run)
 
     yield from _largest(quick, batch, batch)
+
+
+def largest_rank(request: SearchRequest, run: Rounds) -> Iterator[Answer]:
+    """Yield answers for ranks of adapters, from the problem's rank on."""
+
+    def look(rank: int) -> Result | None:
+        return reached(replace(request, spec=request.spec.changed(lora_rank=rank)), inf, run)
+
+    yield from _largest(look, max(1, request.spec.work.lora_rank), 1)
+
+
+BASES = {"stack": 0, "int8": 8, "nf4_double": 4}
+"""Formats of weights that do not train, from the widest on, and their bits (0: the precision's)."""
+
+
+def widest_base(request: SearchRequest, run: Rounds) -> Iterator[Answer]:
+    """Yield answers for the bits of a weight that does not train, until a plan fits."""
+    for name, bits in BASES.items():
+        there = replace(request, spec=request.spec.changed(base_dtype=name))
+        result = reached(there, inf, run)
+        yield bits or 8 * request.spec.work.element_bytes, result
+        if result is not None:
+            return
 
 
 def min_memory(request: SearchRequest, lose: float, run: Rounds) -> Iterator[Answer]:

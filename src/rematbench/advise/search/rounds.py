@@ -203,17 +203,13 @@ class Part:
                 trials.append(trial)
             if search.work >= end or search.ended:
                 break
-        return _state(search, trials)
-
-
-def _state(search: Search, trials: Sequence[Trial]) -> State:
-    return State(
-        trials=tuple(trials),
-        bound_s=search.bound_s,
-        short_bytes=search.short_bytes,
-        excluded=dict(search.excluded.counts + search.queue.slower),
-        plans=search.plans,
-    )
+        return State(
+            trials=tuple(trials),
+            bound_s=search.bound_s,
+            short_bytes=search.short_bytes,
+            excluded=dict(search.excluded.counts + search.queue.slower),
+            plans=search.plans,
+        )
 
 
 # Why: docs/decisions/advise.md, Are rounds of a search limited by the clock?
@@ -337,7 +333,6 @@ class Solver:
         self.job = SearchJob(request)
 
     def __call__(self, task: Task) -> Result:
-        """The result of a planner."""
         method, choice = task
         job, only = self.job.job(choice), self.job.request.engine
         engines = Engines(job.problem, only) if only else None

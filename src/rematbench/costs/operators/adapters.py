@@ -114,7 +114,6 @@ class _Trainer:
         self.behind: dict[str, str] = {}  # outputs of bottleneck adapters, by their input
 
     def table(self) -> OpTable:
-        """The part with what trains."""
         ops = [new for op in self.old.ops for new in self._with_bottleneck(op)]
         found = OpTable(part=self.part, ops=tuple(ops), activations=self.activations)
         for name in self.unmade:
@@ -122,7 +121,6 @@ class _Trainer:
         return found
 
     def _still(self, *names: str) -> None:
-        """Note that tensors have no gradient."""
         for name in names:
             self.activations[name] = replace(self.activations[name], differentiable=False)
 
@@ -149,7 +147,6 @@ class _Trainer:
         yield replace(op, grad_gather=None, grad_reduce=None, regather=None)
 
     def _trains(self, op: Op) -> bool:
-        """Whether an operator's weights train."""
         work, place = self.work, self.place
         if not work.partly:
             return True
@@ -188,7 +185,6 @@ class _Trainer:
         return ceil(count * max(FP32, own) / own) if self.widens else count
 
     def _frozen(self, op: Op) -> Op:
-        """An operator whose own weights have no gradient."""
         if op.name.endswith("norm"):
             scaled = [name for name in op.outputs if name.endswith("_scaled")]
             self.unmade += scaled
@@ -221,8 +217,6 @@ class _Trainer:
         return memory_kernel(ceil(count * (packed + self.e)) + casts)
 
     def _with_bottleneck(self, op: Op) -> Iterator[Op]:
-        """The operators of an operator, with the inputs that bottleneck adapters give it, and those
-        of the adapter that stands behind it."""
         changed = {
             field: tuple(self.behind.get(name, name) for name in getattr(op, field))
             for field in ("inputs", "saves", "alias_inputs", "holds")
@@ -275,20 +269,16 @@ class _Trainer:
         self.behind[x] = out
 
     def _size(self, name: str) -> tuple[int, int]:
-        """Rows and bytes of a row of a tensor."""
         return self.activations[name].rows, self.activations[name].row_bytes
 
     # -- adapters --------------------------------------------------------------------------------
 
     def _output(self, op: Op, target: str) -> str:
-        """The output of a linear that an adapter adds to; empty if it has none (an MLP without a
-        gate)."""
         stem = _OUTPUTS.get(target, target)
         names = (stem, f"{stem}_rows") if LINEARS[target] == op.name else ()
         return next((name for name in op.outputs if name.removesuffix("_raw") in names), "")
 
     def _columns(self, name: str) -> int:
-        """The columns of a tensor of the part."""
         return self.old.activations[name].row_bytes // self.e
 
     def _add(self, name: str, like: str, columns: int, width: int, *, live: bool) -> str:
@@ -363,7 +353,6 @@ class _Trainer:
         )
 
     def _adapted(self, op: Op, targets: list[str]) -> Op:
-        """A linear that adds the products with B."""
         rank, rows = self.work.lora_rank, self.activations[f"lora_{targets[0]}"].rows
         low = tuple(f"lora_{target}" for target in targets)
         outs = [self._output(op, target) for target in targets]

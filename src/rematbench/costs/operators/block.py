@@ -53,15 +53,13 @@ def _narrow_embedding(b: Builder) -> OpTable:
     narrow, model = b.model.narrow, b.model
     x = b.add("embedding_narrow", b.s.shard_tokens, narrow * b.e)
     moved = b.nbytes(x)
-    b.ops.append(
-        Op(
-            name="embedding",
-            inputs=(),
-            outputs=(x,),
-            forward=(Elementwise(2 * moved, 2),),
-            backward_weight=(Elementwise(3 * moved, 2),),
-            parameters=(b.s.vocab + model.max_positions) * narrow,
-        )
+    b.op(
+        name="embedding",
+        inputs=(),
+        outputs=(x,),
+        forward=(Elementwise(2 * moved, 2),),
+        backward_weight=(Elementwise(3 * moved, 2),),
+        parameters=(b.s.vocab + model.max_positions) * narrow,
     )
     b.latent_norm("embedding_norm", x, narrow)
     b.column(
@@ -79,15 +77,13 @@ def _narrow_head(b: Builder) -> str:
     b.column("head_narrow", "layer_output", {"head_narrow": narrow}, bias=True)
     moved = memory_kernel(2 * b.nbytes("head_narrow"))
     out = b.add("head_act_out", b.s.shard_tokens, narrow * b.e)
-    b.ops.append(
-        Op(
-            name="head_act",
-            inputs=("head_narrow",),
-            outputs=(out,),
-            saves=("head_narrow",),
-            forward=moved,
-            backward_input=moved,
-        )
+    b.op(
+        name="head_act",
+        inputs=("head_narrow",),
+        outputs=(out,),
+        saves=("head_narrow",),
+        forward=moved,
+        backward_input=moved,
     )
     b.latent_norm("head_norm", out, narrow)
     return "head_norm_out"
@@ -96,19 +92,17 @@ def _narrow_head(b: Builder) -> str:
 def _lookup(b: Builder, name: str, outputs: tuple[str, ...], parameters: int) -> None:
     """Add the lookup of embeddings; outputs behind the first are saved."""
     reduced = Comm("reduce_scatter" if b.s.sp else "all_reduce", "tp", b.full_bytes)
-    b.ops.append(
-        Op(
-            name=name,
-            inputs=(),
-            outputs=outputs,
-            saves=outputs[1:],
-            forward=(Elementwise(2 * b.full_bytes, 2),),
-            backward_weight=(Elementwise(3 * b.full_bytes, 2),),
-            reduce=reduced if b.s.tp > 1 else None,
-            grad_gather=Comm("all_gather", "tp", b.full_bytes) if b.s.sp else None,
-            unreduced_bytes=b.full_bytes if b.s.sp else 0,
-            parameters=parameters,
-        )
+    b.op(
+        name=name,
+        inputs=(),
+        outputs=outputs,
+        saves=outputs[1:],
+        forward=(Elementwise(2 * b.full_bytes, 2),),
+        backward_weight=(Elementwise(3 * b.full_bytes, 2),),
+        reduce=reduced if b.s.tp > 1 else None,
+        grad_gather=Comm("all_gather", "tp", b.full_bytes) if b.s.sp else None,
+        unreduced_bytes=b.full_bytes if b.s.sp else 0,
+        parameters=parameters,
     )
 
 
@@ -134,16 +128,16 @@ def layer_table(
         experts = None if dense else b.model.experts
         _sequential(b, layout, experts, window, ("layer_input", "layer_output"), memory)
         return b.table("layer")
-    mixed = _pre_norm(b, "attn_norm", "layer_input")
+    before, after = b.model.pre_norm, b.model.post_norm
+    mixed = _norm(b, "attn_norm", "layer_input", before)
     shared = b.model.block == "parallel_shared_norm"
-    second = mixed if shared else _pre_norm(b, "mlp_norm", "layer_input")
+    second = mixed if shared else _norm(b, "mlp_norm", "layer_input", before)
     _attention(b, mixed, window)
-    attended = _post_norm(b, "post_attn_norm", "proj_out")
+    attended = _norm(b, "post_attn_norm", "proj_out", after)
     _mlp(b, second)
     b.residual("attn_add", attended, "layer_input", "attn_residual")
-    b.residual(
-        "mlp_add", _post_norm(b, "post_mlp_norm", "fc2_out"), "attn_residual", "layer_output"
-    )
+    added = _norm(b, "post_mlp_norm", "fc2_out", after)
+    b.residual("mlp_add", added, "attn_residual", "layer_output")
     return b.table("layer")
 
 
@@ -156,18 +150,18 @@ def _sequential(
     memory: str = "",
 ) -> None:
     """Add attention, then an MLP, experts or memory, between two tensors of the residual stream."""
-    x, out = ends
-    _attention(b, _pre_norm(b, "attn_norm", x), window)
-    attended = _post_norm(b, "post_attn_norm", "proj_out")
+    (x, out), before, after = ends, b.model.pre_norm, b.model.post_norm
+    _attention(b, _norm(b, "attn_norm", x, before), window)
+    attended = _norm(b, "post_attn_norm", "proj_out", after)
     b.residual("attn_add", attended, x, "attn_residual")
-    mixed = _pre_norm(b, "mlp_norm", "attn_residual")
+    mixed = _norm(b, "mlp_norm", "attn_residual", before)
     if memory and b.model.memory is not None:
         add_memory(b, b.model.memory, mixed, "fc2_out", owns=memory == "owns")
     elif experts is None:
         _mlp(b, mixed)
     else:
         add_experts(b, layout, experts, mixed, "fc2_out")
-    b.residual("mlp_add", _post_norm(b, "post_mlp_norm", "fc2_out"), "attn_residual", out)
+    b.residual("mlp_add", _norm(b, "post_mlp_norm", "fc2_out", after), "attn_residual", out)
 
 
 def prediction_table(
@@ -199,17 +193,15 @@ def prediction_table(
     else:
         b.column("join", "joined", {"join_columns": hidden // b.s.tp}, width=2 * hidden)
         whole = Comm("all_gather", "tp", b.full_bytes)
-        b.ops.append(
-            Op(
-                name="join_gather",
-                inputs=("join_columns",),
-                outputs=(b.shard("join_out"),),
-                forward=(Elementwise(b.full_bytes // b.s.tp + b.nbytes("join_out")),),
-                backward_input=(Elementwise(b.full_bytes // b.s.tp + b.nbytes("join_out")),),
-                gather=whole,
-                gathered_bytes=b.full_bytes,
-                grad_gather=whole if b.s.sp else None,
-            )
+        b.op(
+            name="join_gather",
+            inputs=("join_columns",),
+            outputs=(b.shard("join_out"),),
+            forward=(Elementwise(b.full_bytes // b.s.tp + b.nbytes("join_out")),),
+            backward_input=(Elementwise(b.full_bytes // b.s.tp + b.nbytes("join_out")),),
+            gather=whole,
+            gathered_bytes=b.full_bytes,
+            grad_gather=whole if b.s.sp else None,
         )
     experts = None if dense else work.model.experts
     _sequential(b, layout, experts, 0, ("join_out", "predicted"))
@@ -222,7 +214,7 @@ def _beside(b: Builder, name: str, inputs: tuple[str, str], out: str) -> None:
     """Add the copy of two tensors into the columns of one."""
     b.add(out, b.s.shard_tokens, 2 * b.model.hidden * b.e)
     moved = (Elementwise(2 * b.nbytes(out)),)
-    b.ops.append(Op(name=name, inputs=inputs, outputs=(out,), forward=moved, backward_input=moved))
+    b.op(name=name, inputs=inputs, outputs=(out,), forward=moved, backward_input=moved)
 
 
 def _attention(b: Builder, x: str, window: int) -> None:
@@ -252,9 +244,9 @@ def _heads(b: Builder, x: str) -> None:
             b.head_norm(f"{name[0]}_norm", f"{name}_raw", name, width)
 
 
-def _pre_norm(b: Builder, name: str, x: str) -> str:
-    """Add a norm at the input of attention or MLP, if the model has it; its output's name."""
-    if not b.model.pre_norm:
+def _norm(b: Builder, name: str, x: str, has: bool) -> str:
+    """Add a norm, if the model has it, and return the name of its output, else of its input."""
+    if not has:
         return x
     b.norm(name, x, f"{name}_out")
     return f"{name}_out"
@@ -264,13 +256,6 @@ def _is_normed(b: Builder, name: str) -> bool:
     """Whether the output of a projection is normalised head by head (the rotation after the norm
     saves none of its inputs)."""
     return b.model.qk_norm and name[0] in "qk"
-
-
-def _post_norm(b: Builder, name: str, x: str) -> str:
-    if not b.model.post_norm:
-        return x
-    b.norm(name, x, f"{name}_out")
-    return f"{name}_out"
 
 
 def _mlp(b: Builder, x: str) -> None:
@@ -368,23 +353,19 @@ def _loss(b: Builder, name: str, logits: str, beside: tuple[str, ...]) -> None:
     statistics = Comm("all_reduce", "tp", 3 * s.tokens * max(4, e)) if s.tp > 1 else None
     passes = 1 if system.loss.fused_loss else 4
     scratch = _loss_scratch(system, logits_bytes, s.tokens * s.vocab * wide)
-    b.ops.append(
-        Op(
-            name=name,
-            inputs=(logits,),
-            outputs=saved,
-            saves=saved,
-            forward=(
-                Elementwise(logits_bytes + (passes + 1) * s.tokens * s.vocab * wide, passes + 2),
-            ),
-            backward_input=(Elementwise(2 * s.tokens * s.vocab * wide + logits_bytes, 2),),
-            reduce=statistics,
-            scratch_forward_bytes=scratch[0],
-            scratch_backward_bytes=scratch[1],
-            holds=("final_norm_out",)
-            if system.loss.shifts_logits and "final_norm_out" in b.activations
-            else (),
-        )
+    b.op(
+        name=name,
+        inputs=(logits,),
+        outputs=saved,
+        saves=saved,
+        forward=(Elementwise(logits_bytes + (passes + 1) * s.tokens * s.vocab * wide, passes + 2),),
+        backward_input=(Elementwise(2 * s.tokens * s.vocab * wide + logits_bytes, 2),),
+        reduce=statistics,
+        scratch_forward_bytes=scratch[0],
+        scratch_backward_bytes=scratch[1],
+        holds=("final_norm_out",)
+        if system.loss.shifts_logits and "final_norm_out" in b.activations
+        else (),
     )
 
 

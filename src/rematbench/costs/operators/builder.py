@@ -1,5 +1,8 @@
 """Builds the operators of one part of a model: norms, linears, attention, pointwise operators."""
 
+from collections.abc import Callable
+from typing import ParamSpec
+
 from msgspec import Struct
 from msgspec.structs import replace
 
@@ -19,6 +22,7 @@ from rematbench.inputs.shapes import packed_pairs, shapes
 from rematbench.inputs.system import System
 from rematbench.workload import Model, Workload
 
+P = ParamSpec("P")
 CHOSEN = "chosen"
 """The tokens that sparse attention chooses for each query."""
 FP32 = 4
@@ -30,6 +34,13 @@ def _inside_norm(model: Model) -> tuple[int, int]:
     outputs and saved tensors, the forward holds one fp32 tensor, the backward three and a half or
     four.  Source: traces of LlamaRMSNorm and Gemma2RMSNorm (Transformers 5.23.0) in bf16."""
     return (4, 14) if model.norm_offset else (4, 16)
+
+
+def _appending(ops: list[Op], make: Callable[P, Op]) -> Callable[P, None]:
+    def append(*args: P.args, **kwargs: P.kwargs) -> None:
+        ops.append(make(*args, **kwargs))
+
+    return append
 
 
 class _AttentionComms(Struct, frozen=True, kw_only=True):
@@ -56,6 +67,7 @@ class Builder:
         self.s = shapes(work, layout, system)
         self.e = self.s.element_bytes
         self.ops: list[Op] = []
+        self.op = _appending(self.ops, Op)
         self.activations: dict[str, Activation] = {}
 
     def shard(self, name: str) -> str:
@@ -131,18 +143,16 @@ class Builder:
         made = self._steps(name, x, groups) if eager else ()
         kept = () if made and self.e < FP32 else (x, *beside)
         inside = _inside_norm(self.model) if eager else (0, 0)
-        self.ops.append(
-            Op(
-                name=name,
-                inputs=(x,),
-                outputs=(out, *made),
-                saves=(*kept, *made),
-                forward=(kernel,),
-                backward_input=(kernel,),
-                parameters=parameters,
-                scratch_forward_bytes=elements * inside[0],
-                scratch_backward_bytes=elements * inside[1],
-            )
+        self.op(
+            name=name,
+            inputs=(x,),
+            outputs=(out, *made),
+            saves=(*kept, *made),
+            forward=(kernel,),
+            backward_input=(kernel,),
+            parameters=parameters,
+            scratch_forward_bytes=elements * inside[0],
+            scratch_backward_bytes=elements * inside[1],
         )
 
     def _steps(self, name: str, x: str, groups: int) -> tuple[str, ...]:
@@ -179,22 +189,20 @@ class Builder:
         split, nbytes = self.s.tp > 1, n * h * self.e
         gather = Comm("all_gather", "tp", nbytes) if self.s.sp else None
         back: CommKind = "reduce_scatter" if self.s.sp else "all_reduce"
-        self.ops.append(
-            Op(
-                name=name,
-                inputs=(x,),
-                outputs=tuple(outs),
-                saves=(x,),
-                forward=(Gemm(n, columns, h), *extra),
-                backward_input=(*extra, Gemm(n, h, columns)),
-                backward_weight=(Gemm(h, columns, n),),
-                gather=gather,
-                regather=gather,
-                reduce=self._over_columns(*outs),
-                grad_reduce=Comm(back, "tp", nbytes) if split else None,
-                gathered_bytes=nbytes if gather else 0,
-                parameters=h * columns + (columns if bias else 0),
-            )
+        self.op(
+            name=name,
+            inputs=(x,),
+            outputs=tuple(outs),
+            saves=(x,),
+            forward=(Gemm(n, columns, h), *extra),
+            backward_input=(*extra, Gemm(n, h, columns)),
+            backward_weight=(Gemm(h, columns, n),),
+            gather=gather,
+            regather=gather,
+            reduce=self._over_columns(*outs),
+            grad_reduce=Comm(back, "tp", nbytes) if split else None,
+            gathered_bytes=nbytes if gather else 0,
+            parameters=h * columns + (columns if bias else 0),
         )
 
     def _over_columns(self, *names: str) -> Comm | None:
@@ -208,21 +216,19 @@ class Builder:
         n, h = self.s.tokens, self.s.hidden
         forward: CommKind = "reduce_scatter" if self.s.sp else "all_reduce"
         split = self.s.tp > 1
-        self.ops.append(
-            Op(
-                name=name,
-                inputs=(x,),
-                outputs=(out,),
-                saves=(x,),
-                forward=(Gemm(n, h, width),),
-                backward_input=(Gemm(n, width, h),),
-                backward_weight=(Gemm(width, h, n),),
-                reduce=Comm(forward, "tp", self.full_bytes) if split else None,
-                grad_gather=Comm("all_gather", "tp", self.full_bytes) if self.s.sp else None,
-                grad_reduce=self._over_columns(x),
-                unreduced_bytes=self.full_bytes if self.s.sp else 0,
-                parameters=width * h + (h if bias else 0),
-            )
+        self.op(
+            name=name,
+            inputs=(x,),
+            outputs=(out,),
+            saves=(x,),
+            forward=(Gemm(n, h, width),),
+            backward_input=(Gemm(n, width, h),),
+            backward_weight=(Gemm(width, h, n),),
+            reduce=Comm(forward, "tp", self.full_bytes) if split else None,
+            grad_gather=Comm("all_gather", "tp", self.full_bytes) if self.s.sp else None,
+            grad_reduce=self._over_columns(x),
+            unreduced_bytes=self.full_bytes if self.s.sp else 0,
+            parameters=width * h + (h if bias else 0),
         )
 
     def residual(self, name: str, x: str, skip: str, out: str) -> None:
@@ -232,16 +238,14 @@ class Builder:
         mask: tuple[str, ...] = ()
         if self.model.dropout > 0:
             mask = (self.add(f"{out}_mask", self.s.shard_tokens, self.s.hidden, False),)
-        self.ops.append(
-            Op(
-                name=name,
-                inputs=(x, skip),
-                outputs=(out, *mask),
-                saves=mask,
-                forward=memory_kernel(3 * nbytes, self.nbytes(*mask)),
-                backward_input=memory_kernel(2 * nbytes, self.nbytes(*mask)) if mask else (),
-                alias_inputs=(skip,) if mask else (x, skip),
-            )
+        self.op(
+            name=name,
+            inputs=(x, skip),
+            outputs=(out, *mask),
+            saves=mask,
+            forward=memory_kernel(3 * nbytes, self.nbytes(*mask)),
+            backward_input=memory_kernel(2 * nbytes, self.nbytes(*mask)) if mask else (),
+            alias_inputs=(skip,) if mask else (x, skip),
         )
 
     def pointwise(
@@ -262,18 +266,16 @@ class Builder:
         count = self.model.activation_steps if eager else 0
         made = int(count * ffn_bytes)
         steps = (self.add("act_steps", self.s.tokens, made, False),) if made else ()
-        self.ops.append(
-            Op(
-                name=name,
-                inputs=inputs,
-                outputs=(out, *steps),
-                saves=(*saves, *steps),
-                forward=memory_kernel((len(inputs) + 1) * one, 2 * self.nbytes(*steps)),
-                backward_input=memory_kernel(
-                    (len(saves) + 1 + len(inputs)) * one, 2 * self.nbytes(*steps)
-                ),
-                parameters=parameters,
-            )
+        self.op(
+            name=name,
+            inputs=inputs,
+            outputs=(out, *steps),
+            saves=(*saves, *steps),
+            forward=memory_kernel((len(inputs) + 1) * one, 2 * self.nbytes(*steps)),
+            backward_input=memory_kernel(
+                (len(saves) + 1 + len(inputs)) * one, 2 * self.nbytes(*steps)
+            ),
+            parameters=parameters,
         )
 
     def projected(self, name: str) -> str:
@@ -310,14 +312,12 @@ class Builder:
             self.wide(out, width)
         group: Group = "ulysses" if self.s.cp > 1 else "cp"
         comm = Comm("all_to_all", group, self.nbytes(*widths))
-        self.ops.append(
-            Op(
-                name=name,
-                inputs=tuple(pairs),
-                outputs=tuple(pairs.values()),
-                reduce=comm,
-                grad_gather=comm,
-            )
+        self.op(
+            name=name,
+            inputs=tuple(pairs),
+            outputs=tuple(pairs.values()),
+            reduce=comm,
+            grad_gather=comm,
         )
 
     def _attention(self, window: int, out: str) -> None:
@@ -344,32 +344,31 @@ class Builder:
             fused=fused,
             documents=s.documents if fused else 1,
         )
-        internals = (self._lse(),) if fused else self._scores()
+        lse_bytes = s.heads * self.wide_bytes
+        internals = (self.add("lse", s.tokens, lse_bytes, False),) if fused else self._scores()
         inside = (0, self._inside_fused()) if fused else self._inside_scores()
         repeated = self._repeated()
         chosen = tuple(name for name in (CHOSEN,) if name in self.activations)
         beside = (*chosen, *self._with_values())
         comms, merged = self._attention_comms(), self._merged()
-        self.ops.append(
-            Op(
-                name="attention",
-                inputs=("q", "k", "v", *chosen),
-                outputs=(out, *internals, *repeated),
-                saves=(
-                    *("q", *(repeated or ("k", "v")), *beside, *internals),
-                    *((out,) if fused else ()),
-                ),
-                forward=(kernel,),
-                backward_input=(kernel,),
-                row_local=False,
-                gathered_bytes=comms.nbytes,
-                gather=comms.gather,
-                regather=comms.regather,
-                grad_reduce=comms.grad_reduce,
-                scratch_forward_bytes=inside[0] + merged[0],
-                scratch_backward_bytes=inside[1] + merged[1],
-                parameters=s.heads * self.model.attention_sinks,
-            )
+        self.op(
+            name="attention",
+            inputs=("q", "k", "v", *chosen),
+            outputs=(out, *internals, *repeated),
+            saves=(
+                *("q", *(repeated or ("k", "v")), *beside, *internals),
+                *((out,) if fused else ()),
+            ),
+            forward=(kernel,),
+            backward_input=(kernel,),
+            row_local=False,
+            gathered_bytes=comms.nbytes,
+            gather=comms.gather,
+            regather=comms.regather,
+            grad_reduce=comms.grad_reduce,
+            scratch_forward_bytes=inside[0] + merged[0],
+            scratch_backward_bytes=inside[1] + merged[1],
+            parameters=s.heads * self.model.attention_sinks,
         )
 
     def _with_values(self) -> tuple[str, ...]:
@@ -416,9 +415,6 @@ class Builder:
             return ()
         names = ("k_repeated", "v_repeated")
         return tuple(self.add(n, self.s.tokens, self.s.q_width * self.e, False) for n in names)
-
-    def _lse(self) -> str:
-        return self.add("lse", self.s.tokens, self.s.heads * self.wide_bytes, False)
 
     def _scores(self) -> tuple[str, ...]:
         """Add the materialised probabilities; with dropout also a byte mask and the dropped

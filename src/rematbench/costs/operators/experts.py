@@ -20,7 +20,7 @@ from rematbench.costs.operators.launches import (
     Launches,
     launches_of,
 )
-from rematbench.costs.operators.ops import Comm, Group, Op, memory_kernel
+from rematbench.costs.operators.ops import Comm, Group, memory_kernel
 from rematbench.inputs.layout import Layout
 from rematbench.inputs.shapes import reached_share
 from rematbench.workload import Experts
@@ -32,9 +32,6 @@ ONCE = ("deepep", "hybridep")
 HELD = ("permuted", "dispatched")
 """What a layer's forward names until its end: what leaves a rank and what arrives (moe_layer.py,
 hidden_states and dispatched_input)."""
-BESIDE_ATTENTION = ("shared_fc1", "shared_act", "shared_fc2")
-"""The operators behind the exchange that Megatron-core runs with attention where the exchange
-overlaps with another micro-batch (core/models/gpt/fine_grained_callables.py)."""
 ROUTED = frozenset(
     (
         *("router", COUNTS, "permute", "dispatch", "sort", "expert_fc1", "expert_act"),
@@ -97,18 +94,16 @@ def _route(b: Builder, experts: Experts, x: str) -> None:
     launched, loss = ROUTER[fused], ROUTER_LOSS[fused]
     if experts.aux_loss:
         launched = Launches(launched.forward + loss.forward, launched.backward + loss.backward)
-    b.ops.append(
-        Op(
-            name="router",
-            inputs=(x,),
-            outputs=(scores,),
-            saves=(x, scores),
-            forward=(Gemm(rows, count, h), Elementwise(6 * wide, launched.forward)),
-            backward_input=(Elementwise(6 * wide, launched.backward), Gemm(rows, h, count)),
-            backward_weight=(Gemm(h, count, rows),),
-            parameters=count * (h + experts.router_bias),
-            replicated=True,
-        )
+    b.op(
+        name="router",
+        inputs=(x,),
+        outputs=(scores,),
+        saves=(x, scores),
+        forward=(Gemm(rows, count, h), Elementwise(6 * wide, launched.forward)),
+        backward_input=(Elementwise(6 * wide, launched.backward), Gemm(rows, h, count)),
+        backward_weight=(Gemm(h, count, rows),),
+        parameters=count * (h + experts.router_bias),
+        replicated=True,
     )
 
 
@@ -120,17 +115,13 @@ def _count(b: Builder, layout: Layout, experts: Experts) -> None:
     counts = b.add("expert_counts", ranks, INDEX * experts.count, False)
     gathered = Comm("all_gather", "ep" if layout.ep > 1 else "etp", b.nbytes(counts))
     alone = b.padded or b.system.experts.dispatcher == "allgather"
-    b.ops.append(
-        Op(
-            name=COUNTS,
-            inputs=("router_scores",),
-            outputs=(counts,),
-            forward=(
-                Elementwise(b.s.shard_tokens * experts.count, launches_of(b, COUNTS).forward),
-            ),
-            reduce=gathered if ranks > 1 and not alone else None,
-            row_local=False,
-        )
+    b.op(
+        name=COUNTS,
+        inputs=("router_scores",),
+        outputs=(counts,),
+        forward=(Elementwise(b.s.shard_tokens * experts.count, launches_of(b, COUNTS).forward),),
+        reduce=gathered if ranks > 1 and not alone else None,
+        row_local=False,
     )
 
 
@@ -142,16 +133,14 @@ def _permute(b: Builder, experts: Experts, x: str) -> None:
     tokens = b.add("permuted", sent, b.model.hidden * b.e)
     probs = b.add("permuted_probs", sent, b.wide_bytes)
     moved, launched = b.nbytes(tokens), launches_of(b, "permute")
-    b.ops.append(
-        Op(
-            name="permute",
-            inputs=(x, "router_scores", "expert_counts"),
-            outputs=(tokens, probs, saved),
-            row_local=False,
-            saves=(saved,),
-            forward=(Elementwise(2 * moved + b.nbytes(saved), launched.forward),),
-            backward_input=(Elementwise(2 * moved + b.nbytes(saved), launched.backward),),
-        )
+    b.op(
+        name="permute",
+        inputs=(x, "router_scores", "expert_counts"),
+        outputs=(tokens, probs, saved),
+        row_local=False,
+        saves=(saved,),
+        forward=(Elementwise(2 * moved + b.nbytes(saved), launched.forward),),
+        backward_input=(Elementwise(2 * moved + b.nbytes(saved), launched.backward),),
     )
 
 
@@ -223,19 +212,17 @@ def _sort(b: Builder, layout: Layout, experts: Experts, names: tuple[str, ...], 
     split = layout.expert_tp > 1
     moved = gathered + (b.nbytes(names[0]) if once else gathered)
     launched = launches_of(b, "sort")
-    b.ops.append(
-        Op(
-            name="sort",
-            inputs=names,
-            outputs=(tokens, probs, *saved),
-            saves=saved,
-            row_local=False,
-            forward=(Elementwise(moved, launched.forward),),
-            backward_input=(Elementwise(moved, launched.backward),),
-            gather=Comm("all_gather", "etp", gathered) if split else None,
-            grad_reduce=Comm("reduce_scatter", "etp", gathered) if split else None,
-            gathered_bytes=gathered if split else 0,
-        )
+    b.op(
+        name="sort",
+        inputs=names,
+        outputs=(tokens, probs, *saved),
+        saves=saved,
+        row_local=False,
+        forward=(Elementwise(moved, launched.forward),),
+        backward_input=(Elementwise(moved, launched.backward),),
+        gather=Comm("all_gather", "etp", gathered) if split else None,
+        grad_reduce=Comm("reduce_scatter", "etp", gathered) if split else None,
+        gathered_bytes=gathered if split else 0,
     )
     return rows
 
@@ -250,19 +237,17 @@ def _gather(b: Builder, layout: Layout, experts: Experts, x: str) -> int:
     whole = layout.ep * layout.expert_tp * b.nbytes(x)
     group: Group = "ep" if layout.ep > 1 else "etp"
     launched = launches_of(b, "sort")
-    b.ops.append(
-        Op(
-            name="sort",
-            inputs=(x, "router_scores", COUNTS),
-            outputs=(tokens, probs, saved),
-            saves=(saved,),
-            row_local=False,
-            forward=(Elementwise(2 * b.nbytes(tokens, probs), launched.forward),),
-            backward_input=(Elementwise(b.nbytes(tokens, probs) + whole, launched.backward),),
-            gather=Comm("all_gather", group, whole),
-            grad_reduce=Comm("reduce_scatter", group, whole),
-            gathered_bytes=whole,
-        )
+    b.op(
+        name="sort",
+        inputs=(x, "router_scores", COUNTS),
+        outputs=(tokens, probs, saved),
+        saves=(saved,),
+        row_local=False,
+        forward=(Elementwise(2 * b.nbytes(tokens, probs), launched.forward),),
+        backward_input=(Elementwise(b.nbytes(tokens, probs) + whole, launched.backward),),
+        gather=Comm("all_gather", group, whole),
+        grad_reduce=Comm("reduce_scatter", group, whole),
+        gathered_bytes=whole,
     )
     return rows
 
@@ -274,19 +259,17 @@ def _scatter(b: Builder, layout: Layout, ranks: int, out: str) -> None:
     whole = ranks * b.nbytes(out)
     group: Group = "ep" if layout.ep > 1 else "etp"
     moved, launched = b.nbytes("expert_out") + whole, launches_of(b, "unsort")
-    b.ops.append(
-        Op(
-            name="unsort",
-            inputs=("expert_out",),
-            outputs=(out,),
-            saves=("permutation",),
-            row_local=False,
-            forward=(Elementwise(moved, launched.forward),),
-            backward_input=(Elementwise(moved, launched.backward),),
-            reduce=Comm("reduce_scatter", group, whole),
-            grad_gather=Comm("all_gather", group, whole),
-            unreduced_bytes=whole,
-        )
+    b.op(
+        name="unsort",
+        inputs=("expert_out",),
+        outputs=(out,),
+        saves=("permutation",),
+        row_local=False,
+        forward=(Elementwise(moved, launched.forward),),
+        backward_input=(Elementwise(moved, launched.backward),),
+        reduce=Comm("reduce_scatter", group, whole),
+        grad_gather=Comm("all_gather", group, whole),
+        unreduced_bytes=whole,
     )
 
 
@@ -295,15 +278,13 @@ def _exchange(
 ) -> tuple[str, ...]:
     """Add an all-to-all over the expert-parallel ranks; the backward moves the same bytes."""
     comm = Comm("all_to_all", "ep", max(b.nbytes(*inputs), b.nbytes(*outputs)))
-    b.ops.append(
-        Op(
-            name=name,
-            inputs=inputs,
-            outputs=outputs,
-            reduce=comm,
-            grad_gather=comm,
-            row_local=False,
-        )
+    b.op(
+        name=name,
+        inputs=inputs,
+        outputs=outputs,
+        reduce=comm,
+        grad_gather=comm,
+        row_local=False,
     )
     return outputs
 
@@ -317,53 +298,47 @@ def _grouped(b: Builder, layout: Layout, experts: Experts, rows: int) -> None:
     columns = width * (2 if model.gated else 1)
     each = ceil(rows / count)
     b.add("expert_fc1_out", rows, columns * e)
-    b.ops.append(
-        Op(
-            name="expert_fc1",
-            inputs=("expert_in",),
-            outputs=("expert_fc1_out",),
-            saves=("expert_in",),
-            forward=(Gemm(each, columns, h, count),),
-            backward_input=(Gemm(each, h, columns, count),),
-            backward_weight=(Gemm(h, columns, each, count),),
-            parameters=count * columns * (h + model.mlp_bias),
-            of_experts=True,
-        )
+    b.op(
+        name="expert_fc1",
+        inputs=("expert_in",),
+        outputs=("expert_fc1_out",),
+        saves=("expert_in",),
+        forward=(Gemm(each, columns, h, count),),
+        backward_input=(Gemm(each, h, columns, count),),
+        backward_weight=(Gemm(h, columns, each, count),),
+        parameters=count * columns * (h + model.mlp_bias),
+        of_experts=True,
     )
     b.add("expert_fc2_in", rows, width * e)
     unweighted = () if model.gated else (b.add("expert_act_out", rows, width * e),)
     clamped = (b.add("expert_clamped", rows, columns * e),) if model.glu_clamp else ()
     moved = b.nbytes("expert_fc1_out", "expert_probs", "expert_fc2_in")
     clamp, unclamp = _clamping(b.nbytes(*clamped))
-    b.ops.append(
-        Op(
-            name="expert_act",
-            inputs=("expert_fc1_out", "expert_probs"),
-            outputs=("expert_fc2_in", *unweighted, *clamped),
-            saves=("expert_fc1_out", "expert_probs", *unweighted, *clamped),
-            forward=(*clamp, *memory_kernel(moved, 2 * b.nbytes(*unweighted))),
-            backward_input=(
-                *memory_kernel(
-                    moved, b.nbytes("expert_fc1_out", "expert_probs"), 2 * b.nbytes(*unweighted)
-                ),
-                *unclamp,
+    b.op(
+        name="expert_act",
+        inputs=("expert_fc1_out", "expert_probs"),
+        outputs=("expert_fc2_in", *unweighted, *clamped),
+        saves=("expert_fc1_out", "expert_probs", *unweighted, *clamped),
+        forward=(*clamp, *memory_kernel(moved, 2 * b.nbytes(*unweighted))),
+        backward_input=(
+            *memory_kernel(
+                moved, b.nbytes("expert_fc1_out", "expert_probs"), 2 * b.nbytes(*unweighted)
             ),
-        )
+            *unclamp,
+        ),
     )
     b.add("expert_out", rows, h * e)
     biased, unbiased = _biases(b, rows * h, count)
-    b.ops.append(
-        Op(
-            name="expert_fc2",
-            inputs=("expert_fc2_in",),
-            outputs=("expert_out",),
-            saves=("expert_fc2_in",),
-            forward=(Gemm(each, h, width, count), *biased),
-            backward_input=(*unbiased, Gemm(each, width, h, count)),
-            backward_weight=(Gemm(width, h, each, count),),
-            parameters=count * h * (width + model.mlp_bias),
-            of_experts=True,
-        )
+    b.op(
+        name="expert_fc2",
+        inputs=("expert_fc2_in",),
+        outputs=("expert_out",),
+        saves=("expert_fc2_in",),
+        forward=(Gemm(each, h, width, count), *biased),
+        backward_input=(*unbiased, Gemm(each, width, h, count)),
+        backward_weight=(Gemm(width, h, each, count),),
+        parameters=count * h * (width + model.mlp_bias),
+        of_experts=True,
     )
 
 
@@ -401,19 +376,17 @@ def _combine(b: Builder, layout: Layout, experts: Experts, out: str, once: bool)
     back = b.add("unsorted", b.activations["dispatched"].rows if once else copies, hidden)
     moved = whole + (b.nbytes(back) if once else whole)
     order, launched = ("permutation",), launches_of(b, "unsort")
-    b.ops.append(
-        Op(
-            name="unsort",
-            inputs=("expert_out",),
-            outputs=(back,),
-            saves=order if once else (),
-            row_local=False,
-            forward=(Elementwise(moved, launched.forward),),
-            backward_input=(Elementwise(moved, launched.backward),),
-            reduce=Comm("reduce_scatter", "etp", whole) if split else None,
-            grad_gather=Comm("all_gather", "etp", whole) if split else None,
-            unreduced_bytes=whole if split else 0,
-        )
+    b.op(
+        name="unsort",
+        inputs=("expert_out",),
+        outputs=(back,),
+        saves=order if once else (),
+        row_local=False,
+        forward=(Elementwise(moved, launched.forward),),
+        backward_input=(Elementwise(moved, launched.backward),),
+        reduce=Comm("reduce_scatter", "etp", whole) if split else None,
+        grad_gather=Comm("all_gather", "etp", whole) if split else None,
+        unreduced_bytes=whole if split else 0,
     )
     if layout.ep > 1:
         combined = b.add("combined", b.s.shard_tokens if once else sent, hidden)
@@ -421,55 +394,47 @@ def _combine(b: Builder, layout: Layout, experts: Experts, out: str, once: bool)
     b.shard(out)
     launched = launches_of(b, "unpermute")
     summing = [() if once else (Elementwise(b.nbytes(back, out), n),) for n in launched]
-    b.ops.append(
-        Op(
-            name="unpermute",
-            inputs=(back, "permutation"),
-            outputs=(out,),
-            saves=() if once else order,
-            row_local=False,
-            forward=summing[0],
-            backward_input=summing[1],
-            alias_inputs=(back,) if once else (),
-            holds=tuple(name for name in HELD if name in b.activations),
-        )
+    b.op(
+        name="unpermute",
+        inputs=(back, "permutation"),
+        outputs=(out,),
+        saves=() if once else order,
+        row_local=False,
+        forward=summing[0],
+        backward_input=summing[1],
+        alias_inputs=(back,) if once else (),
+        holds=tuple(name for name in HELD if name in b.activations),
     )
 
 
 def _shared(b: Builder, experts: Experts, x: str) -> None:
-    """The MLP that every token passes, split over tensor-parallel ranks."""
     model, width = b.model, experts.shared_ffn // b.s.tp
     names = ("shared_gate_out", "shared_up_out") if model.gated else ("shared_up_out",)
     b.column("shared_fc1", x, dict.fromkeys(names, width), bias=model.mlp_bias)
     b.add("shared_fc2_in", b.s.tokens, width * b.e)
     moved = b.nbytes(*names, "shared_fc2_in")
-    b.ops.append(
-        Op(
-            name="shared_act",
-            inputs=names,
-            outputs=("shared_fc2_in",),
-            saves=names,
-            forward=memory_kernel(moved),
-            backward_input=memory_kernel(moved, b.nbytes(*names)),
-        )
+    b.op(
+        name="shared_act",
+        inputs=names,
+        outputs=("shared_fc2_in",),
+        saves=names,
+        forward=memory_kernel(moved),
+        backward_input=memory_kernel(moved, b.nbytes(*names)),
     )
     b.row("shared_fc2", "shared_fc2_in", "shared_out", width, bias=model.mlp_bias)
 
 
 def _sum(b: Builder, experts: Experts, inputs: tuple[str, str], out: str) -> None:
-    """Add the shared expert's output, scaled by its gate if it has one."""
     b.shard(out)
     gate = b.model.hidden if experts.shared_gate else 0
-    b.ops.append(
-        Op(
-            name="shared_add",
-            inputs=inputs,
-            outputs=(out,),
-            saves=("shared_out",) if gate else (),
-            forward=memory_kernel(3 * b.nbytes(out)),
-            backward_input=memory_kernel(3 * b.nbytes(out)) if gate else (),
-            alias_inputs=() if gate else inputs,
-            parameters=gate,
-            replicated=gate > 0,
-        )
+    b.op(
+        name="shared_add",
+        inputs=inputs,
+        outputs=(out,),
+        saves=("shared_out",) if gate else (),
+        forward=memory_kernel(3 * b.nbytes(out)),
+        backward_input=memory_kernel(3 * b.nbytes(out)) if gate else (),
+        alias_inputs=() if gate else inputs,
+        parameters=gate,
+        replicated=gate > 0,
     )

@@ -9,7 +9,7 @@ TransformerEngine's duplicated linears; saved bytes from traces of its layers on
 
 from rematbench.costs.operators.builder import CHOSEN, Builder
 from rematbench.costs.operators.kernels import Gemm, Kernel, Named
-from rematbench.costs.operators.ops import Comm, Op, memory_kernel
+from rematbench.costs.operators.ops import Comm, memory_kernel
 from rematbench.workload import Latent
 
 
@@ -43,18 +43,16 @@ def _down(b: Builder, name: str, x: str, outs: dict[str, int]) -> None:
     rows, h, columns = b.s.shard_tokens, b.model.hidden, sum(outs.values())
     for out, width in outs.items():
         b.add(out, rows, width * b.e)
-    b.ops.append(
-        Op(
-            name=name,
-            inputs=(x,),
-            outputs=tuple(outs),
-            saves=(x,),
-            forward=(Gemm(rows, columns, h),),
-            backward_input=(Gemm(rows, h, columns),),
-            backward_weight=(Gemm(h, columns, rows),),
-            parameters=columns * (h + b.model.qkv_bias),
-            replicated=True,
-        )
+    b.op(
+        name=name,
+        inputs=(x,),
+        outputs=tuple(outs),
+        saves=(x,),
+        forward=(Gemm(rows, columns, h),),
+        backward_input=(Gemm(rows, h, columns),),
+        backward_weight=(Gemm(h, columns, rows),),
+        parameters=columns * (h + b.model.qkv_bias),
+        replicated=True,
     )
 
 
@@ -65,16 +63,14 @@ def _index(b: Builder, given: Latent, x: str, source: str, width: int) -> None:
     heads, dim, rows = given.index_heads, given.index_dim, b.s.tokens
     out = b.add(CHOSEN, rows, 4 * min(given.index_top, b.s.seq_len), False)
     h, columns = b.model.hidden, heads * dim
-    b.ops.append(
-        Op(
-            name="index",
-            inputs=(x, source),
-            outputs=(out,),
-            row_local=False,
-            forward=(Gemm(rows, columns, width), Gemm(rows, dim + heads, h)),
-            parameters=columns * width + (dim + heads) * h + 2 * dim,
-            replicated=True,
-        )
+    b.op(
+        name="index",
+        inputs=(x, source),
+        outputs=(out,),
+        row_local=False,
+        forward=(Gemm(rows, columns, width), Gemm(rows, dim + heads, h)),
+        parameters=columns * width + (dim + heads) * h + 2 * dim,
+        replicated=True,
     )
 
 
@@ -85,17 +81,15 @@ def _turn(b: Builder, given: Latent) -> None:
     kernel = (Named("rope", b.system.rope_kernel, b.s.tokens * given.rope, b.e),)
     nbytes = b.nbytes(out)
     back = Comm("reduce_scatter" if b.s.sp else "all_reduce", "tp", nbytes)
-    b.ops.append(
-        Op(
-            name="k_turn",
-            inputs=("k_rope",),
-            outputs=(out,),
-            forward=kernel,
-            backward_input=kernel,
-            gather=Comm("all_gather", "tp", nbytes) if b.s.sp else None,
-            grad_reduce=back if b.s.tp > 1 else None,
-            gathered_bytes=nbytes if b.s.sp else 0,
-        )
+    b.op(
+        name="k_turn",
+        inputs=("k_rope",),
+        outputs=(out,),
+        forward=kernel,
+        backward_input=kernel,
+        gather=Comm("all_gather", "tp", nbytes) if b.s.sp else None,
+        grad_reduce=back if b.s.tp > 1 else None,
+        gathered_bytes=nbytes if b.s.sp else 0,
     )
 
 
@@ -103,12 +97,10 @@ def _join(b: Builder, out: str) -> None:
     """Add the copy of a head's own columns and of the shared columns into whole keys."""
     b.wide(out, b.s.kv_width)
     moved = memory_kernel(b.nbytes("k_nope", "k_turned", out))
-    b.ops.append(
-        Op(
-            name="k_join",
-            inputs=("k_nope", "k_turned"),
-            outputs=(out,),
-            forward=moved,
-            backward_input=moved,
-        )
+    b.op(
+        name="k_join",
+        inputs=("k_nope", "k_turned"),
+        outputs=(out,),
+        forward=moved,
+        backward_input=moved,
     )

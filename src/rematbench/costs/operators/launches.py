@@ -6,6 +6,9 @@ Source: Megatron-core 0.16.1, core/transformer/moe, from traces of its layers on
 from typing import NamedTuple
 
 from rematbench.costs.operators.builder import Builder
+from rematbench.costs.operators.ops import OpTable
+from rematbench.inputs.system import Kernels
+from rematbench.workload import Workload
 
 COUNTS = "expert_counts"
 """The operator whose end the host awaits."""
@@ -54,3 +57,37 @@ def launches_of(b: Builder, name: str) -> Launches:
     if name == "sort" and facts.fused_indices and dispatcher in FUSED_INDICES:
         return FUSED_INDICES[dispatcher]
     return LAUNCHES[dispatcher].get(name, Launches(1, 1))
+
+
+BESIDE_ATTENTION = ("shared_fc1", "shared_act", "shared_fc2")
+"""The operators behind the exchange that Megatron-core runs with attention where the exchange
+overlaps with another micro-batch (core/models/gpt/fine_grained_callables.py); a graph of the router
+holds them too."""
+
+
+def captures_experts(kernels: Kernels, work: Workload) -> bool:
+    """Whether CUDA graphs capture grouped experts, which the host then does not issue one by
+    one."""
+    scope = kernels.cuda_graphs
+    whole = scope == "layer" and work.expert_padding != "none"
+    return whole or kernels.captures_iteration or "moe" in scope.split(",")
+
+
+def uncaptured(kernels: Kernels, work: Workload, table: OpTable) -> frozenset[str]:
+    """The operators of a layer that the CUDA graphs of layers or of their parts leave out: with
+    whole layers those behind the counts of experts' tokens, from which the host learns sizes
+    unless experts are padded.  Source: Megatron-core 0.16.1, transformer_layer.py,
+    _te_cuda_graph_capture and _get_submodules_under_cudagraphs."""
+    names, scope = [op.name for op in table.ops], kernels.cuda_graphs
+    routed = COUNTS in names
+    if scope in ("none", "full_iteration"):
+        return frozenset(names)
+    if scope == "layer":
+        sized = not routed or captures_experts(kernels, work)
+        return frozenset(() if sized else names[names.index(COUNTS) + 1 :])
+    ends = names.index("attn_add") + 1
+    parts = {"attn": names[:ends], "moe" if routed else "mlp": names[ends:]}
+    if routed:
+        parts["moe_router"] = [*names[ends : names.index(COUNTS)], *BESIDE_ATTENTION]
+        parts["moe_preprocess"] = [COUNTS, "permute"]
+    return frozenset(names).difference(*(parts.get(part, ()) for part in scope.split(",")))

@@ -10,7 +10,7 @@ model's MLP.
 
 from rematbench.costs.operators.builder import Builder
 from rematbench.costs.operators.kernels import Elementwise, Gemm
-from rematbench.costs.operators.ops import Op, memory_kernel
+from rematbench.costs.operators.ops import memory_kernel
 from rematbench.inputs.layout import Layout
 from rematbench.inputs.system import States
 from rematbench.workload import Memory, Workload
@@ -28,49 +28,43 @@ def add_memory(b: Builder, given: Memory, x: str, out: str, *, owns: bool) -> No
     scores = 2 * tokens * given.heads * given.keys * e
     halves = 2 * given.heads
     chosen = memory_kernel(2 * tokens * picked * given.key_dim * e)
-    b.ops.append(
-        Op(
-            name="memory_keys",
-            inputs=("memory_query",),
-            outputs=("memory_rows", "memory_weights"),
-            saves=("memory_query", "memory_rows", "memory_weights"),
-            forward=(
-                Gemm(tokens, given.keys, given.key_dim // 2, halves),
-                Elementwise(2 * scores, 4),
-            ),
-            backward_input=chosen,
-            backward_weight=chosen,
-            parameters=given.heads * given.keys * given.key_dim,
-            scratch_forward_bytes=scores,
-        )
+    b.op(
+        name="memory_keys",
+        inputs=("memory_query",),
+        outputs=("memory_rows", "memory_weights"),
+        saves=("memory_query", "memory_rows", "memory_weights"),
+        forward=(
+            Gemm(tokens, given.keys, given.key_dim // 2, halves),
+            Elementwise(2 * scores, 4),
+        ),
+        backward_input=chosen,
+        backward_weight=chosen,
+        parameters=given.heads * given.keys * given.key_dim,
+        scratch_forward_bytes=scores,
     )
     b.wide("memory_bag", hidden)
     read = memory_kernel(tokens * (picked * (hidden * e + INDEX_BYTES + e) + hidden * e))
     width = b.system.states.grad_bytes
-    b.ops.append(
-        Op(
-            name="lookup",
-            inputs=("memory_weights", "memory_rows"),
-            outputs=("memory_bag",),
-            saves=("memory_weights", "memory_rows"),
-            forward=read,
-            backward_input=read,
-            backward_weight=memory_kernel(tokens * (2 * picked * hidden * width + hidden * e)),
-            parameters=given.rows * hidden if owns else 0,
-        )
+    b.op(
+        name="lookup",
+        inputs=("memory_weights", "memory_rows"),
+        outputs=("memory_bag",),
+        saves=("memory_weights", "memory_rows"),
+        forward=read,
+        backward_input=read,
+        backward_weight=memory_kernel(tokens * (2 * picked * hidden * width + hidden * e)),
+        parameters=given.rows * hidden if owns else 0,
     )
     b.column("memory_gate", x, {"memory_gate_out": hidden})
     b.wide("memory_in", hidden)
     one = b.nbytes("memory_in")
-    b.ops.append(
-        Op(
-            name="memory_mul",
-            inputs=("memory_gate_out", "memory_bag"),
-            outputs=("memory_in",),
-            saves=("memory_gate_out", "memory_bag"),
-            forward=memory_kernel(3 * one),
-            backward_input=memory_kernel(5 * one),
-        )
+    b.op(
+        name="memory_mul",
+        inputs=("memory_gate_out", "memory_bag"),
+        outputs=("memory_in",),
+        saves=("memory_gate_out", "memory_bag"),
+        forward=memory_kernel(3 * one),
+        backward_input=memory_kernel(5 * one),
     )
     b.row("memory_proj", "memory_in", out, hidden, bias=False)
 

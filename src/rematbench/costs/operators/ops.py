@@ -8,8 +8,8 @@ cp tokens of a rank, t = tensor parallel, h hidden, e bytes per element.
 from functools import cached_property
 from typing import Literal, get_args
 
-import msgspec
 from msgspec import Struct
+from msgspec.structs import replace
 
 from rematbench.costs.operators.kernels import Elementwise, Gemm, Kernel
 from rematbench.workload import AdapterTarget
@@ -41,7 +41,6 @@ class Comm(Struct, frozen=True):
 
     @property
     def stream(self) -> str:
-        """The stream on which the collective runs."""
         return STREAMS_OF.get(self.group, self.group)
 
 
@@ -59,7 +58,6 @@ class Activation(Struct, frozen=True):
 
     @property
     def nbytes(self) -> int:
-        """Device bytes."""
         return self.rows * self.row_bytes
 
 
@@ -217,17 +215,14 @@ def with_saved(table: OpTable, names: tuple[str, ...]) -> OpTable:
         more = [name for name in op.outputs if name in names]
         more += [name for name in op.inputs if name in part_inputs]
         part_inputs.difference_update(op.inputs)
-        ops.append(msgspec.structs.replace(op, saves=tuple(dict.fromkeys((*op.saves, *more)))))
-    return msgspec.structs.replace(table, ops=tuple(ops))
+        ops.append(replace(op, saves=tuple(dict.fromkeys((*op.saves, *more)))))
+    return replace(table, ops=tuple(ops))
 
 
 def without_activation(table: OpTable, name: str) -> OpTable:
-    """The table without an activation, as if no operator wrote or saved it."""
-
     def less(names: tuple[str, ...]) -> tuple[str, ...]:
         return tuple(other for other in names if other != name)
 
-    replace = msgspec.structs.replace
     ops = tuple(replace(op, outputs=less(op.outputs), saves=less(op.saves)) for op in table.ops)
     activations = {key: tensor for key, tensor in table.activations.items() if key != name}
     return replace(table, ops=ops, activations=activations)
@@ -236,9 +231,7 @@ def without_activation(table: OpTable, name: str) -> OpTable:
 def without_weights(table: OpTable) -> OpTable:
     """The table of a layer whose weights are those of an earlier layer, which has the states: its
     gradients are added there, and complete after that layer's backward."""
-    replace = msgspec.structs.replace
-    ops = tuple(replace(op, parameters=0, trained=0) for op in table.ops)
-    return replace(table, ops=ops)
+    return replace(table, ops=tuple(replace(op, parameters=0, trained=0) for op in table.ops))
 
 
 def rebuild_ops(

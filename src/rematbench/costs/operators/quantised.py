@@ -41,8 +41,6 @@ def is_quantised(op: Op) -> bool:
 
 
 class _Quantiser:
-    """Rewrites the linears of a layer in forward order."""
-
     def __init__(
         self, table: OpTable, work: Workload, layout: Layout, system: System, generation: str
     ) -> None:
@@ -59,7 +57,6 @@ class _Quantiser:
         self.kept = {name for op in table.ops if op not in linears for name in op.saves}
 
     def table(self) -> OpTable:
-        """The layer with quantised linears."""
         ops = [new for op in self.old.ops for new in self._rewritten(op)]
         tensors: dict[str, Activation] = {}
         for name, tensor in self.old.activations.items():

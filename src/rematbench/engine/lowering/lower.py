@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from rematbench.engine.lowering.blocks.chunk_ops import ChunkOps, Unit, trailing_unit
+from rematbench.engine.lowering.blocks.chunk_ops import ChunkFacts, ChunkOps, Unit, trailing_unit
 from rematbench.engine.lowering.blocks.fates import Fates, covered, phased
 from rematbench.engine.lowering.blocks.writer import BlockWriter
 from rematbench.engine.lowering.passes.emit_backward import BackwardEmitter, WeightEmitter
@@ -26,6 +26,7 @@ from rematbench.engine.lowering.rank_steps import (
     rank_steps,
 )
 from rematbench.engine.lowering.repeated_layers import block_of
+from rematbench.engine.lowering.samples import with_samples
 from rematbench.engine.lowering.schedule import passes, sliced_passes
 from rematbench.engine.lowering.shared_vocabulary import SharedVocabulary
 from rematbench.engine.lowering.slices import of_slice, slice_problems, sliced
@@ -50,8 +51,8 @@ from rematbench.engine.lowering.states.state_pieces import gradients_that_leave,
 from rematbench.engine.lowering.states.state_shards import has_whole_gradients
 from rematbench.engine.lowering.step_blocks import (
     d2h_block,
+    free_block,
     h2d_block,
-    held_block,
     recv_block,
     release_block,
     send_block,
@@ -116,11 +117,12 @@ def lower(
     )
     matched = {index for lowering in lowerings.values() for index in lowering.matched}
     check_rules(plan, problem, None if partly else matched)
+    if problem.workload.sample_len and only is None:
+        return replace(program, ranks=(with_samples(program.ranks[0], plan, problem, lower),))
     return program
 
 
 def rank_orders(plan: Plan, problem: Problem) -> tuple[tuple[Pass, ...], ...]:
-    """Return the passes of every rank, in issue order."""
     lay = problem.layout
     if plan.orders:
         return plan.orders
@@ -151,16 +153,13 @@ class _RankLowering:
         if plan.halves and plan.transfers.reload_slots:  # slots would be full until the weights'
             plan = replace(plan, transfers=replace(plan.transfers, reload_slots=0))
         self.plan, self.problem, self.rank, self.shared = plan, problem, rank, shared
+        self.slices = max(1, len(plan.slices))
         lay, system = problem.layout, problem.system
         self.order = rank_orders(plan, problem)[rank]
-        pieces, held, apart = plan.mini_sequences, plan.held, _apart(self.order)
+        facts = ChunkFacts.of(plan)._replace(shares=plan.schedule in VOCABULARY)
+        apart = _apart(self.order)
         self.chunks = [
-            ChunkOps.of(
-                *(problem, rank, c, layers, pieces, held),
-                backward_next=c not in apart,
-                cuts=plan.cuts,
-                shares=plan.schedule in VOCABULARY,
-            )
+            ChunkOps.of(problem, rank, c, layers, facts._replace(backward_next=c not in apart))
             for c, layers in enumerate(plan.partition[rank])
         ]
         self.blocks: list[Block] = []
@@ -168,6 +167,7 @@ class _RankLowering:
         self.steps: list[Step] = []
         self.matched: set[int] = set()
         self.phased = phased(plan.rules)
+        self.reached = [covered(plan.rules, chunk.where) for chunk in self.chunks]
         self.holders: dict[int, tuple[ChunkOps, PassClass]] = {}
         parameter, peers = plan.state("parameter"), lay.has_peers
         self.update_in_backward = plan.state("optimizer").update == "backward"
@@ -237,32 +237,33 @@ class _RankLowering:
             sum_first=self.sums,
             update_last=self.ready is not None,
             barriers=VOCABULARY.get(self.plan.schedule),
+            slices=self.slices,
         )
 
     def _classes(self, windows: tuple[Window, ...]) -> tuple[tuple[PassKind, PassFacts], ...]:
         """The class of every kind of pass; passes with equal fates share blocks."""
-        reached = [covered(self.plan.rules, chunk.where) for chunk in self.chunks]
-        found = []
-        for kind, item in pass_kinds(self.order, windows).items():
-            cls = self._pass_class(kind, item, reached[kind.chunk])
-            self.holders.setdefault(cls.number, (self.chunks[kind.chunk], cls))
-            whole = self.plan.transfers.granularity == "chunk"
-            found.append((kind, PassFacts(cls.number, bool(cls.offloaded), whole=whole)))
-        return tuple(found)
+        whole = self.plan.transfers.granularity == "chunk"
+        kinds = pass_kinds(self.order, windows, self.slices).items()
+        classes = [(kind, self._pass_class(kind, item)) for kind, item in kinds]
+        return tuple(
+            (kind, PassFacts(cls.number, bool(cls.offloaded), whole=whole)) for kind, cls in classes
+        )
 
-    def _pass_class(self, kind: PassKind, item: Pass, reached: object) -> PassClass:
+    def _pass_class(self, kind: PassKind, item: Pass) -> PassClass:
         """The class of a kind of pass; equal chunks that the same rules cover share a class."""
         chunk, classes = self.chunks[kind.chunk], self.shared.classes
         own: tuple[object, ...] = tuple(self.leaving[chunk.chunk].values()) if self.leaving else ()
         if self.ready:
             own = (*own, *self.ready[chunk.chunk].items())
-        key = (chunk.shape, reached, kind.phase if self.phased else "", kind.inside, own)
+        reached, phase = self.reached[kind.chunk], kind.phase if self.phased else ""
+        key = (chunk.shape, reached, phase, kind.inside, own)
         if key not in classes:
             fates, matched = chunk.fates(self.plan, kind.phase, item.micro_batch)
             number = self.shared.number((chunk.shape, tuple(fates.values()), own))
             classes[key] = (PassClass(number, fates, self._leaving(chunk, fates)), matched)
         found, matched = classes[key]
         self.matched |= matched
+        self.holders.setdefault(found.number, (chunk, found))
         return found
 
     def _leaving(self, chunk: ChunkOps, fates: Fates) -> Storages:
@@ -315,6 +316,8 @@ class _RankLowering:
                 return release_block(COPIED_OUT, storages)
             case ("hold",):
                 return wait_block("hold", COPIED_OUT, "pp_send")
+            case ("sent_f", _):  # the output stays
+                return wait_block("sent", SENT["f"])
         return None
 
     def _message_block(self, key: Key) -> Block:
@@ -327,8 +330,8 @@ class _RankLowering:
                 return recv_block(boundary, output, forward=False)
             case ("send_f" | "send_b" as what, Storage() as output, *_):
                 return send_block(boundary, output, forward=what == "send_f")
-            case ("sent_f" | "free_held" as what, Storage() as output):
-                return held_block(output, sent=what == "sent_f")
+            case ("free_held", Storage() as output):
+                return free_block((output,), "free_held")
             case ("free_f", Storage() as output):
                 return release_block(SENT["f"], (output,))
             case ("free_b", Storage() as output):
@@ -364,7 +367,6 @@ class _RankLowering:
         return MatrixGatherer(parameter, system, order, kept, forward=forward, layout=lay)
 
     def _layers_ahead(self, chunk: ChunkOps) -> int:
-        """The most layers by which gathers per layer run ahead."""
         if self.by_matrix:
             return layers_ahead(chunk, self.problem.system)
         return self.plan.state("parameter").prefetch_layers
@@ -432,7 +434,6 @@ class _RankLowering:
         return block_of(chunk, fates, plan.transfers, 0, emitter, forward=False)
 
     def _updater(self, chunk: ChunkOps) -> Callable[[BlockWriter], ReadyWriter]:
-        """Makes the writer of the updates that start in a chunk's last backward."""
         cut = self.plan.state("optimizer").pieces
         assert self.ready is not None
         assert cut is not None
@@ -458,26 +459,15 @@ class _SlicedLowering(_RankLowering):
             own = shared.by_slice.setdefault(number, BlockCache())
             self.parts.append((_RankLowering(alone, part, rank, own), places))
 
-    def _facts(self) -> StepFacts:
-        facts = super()._facts()
-        return facts._replace(slices=len(self.parts))
-
-    def _classes(self, windows: tuple[Window, ...]) -> tuple[tuple[PassKind, PassFacts], ...]:
-        found = []
-        for kind, item in pass_kinds(self.order, windows, len(self.parts)).items():
-            part, places = self.parts[kind.slice]
-            first = item._replace(micro_batch=item.micro_batch // len(self.parts))
-            chunk = part.chunks[kind.chunk]
-            cls = part._pass_class(kind, first, covered(part.plan.rules, chunk.where))
-            part.holders.setdefault(cls.number, (chunk, cls))
-            self.matched |= {places[index] for index in part.matched if index < len(places)}
-            whole = self.plan.transfers.granularity == "chunk"
-            found.append((kind, PassFacts(cls.number, bool(cls.offloaded), whole=whole)))
-        return tuple(found)
+    def _pass_class(self, kind: PassKind, item: Pass) -> PassClass:
+        part, places = self.parts[kind.slice]
+        first = item._replace(micro_batch=item.micro_batch // self.slices)
+        found = part._pass_class(kind, first)
+        self.matched |= {places[index] for index in part.matched if index < len(places)}
+        return found
 
     def add(self, key: Key, build: Callable[[], Block], item: Pass) -> None:
-        """Append a step after the last pass, of the micro-batch of a slice."""
-        super().add(key, build, item._replace(micro_batch=item.micro_batch // len(self.parts)))
+        super().add(key, build, item._replace(micro_batch=item.micro_batch // self.slices))
 
     def _block(self, key: Key) -> Block:
         *plain, last = key

@@ -23,6 +23,7 @@ from rematbench.plan import (
     Split,
     gathers_by_layer,
     passes_refusal,
+    refusal,
     slices_refusal,
     vocabulary_refusal,
 )
@@ -41,17 +42,16 @@ def check_plan(plan: Plan, problem: Problem) -> None:
     _check_cuts(plan, problem)
     _check_host_states(plan)
     _check_pieces(plan, problem)
-    if refused := passes_refusal(plan, lay, problem.system, problem.workload.model):
+    early = plan.state("optimizer").update == "backward"
+    refusals = (
+        passes_refusal(plan, lay, problem.system, problem.workload.model),
+        slices_refusal(plan, problem.system, lay, problem.workload, problem.attention),
+        vocabulary_refusal(plan, lay, problem.system, problem.workload),
+        graph_conflict(plan, problem),
+        completed_after_backward(problem) if early else "",
+    )
+    for refused in filter(None, refusals):
         raise PlanError(refused)
-    if refused := slices_refusal(plan, problem.system, lay, problem.workload, problem.attention):
-        raise PlanError(refused)
-    if refused := vocabulary_refusal(plan, lay, problem.system, problem.workload):
-        raise PlanError(refused)
-    if refused := graph_conflict(plan, problem):
-        raise PlanError(refused)
-    late = completed_after_backward(problem)
-    if late and plan.state("optimizer").update == "backward":
-        raise PlanError(late)
     transfers = plan.transfers
     if transfers.granularity == "chunk" and transfers.reload_slots == 1:
         raise PlanError(
@@ -86,7 +86,6 @@ def _check_partition(plan: Plan, problem: Problem) -> None:
 
 
 def _check_cuts(plan: Plan, problem: Problem) -> None:
-    """Raise PlanError for cuts that are no virtual stages, or beside what is not modelled."""
     stages, model = problem.layout.num_chunks, problem.workload.model
     if any(cut >= stages for cut in plan.cuts):
         raise PlanError(f"cuts {plan.cuts} must be among the virtual stages 1 to {stages - 1}")
@@ -97,13 +96,9 @@ def _check_cuts(plan: Plan, problem: Problem) -> None:
         "weight gradients in passes of their own": plan.halves,
         "parameters gathered per layer": plan.state("parameter").gather == "layer",
     }
-    found = [name for name, is_so in beside.items() if is_so]
-    if plan.cuts and found:
+    if plan.cuts and (found := refusal("cuts are not modelled with", beside)):
         head = head_parameters(problem)[0] / 1e6
-        raise PlanError(
-            f"cuts are not modelled with {found[0]}; each would add a head of {head:,.1f} M "
-            "parameters"
-        )
+        raise PlanError(f"{found}; each would add a head of {head:,.1f} M parameters")
 
 
 def _check_host_states(plan: Plan) -> None:
@@ -117,7 +112,6 @@ def _check_host_states(plan: Plan) -> None:
 
 
 def _check_pieces(plan: Plan, problem: Problem) -> None:
-    """Raise PlanError if the pieces of optimizer states contradict the plan or the stack."""
     cut = [state.kind for state in plan.states if state.pieces and state.kind != "optimizer"]
     if cut:
         raise PlanError(f"pieces are of optimizer states, not of the {cut[0]} states")
@@ -180,13 +174,10 @@ def too_early(plan: Plan, problem: Problem, pieces: Pieces) -> str:
             problem.workload.model.experts is not None
         ),
     }
-    why = next((why for why, holds in reasons.items() if holds), "")
-    return f"pieces that start as their gradients become ready: {why}" if why else ""
+    return refusal("pieces that start as their gradients become ready:", reasons)
 
 
 def check_ready_order(last: Mapping[int, Pass], order: Sequence[Pass]) -> None:
-    """Raise PlanError unless the last backwards of a rank's chunks are in the order in which pieces
-    count parameters."""
     at = [order.index(last[chunk]) for chunk in sorted(last, reverse=True)]
     if at != sorted(at):
         raise PlanError(
@@ -196,28 +187,32 @@ def check_ready_order(last: Mapping[int, Pass], order: Sequence[Pass]) -> None:
 
 
 def graph_conflict(plan: Plan, problem: Problem) -> str:
-    """Return the feature of a plan that CUDA graphs of layers do not support, as text; empty if
-    none.
+    """Return the feature of a plan that CUDA graphs do not support, as text; empty if none.
 
     Megatron-core 0.16.1, transformer_config.py: CUDA graphs are not supported with CPU offloading,
-    and full recomputation needs the graph of a whole iteration.  Parameters gathered per layer are
+    full recomputation needs the graph of a whole iteration, and a recomputed module may not contain
+    a graph (`moe` with moe_router).  Parameters gathered per layer are
     refused too, because a graph's addresses are fixed.
     """
-    if not problem.system.kernels.cuda_graphs:
+    kernels = problem.system.kernels
+    if not kernels.captures:
         return ""
     fates = [rule.fate for rule in plan.rules]
     gathered = gathers_by_layer(plan.state("parameter"), problem.layout)
     reasons = {
         "activations on the host": any(_moves(fate) for fate in fates),
-        "whole layers recomputed": any(_whole(fate) for fate in fates),
+        "whole layers recomputed": not kernels.captures_iteration
+        and any(_whole(fate) for fate in fates),
+        "the module moe recomputed": "moe_router" in kernels.cuda_graphs
+        and any("router_scores" in (rule.select.activations or ()) for rule in plan.rules),
         "recomputation in another operator's window": any(
             isinstance(fate, Recompute) and fate.window is not None for fate in fates
         ),
         "parameters gathered per layer": gathered,
         "an optimizer in the backward": plan.state("optimizer").update == "backward",
     }
-    found = [name for name, holds in reasons.items() if holds]
-    return f"CUDA graphs of layers ({problem.system.name}) with {found[0]}" if found else ""
+    scope = {"layer": "layers"}.get(kernels.cuda_graphs, kernels.cuda_graphs)
+    return refusal(f"CUDA graphs of {scope} ({problem.system.name}) with", reasons)
 
 
 def _moves(fate: Fate) -> bool:

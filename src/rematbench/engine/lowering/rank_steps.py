@@ -74,8 +74,6 @@ class StepFacts(NamedTuple):
 
 
 class RankSteps(NamedTuple):
-    """A rank's steps, and the keys of its blocks in order of first use."""
-
     keys: tuple[Key, ...]
     steps: tuple[Step, ...]
 
@@ -98,7 +96,6 @@ def pass_kinds(
 def _kinds(
     order: tuple[Pass, ...], windows: tuple[Window, ...], slices: int
 ) -> dict[tuple[int, int], PassKind]:
-    """The kind of each (micro-batch, chunk) of a rank."""
     inside = {
         micro_batch: tuple([first <= micro_batch // slices < end for first, end in windows])
         for micro_batch in {item.micro_batch for item in order}
@@ -110,7 +107,6 @@ def _kinds(
 
 
 def first_passes(order: tuple[Pass, ...], *, forward: bool) -> dict[int, Pass]:
-    """Return the first forward, or the first backward, of each chunk."""
     own = (item for item in reversed(order) if item.of_layers)
     return {item.chunk: item for item in own if item.forward is forward}
 
@@ -131,8 +127,6 @@ Release = tuple[int, Key, Pass]
 
 
 class _Walk:
-    """A walk over the passes of a rank that records steps."""
-
     def __init__(self, facts: StepFacts) -> None:
         self.facts = facts
         self.phase = phases(facts.order)
@@ -215,7 +209,9 @@ class _Walk:
             at = position + facts.release_lag
             self.copied[item[1:]] = at, self._release_at(at, ("free_d2h", number), item)
         if not ends.last:
-            self._hold_send(item)
+            # In the plan's phases, the copy that runs during this pass ends before its send starts.
+            if self.copying is not None and self.phase[item[1:]] in facts.hold_phases:
+                self._add(("hold",), self.copying)
             free = "sent_f" if facts.holds_outputs or ends.local else "free_f"
             if ends.local and facts.overlapped_sends:  # its backward reads the output, too
                 self._add(("send_f", ends.output, *WIDE[ends.wide_out]), item)
@@ -256,11 +252,6 @@ class _Walk:
         if item.kind == "T":
             self._add(("vocabulary", "sum_s"), item)
         self._add(("vocabulary", str(item.kind)), item)
-
-    def _hold_send(self, item: Pass) -> None:
-        """In the plan's phases, the copy that runs during this pass ends before its send starts."""
-        if self.copying is not None and self.phase[item[1:]] in self.facts.hold_phases:
-            self._add(("hold",), self.copying)
 
     def _send(
         self, item: Pass, position: int, keys: tuple[str, str], sent: tuple[Storage, bool]

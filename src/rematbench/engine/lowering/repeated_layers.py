@@ -28,13 +28,9 @@ MIN_SHARE = 0.5
 
 
 class Emitter(Protocol):
-    """An emitter that writes a chunk's block."""
-
     w: BlockWriter
 
-    def block(self) -> Block:
-        """Return the block."""
-        ...
+    def block(self) -> Block: ...
 
 
 class Short(NamedTuple):
@@ -88,8 +84,6 @@ def block_of(
 
 
 def short_chunk(chunk: ChunkOps, fates: Fates, transfers: Transfers, ahead: int) -> Short | None:
-    """Return the short chunk to write in place of a long chunk; None if too few layers are
-    equal."""
     slots = transfers.reload_slots if transfers.granularity == "layer" else 0
     period = max(1, slots)
     reach = 1 + max(transfers.release_lag, transfers.prefetch_layers, slots, ahead)
@@ -187,7 +181,6 @@ def _longer(short: Short, block: Block, edges: Sequence[Position], *, forward: b
 
 
 def _inside(block: Block, start: Position, end: Position) -> list[Periods]:
-    """The periods of a block between two positions; `start` counts from the first position."""
     there = [each for each in block.periods if start.action <= each.start < end.action]
     return [each._replace(start=each.start - start.action) for each in there]
 
@@ -202,7 +195,6 @@ def _crossing(short: Short, lower: Iterable[Action], upper: Iterable[Action]) ->
 
 
 def _layers(actions: Iterable[Action]) -> set[int]:
-    """The numbers of the layers that actions name."""
     storages: set[Storage] = set()
     for action in actions:
         storages.update(action.reads, action.frees, [alloc.storage for alloc in action.allocs])

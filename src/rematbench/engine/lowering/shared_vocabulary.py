@@ -35,8 +35,6 @@ SUMMED = event_of("stats")
 
 
 class SharedVocabulary:
-    """Builds the blocks of one rank."""
-
     def __init__(self, problem: Problem, rank: int, schedule: Schedule) -> None:
         self.problem, self.rank = problem, rank
         self.two = VOCABULARY[schedule] == 2

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
 
-import msgspec
+from msgspec.structs import replace
 
 from rematbench.costs.operators.block import LayerKind
 from rematbench.costs.operators.kernels import Attention
-from rematbench.costs.operators.ops import OpTable
+from rematbench.costs.operators.ops import Op, OpTable
 from rematbench.engine.program.action import Action, Alloc, Kind
 from rematbench.engine.program.program import Block
 from rematbench.engine.program.storage import (
@@ -56,18 +56,22 @@ class SliceProblem(Problem):
     def _table(self, kind: LayerKind) -> OpTable:
         table = super()._table(kind)
         op = table.op("attention")
-        kernels = [
-            msgspec.structs.replace(
-                kernel,
-                kv_rows=kernel.q_rows + self.context,
-                pairs=causal_pairs(kernel.q_rows, 0) + kernel.q_rows * self.context,
-            )
-            for kernel in op.forward
-            if isinstance(kernel, Attention)
-        ]
-        behind = msgspec.structs.replace(op, forward=tuple(kernels), backward_input=tuple(kernels))
-        ops = tuple([behind if each is op else each for each in table.ops])
-        return msgspec.structs.replace(table, ops=ops)
+        ops = [behind(op, self.context) if each is op else each for each in table.ops]
+        return replace(table, ops=tuple(ops))
+
+
+def behind(op: Op, context: int) -> Op:
+    """Attention of a slice behind `context` tokens."""
+    kernels = tuple(
+        replace(
+            kernel,
+            kv_rows=kernel.q_rows + context,
+            pairs=causal_pairs(kernel.q_rows, 0) + kernel.q_rows * context,
+        )
+        for kernel in op.forward
+        if isinstance(kernel, Attention)
+    )
+    return replace(op, forward=kernels, backward_input=kernels)
 
 
 def slice_problems(problem: Problem, slices: tuple[int, ...]) -> tuple[SliceProblem, ...]:
@@ -80,11 +84,11 @@ def slice_problems(problem: Problem, slices: tuple[int, ...]) -> tuple[SliceProb
     work, made = problem.workload, []
     model = work.model
     if model.position == "learned" and not model.max_positions:
-        model = msgspec.structs.replace(model, max_positions=work.seq_len)
+        model = replace(model, max_positions=work.seq_len)
     fields = {name: getattr(problem, name) for name in Problem.__dataclass_fields__}
     fields |= {"_memo": {}, "_weights": {}, "evaluator": None, "weigher": None}
     for tokens, end in zip(slices, accumulate(slices), strict=True):
-        part = msgspec.structs.replace(work, seq_len=tokens, model=model)
+        part = replace(work, seq_len=tokens, model=model)
         try:
             made.append(SliceProblem(**{**fields, "workload": part}, context=end - tokens))
         except LayoutError as error:
@@ -102,15 +106,15 @@ def of_slice(plan: Plan, number: int) -> tuple[Plan, list[int]]:
         if rule.select.slices is None or number in rule.select.slices
     ]
     rules = tuple(
-        msgspec.structs.replace(
+        replace(
             plan.rules[place],
-            select=msgspec.structs.replace(plan.rules[place].select, slices=None),
+            select=replace(plan.rules[place].select, slices=None),
         )
         for place in places
     )
-    moves = msgspec.structs.replace(plan.transfers, reload_slots=0)  # slots have no slices
+    moves = replace(plan.transfers, reload_slots=0)  # slots have no slices
     rules = (*rules, Rule(Select(parts=("layer",), activations=KEYS), Keep()))
-    return msgspec.structs.replace(plan, slices=(), rules=rules, transfers=moves), places
+    return replace(plan, slices=(), rules=rules, transfers=moves), places
 
 
 class SliceNames(NamedTuple):
@@ -120,11 +124,9 @@ class SliceNames(NamedTuple):
     events: int = 0
 
     def storage(self, storage: Storage) -> Storage:
-        """The storage of the slice."""
         return storage.of_piece(self.number)
 
     def part(self, part: ModelPart) -> ModelPart:
-        """The part, which slices share."""
         return part
 
 
@@ -139,7 +141,7 @@ def sliced(block: Block, slices: tuple[int, ...], number: int, kinds: int) -> Bl
 def _of_slice(action: Action, names: SliceNames, slices: tuple[int, ...], kinds: int) -> Action:
     number = names.number
     op = f"{action.op}{MARK}{number}" if action.kind in (Kind.SEND, Kind.RECV) else action.op
-    made = msgspec.structs.replace(
+    made = replace(
         renamed(action, names),
         event=_event(action.event, number),
         wait=_event(action.wait, number),
@@ -149,7 +151,7 @@ def _of_slice(action: Action, names: SliceNames, slices: tuple[int, ...], kinds:
     if op != "attention" or (not number and len(slices) == 1):
         return made
     if action.kind in (Kind.FORWARD, Kind.RECOMPUTE):
-        return msgspec.structs.replace(made, reads=(*_earlier(made, number), *made.reads))
+        return replace(made, reads=(*_earlier(made, number), *made.reads))
     return _backward(made, slices, number) if action.kind is Kind.BACKWARD_INPUT else made
 
 
@@ -158,7 +160,6 @@ def _event(event: Event | None, number: int) -> Event | None:
 
 
 def _earlier(action: Action, number: int, role: Role = Role.ACTIVATION) -> list[Storage]:
-    """Keys and values (or their gradients) of the slices before one."""
     return [
         storage_of(action.part, name, role, piece=each) for each in range(number) for name in KEYS
     ]
@@ -175,12 +176,12 @@ def _backward(action: Action, slices: tuple[int, ...], number: int) -> Action:
             Alloc(storage, each[storage.tensor] * slices[storage.piece or 0])
             for storage in _earlier(action, number, Role.GRADIENT)
         )
-        return msgspec.structs.replace(action, reads=reads, allocs=(*action.allocs, *more))
+        return replace(action, reads=reads, allocs=(*action.allocs, *more))
     left = tuple([alloc for alloc in action.allocs if alloc.storage.tensor not in KEYS])
     totals = [alloc.storage for alloc in own.values()]
     adds = (*_earlier(action, number, Role.GRADIENT), *totals)
     scratch = action.scratch + sum(each.values()) * sum(slices[: number + 1])
-    return msgspec.structs.replace(action, reads=(*reads, *adds), allocs=left, scratch=scratch)
+    return replace(action, reads=(*reads, *adds), allocs=left, scratch=scratch)
 
 
 def slice_of(action: Action) -> int:

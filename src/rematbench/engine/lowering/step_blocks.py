@@ -25,7 +25,6 @@ from rematbench.engine.program.storage import (
 
 
 def tied_send_block(nbytes: int) -> Block:
-    """Send the gradient of the tied embedding to the pipeline's other end."""
     w = BlockWriter()
     w.wait("pp_send", w.mark(COMPUTE))
     w.add(Action(kind=Kind.SEND, stream="pp_send", op="tied", nbytes=nbytes, event=SENT["e"]))
@@ -33,7 +32,6 @@ def tied_send_block(nbytes: int) -> Block:
 
 
 def tied_recv_block(nbytes: int) -> Block:
-    """Wait for the tied embedding's gradient from the pipeline's other end."""
     w = BlockWriter()
     w.wait(COMPUTE, RECEIVED["e"])
     w.wait(COMPUTE, SENT["e"])
@@ -76,7 +74,6 @@ def send_block(tensor: Activation, storage: Storage, *, forward: bool) -> Block:
 
 
 def d2h_block(storages: Storages) -> Block:
-    """Copy offloaded storages to the host after the chunk's forward."""
     w = BlockWriter()
     w.wait("d2h", ENDED["f"])
     emit_copies_out(w, storages, COPIED_OUT)
@@ -84,7 +81,6 @@ def d2h_block(storages: Storages) -> Block:
 
 
 def h2d_block(storages: Storages, slot: Slot | None) -> Block:
-    """Copy offloaded storages back to the device, into a staging slot if the plan has slots."""
     w = BlockWriter()
     w.wait("h2d", w.mark(COMPUTE))  # compute waited for the D2H copy and frees the memory needed
     emit_copies_in(w, storages, COPIED_IN, slot)
@@ -100,15 +96,12 @@ def release_block(event: Event, storages: tuple[Storage, ...]) -> Block:
     return Block(f"free_{event}", tuple(w.actions))
 
 
-def held_block(output: Storage, *, sent: bool) -> Block:
-    """With `sent`, wait for the send of an output that stays; otherwise free the output."""
-    if sent:
-        return wait_block("sent", SENT["f"])
-    return Block("free_held", (Action(kind=Kind.FREE, stream=COMPUTE, frees=(output,)),))
+def free_block(storages: tuple[Storage, ...], label: str = "release") -> Block:
+    """Free a chunk's gathered parameters, its shards of gradients, or an output that stayed."""
+    return Block(label, (Action(kind=Kind.FREE, stream=COMPUTE, frees=storages),))
 
 
 def wait_block(label: str, event: Event, stream: str = COMPUTE) -> Block:
-    """Let a stream wait for an event of the step's (micro-batch, chunk)."""
     w = BlockWriter()
     w.wait(stream, event)
     return Block(label, tuple(w.actions))
@@ -133,7 +126,6 @@ def gather_block(comm: Comm) -> Block:
 
 
 def norm_block(comm: Comm) -> Block:
-    """Sum the norms' gradients over the tensor-parallel group."""
     w = BlockWriter()
     w.wait(COMPUTE, w.collective(comm, NO_PART, "norm_gradients", [], []))
     return Block("norms", tuple(w.actions))

@@ -4,7 +4,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Protocol
 
-from rematbench.costs.operators.ops import Comm
 from rematbench.engine.lowering.blocks.chunk_ops import ChunkOps
 from rematbench.engine.lowering.rank_steps import first_passes, last_backwards
 from rematbench.engine.lowering.states.emit_buckets import buckets_of
@@ -14,7 +13,6 @@ from rematbench.engine.lowering.states.emit_states import (
     parameter_gathers,
 )
 from rematbench.engine.lowering.states.held_states import (
-    free_block,
     held_copies,
     holds_parameters,
     sums_block,
@@ -26,6 +24,7 @@ from rematbench.engine.lowering.states.ready_pieces import ready_end_block, read
 from rematbench.engine.lowering.states.state_pieces import piece_widths, update_block
 from rematbench.engine.lowering.states.state_shards import has_whole_gradients, rank_sharded
 from rematbench.engine.lowering.step_blocks import (
+    free_block,
     gather_block,
     norm_block,
     optimizer_block,
@@ -53,7 +52,6 @@ class Steps(Protocol):
 
 
 def emit_step_end(steps: Steps, plan: Plan, problem: Problem) -> None:
-    """Append the steps of a rank after its last pass."""
     system, lay = problem.system, problem.layout
     sites = last_backwards(steps.order)
     updated = plan.state("optimizer").update == "backward"
@@ -65,14 +63,17 @@ def emit_step_end(steps: Steps, plan: Plan, problem: Problem) -> None:
     if lay.has_peers and not updated and not sums_gradients(plan):
         for chunk in reversed(steps.chunks):
             if not reduced_already:
-                comms = _reductions(plan, problem, chunk)
+                width, shards = system.states.reduce_bytes, plan.state("optimizer").shards
+                sizes = width * _parameters(chunk), width * _expert_parameters(chunk)
+                comms = gradient_reductions(lay, shards, 1, *sizes)
                 scratch = buckets.opened + buckets.copy + buckets.part if buckets else 0
                 build = partial(reduce_block, comms, scratch)
                 steps.add(("reduce", comms), build, sites[chunk.chunk])
             steps.add(("reduced",), partial(wait_block, "reduced", REDUCED), sites[chunk.chunk])
     summed = ready_pieces(steps.chunks, plan) is not None
     if lay.sequence_parallel and not updated and not summed:
-        comm = _norm_reduction(plan, problem, steps.chunks)
+        norms = sum(unit.norm_parameters for chunk in steps.chunks for unit in chunk.units)
+        comm = norm_reduction(system, norms, gradient.shards)
         steps.add(("norms", comm), partial(norm_block, comm), sites[0])
     if steps.rank in (problem.embedding_ranks or ()):
         _tied_embeddings(steps, problem)
@@ -104,7 +105,6 @@ def _end_held(steps: Steps, plan: Plan, problem: Problem) -> None:
 
 
 def _free_shards(steps: Steps, plan: Plan, problem: Problem) -> None:
-    """Free the shards of gradients that a rank has for its update alone."""
     summing = first_passes(steps.order, forward=False)
     for chunk in steps.chunks if sums_gradients(plan) else ():
         shards = tuple(unit.shard for unit in unit_sums(plan, problem, chunk))
@@ -113,7 +113,6 @@ def _free_shards(steps: Steps, plan: Plan, problem: Problem) -> None:
 
 
 def _update(steps: Steps, plan: Plan, problem: Problem) -> None:
-    """Append the update of the rank's share of the parameters, on the device or on the host."""
     system, optimizer = problem.system, plan.state("optimizer")
     held = rank_parameters(problem, plan, steps.rank, trained=True)
     count = rank_sharded(problem, plan, steps.rank, optimizer)
@@ -149,18 +148,6 @@ def _expert_parameters(chunk: ChunkOps) -> int:
     if chunk.problem.workload.model.experts is None:
         return 0
     return sum(unit.trained_experts for unit in chunk.units)
-
-
-def _reductions(plan: Plan, problem: Problem, chunk: ChunkOps) -> tuple[Comm, ...]:
-    """A chunk's gradient reductions."""
-    width, shards = problem.system.states.reduce_bytes, plan.state("optimizer").shards
-    nbytes, experts = width * _parameters(chunk), width * _expert_parameters(chunk)
-    return gradient_reductions(problem.layout, shards, 1, nbytes, experts)
-
-
-def _norm_reduction(plan: Plan, problem: Problem, chunks: list[ChunkOps]) -> Comm:
-    norms = sum(unit.norm_parameters for chunk in chunks for unit in chunk.units)
-    return norm_reduction(problem.system, norms, plan.state("gradient").shards)
 
 
 def _tied_embeddings(steps: Steps, problem: Problem) -> None:

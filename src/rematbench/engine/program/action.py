@@ -9,8 +9,6 @@ from rematbench.engine.program.storage import NO_PART, Event, ModelPart, Slot, S
 
 
 class Kind(Enum):
-    """Kinds of actions."""
-
     FORWARD = "F"
     BACKWARD_INPUT = "B"
     BACKWARD_WEIGHT = "W"
@@ -130,10 +128,11 @@ class Action(Struct, frozen=True, kw_only=True, gc=False):
 
 
 def _fields(action: Action) -> list[str]:
-    rows, exchange = action.rows, action.exchange
+    rows, exchange, allocs = action.rows, action.exchange, action.allocs
+    comm = exchange.comm
     pairs = [
         ("r", _listed(action.reads)),
-        ("a", ",".join(map(_alloc_text, action.allocs))),
+        ("a", ",".join([f"{a.storage}:{a.nbytes}{f':{a.slot}' * bool(a.slot)}" for a in allocs])),
         ("f", _listed(action.frees)),
         ("e", action.event or ""),
         ("b", exchange.begin or ""),
@@ -141,7 +140,7 @@ def _fields(action: Action) -> list[str]:
         ("x", "" if rows.fraction == 1.0 else repr(rows.fraction)),
         ("o", repr(rows.offset) if rows.offset else ""),
         ("y", "" if rows.columns == 1.0 else repr(rows.columns)),
-        ("c", _comm_text(exchange.comm)),
+        ("c", f"{comm.kind}:{comm.group}:{comm.nbytes}" if comm else ""),
         ("n", action.nbytes or ""),
         ("s", exchange.overlaps),
         ("p", exchange.beside),
@@ -154,14 +153,6 @@ def _fields(action: Action) -> list[str]:
 
 def _listed(storages: tuple[Storage, ...]) -> str:
     return ",".join([storage.text for storage in storages])
-
-
-def _alloc_text(alloc: Alloc) -> str:
-    return f"{alloc.storage}:{alloc.nbytes}" + (f":{alloc.slot}" if alloc.slot else "")
-
-
-def _comm_text(comm: Comm | None) -> str:
-    return f"{comm.kind}:{comm.group}:{comm.nbytes}" if comm else ""
 
 
 def to_text(action: Action, micro_batch: int, chunk: int) -> str:

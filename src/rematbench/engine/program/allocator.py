@@ -92,7 +92,6 @@ class Pool:
         insort(self.keys, size << BITS | address)
 
     def remove(self, address: int) -> int:
-        """Remove a free block and return its size."""
         size = self.starts.pop(address)
         del self.ends[address + size]
         del self.keys[bisect_left(self.keys, size << BITS | address)]
@@ -123,7 +122,6 @@ class Pool:
         return (key >> BITS) + (key & ADDRESS) == self.end
 
     def growth(self, size: int) -> int:
-        """Return the bytes to request from the device so that `size` fits."""
         if self.expandable:
             tail = self.end - self.ends[self.end] if self.end in self.ends else 0
             return -(-(size - tail) // self.page) * self.page
@@ -132,7 +130,6 @@ class Pool:
         return -(-size // ROUND_LARGE) * ROUND_LARGE
 
     def grow(self, nbytes: int) -> None:
-        """Add device memory: a new segment, or pages at the end of the expandable segment."""
         self.segments[self.end] = nbytes
         start, self.end = self.end, self.end + nbytes
         self.insert(start, nbytes)
@@ -241,7 +238,6 @@ class Allocator:
         pool.grow(growth)
 
     def peaks(self, *, oom_at: int | None = None, ended: bool = False) -> AllocatorPeaks:
-        """The peaks so far."""
         return AllocatorPeaks(
             reserved_bytes=self.reserved_peak,
             allocated_bytes=self.allocated_peak,

@@ -26,13 +26,11 @@ class Profile(NamedTuple):
     pinned_high: int
 
     def then(self, after: "Profile") -> "Profile":
-        """Return the effect of this block followed by `after`."""
         pairs = zip(self[::2], self[1::2], after[::2], after[1::2], strict=True)
         found = ((net + more, max(high, net + higher)) for net, high, more, higher in pairs)
         return Profile._make(chain.from_iterable(found))
 
     def times(self, count: int) -> "Profile":
-        """Return the effect of `count` such blocks in a row."""
         pairs = zip(self[::2], self[1::2], strict=True)
         found = ((count * net, max(high, (count - 1) * net + high)) for net, high in pairs)
         return Profile._make(chain.from_iterable(found))
@@ -46,7 +44,6 @@ class Lifetimes(NamedTuple):
     deaths: list[Storage]
 
     def renamed(self, new: Callable[[Storage], Storage]) -> "Lifetimes":
-        """Return other storages with the same lifetimes."""
         births = {new(storage): nbytes for storage, nbytes in self.births.items()}
         return Lifetimes(births, [*map(new, self.deaths)])
 
@@ -112,7 +109,6 @@ class _Profiler:
 
 
 def _outlive(parts: Sequence[Part]) -> Lifetimes:
-    """The storages that parts leave alive, and the earlier storages that they free."""
     births: dict[Storage, int] = {}
     deaths: list[Storage] = []
     for part in parts:
@@ -124,8 +120,6 @@ def _outlive(parts: Sequence[Part]) -> Lifetimes:
 
 
 def part_lifetimes(part: Part) -> Lifetimes:
-    """Return the storages that a part's first period leaves alive, and the earlier storages that it
-    frees."""
     return _outlive(part.inside) if part.periods else _outlive_of(part.written)
 
 

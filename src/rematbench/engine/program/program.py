@@ -45,23 +45,15 @@ class Periods(NamedTuple):
     inside: tuple["Periods", ...] = ()
 
     def later(self, events: int) -> "Periods":
-        """Return the same periods with the numbers of events raised by `events`."""
         inside = tuple([each.later(events) for each in self.inside])
         return self._replace(event=self.event + events, inside=inside)
 
     def shift(self, number: int) -> LayerShift | PieceShift:
-        """Return the renaming from period 0 to period `number`."""
         return self.naming.shift(number, number * self.events)
 
     @property
     def shifts(self) -> list[LayerShift | PieceShift]:
-        """Return the renaming from period 0 to each further period."""
         return [self.shift(number) for number in range(1, self.times)]
-
-
-def _moves_tensor(action: Action) -> bool:
-    """Whether a copy between device and host is of a unit's tensor."""
-    return action.part.letter not in ("", "P")
 
 
 class Part(NamedTuple):
@@ -78,12 +70,10 @@ class Part(NamedTuple):
 
     @property
     def shifts(self) -> list[LayerShift | PieceShift]:
-        """The renaming to each further period."""
         return self.periods.shifts if self.periods else []
 
     @property
     def inside(self) -> tuple["Part", ...]:
-        """The parts of the first period."""
         return parted(self.written, self.periods.inside) if self.periods else ()
 
 
@@ -128,21 +118,18 @@ class Block(Struct, frozen=True, dict=True):
     def copies(self) -> tuple[tuple[Action, int], ...]:
         """The copies of activations (not of states), and how often each copy occurs."""
         moved = (pair for pair in self.counted() if pair[0].kind in (Kind.D2H, Kind.H2D))
-        return tuple(pair for pair in moved if _moves_tensor(pair[0]))
+        return tuple(pair for pair in moved if pair[0].part.letter not in ("", "P"))
 
     @cached_property
     def actions(self) -> tuple[Action, ...]:
-        """All actions in issue order."""
         return tuple(_expanded(self.parts)) if self.periods else self.written
 
     @cached_property
     def parts(self) -> tuple[Part, ...]:
-        """The parts of the block; see `parted`."""
         return parted(self.written, self.periods)
 
     @property
     def count(self) -> int:
-        """The number of actions, all periods included."""
         return sum(times for _, times in self.counted())
 
     def counted(self) -> Iterator[tuple[Action, int]]:
@@ -181,31 +168,40 @@ class Late(Struct, frozen=True, kw_only=True):
         return sum(sum(tensors) for unit in kept for tensors in unit)
 
 
+class Samples(Struct, frozen=True, kw_only=True):
+    """Micro-batches of differing lengths.  `at`: three lengths, of which the first is that of the
+    rank's program and `shorter` are the blocks of the others; `drawn`: the lengths of successive
+    micro-batches."""
+
+    at: tuple[int, int, int]
+    drawn: tuple[int, ...]
+    shorter: tuple[tuple[Block, ...], ...]
+
+
 # Why: docs/decisions/engine.md, Is a program an event graph without issue order?
 class RankProgram(Struct, frozen=True, kw_only=True, dict=True):
     """All actions of a pipeline rank in issue order.  `late`: the tensors that the rank allocates
-    between its activations, if the stack does so; `waiting_frees`: as in Zero."""
+    between its activations, if the stack does so.  `samples`: their lengths, if these differ.
+    `waiting_frees`: as in Zero."""
 
     rank: int
     blocks: tuple[Block, ...]
     steps: tuple[Step, ...]
     late: Late | None = None
+    samples: Samples | None = None
     waiting_frees: int = 0
 
     @cached_property
     def block_of_step(self) -> NDArray[np.intp]:
-        """The block that each step runs."""
         return np.fromiter(map(itemgetter(0), self.steps), np.intp, len(self.steps))
 
     @cached_property
     def runs(self) -> list[int]:
-        """How often each block runs."""
         counts: list[int] = np.bincount(self.block_of_step, minlength=len(self.blocks)).tolist()
         return counts
 
     @cached_property
     def first_steps(self) -> list[Step]:
-        """The first step of each block that runs."""
         _, first = np.unique(self.block_of_step, return_index=True)
         return [self.steps[at] for at in first.tolist()]
 
@@ -241,7 +237,6 @@ class Program(Struct, frozen=True, kw_only=True, dict=True):
 
     @property
     def pp(self) -> int:
-        """The number of pipeline ranks."""
         return len(self.ranks)
 
     @property
@@ -264,7 +259,6 @@ class Program(Struct, frozen=True, kw_only=True, dict=True):
         return tuple(found.values())
 
     def text(self) -> str:
-        """Return the programs of all ranks, each after a line `rank N`."""
         return "".join(f"rank {r.rank}\n{r.text()}" for r in self.ranks)
 
 

@@ -16,7 +16,7 @@ from rematbench.engine.program.allocator import (
     rounded,
 )
 from rematbench.engine.program.profile import part_lifetimes
-from rematbench.engine.program.program import Block, Late, Part, RankProgram, Step
+from rematbench.engine.program.program import Block, Late, Part, RankProgram, Samples, Step
 from rematbench.engine.program.storage import HOST, ModelPart, Role, Storage
 
 Request = tuple[Storage | tuple[ModelPart, str] | None, int, int]
@@ -32,8 +32,6 @@ READ_BESIDE = (Role.WEIGHTS, Role.WEIGHT_GRADIENTS)
 
 
 class RepeatedRequests(NamedTuple):
-    """Requests that a block makes `times` times in a row."""
-
     lines: list[Request]
     times: int
 
@@ -139,19 +137,23 @@ def replay(
     enough_bytes: float = math.inf,
 ) -> AllocatorPeaks:
     """Replay the first `num_steps` steps of a rank (default: all) after its resident blocks.
+    Samples of differing lengths are replayed in whole steps, until each length had its turn.
     `passes`: how many successive training steps to replay; a later step finds the segments that
     the first step left cached.  With late tensors, another pass that allocates them comes first,
     and `resident_bytes` leaves them out.  The replay ends once more than `enough_bytes` are
     reserved."""
     memory = Allocator(capacity_bytes, mode, enough_bytes, rank.waiting_frees)
-    steps = rank.steps[:num_steps]
-    late = rank.late
+    late, samples, steps = rank.late, rank.samples, rank.steps
+    if samples is None:
+        steps = steps[:num_steps]
+    else:
+        passes = math.ceil(len(samples.drawn) / (1 + max(step.micro_batch for step in steps)))
     chosen = {step.block for step in steps}
     lines = {
         index: CachedRequests(requests(rank.blocks[index], late=late is not None))
         for index in chosen
     }
-    run = _Run(memory, lines, late)
+    run = _Run(memory, lines, late, Lengths(rank, samples) if samples else None)
     try:
         for nbytes in resident_bytes:
             memory.allocate(rounded(nbytes))
@@ -168,13 +170,43 @@ def replay(
     return memory.peaks()
 
 
-class _Run:
-    """Successive training steps of one rank."""
+class Lengths:
+    """The requests of a rank's blocks for micro-batches of differing lengths."""
 
+    def __init__(self, rank: RankProgram, samples: Samples) -> None:
+        self.rank, self.samples, self.late = rank, samples, rank.late is not None
+        self.known: dict[int, list[list[Request]]] = {}
+        self.begun = 0  # micro-batches of the steps before
+
+    def lines(self, step: Step) -> list[Request]:
+        """The requests of a step's block at the length of its micro-batch."""
+        x, y, z = self.samples.at
+        drawn = self.samples.drawn
+        t = drawn[(self.begun + step.micro_batch) % len(drawn)]
+        a = (t - y) * (t - z) / ((x - y) * (x - z))
+        b = (t - x) * (t - z) / ((y - x) * (y - z))
+        if step.block not in self.known:
+            every = (self.rank.blocks, *self.samples.shorter)
+            self.known[step.block] = [_written(blocks[step.block], self.late) for blocks in every]
+        return [
+            (subject, p if p == q else rounded(max(1, round(a * p + b * q + (1 - a - b) * r))), at)
+            for (subject, p, at), (_, q, _), (_, r, _) in zip(*self.known[step.block], strict=True)
+        ]
+
+
+def _written(block: Block, late: bool) -> list[Request]:
+    return [line for lines, times in requests(block, late=late) for line in lines * times]
+
+
+class _Run:
     def __init__(
-        self, memory: Allocator, lines: dict[int, CachedRequests], late: Late | None
+        self,
+        memory: Allocator,
+        lines: dict[int, CachedRequests],
+        late: Late | None,
+        lengths: Lengths | None = None,
     ) -> None:
-        self.memory, self.lines = memory, lines
+        self.memory, self.lines, self.lengths = memory, lines, lengths
         self.units = late.units if late else {}
         self.made: set[tuple[int, ModelPart]] = set()  # units whose states exist
         self.gradients: dict[
@@ -193,7 +225,7 @@ class _Run:
         order = [step.block for step in steps]
         begun, before = 0, None  # the last position at which no storage was alive
         while self.done < len(steps):
-            if not self.alive and not self.units:  # late tensors make steps differ
+            if not (self.alive or self.units or self.lengths):  # these make steps differ
                 state = self.memory.state
                 if state == before:
                     self.rounds.append((state, order[begun : self.done]))
@@ -204,6 +236,8 @@ class _Run:
                     break
             self._run(steps[self.done])
             self.done += 1
+        if self.lengths:
+            self.lengths.begun += 1 + max(step.micro_batch for step in steps)
 
     def _known(self, state: object, blocks: list[int]) -> int:
         """The number of next blocks that change nothing.  They repeat a round, or its beginning,
@@ -217,7 +251,9 @@ class _Run:
     def _run(self, step: Step) -> None:
         index, micro_batch, chunk = step
         alive = self.alive.setdefault((micro_batch, chunk), {})
-        for lines, times in self.lines[index]:
+        if self.lengths:
+            self._lines(self.lengths.lines(step), alive, chunk)
+        for lines, times in () if self.lengths else self.lines[index]:
             self._repeated(lines, times, alive, chunk)
         if not alive:
             del self.alive[micro_batch, chunk]

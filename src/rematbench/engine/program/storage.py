@@ -48,7 +48,6 @@ class ModelPart(str):
         return _part, (self.letter, self.number, self.op, self.units)
 
     def later(self, layers: int) -> "ModelPart":
-        """The part of a layer that comes `layers` layers later."""
         return part_of(self.letter, self.number + layers, self.op)
 
 
@@ -158,12 +157,10 @@ class Storage(Named, frozen=True, eq=False, gc=False):
 
     @property
     def is_gradient(self) -> bool:
-        """Whether it is an activation's gradient."""
         return self.role in _VALUES
 
     @property
     def gradient(self) -> "Storage":
-        """The gradient of an activation."""
         return self._with("gradient", 2, _GRADIENTS.get(self.role))
 
     @property
@@ -174,7 +171,6 @@ class Storage(Named, frozen=True, eq=False, gc=False):
 
     @property
     def on_host(self) -> "Storage":
-        """Its copy in host memory."""
         return self._with(HOST, 5, HOST)
 
     @property
@@ -187,11 +183,9 @@ class Storage(Named, frozen=True, eq=False, gc=False):
         return self._with(rows, 3, rows)
 
     def of_piece(self, piece: int) -> "Storage":
-        """Its piece of a mini-sequence."""
         return self._with(("piece", piece), 4, piece)
 
     def later(self, layers: int) -> "Storage":
-        """The storage of a layer that comes `layers` layers later."""
         return self.known.get(layers) or self._with(layers, 0, self.part.later(layers))
 
 
@@ -248,7 +242,6 @@ def event_of(text: str) -> Event:
 
 @_one_object
 def local_event(number: int) -> Event:
-    """Return a block's event of this number."""
     return Event(f"e{number}", number, "", is_local=True)
 
 

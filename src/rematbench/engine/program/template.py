@@ -21,16 +21,13 @@ class LayerShift(NamedTuple):
     above: int
 
     def of(self, actions: Sequence[Action]) -> list[Action]:
-        """Return the actions with the new names."""
         return [renamed(action, self) for action in actions]
 
     def storage(self, storage: Storage) -> Storage:
-        """Return the new storage."""
         by = self._by(storage.part)
         return storage.later(by) if by else storage
 
     def part(self, part: ModelPart) -> ModelPart:
-        """Return the new part."""
         by = self._by(part)
         return part.later(by) if by else part
 
@@ -52,7 +49,6 @@ class PieceShift(NamedTuple):
     works_on_piece: Sequence[bool]
 
     def of(self, actions: Sequence[Action]) -> list[Action]:
-        """Return the actions with the new names and rows."""
         again = [renamed(action, self) for action in actions]
         return [
             replace(action, rows=replace(action.rows, offset=self.offset)) if of_piece else action
@@ -60,12 +56,10 @@ class PieceShift(NamedTuple):
         ]
 
     def storage(self, storage: Storage) -> Storage:
-        """Return the new storage."""
         piece = storage.piece
         return storage if piece is None else storage.of_piece(piece + self.pieces)
 
     def part(self, part: ModelPart) -> ModelPart:
-        """Return the part, which pieces share."""
         return part
 
 
@@ -75,17 +69,12 @@ class Renaming(Protocol):
     @property
     def events(self) -> int: ...
 
-    def storage(self, storage: Storage) -> Storage:
-        """Return the new storage."""
-        ...
+    def storage(self, storage: Storage) -> Storage: ...
 
-    def part(self, part: ModelPart) -> ModelPart:
-        """Return the new part."""
-        ...
+    def part(self, part: ModelPart) -> ModelPart: ...
 
 
 def renamed(action: Action, shift: Renaming) -> Action:
-    """Return the action with the storages, the part and the events of a shift."""
     kind, events, new = action.kind, shift.events, shift.storage
     event = _later(action.event, events)
     if kind is Kind.WAIT:
@@ -123,7 +112,6 @@ class LayerPeriods(NamedTuple):
     near: tuple[int, int]
 
     def shift(self, number: int, events: int) -> LayerShift:
-        """Return the renaming from period 0 to period `number`."""
         return LayerShift(number * self.layers, events, *self.near, 0)
 
 
@@ -135,10 +123,8 @@ class PiecePeriods(NamedTuple):
     works_on_piece: tuple[bool, ...]
 
     def shift(self, number: int, events: int) -> PieceShift:
-        """Return the renaming from piece 0 to piece `number`."""
         return PieceShift(number, events, self.offsets[number], self.works_on_piece)
 
 
 def waits_before(actions: Iterable[Action], oldest: int) -> bool:
-    """Whether an action waits for an event with a number below `oldest`."""
     return any(a.wait is not None and 0 <= a.wait.number < oldest for a in actions)

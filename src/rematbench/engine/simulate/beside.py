@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from math import fsum
 from typing import NamedTuple
 
-from rematbench.costs.operators.experts import BESIDE_ATTENTION
+from rematbench.costs.operators.launches import BESIDE_ATTENTION
 from rematbench.costs.operators.ops import Comm, Op, OpTable
 from rematbench.problem import Problem
 

@@ -54,13 +54,11 @@ class RowPart(NamedTuple):
     inside: tuple["RowPart", ...] = ()
 
     def old_events(self) -> Iterator[Event]:
-        """The old events of all that are renamed."""
         yield from (old for _, old in self.carried)
         for part in self.inside:
             yield from part.old_events()
 
     def renamed(self, seen: Mapping[Event, Time]) -> dict[Event, Time]:
-        """Return the renamed events of `seen`, by the new event."""
         return {event: seen[before] for event, before in self.carried}
 
 
@@ -101,7 +99,6 @@ def _parts(
     timing: Callable[[Action, int], Timing],
     timed: list[Timing],
 ) -> tuple[list[RowPart], list[float]]:
-    """Compiled parts, and the seconds in which they keep each stream busy."""
     found: list[tuple[list[RowPart], list[float]]] = []
     for part in parts:
         if part.periods:

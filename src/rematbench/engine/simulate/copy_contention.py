@@ -139,7 +139,6 @@ def _exchanged_bytes(problem: Problem, program: Program) -> dict[str, float]:
 
 
 def collectives(block: Block) -> Counter[Comm]:
-    """Return the collectives of a block, and how often each occurs."""
     found: Counter[Comm] = Counter()
     for action, count in block.counted():
         comm = action.exchange.comm
@@ -190,7 +189,7 @@ def _both(program: Program, total: int) -> float:
             at: block.label for at, block in enumerate(rank.blocks) if block.label in ("D2H", "H2D")
         }
         copies = [step for step in rank.steps if step[0] in labels] if labels else []
-        sizes = {at: _block_bytes(rank, at) for at in labels}
+        sizes = {at: sum(a.nbytes * n for a, n in rank.blocks[at].counted()) for at in labels}
         met = {
             at + side
             for at, (one, other) in enumerate(pairwise(copies))
@@ -230,17 +229,11 @@ def trailing_bytes(block: Block) -> int:
 
 
 def copied_bytes(block: Block, kind: Kind) -> int:
-    """Return the bytes that a block's activation copies of a kind move."""
     return sum([action.nbytes * n for action, n in _copies(block, kind)])
 
 
 def _copies(block: Block, kind: Kind) -> list[tuple[Action, int]]:
-    """The copies of a kind of activations, and how often each occurs."""
     return [pair for pair in block.copies if pair[0].kind is kind]
-
-
-def _block_bytes(rank: RankProgram, block: int) -> int:
-    return sum(action.nbytes * count for action, count in rank.blocks[block].counted())
 
 
 def _crosses(problem: Problem, action: Action, rank: int) -> bool:

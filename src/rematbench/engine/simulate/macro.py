@@ -96,7 +96,6 @@ def power(ends: Sequence[Shifted], times: int) -> Matrix:
 
 
 def _product(a: Matrix, b: Matrix) -> Matrix:
-    """The (max, +) product of two square matrices."""
     product: Matrix = (a[:, :, None] + b).max(axis=1)
     return product
 
@@ -179,14 +178,12 @@ class _Run:
         seen |= {event: end for event, end in zip(events, after[HOST + 1 :], strict=True) if end}
 
     def _issued(self, start: Shifted, issue: float, late: float) -> Shifted:
-        """The start of a row that the host issues."""
         terms, shift = self.free[HOST]
         self.free[HOST] = (terms, shift + issue)
         self.touched.add(HOST)
         return _join(start, (terms, shift + late))
 
     def _held(self, end: Shifted) -> None:
-        """The host waits until a row has ended."""
         self.free[HOST] = _join(self.free[HOST], end)
         self.touched.add(HOST)
 

@@ -57,8 +57,6 @@ MacroSteps = tuple[list[Motion], Runs]
 
 
 def _motion(macro: Macro, events: dict[Event, Times], clock: Clock) -> Motion:
-    """The motion of a macro on a clock's rank; `events`: the times of the events that a macro of
-    the rank waits for."""
     ends: dict[AffineTerms, int] = {}
 
     def index(terms: AffineTerms) -> int:
@@ -106,7 +104,6 @@ def _role(block: RowBlock) -> int:
 
 @lru_cache(maxsize=64)
 def _runs(steps: tuple[Step, ...], roles: tuple[int, ...], pp: int) -> Runs:
-    """The runs of a rank's steps; `roles`: of its blocks."""
     keys: dict[tuple[int, ...], int] = {}
     runs: list[tuple[int, int]] = []
     run: list[int] = []

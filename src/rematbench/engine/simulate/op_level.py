@@ -44,18 +44,13 @@ class RankedSeconds(Protocol):
     """Costs of actions, with the host's time and a key of ranks.  Ranks of equal costs have equal
     keys and share compiled blocks."""
 
-    def __call__(self, action: Action, rank: int) -> float:
-        """Return the seconds of the action on its stream."""
-        ...
+    def __call__(self, action: Action, rank: int) -> float: ...
 
     def alike(self, rank: int) -> Hashable:
         """Return a key that is equal for ranks on which every action takes the same time."""
         ...
 
-    def timing(self, action: Action, rank: int) -> Timing:
-        """Return the action's timing.  An action that only orders streams (ORDERING) takes no
-        time."""
-        ...
+    def timing(self, action: Action, rank: int) -> Timing: ...
 
 
 def timings(seconds: Seconds) -> Callable[[Action, int], Timing]:
@@ -91,7 +86,6 @@ class Simulation(Struct, frozen=True, kw_only=True):
     intervals: tuple[Interval, ...] = ()
 
     def busy_s(self, rank: int, stream: str) -> float:
-        """Return the busy seconds of a rank's stream."""
         return self.stream_busy_s[rank][STREAM_INDEX[stream]]
 
 
@@ -128,7 +122,6 @@ class Clock:
         self.awaiting: int | None = None
 
     def incoming(self, event: Event) -> MessageNumber:
-        """Return the message whose arrival is the event of a RECV."""
         if event.message == "e":
             return 0, -1 - (sum(self.embedding) - self.rank)
         if len(event.message) > 1 and event.message[1] == "%":
@@ -248,16 +241,11 @@ def simulate(program: Program, seconds: Seconds, *, record: bool = False) -> Sim
 
 
 class Busy(Protocol):
-    """A compiled block that knows the seconds during which it keeps each stream busy."""
-
     @property
-    def busy_s(self) -> tuple[float, ...]:
-        """Seconds by stream."""
-        ...
+    def busy_s(self) -> tuple[float, ...]: ...
 
 
 def busy(program: Program, code: Sequence[Sequence[Busy]]) -> tuple[tuple[float, ...], ...]:
-    """Return the busy seconds by rank and stream."""
     totals = []
     for rank in program.ranks:
         seconds = [0.0] * len(STREAMS)

@@ -8,9 +8,8 @@ from rematbench.costs.bind import CopyDirection
 from rematbench.costs.bind_kernels import Direction
 from rematbench.costs.copies import NO_TRAFFIC, CopyTraffic
 from rematbench.costs.operators.experts import ROUTED
-from rematbench.costs.operators.launches import COUNTS
+from rematbench.costs.operators.launches import COUNTS, uncaptured
 from rematbench.costs.operators.ops import Comm, Group, Op, OpTable
-from rematbench.engine.lowering.blocks.chunk_ops import uncaptured
 from rematbench.engine.lowering.slices import slice_problems
 from rematbench.engine.lowering.states.state_shards import quantised_weights
 from rematbench.engine.program.action import (
@@ -62,12 +61,13 @@ class ActionCosts:
         self._timings: dict[tuple[object, ...], Timing] = {}
         self._shares: dict[tuple[int, int], Mapping[str, Exposed]] = {}  # by layer and rank
         system, vpp = problem.system, problem.layout.vpp
-        whole = system.kernels.cuda_graphs or system.kernels.compiled
-        kinds = problem.layer_kinds if whole else ()
+        kernels, work = system.kernels, problem.workload
+        self._iterates, self._graphs = kernels.captures_iteration, kernels.captures
+        kinds = problem.layer_kinds if kernels.captures or kernels.compiled else ()
         self._eager = [frozenset[str]() for _ in kinds]
         """The operators of each kind of layer that are in no graph."""
-        if system.kernels.cuda_graphs:
-            self._eager = [uncaptured(problem, table) for table in kinds]
+        if kernels.captures:
+            self._eager = [uncaptured(kernels, work, table) for table in kinds]
             self._begins = [*map(_graph_begins, kinds, self._eager)]
         else:
             self._begins = [_region_begins(table) for table in kinds]
@@ -89,7 +89,6 @@ class ActionCosts:
                 self._kernels.clear()
 
     def __call__(self, action: Action, rank: int) -> float:
-        """Return the seconds of the action on its stream."""
         if action.kind in DIRECTION:
             return self._kernels_s(action, rank)
         if action.kind is Kind.STALL:
@@ -131,28 +130,37 @@ class ActionCosts:
         """Return the seconds that the host takes to issue an action: a launch per kernel, or a
         single launch for a collective, a message or a copy.  A STALL has no launch.  A layer's CUDA
         graph is one launch, at its first action, and so is a compiled region, the kernels between
-        two collectives.  Launches of a mixture of experts have a pace of their own."""
+        two collectives.  An iteration's graph is launched with the update, which no graph holds.
+        Launches of a mixture of experts that no graph holds have a pace of their own."""
         if action.kind is Kind.STALL or self._inside(action):
             return 0.0
         launch_s = self.cost.host_launch_s
-        if action.op in ROUTED:
+        if self._iterates:
+            return 2 * launch_s
+        eager = True
+        if self._begins and action.part.letter == "L":
+            eager = action.op in self._eager[action.variant % len(self._eager)]
+        if action.op in ROUTED and (eager or not self._graphs):
             launch_s *= self.cost.common.expert_pace
         if action.kind not in DIRECTION:
             return launch_s
         op, direction = self._op(action, rank), DIRECTION[action.kind]
         calls, loops_s = self.cost.calls(op, direction), self.cost.loops_s(op, direction)
-        if self._begins and action.part.letter == "L":
-            eager = action.op in self._eager[action.variant % len(self._eager)]
-            calls, loops_s = (calls, loops_s) if eager else (min(1, calls), 0.0)
+        if not eager:
+            calls, loops_s = min(1, calls), 0.0
         return calls * launch_s + loops_s
 
     def _inside(self, action: Action) -> bool:
         """Whether an action is in a layer's CUDA graph or compiled region but is not its first
-        action.  A graph holds a layer's kernels and the collectives between them, but no reduction
-        and no copy of gradients; a region holds kernels alone."""
+        action, or in the graph of an iteration.  A graph of a layer holds its kernels and the
+        collectives between them, but no reduction and no copy of gradients; a region holds kernels
+        alone."""
+        if self._iterates:
+            return action.kind is not Kind.OPTIMIZER
         if not self._begins or action.part.letter != "L":
             return False
-        graphs = self.problem.system.kernels.cuda_graphs
+        eager = self._eager[action.variant % len(self._eager)]
+        graphs = self._graphs and action.op not in eager
         comm = action.exchange.comm
         if comm is not None:
             return graphs and comm.stream in ("tp", "cp")
@@ -167,6 +175,8 @@ class ActionCosts:
         of experts' tokens, or for each action to end if launches block."""
         if self._blocks and action.kind not in (Kind.EVENT, Kind.STALL):
             return True
+        if self._iterates:
+            return False
         if action.op == COUNTS:
             return action.exchange.comm is not None or self._counts_alone
         if action.kind in (Kind.D2H, Kind.H2D):
@@ -184,8 +194,6 @@ class ActionCosts:
         return (groups, sends)
 
     def _kernels_s(self, action: Action, rank: int) -> float:
-        """Seconds of a compute action, cached for all layers and micro-batches, and for all ranks
-        unless a collective overlaps the action."""
         overlaps, rows = action.exchange.overlaps, action.rows
         where = (action.part.letter, action.variant, action.op, rank if overlaps else -1)
         key = (action.kind, *where, overlaps, rows.fraction * rows.columns, rows.fraction)
@@ -224,7 +232,6 @@ class ActionCosts:
         return found.forward if action.exchange.beside == "backward" else found.backward
 
     def _op(self, action: Action, rank: int) -> Op:
-        """The operator that an action runs, from its layer's operator table."""
         part = action.part.letter
         key = (part, action.variant, action.op)
         if key not in self._ops:
@@ -286,7 +293,6 @@ Begins = dict[Kind, frozenset[str]]
 
 
 def table_of(problem: Problem, slices: tuple[int, ...], action: Action) -> OpTable:
-    """Return the operator table of an action of a program with these slices."""
     number, variant = divmod(action.variant, len(problem.layer_kinds))
     if len(slices) > 1:
         problem = slice_problems(problem, slices)[number]
@@ -304,10 +310,10 @@ def _graph_begins(table: OpTable, eager: frozenset[str]) -> Begins:
     """The operators that a layer's CUDA graphs begin with: the first operator with a forward, and
     the last operator with an input gradient; and those in no graph, which are launched each."""
     inside = [op for op in table.ops if op.name not in eager]
-    forward = next(op.name for op in inside if op.forward)
-    backward = next(op.name for op in reversed(inside) if op.backward_input)
+    forward = {op.name for op in [one for one in inside if one.forward][:1]}
+    backward = {op.name for op in [one for one in inside if one.backward_input][-1:]}
     apart = dict.fromkeys((Kind.RECOMPUTE, Kind.BACKWARD_WEIGHT), eager) if eager else {}
-    return {Kind.FORWARD: eager | {forward}, Kind.BACKWARD_INPUT: eager | {backward}, **apart}
+    return {Kind.FORWARD: eager | forward, Kind.BACKWARD_INPUT: eager | backward, **apart}
 
 
 def _region_begins(table: OpTable) -> Begins:
@@ -331,8 +337,6 @@ def _region_begins(table: OpTable) -> Begins:
 
 
 def _overlapping(op: Op, kind: Kind) -> tuple[Comm | None, ...]:
-    """The collectives that overlap an operator's kernels of a kind; None for an absent
-    collective."""
     match kind:
         case Kind.BACKWARD_INPUT:
             return (op.grad_gather, op.regather)

@@ -343,7 +343,6 @@ def reached_hbm(sources: Sources, row: KernelRow, hbm: Mapping[str, float]) -> f
 
 
 def predicted_s(rates: ByteRates, row: KernelRow, hbm_bytes_per_s: float) -> float:
-    """Predicted seconds of a row's pass or passes."""
     which = row.shape["pass"]
     parts = {"forward": (False,), "backward": (True,), "forward+backward": (False, True)}[which]
     count = float(elements(row))

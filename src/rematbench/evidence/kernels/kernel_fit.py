@@ -37,10 +37,7 @@ from rematbench.inputs.kernel_rates import (
     AttentionRates,
     Evidence,
     GenerationRates,
-    KernelRates,
     Share,
-    evidence_of,
-    load_kernel_rates,
 )
 from rematbench.inputs.paths import data_dir
 
@@ -155,30 +152,8 @@ def as_text(rates: msgspec.Struct) -> str:
     return HEADER + yaml.safe_dump(plain, sort_keys=False, default_flow_style=None, width=100)
 
 
-def curve_table(rates: KernelRates) -> list[tuple[str, int, int, int, int, float]]:
-    """For every fitted rate: name, number of parameters, rows, documents, rows more than 10 % off
-    (each with a reason), and the largest deviation.  The last line sums the rates (documents: the
-    largest number)."""
-    lines = [
-        (
-            name,
-            len(told.fitted),
-            told.rows,
-            told.sources,
-            sum(len(o.lines) for o in told.outliers),
-            max((o.worst for o in told.outliers), key=abs, default=0.0),
-        )
-        for name, told in evidence_of(rates).items()
-        if told.fitted
-    ]
-    off = sum(line[4] for line in lines)
-    worst = max((line[5] for line in lines), key=abs)
-    sums = (sum(line[1] for line in lines), sum(line[2] for line in lines))
-    return [*lines, ("all", *sums, max(line[3] for line in lines), off, worst)]
-
-
 def main() -> None:
-    """Refit and write the files; print which files changed, and the table of curves."""
+    """Refit and write the files; print which files changed."""
     folder = data_dir("config") / "kernels"
     for name, rates in refit(folder, data_dir("published") / "kernels.csv").items():
         path = folder / f"{name}.yaml"
@@ -186,10 +161,6 @@ def main() -> None:
         same = path.exists() and path.read_text(encoding="utf-8") == text
         path.write_text(text, encoding="utf-8")
         sys.stdout.write(f"{path.name}: {'unchanged' if same else 'written'}\n")
-    sys.stdout.write(f"{'rate':42} parameters rows documents  off  worst\n")
-    for curve, *numbers, worst in curve_table(load_kernel_rates(folder)):
-        counts = "{:10d} {:4d} {:9d} {:4d}".format(*numbers)
-        sys.stdout.write(f"{curve:42} {counts} {100 * worst:+5.0f} %\n")
 
 
 if __name__ == "__main__":

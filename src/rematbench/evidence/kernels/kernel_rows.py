@@ -103,7 +103,6 @@ class KernelRow(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def causal(self) -> bool:
-        """Whether the attention kernel had a causal mask."""
         return self.shape.get("causal") == "1"
 
 
@@ -212,7 +211,6 @@ class Match(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     below: dict[str, float] = {}
 
     def holds(self, row: KernelRow) -> bool:
-        """Whether a row matches."""
         words = ((self.what, row.what), (self.gpu, row.gpu), (self.dtype, row.dtype))
         parts = (
             (self.source, row.source),

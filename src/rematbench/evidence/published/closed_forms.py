@@ -4,16 +4,12 @@ outside its scope, with the reason."""
 from typing import Literal
 
 from msgspec import Struct
-from msgspec.structs import replace
 
-from rematbench.costs.offload_estimate import pipeline_offload_estimator
 from rematbench.evidence.published.estimators import fujii_estimate, phaze_estimate
-from rematbench.plan import ByteBudget, Offload, Plan, Recompute, Split, Unsupported
+from rematbench.plan import Plan, Recompute, Unsupported
 from rematbench.problem import Problem, rank_parameters
-from rematbench.solve.kept import kept_layer_bytes
 
-EstimatorName = Literal["ledger", "fujii", "atc24", "phaze"]
-FEWEST_STAGES = 3
+EstimatorName = Literal["ledger", "fujii", "phaze"]
 
 
 class ClosedForm(Struct, frozen=True, kw_only=True):
@@ -26,7 +22,6 @@ class ClosedForm(Struct, frozen=True, kw_only=True):
 
     @property
     def total_bytes(self) -> float:
-        """States and activations together."""
         return self.state_bytes + self.activation_bytes
 
 
@@ -35,8 +30,6 @@ def closed_form(name: EstimatorName, problem: Problem, plan: Plan) -> ClosedForm
     cover the plan; `ledger` is not a formula and always unsupported."""
     if name == "fujii":
         return _fujii(problem, plan)
-    if name == "atc24":
-        return _atc24(problem, plan)
     if name == "phaze":
         return _phaze(problem, plan)
     return Unsupported("the ledger is not a formula")
@@ -83,50 +76,6 @@ def _not_plain(problem: Problem, plan: Plan) -> str:
         (plan.states != plain.states, "has no term for states kept elsewhere"),
     )
     return next((text for broken, text in changed if broken), "")
-
-
-def _atc24(problem: Problem, plan: Plan) -> ClosedForm | Unsupported:
-    reason = atc24_refusal(problem, plan)
-    if reason:
-        return Unsupported(reason)
-    budgets = {rule.fate.alpha for rule in plan.rules if isinstance(rule.fate, ByteBudget)}
-    alpha = budgets.pop() if budgets else 0.0
-    kept = replace(plan, rules=tuple(r for r in plan.rules if not isinstance(r.fate, ByteBudget)))
-    form = pipeline_offload_estimator(
-        problem.workload.model, problem.layout, kept_layer_bytes(problem, kept)
-    )
-    return ClosedForm(
-        name="atc24",
-        state_bytes=form.state_bytes,
-        activation_bytes=form.peak_bytes(alpha) - form.state_bytes,
-        remark=f"Yuan et al., USENIX ATC 2024, alpha = {alpha:g}; a fit of ours to its Figure 9",
-    )
-
-
-def atc24_refusal(problem: Problem, plan: Plan) -> str:
-    """The reason why ATC'24's formula does not cover a plan; empty if it does."""
-    lay, model = problem.layout, problem.workload.model
-    fates = [rule.fate for rule in plan.rules]
-    whole = any(getattr(fate, "whole", False) for fate in fates)
-    moved = any(isinstance(fate, Offload | Split) for fate in fates)
-    alphas = {fate.alpha for fate in fates if isinstance(fate, ByteBudget)}
-    rules = (
-        (lay.pp < FEWEST_STAGES, f"needs a pipeline of 3 stages or more, not {lay.pp}"),
-        (not model.gated, f"assumes a gated MLP, not {model.mlp}"),
-        (
-            lay.zero_stage != 1,
-            f"assumes a distributed optimizer (zero 1), not zero {lay.zero_stage}",
-        ),
-        (lay.tp > 1 and not lay.sp, "assumes sequence parallelism with tp"),
-        (lay.ulysses > 1, "has no term for ulysses"),
-        (model.experts is not None, "has no term for experts"),
-        (whole, "has no term for layers run again whole (the peak is then inside one layer)"),
-        (moved or len(alphas) > 1, "assumes one share alpha for all chunks, as in pp_offload"),
-        (bool(plan.mini_sequences), "has no term for mini-sequences"),
-        (plan.partition != problem.base_plan.partition, "assumes layers spread evenly"),
-        (plan.states != problem.base_plan.states, "has no term for states kept elsewhere"),
-    )
-    return next((text for broken, text in rules if broken), "")
 
 
 def _phaze(problem: Problem, plan: Plan) -> ClosedForm | Unsupported:

@@ -16,7 +16,6 @@ class Estimate(Struct, frozen=True, kw_only=True):
 
     @property
     def total_bytes(self) -> float:
-        """States and activations together."""
         return self.state_bytes + self.activation_bytes
 
 

@@ -160,7 +160,6 @@ def read_case(row: Row, registry: Registry) -> PublishedCase:
 
 @cache
 def _claim(system: str, note: str) -> tuple[str, dict[str, str]]:
-    """The name of a row's stack, and the methods that the row's words for recomputation mean."""
     name, words = claim_of_row(system, note)
     return load_system(name).name, words
 
@@ -171,7 +170,6 @@ def claim_of(row: Row) -> tuple[str, dict[str, str]]:
 
 
 def stack_of(row: Row) -> str:
-    """The name of a row's stack."""
     return claim_of(row)[0]
 
 

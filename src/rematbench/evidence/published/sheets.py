@@ -12,7 +12,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Final, Literal, get_args
 
-from msgspec import Struct
+from msgspec import Struct, ValidationError, convert
 from msgspec.structs import FieldInfo
 
 from rematbench.host.declared import facts, limits, plain_type
@@ -141,6 +141,11 @@ def _fact(row: Row, column: str, field: FieldInfo) -> Any:
         return flag(row, column, False)
     if kind is int:
         return whole(row, column, least=limits(field)[0] or 0)
+    if kind is str:
+        try:
+            return convert(text(row, column).replace(" ", ""), field.type)
+        except ValidationError:
+            raise RowError("unsupported", f"{column} {row[column]!r} is not modelled") from None
     return (
         _number(column, text(row, column)) if kind is float else read_choice(row, column, "", kind)
     )

@@ -102,7 +102,6 @@ class Said(Struct, kw_only=True):
     refused: list[str] = []
 
     def add(self, meaning: Meaning) -> None:
-        """Add what a word states."""
         self.row |= meaning.row
         self.model |= meaning.model
         self.stack |= meaning.stack
@@ -116,7 +115,6 @@ def _file() -> _File:
 
 
 def policies() -> list[str]:
-    """The words for recomputation."""
     return [*filter(None, _file().policies)]
 
 

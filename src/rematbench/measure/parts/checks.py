@@ -57,12 +57,10 @@ class Summary(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def ended(self) -> bool:
-        """Whether every part ended well."""
         return all(part.status == "ok" for part in self.parts)
 
     @property
     def sound(self) -> bool:
-        """Whether every part ended well and every claim holds."""
         return self.ended and all(finding.holds for finding in self.findings)
 
 
@@ -83,7 +81,6 @@ class Cells(NamedTuple):
     missing: tuple[str, ...]
 
     def of(self, problem: str) -> "Cells":
-        """The cells of the problems whose name starts with `problem`."""
         return Cells(
             {name: record for name, record in self.records.items() if name.startswith(problem)},
             {name: why for name, why in self.unreadable.items() if name.startswith(problem)},
@@ -198,8 +195,6 @@ def _bytes(cells: Cells) -> Finding:
 
 
 def _peaks(cells: Cells) -> Finding:
-    """The finding on the allocator's peak against the simulated peak, of the fullest rank of each
-    cell."""
     said = list(cells.lost())
     for name, record in cells.ok().items():
         rank = record.measured.fullest if record.measured else None

@@ -28,7 +28,6 @@ def _written(folder: Path) -> str:
 
 
 def turns_of(folder: Path, part: str) -> list[Turn]:
-    """The turns of a part of a measurement."""
     files = sorted(folder.glob(f"{part}/*.jsonl"))
     return [turn for file in files for turn in read_lines(file, Turn)]
 
@@ -59,7 +58,6 @@ def measured_and_predicted(line: Prediction | None, turns: Sequence[Turn]) -> di
 
 
 def devices_of(rows: Sequence[dict[str, Any]]) -> str:
-    """The names of the devices that rows were measured on."""
     return ", ".join(sorted({row["device"] for row in rows}))
 
 

@@ -57,8 +57,6 @@ BASELINES: tuple[tuple[str, dict[str, str]], ...] = (
 
 
 class GpuRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """The options of a `measure-gpu` command."""
-
     suite: Path | None
     output: Path
     device: Device
@@ -66,12 +64,10 @@ class GpuRequest(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float = math.inf
 
     def limit_s(self, part: str) -> float:
-        """Seconds that a part may take."""
         return min(self.seconds, (LIMITS | ON_DEMAND)[part])
 
     @property
     def words(self) -> list[str]:
-        """The options as arguments for a part's process."""
         where = ["-o", str(self.output), "--device", self.device]
         where += ["--suite", str(self.suite)] if self.suite else []
         where += ["--seconds", str(self.seconds)] if math.isfinite(self.seconds) else []
@@ -204,7 +200,6 @@ def _execute(batch: list[Cell], request: GpuRequest, limit_s: float, how: How) -
 
 
 def _baselines(request: GpuRequest) -> None:
-    """Run the packages on the large problem, each policy in its own process."""
     problem = replace(request, only=()).cells("large")[0].problem
     for package_name, settings in BASELINES:
         name = "-".join((package_name, *(settings.values() or ("none",))))

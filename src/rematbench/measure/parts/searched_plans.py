@@ -79,7 +79,6 @@ class OneGpuJob(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         )
 
     def at(self, memory_gib: float) -> str:
-        """The problem's name for a given device memory."""
         return f"{self.name}-{memory_gib:g}gib".replace(".", "_")
 
 
@@ -115,7 +114,6 @@ def search_all(suite: SearchedSuite, processes: int) -> Iterator[Searched]:
 
 
 def different(results: Sequence[Result]) -> list[Result]:
-    """The first plan of each micro-batch and set of methods, in the order of the answer."""
     registry, first = discover(), dict[Any, Result]()
     for one in results:
         methods = frozenset(each.name for each in registry.resolve(one.method).methods)

@@ -19,23 +19,15 @@ Stamp = torch.cuda.Event | float
 
 
 class TimedAction(NamedTuple):
-    """An action and its seconds."""
-
     action: Action
     seconds: float
 
 
-class Stopwatch:
-    """Reads the time of a stream: an event of CUDA, or the host's clock."""
-
-    def __init__(self, streams: Streams) -> None:
-        self.streams = streams
-
-    def now(self, stream: str) -> Stamp:
-        """The time after all work issued so far on a stream."""
-        if isinstance(self.streams, CudaStreams):
-            return stamp(self.streams.streams[stream])
-        return time.perf_counter()
+def now(streams: Streams, stream: str) -> Stamp:
+    """The time after all work issued so far on a stream: an event of CUDA, or the host's clock."""
+    if isinstance(streams, CudaStreams):
+        return stamp(streams.streams[stream])
+    return time.perf_counter()
 
 
 def between(start: Stamp, end: Stamp) -> float:
@@ -54,7 +46,6 @@ class TimedExecutor(Executor):
         """Run a step. The result has its seconds, and its actions with their seconds in issue
         order."""
         self.read: list[tuple[Action, Stamp, Stamp]] = []
-        self.watch = Stopwatch(self.streams)
         stop = self.streams.clock()
         self.issue_step()
         whole = stop()  # waits for the device
@@ -64,9 +55,9 @@ class TimedExecutor(Executor):
         if action.kind in WITHOUT_WORK:
             super()._act(action, micro_batch, chunk)
             return
-        start = self.watch.now(action.stream)
+        start = now(self.streams, action.stream)
         super()._act(action, micro_batch, chunk)
-        self.read.append((action, start, self.watch.now(action.stream)))
+        self.read.append((action, start, now(self.streams, action.stream)))
 
 
 class Key(NamedTuple):
@@ -80,7 +71,6 @@ class Key(NamedTuple):
 
 
 def by_key(actions: Iterable[TimedAction]) -> dict[Key, list[TimedAction]]:
-    """Actions by their key."""
     found: dict[Key, list[TimedAction]] = {}
     for timed in actions:
         action = timed.action

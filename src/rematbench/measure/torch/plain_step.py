@@ -16,7 +16,7 @@ from torch.autograd.graph import save_on_cpu
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
-from rematbench.measure.hand_written import Means
+from rematbench.measure.records import Means
 from rematbench.worlds.torch import arithmetic
 from rematbench.worlds.torch.parameters import AdamW
 from rematbench.worlds.torch.rank_model import NotExecutable, RankModel
@@ -35,22 +35,18 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, total: Tensor) -> Tensor:
-        """x @ weight.T; `total`: the weight's gradient so far, in the shape of the weight."""
         ctx.save_for_backward(x, weight)
         ctx.total = total
-        return arithmetic.linear(x, weight)
+        return F.linear(x, weight)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        """The input's gradient; the weight's gradient is added to its buffer."""
         x, weight = ctx.saved_tensors
         arithmetic.add_weight_gradient(ctx.total, grads[0], x)
         return grads[0] @ weight, None, None
 
 
 class PlainLoop:
-    """Training steps of one rank's model; gradients add up in the parameters' wide buffers."""
-
     def __init__(self, model: RankModel, rule: AdamW, means: Means = "nothing") -> None:
         kind, lay = model.kind, model.problem.layout
         if (kind.mlp, kind.norm, kind.position) != ("swiglu", "rmsnorm", "rope") or lay.gpus > 1:

@@ -15,7 +15,7 @@ import torch
 
 from rematbench.engine.lowering.lower import lower
 from rematbench.host.gpu_state import GpuState
-from rematbench.measure.hand_written import Means
+from rematbench.measure.records import Means
 from rematbench.measure.torch.plain_step import PlainLoop
 from rematbench.plan import Plan
 from rematbench.problem import Problem
@@ -56,8 +56,6 @@ class TurnResult(NamedTuple):
 
 
 class Turns:
-    """Runs turns on one device."""
-
     def __init__(self, device: torch.device, state: Callable[[], GpuState]) -> None:
         """`state` asks for the GPU's state."""
         torch.set_num_threads(1)  # as in a rank's process

@@ -1,4 +1,4 @@
-"""The page with every table and figure: results/index.html, and results/REPORT.md."""
+"""The page with every table and figure: results/index.html."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,7 +16,6 @@ from rematbench.paper.page import (
     gather,
     load_report,
     never_measured,
-    report_markdown,
     what_was_measured,
     whether_bands_hold,
 )
@@ -27,8 +26,6 @@ MOST_BYTES = 5_000_000
 
 
 def build(output: Path, values: Mapping[str, str], suite: Path) -> str:
-    """Write one self-contained page and its text in Markdown, of the tables and figures that are
-    there."""
     spec, config = load_matrix(suite), load_report()
     results = Path("results")
     tables = results / "paper" / "tables"
@@ -65,8 +62,7 @@ def build(output: Path, values: Mapping[str, str], suite: Path) -> str:
         raise CommandError(
             f"the page has {len(text.encode()):,} bytes; the limit is {MOST_BYTES:,}"
         )
-    for name, content in (("index.html", text), ("REPORT.md", report_markdown(page, results))):
-        (results / name).write_text(content, encoding="utf-8")
+    output.write_text(text, encoding="utf-8")
     return f"{output}: {len(text.encode()) / 1e6:.1f} MB; {page.outcome}"
 
 

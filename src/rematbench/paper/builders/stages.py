@@ -9,12 +9,10 @@ from rematbench.engine.lowering.lower import lower
 from rematbench.evaluate.stage_memory import stage_bytes
 from rematbench.host.table import write_sheet
 from rematbench.worlds.records.plan_replay import replay
-from rematbench.worlds.records.record import read_record
 
 
 def build(output: Path, values: Mapping[str, str], records: Path) -> str:
-    """Write a line per rank: bytes at the peak by what holds them."""
-    again = replay(read_record(records / f"{values['record']}.json"), cluster="")
+    again = replay(records / f"{values['record']}.json")
     program = lower(again.plan, again.problem)
     bars = stage_bytes(again.problem, again.plan, program, again.evaluation)
     write_sheet(output, [{**asdict(bar), "title": again.title} for bar in bars])

@@ -128,7 +128,6 @@ class Answers:
 
     @property
     def at(self) -> tuple[Any, ...]:
-        """The cell: its model, cluster and length."""
         return tuple(flat(self.cell.request.spec)[key] for key in CELL)
 
     def question(self, table: str, name: str) -> str:
@@ -141,14 +140,12 @@ class Answers:
         return f"{words} (pp {self.spec.same_layout_pp})" if table == SAME else words
 
     def best(self, name: str) -> CommittedPlan:
-        """The best layout of an arm."""
         if (BEST, name) not in self._answers:
             self._answers[BEST, name] = self._best(name)
         return self._answers[BEST, name]
 
     @property
     def fastest(self) -> CommittedPlan:
-        """The fastest of the arms' best layouts."""
         return min(map(self.best, self.searched), key=lambda answer: answer.step_s)
 
     def one_layout(self) -> CommittedPlan:
@@ -272,7 +269,6 @@ class Worker:
         return list(self.lines(task))
 
     def lines(self, task: Task) -> Iterator[Line]:
-        """Yield the lines of the cells."""
         evaluator, programs = Evaluator(without_cluster), ProbePrograms()
         for name in self.spec.clusters:
             cell = cell_job(self.spec, task[0], name, task[1], evaluator, programs)
@@ -284,7 +280,6 @@ class Worker:
 
 
 def line_of(answers: Answers, table: str, arm: str, answer: CommittedPlan) -> Line:
-    """The line to commit for an answer."""
     line: Line = dict.fromkeys(ANSWERED, "") | dict(zip(CELL, answers.at, strict=True))
     line |= {"table": table, "arm": arm, "asked": answers.question(table, arm), "name": answer.name}
     if answer.choice:

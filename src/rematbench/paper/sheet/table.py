@@ -1,10 +1,11 @@
 """Tables of the paper: rows as a pandas DataFrame under columns with a heading, unit and format.
 
-A column that several tables have stands once, in SHEET.  pandas writes the raw values as CSV, and
+config/tables.yaml declares the titles, columns and notes.  pandas writes the raw values as CSV, and
 the formatted cells as Markdown and LaTeX; the page reads them as JSON.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,19 +16,23 @@ from msgspec import Struct
 from rematbench.costs.flops import over_peak
 from rematbench.host.files import write_atomically
 from rematbench.host.table import GIB, SUFFIXES, TableText
+from rematbench.inputs.configfile import convert, read_mapping
+from rematbench.inputs.paths import data_dir
 
 Cells = Mapping[str, Any]
 Show = Callable[[Any], str]
+Heading = str | tuple[str, str]
+"""A heading, or a heading and the format of its column."""
+
+
+def _spec(spec: str) -> Show:
+    """A function that shows a number by a format of Python."""
+    return lambda value: format(float(value), spec)
 
 
 def whole(value: Any) -> str:
     """A number without decimals."""
     return f"{float(value):,.0f}"
-
-
-def fixed(digits: int) -> Show:
-    """A function that shows a number with `digits` decimals."""
-    return lambda value: f"{float(value):,.{digits}f}"
 
 
 def percent(value: Any) -> str:
@@ -51,58 +56,15 @@ def mib(value: Any) -> str:
     return f"{float(value) / 2**20:,.3f}"
 
 
-def seconds(value: Any) -> str:
-    """Seconds with four digits, because steps take milliseconds or minutes."""
-    return f"{float(value):.4g}"
-
-
-def exponent(value: Any) -> str:
-    """A small number with an exponent and two digits."""
-    return f"{float(value):.1e}"
-
-
-SHEET: dict[str, tuple[str, Show]] = {
-    "binds": ("what binds", str),
-    "cluster": ("cluster", str),
-    "error": ("error %", signed_percent),
-    "fits": ("fits", str),
-    "gap": ("gap %", percent),
-    "gpus": ("GPUs", whole),
-    "headroom_bytes": ("headroom GiB", gib),
-    "high": ("high", fixed(1)),
-    "host_node_bytes": ("pinned GiB/node", gib),
-    "job": ("job", str),
-    "layout": ("layout", str),
-    "layouts": ("layouts", whole),
-    "left_out": ("left out %", percent),
-    "low": ("low", fixed(1)),
-    "memory_gib": ("memory GiB", fixed(0)),
-    "method": ("method", str),
-    "mfu_causal": ("MFU causal %", percent),
-    "mfu_dense": ("MFU dense %", percent),
-    "model": ("model", str),
-    "n": ("n", whole),
-    "outside": ("outside", str),
-    "peak_device_bytes": ("peak GiB", gib),
-    "point": ("point", str),
-    "predicted_s": ("predicted s", seconds),
-    "predicted_step_s": ("predicted", seconds),
-    "problem": ("problem", str),
-    "published": ("published", str),
-    "reason": ("why not", str),
-    "recompute": ("recompute", str),
-    "remark": ("remark", str),
-    "reserved_bytes": ("reserved GiB", gib),
-    "rows": ("rows", whole),
-    "seq_len": ("tokens", whole),
-    "source": ("source", str),
-    "status": ("status", str),
-    "step_s": ("step s", seconds),
-    "system": ("system", str),
-    "tokens_per_s_per_gpu": ("tokens/s/GPU", fixed(1)),
-    "world": ("world", str),
+FORMATS: dict[str, Show] = {
+    "percent": percent,
+    "signed_percent": signed_percent,
+    "gib": gib,
+    "mib": mib,
+    "whole": whole,
+    "seconds": _spec(".4g"),  # steps take milliseconds or minutes
+    "exponent": _spec(".1e"),
 }
-"""The heading (with its unit) and the format of each column that more than one table has."""
 
 
 class Column(Struct, frozen=True):
@@ -114,15 +76,27 @@ class Column(Struct, frozen=True):
     show: Show = str
 
 
-def columns(keys: str) -> tuple[Column, ...]:
-    """The columns of SHEET with these keys (words of one text); the heading of another key is the
-    key itself."""
-    return tuple(Column(key, *SHEET.get(key, (key,))) for key in keys.split())
+class Declared(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A table of config/tables.yaml, which says what the fields mean."""
+
+    title: str
+    columns: tuple[str | dict[str, Heading], ...]
+    note: str = ""
+    shown: int = 0
 
 
-def hidden(keys: str) -> tuple[Column, ...]:
-    """Columns that only the CSV has."""
-    return tuple(Column(key, "") for key in keys.split())
+class TablesFile(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The content of config/tables.yaml."""
+
+    columns: dict[str, Heading]
+    tables: dict[str, Declared]
+
+
+@cache
+def declared() -> TablesFile:
+    """The columns that several tables have, and all tables."""
+    path = data_dir("config") / "tables.yaml"
+    return convert(read_mapping(path, str(path)), TablesFile, str(path))
 
 
 class Table(Struct, frozen=True, kw_only=True):
@@ -172,7 +146,6 @@ class Table(Struct, frozen=True, kw_only=True):
         return f"MFU {why}." if why else ""
 
     def printed(self) -> TableText:
-        """The table as formatted text."""
         texts = self.texts
         heads, rows = map(str, texts.columns), map(tuple, texts.to_numpy())
         return TableText(
@@ -213,10 +186,45 @@ class Table(Struct, frozen=True, kw_only=True):
             write_atomically(folder / f"{self.name}{suffix}", text.encode())
 
 
+def table_of(
+    name: str, rows: Iterable[Cells], shows: Mapping[str, Show] | None = None, **words: object
+) -> Table:
+    """The table `name` of config/tables.yaml.  `shows`: the functions that format columns whose
+    format the file does not have; `words` replace `{word}` in its title, headings and note."""
+    own = declared().tables[name]
+    return Table(
+        name=name,
+        title=own.title.format(**words),
+        columns=tuple(
+            Column(key, heading.format(**words), (shows or {}).get(key, show))
+            for key, heading, show in _columns(own)
+        ),
+        rows=tuple(rows),
+        note=own.note.format(**words).strip(),
+        shown=own.shown,
+    )
+
+
+def _columns(own: Declared) -> Iterator[tuple[str, str, Show]]:
+    """The key, heading and format of each column."""
+    usual = declared().columns
+    for item in own.columns:
+        given = {k: usual.get(k, k) for k in item.split()} if isinstance(item, str) else item
+        for key, said in given.items():
+            if key == "hidden" and isinstance(said, str):
+                yield from ((one, "", str) for one in said.split())
+            elif isinstance(said, str):
+                yield key, said, str
+            else:
+                yield key, said[0], FORMATS.get(said[1]) or _spec(said[1])
+
+
 def sheet(name: str, rows: Sequence[Cells]) -> Table:
     """A table that is written as CSV only: all columns of the rows."""
     keys = dict.fromkeys(key for row in rows for key in row)
-    return Table(name=name, title="", columns=hidden(" ".join(keys)), rows=tuple(rows))
+    return Table(
+        name=name, title="", columns=tuple(Column(key, "") for key in keys), rows=tuple(rows)
+    )
 
 
 def _shown(column: Column, value: Any) -> str:

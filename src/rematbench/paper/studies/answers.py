@@ -4,7 +4,6 @@ import shlex
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
 
 import msgspec
 from msgspec import Struct
@@ -242,9 +241,3 @@ def load_answers(paths: Iterable[Path]) -> list[StudyAnswer]:
             reason = error.strerror if isinstance(error, OSError) else str(error)
             raise CommandError(f"{path}: cannot be read ({reason})") from error
     return found
-
-
-def line(answer: StudyAnswer) -> dict[str, Any]:
-    """An answer as a flat row of a sheet."""
-    own = msgspec.structs.asdict(answer)
-    return {**{k: v for k, v in own.items() if k != "values"}, **answer.values}

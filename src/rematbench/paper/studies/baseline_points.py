@@ -48,7 +48,6 @@ class Point(Job, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def problem(self) -> Problem:
-        """The planning problem of the point."""
         return make_problem(self)
 
     @property

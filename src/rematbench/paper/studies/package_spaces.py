@@ -39,7 +39,6 @@ class Spaces(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 def load_spaces(path: Path) -> Spaces:
-    """Read the YAML file of jobs and spaces."""
     return convert(read_mapping(path, str(path)), Spaces, str(path))
 
 

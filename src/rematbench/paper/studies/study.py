@@ -90,7 +90,6 @@ class Study(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     questions: tuple[Question, ...]
 
     def of(self, question: Question) -> tuple[StudyWorkload, ...]:
-        """The workloads of a question."""
         chosen = question.workloads or tuple(w.name for w in self.workloads)
         return tuple(w for w in self.workloads if w.name in chosen)
 

@@ -13,14 +13,9 @@ from rematbench.evidence.published.derived import (
 )
 from rematbench.evidence.published.sheets import number, read_predicted
 from rematbench.paper.sheet.table import (
-    Column,
     Table,
-    columns,
-    fixed,
-    gib,
     percent,
-    signed_percent,
-    whole,
+    table_of,
 )
 
 INPUTS = {"predictions": "results/paper/tables/predictions.csv"}
@@ -34,16 +29,9 @@ Row = Mapping[str, Any]
 Line = dict[str, Any]
 SPEED, PEAK = "tokens_per_s_per_gpu", "peak_device_bytes"
 LAYOUT = ("tp", "cp", "pp", "vpp", "dp")
-LAYOUT_COLUMNS = tuple(Column(key, key, whole) for key in LAYOUT)
-ALPHA = Column("alpha", "alpha", fixed(3))
-OURS_SPEED = Column("predicted", "ours tokens/s/GPU", fixed(1))
-OURS_PEAK = Column("peak_device_bytes", "ours peak GiB", gib)
-ERROR = Column("error", "error %", signed_percent)
-STATUS = Column("pred_status", "ours")
 
 
 def build(predictions: Path) -> list[Table]:
-    """All tables of the ATC'24 paper."""
     cells = read_predicted(predictions)
     return [waterfall(cells), figure7(cells), figure9(cells), abstract(cells)]
 
@@ -85,28 +73,7 @@ def waterfall(cells: Sequence[Row]) -> Table:
         for cell in of_kind(cells, f"waterfall: {step}"):
             told = published.get((cell["system"], cell["recompute"])) if step in known else None
             rows.append(_step(step, cell, told, rows))
-    return Table(
-        name="atc24_table8_waterfall",
-        title="ATC'24 Table 8 at 8,192 tokens (llama-175b, 256 H800): one change at a time",
-        columns=(
-            *columns("step"),
-            *LAYOUT_COLUMNS,
-            *columns("recompute"),
-            ALPHA,
-            Column("published", "published tokens/s/GPU", whole),
-            OURS_SPEED,
-            ERROR,
-            Column("published_gain", "published gain %", signed_percent),
-            Column("gain", "ours: gain of the step %", signed_percent),
-            Column("gain_of_gap", "ours: gain since the published row above %", signed_percent),
-            Column("mfu_causal", "ours MFU (causal) %", percent),
-            OURS_PEAK,
-            STATUS,
-        ),
-        rows=tuple(rows),
-        note="World: simulated against published. If a step does not fit, the table shows its "
-        "speed with enough memory.",
-    )
+    return table_of("atc24_table8_waterfall", rows)
 
 
 def _step(step: str, cell: Row, published_row: Row | None, before: Sequence[Line]) -> Line:
@@ -126,21 +93,7 @@ def figure7(cells: Sequence[Row]) -> Table:
     """Figure 7: peak device memory against alpha, with published and predicted verdicts."""
     own = [cell for cell in of_kind(cells, PUBLISHED) if cell["table"] == "Figure 7"]
     rows = [{**line(cell, PEAK), "alpha": number(cell, "offload_fraction")} for cell in own]
-    return Table(
-        name="atc24_figure7_memory",
-        title="ATC'24 Figure 7: peak device memory (llama-65b, 8,192 tokens, 256 H800)",
-        columns=(
-            *columns("recompute"),
-            ALPHA,
-            Column("published", "published peak GiB", gib),
-            OURS_PEAK,
-            ERROR,
-            Column("status", "published"),
-            STATUS,
-        ),
-        rows=tuple(rows),
-        note="World: simulated (issue-order ledger) against published (max_memory_allocated).",
-    )
+    return table_of("atc24_figure7_memory", rows)
 
 
 def figure9(cells: Sequence[Row]) -> Table:
@@ -156,27 +109,7 @@ def figure9(cells: Sequence[Row]) -> Table:
             alphas = {kind: fits[kind].get(_key(cell)) for kind in fits}
             rows.append({**line(cell), "alpha": number(cell, "offload_fraction"), **alphas})
     rows.sort(key=lambda row: (row["model"], -float(row["gpus"] or 0)))
-    return Table(
-        name="atc24_figure9_scaling",
-        title="ATC'24 Figure 9: tokens/s per GPU of the published layouts (4,096 tokens, H800)",
-        columns=(
-            *columns("model gpus"),
-            *LAYOUT_COLUMNS,
-            *columns("recompute"),
-            Column("alpha", "alpha published", fixed(3)),
-            Column(PAPER_ALPHA, "alpha, paper's fit", fixed(3)),
-            Column(LEDGER_ALPHA, "alpha, our ledger", fixed(3)),
-            Column("published", "published tokens/s/GPU", fixed(1)),
-            OURS_SPEED,
-            ERROR,
-            OURS_PEAK,
-            STATUS,
-        ),
-        rows=tuple(rows),
-        note="World: simulated against published. The paper's fit is a check of its formula, not "
-        "a prediction. Our ledger's alpha is the smallest alpha that fits the usable bytes of "
-        "this cluster.",
-    )
+    return table_of("atc24_figure9_scaling", rows)
 
 
 def _key(cell: Row) -> tuple[Any, ...]:
@@ -198,21 +131,7 @@ def abstract(cells: Sequence[Row]) -> Table:
         f"of {tried} cells tried fit. Best MFU (causal) with full recomputation and no offload: "
         f"{best['full']}; with balanced checkpointing and offload: {best['balanced']}."
     )
-    return Table(
-        name="atc24_abstract_layouts",
-        title="ATC'24 abstract at 32,768 tokens (llama-175b, 256 H800): layouts that fit",
-        columns=(
-            *LAYOUT_COLUMNS,
-            *columns("recompute"),
-            ALPHA,
-            OURS_SPEED,
-            Column("mfu_causal", "ours MFU (causal) %", percent),
-            OURS_PEAK,
-        ),
-        rows=tuple(rows),
-        note=note,
-        shown=20,
-    )
+    return table_of("atc24_abstract_layouts", rows, note=note)
 
 
 def _best(rows: Sequence[Line], recompute: str) -> str:

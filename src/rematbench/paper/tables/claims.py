@@ -8,7 +8,7 @@ from typing import Any
 from rematbench.evaluate.result import Status
 from rematbench.evidence.published.derived import LAYOUTS, PUBLISHED
 from rematbench.evidence.published.sheets import number, read_predicted, read_sheet
-from rematbench.paper.sheet.table import Column, Table, columns
+from rematbench.paper.sheet.table import Table, table_of
 from rematbench.paper.studies.answers import Number, StudyAnswer, load_answers
 from rematbench.paper.studies.declarations import (
     Claim,
@@ -39,7 +39,6 @@ BUNDLE = "rematbench predict results/published/runs.csv --bundle {} -o predictio
 
 
 def build(answers: list[Path], predictions: Path, published: Path) -> Table:
-    """The table of all published claims."""
     predicted = prediction_answers(read_predicted(predictions))
     found = [*load_answers(answers), *predicted]
     return claims_table(read_sheet(published), load_claims(), found)
@@ -52,39 +51,18 @@ def claims_table(rows: Sequence[Row], claims: Claims, answers: list[StudyAnswer]
     lines = [
         line for row in rows for line in claim_lines(row, known.get(row["id"]), claims, answers)
     ]
-    return Table(
-        name="claims",
-        title="Claims of the papers against our predictions (simulated)",
-        columns=(
-            Column("id", "claim"),
-            *columns("system"),
-            Column("what", "claim"),
-            *columns("asked"),
-            Column("how", "how we test it"),
-            Column("published", "published", _as_printed),
-            Column("ours", "ours", _short),
-            *columns("unit error world basis"),
-            Column("tolerance", "tolerance %", lambda value: f"{100 * float(value):g}"),
-            Column("declared", "written down"),
-            *columns("verdict remark"),
-            Column("source", "source and version"),
-            *columns("evidence command"),
-        ),
-        rows=tuple(lines),
-        note=f"{in_short(lines)}. {NOTE}",
+    return table_of(
+        "claims",
+        lines,
+        {
+            "published": _as_printed,
+            "ours": _short,
+            "tolerance": lambda value: f"{100 * float(value):g}",
+        },
+        short=in_short(lines),
     )
 
 
-NOTE = (
-    "Each line is a number; a claim counts once, with its headline and the other numbers of its "
-    "row, and further questions do not count for it. An inequality is met or not, without a "
-    "tolerance. Written down: whether the "
-    "claim was recorded before or after we computed our value. config/claims.yaml has the "
-    "tolerances, their reasons and the formulas of our numbers. Basis: fitted (shaped a "
-    "constant), in-sample (its source shaped a "
-    "formula or a stack), own configuration (the source does not say what ran), held-out, "
-    "untested. Nothing here was executed."
-)
 CLAIM_VERDICTS = (
     "met in all printed numbers",
     "met in the headline only",

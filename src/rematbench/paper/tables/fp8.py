@@ -7,7 +7,7 @@ from typing import Any
 
 from rematbench.evidence.accuracy import of_sheet
 from rematbench.evidence.published.sheets import SPEED, read_predicted
-from rematbench.paper.sheet.table import Column, Table, columns
+from rematbench.paper.sheet.table import Table, table_of
 
 INPUTS = {"cells": "results/paper/tables/predictions.csv"}
 JOB = ("source", "system", "gpu", "model", "gpus", "seq_len", "global_batch", "recompute")
@@ -18,7 +18,6 @@ Row = Mapping[str, Any]
 
 
 def build(cells: Path) -> Table:
-    """The table of the dense rows with a twin."""
     return fp8_table(of_sheet(read_predicted(cells), "fp8.csv"))
 
 
@@ -38,15 +37,9 @@ def fp8_table(rows: Iterable[Row]) -> Table:
         error = abs(float(row[f"pred_{SPEED}"]) / float(row[SPEED]) - 1.0)
         place = (*names, "in another layout" if other else "")
         found.setdefault(place, []).append((theirs, ours, error))
-    return Table(
-        name="fp8",
-        title="Speed in FP8 over bf16, published and ours",
-        columns=(
-            *columns("model gpu system precision twin rows"),
-            *(Column(key, key, lambda value: f"{value:.2f}") for key in ("published", "ours")),
-            Column("error", "error of the speed %", lambda value: f"{100 * value:.1f}"),
-        ),
-        rows=tuple(
+    return table_of(
+        "fp8",
+        (
             {
                 **dict(zip(("model", "gpu", "system", "precision", "twin"), place, strict=True)),
                 "rows": len(values),
@@ -57,6 +50,4 @@ def fp8_table(rows: Iterable[Row]) -> Table:
             }
             for place, values in sorted(found.items())
         ),
-        note="World: simulated. Means over rows; one constant of Hopper is fitted to these ratios "
-        "(config/recipes.yaml).",
     )

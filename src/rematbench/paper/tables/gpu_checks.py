@@ -17,7 +17,7 @@ from rematbench.measure.parts.checks import (
 )
 from rematbench.measure.parts.measured_errors import CPU_NOTE, runs_with
 from rematbench.measure.records import ActionSeconds, by_cell, read_lines
-from rematbench.paper.sheet.table import Column, Table, columns, seconds, whole
+from rematbench.paper.sheet.table import Table, table_of
 
 INPUTS = {"runs": "results/measured/gpu*"}
 TABLES = ("gpu_checks", "gpu_actions")
@@ -58,12 +58,12 @@ def checks_table(summaries: Mapping[str, Summary]) -> Table:
     days = sorted({summary.written[:10] for summary in summaries.values()})
     known = [one for one in summaries.values() if any(f.holds is not None for f in one.findings)]
     devices = dict.fromkeys(summary.device for summary in known)
-    return Table(
-        name="gpu_checks",
-        title=f"Checks of the runtime on {', '.join(devices) or 'no GPU'}",
-        columns=tuple(Column(key, key) for key in ("claim", "holds", "numbers", "run")),
-        rows=tuple(rows),
-        note=f"Written {', '.join(days)}. Did not end: {'; '.join(lost) or 'nothing'}.",
+    return table_of(
+        "gpu_checks",
+        rows,
+        devices=", ".join(devices) or "no GPU",
+        days=", ".join(days),
+        lost="; ".join(lost) or "nothing",
     )
 
 
@@ -95,28 +95,15 @@ def actions_table(lines: Sequence[ActionSeconds]) -> Table:
         if (own := [row for row in rows if row["cell"] == cell and _works(row)])
     ]
     device = lines[0].provenance.device if lines else ""
-    return Table(
-        name="gpu_actions",
-        title=f"Where the seconds of a step go on {device}",
-        columns=(
-            *columns("cell unit op kind stream"),
-            Column("actions", "n", whole),
-            Column("seconds", "measured s", seconds),
-            *columns("predicted_s"),
-            Column("difference_s", "more s", signed),
-        ),
-        rows=tuple(rows),
-        note=f"{CPU_NOTE + ' ' if device.startswith('cpu') else ''}Sums over the actions of a "
-        f"step, with the largest differences first. STEP: the whole step. WAIT: time waiting for "
-        f"another stream. On the compute stream, without waits: {'; '.join(sums) or 'nothing'}."
-        + (f" Did not run: {'; '.join(lost)}." if lost else ""),
+    return table_of(
+        "gpu_actions",
+        rows,
+        device=device,
+        cpu=CPU_NOTE + " " if device.startswith("cpu") else "",
+        sums="; ".join(sums) or "nothing",
+        lost=f" Did not run: {'; '.join(lost)}." if lost else "",
     )
 
 
 def _works(row: dict[str, Any]) -> bool:
     return bool(row["stream"] == "compute" and row["kind"] != Kind.WAIT.value)
-
-
-def signed(value: Any) -> str:
-    """Seconds with a sign and four decimals."""
-    return f"{float(value):+.4f}"

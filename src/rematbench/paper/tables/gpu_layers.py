@@ -1,7 +1,7 @@
 """Steps and bytes on one GPU, their predictions, and speeds relative to full recomputation."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,16 +20,7 @@ from rematbench.measure.parts.measured_errors import (
 )
 from rematbench.measure.predicted_steps import PREDICTED
 from rematbench.measure.records import Prediction, Turn, by_cell, read_lines
-from rematbench.paper.sheet.table import (
-    Column,
-    Table,
-    columns,
-    fixed,
-    gib,
-    seconds,
-    signed_percent,
-    whole,
-)
+from rematbench.paper.sheet.table import Table, table_of
 from rematbench.worlds.records.measured import measured_speed
 from rematbench.worlds.records.suite_cells import problem_of
 
@@ -114,34 +105,15 @@ def _ratios(
 
 
 def layers_table(rows: Sequence[dict[str, Any]]) -> Table:
-    """Measured and predicted steps and bytes."""
-    bars = (
-        f"Mean absolute errors: time {mean_error([row['step_s_error'] for row in rows])} "
-        f"(expected: at most {100 * TIME_BAR:g} %), allocated bytes "
-        f"{mean_error([row['allocated_bytes_error'] for row in rows])} (expected: at most "
-        f"{100 * BYTES_BAR:g} %)."
-    )
-    shown: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
-        ("step_s", "step s", seconds),
-        ("allocated_bytes", "allocated GiB", gib),
-        ("reserved_bytes", "reserved GiB", gib),
-        ("pinned_bytes", "pinned GiB", gib),
-    )
-    columns = [Column(key, key) for key in ("problem", "method", "status")]
-    columns.append(Column("n", "n", whole))
-    for key, heading, show in shown:
-        columns += [Column(key, heading, show), Column(f"predicted_{key}", "predicted", show)]
-        columns.append(Column(f"{key}_error", "error %", signed_percent))
-    columns.append(Column("run", "run"))
-    columns += [Column(key, "") for key in ("reason", "device", "predicted_first")]
-    return Table(
-        name="gpu_layers",
-        title=f"Steps on {devices_of(rows)}, measured and predicted",
-        columns=tuple(columns),
-        rows=tuple(rows),
-        note=f"{caveats(rows)}n: number of turns. A step is the median over turns of the turn's "
-        f"median; bytes are the maximum over turns. Predicted pinned bytes count powers of two. "
-        f"{bars}",
+    return table_of(
+        "gpu_layers",
+        rows,
+        devices=devices_of(rows),
+        caveats=caveats(rows),
+        time=mean_error([row["step_s_error"] for row in rows]),
+        nbytes=mean_error([row["allocated_bytes_error"] for row in rows]),
+        time_bar=100 * TIME_BAR,
+        bytes_bar=100 * BYTES_BAR,
     )
 
 
@@ -151,21 +123,12 @@ def ratios_table(rows: Sequence[dict[str, Any]]) -> Table:
     ran = [row for row in rows if row["step_s"]]
     kept = [row["ratio"] for row in ran if KEEPS in row["method"] and row.get("ratio")]
     text = ", ".join(f"{value:.3f}" for value in kept) or "not measured"
-    return Table(
-        name="gpu_ratios",
-        title=f"Speed over full recomputation and MFU by context, on {devices_of(rows)}",
-        columns=(
-            Column("context", "context", whole),
-            *columns("problem method against"),
-            Column("rounds", "n", whole),
-            Column("ratio", "ratio", fixed(4)),
-            Column("half_width", "95 % +-", fixed(4)),
-            Column("predicted_ratio", "predicted", fixed(4)),
-            Column("ratio_error", "error %", signed_percent),
-            *columns("mfu_causal mfu_dense"),
-        ),
-        rows=tuple(sorted(ran, key=lambda row: (row["context"], row["problem"]))),
-        note=f"{caveats(rows)}Ratio: step time of `against` divided by that of the method, "
-        f"paired by round. Methods that keep attention: {text} (expected: {low:g} to {high:g} at "
-        "32K to 128K).",
+    return table_of(
+        "gpu_ratios",
+        sorted(ran, key=lambda row: (row["context"], row["problem"])),
+        devices=devices_of(rows),
+        caveats=caveats(rows),
+        kept=text,
+        low=low,
+        high=high,
     )

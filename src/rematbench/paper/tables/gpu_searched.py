@@ -17,16 +17,7 @@ from rematbench.measure.parts.measured_errors import (
 )
 from rematbench.measure.predicted_steps import PREDICTIONS
 from rematbench.measure.records import Searched, Turn, by_cell, read_lines
-from rematbench.paper.sheet.table import (
-    Column,
-    Table,
-    columns,
-    gib,
-    hidden,
-    percent,
-    signed_percent,
-    whole,
-)
+from rematbench.paper.sheet.table import Table, table_of
 
 INPUTS = {"runs": "results/measured/gpu*"}
 TABLES = ("gpu_advice", "gpu_searched")
@@ -39,7 +30,6 @@ Row = dict[str, Any]
 
 
 def build(runs: list[Path]) -> list[Table]:
-    """The tables of the plans of all runs."""
     plans = searched_plans(runs)
     if not plans:
         raise CommandError("no turn of a plan (searched/*.jsonl) there")
@@ -99,32 +89,17 @@ def advice_rows(rows: Sequence[Row]) -> list[Row]:
 
 
 def searched_table(rows: Sequence[Row]) -> Table:
-    """Every plan, measured and predicted."""
     errors = [abs(row["step_s_error"]) for row in rows if row["step_s"]]
     out = [f"{row['cell']} ({row['method']})" for row in rows if row["status"] == "oom"]
-    return Table(
-        name="gpu_searched",
-        title=f"Plans of a search, on {devices_of(rows)}, measured and predicted",
-        columns=(
-            *columns("job memory_gib"),
-            Column("place", "row", whole),
-            *columns("method"),
-            Column("micro_batch", "micro-batch", whole),
-            *columns("status n step_s predicted_step_s"),
-            Column("step_s_error", "error %", signed_percent),
-            Column("slower", "slower %", percent),
-            Column("allocated_bytes", "allocated GiB", gib),
-            Column("allocated_bytes_error", "error %", signed_percent),
-            *columns("reserved_bytes"),
-            Column("reserved_bytes_error", "error %", signed_percent),
-            *hidden("cell beside reason device pinned_bytes"),
-        ),
-        rows=tuple(rows),
-        note=f"{caveats(rows)}Row: place in the search's answer (rows that differ only in "
-        "settings count once; 0: the best plan of the compared methods). Slower: relative to the "
-        "fastest measured plan of the same job and memory. Mean absolute error of the step "
-        f"{100 * statistics.fmean(errors or [0.0]):.2f} % of {len(errors)} (expected: at most "
-        f"{100 * TIME_BAR:g} %). Ran out of memory: {', '.join(out) or 'none'}.",
+    return table_of(
+        "gpu_searched",
+        rows,
+        devices=devices_of(rows),
+        caveats=caveats(rows),
+        mean=100 * statistics.fmean(errors or [0.0]),
+        count=len(errors),
+        bar=100 * TIME_BAR,
+        out=", ".join(out) or "none",
     )
 
 
@@ -132,28 +107,15 @@ def advice_table(rows: Sequence[Row]) -> Table:
     """The table of speed lost by following the search, by job and device memory."""
     most = max((row["lost"] for row in rows), default=0.0)
     out = [f"{row['job']} at {row['memory_gib']:g} GiB" for row in rows if row["status"] == "oom"]
-    return Table(
-        name="gpu_advice",
-        title=f"What following the search loses on {devices_of(rows)}, by device memory",
-        columns=(
-            *columns("job memory_gib"),
-            Column("pick", "the search says"),
-            *columns("status step_s predicted_step_s reserved_bytes"),
-            Column("measured", "measured plans", whole),
-            Column("fastest", "fastest of them"),
-            Column("lost", "lost %", percent),
-            Column("beside", "without a search"),
-            Column("gain", "gain %", signed_percent),
-            Column("predicted_gain", "predicted", signed_percent),
-            *hidden("step_s_error device"),
-        ),
-        rows=tuple(rows),
-        note=f"{caveats(rows)}torch may use only the device memory that the search assumed. "
-        "Lost: how much longer the step takes than the fastest measured step; on average "
-        f"{_mean_lost(rows)}, at most {100 * most:.1f} % (expected: at most "
-        f"{100 * LOSS_BAR:g} % on average). Ran out of memory: "
-        f"{', '.join(out) or 'none of the first plans'}. Without a search: the best plan of the "
-        "methods that the suite compares. Gain: how much longer its step takes than the search's.",
+    return table_of(
+        "gpu_advice",
+        rows,
+        devices=devices_of(rows),
+        caveats=caveats(rows),
+        mean_lost=_mean_lost(rows),
+        most=100 * most,
+        bar=100 * LOSS_BAR,
+        out=", ".join(out) or "none of the first plans",
     )
 
 

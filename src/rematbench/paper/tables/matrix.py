@@ -12,22 +12,12 @@ from rematbench.paper.matrix.best import ANY, BEST, CELL, SAME
 from rematbench.paper.matrix.spec import MatrixSpec, load_matrix
 from rematbench.paper.matrix.sweep import LAYOUT, NOT_RUN
 from rematbench.paper.matrix.verdicts import Line, by_cell, judged, speed, summary
-from rematbench.paper.sheet.table import (
-    Column,
-    Table,
-    columns,
-    fixed,
-    hidden,
-    percent,
-    signed_percent,
-    whole,
-)
+from rematbench.paper.sheet.table import Table, table_of
 
 INPUTS = {"suite": "config/paper.yaml", "results": "results/paper/matrix/{part}.csv"}
 READS = ("config/left_out.csv",)  # from which bands are learnt
 TABLES = ("matrix_best_layout", "matrix_fastest", "matrix_longest", "matrix_same_layout")
 NAMES = {SAME: "matrix_same_layout", BEST: "matrix_best_layout"}
-SHOWN = 40
 
 
 def build(suite: Path, results: list[Path]) -> list[Table]:
@@ -38,7 +28,6 @@ def build(suite: Path, results: list[Path]) -> list[Table]:
 
 
 def matrix_tables(lines: Sequence[Line], spec: MatrixSpec) -> list[Table]:
-    """All tables of the matrix."""
     return [
         arm_table(lines, SAME, spec),
         arm_table(lines, BEST, spec),
@@ -60,24 +49,6 @@ def equal_terms(spec: MatrixSpec) -> str:
         f"ZeRO {spec.zero_stage}, micro-batch {spec.micro_batch}, {spec.attention} attention; "
         f"GPUs: {gpus}."
     )
-
-
-HOW = (
-    "low, high: 80 % band of the speed, learnt from errors with constants fitted without a row's "
-    "source. outside: the stack, generation, scale (GPUs), context or mechanism is not in any "
-    "published row. tie: slower than the best by less than our error when comparing two methods "
-    "(the error at one layout, or between layouts if they differ). tight: fits, but the headroom "
-    "is smaller than our memory error."
-)
-
-
-GAP = (
-    "gap: no layout that divides the GPUs (uneven ends included) makes the arm faster by more "
-    "than this. Searched plans leave our memory error free. If an arm chooses its own share "
-    "(memo), the search tries quarters, and the arm then chooses at the best layout. If nothing "
-    "fits, the table shows the smallest shortage of any plan."
-)
-PROVED = columns("gap layouts")
 
 
 def layout_text(line: Mapping[str, Any]) -> str:
@@ -110,31 +81,7 @@ def shortage(line: Mapping[str, Any]) -> str:
 def arm_table(lines: Sequence[Line], table: str, spec: MatrixSpec) -> Table:
     """The same-layout or the best-layout table, with one line per arm and cell."""
     rows = [_shown(line) for line in lines if line["table"] == table and line["status"] != NOT_RUN]
-    one = (
-        "one layout per cell, the baseline's best"
-        if table == SAME
-        else "each arm's best layout, by search with the proved gap"
-    )
-    return Table(
-        name=NAMES[table],
-        title=f"The matrix, {table}: {one} (simulated)",
-        columns=(
-            *columns("model cluster seq_len arm"),
-            Column("status", "verdict"),
-            *columns(
-                "fits tokens_per_s_per_gpu rank mfu_causal mfu_dense headroom_bytes reserved_bytes "
-                "host_node_bytes binds layout"
-            ),
-            Column("alpha", "alpha", fixed(2)),
-            *columns("low high outside"),
-            *(PROVED if table == BEST else ()),
-            *hidden("run_with"),
-        ),
-        rows=tuple(rows),
-        note=f"{equal_terms(spec)} {HOW} {'' if table == SAME else GAP} An arm that is not "
-        "declared for a length has no row for it.",
-        shown=SHOWN,
-    )
+    return table_of(NAMES[table], rows, terms=equal_terms(spec))
 
 
 def _shown(line: Line) -> Line:
@@ -160,29 +107,12 @@ def fastest_table(lines: Sequence[Line], spec: MatrixSpec) -> Table:
             nearest = min(least, key=_short) if least else best
             row |= {"arm": "", "status": "oom", "binds": f"{nearest['arm']} {shortage(nearest)}"}
         rows.append(row)
-    return Table(
-        name="matrix_fastest",
-        title="The matrix: the fastest of each cell, each at its best layout (simulated)",
-        columns=(
-            *columns("model cluster seq_len"),
-            Column("arm", "fastest"),
-            *columns("tokens_per_s_per_gpu mfu_causal"),
-            Column("gain", f"over {spec.baseline} %", signed_percent),
-            Column("ties", "tied with"),
-            *columns("headroom_bytes binds layout low high fits outside"),
-            *PROVED,
-            Column("any_name", "fastest plan of all"),
-            Column("any_layout", "its layout"),
-            Column("any_tokens_per_s_per_gpu", "its tokens/s/GPU", fixed(1)),
-            Column("any_gain", "over the fastest arm %", signed_percent),
-            Column("any_gap", "its gap %", percent),
-            *hidden("any_run_with"),
-            *(Column(f"part_{part}", "") for part in PARTS),
-        ),
-        rows=tuple(rows),
-        note=summary(lines, spec.baseline) + f" {equal_terms(spec)} {HOW} {GAP} "
-        "fastest plan of all: over all methods, settings and compositions, including those that "
-        "are not arms.",
+    return table_of(
+        "matrix_fastest",
+        rows,
+        baseline=spec.baseline,
+        summary=summary(lines, spec.baseline),
+        terms=equal_terms(spec),
     )
 
 
@@ -217,19 +147,4 @@ def longest_table(lines: Sequence[Line]) -> Table:
             row |= {"longest": length, "mfu_causal": line["mfu_causal"]}
         elif not speed(line) and "fails_at" not in row:
             row |= {"fails_at": length, "reason": shortage(line)}
-    return Table(
-        name="matrix_longest",
-        title="The longest of the matrix's lengths that fits, at an arm's best layout (simulated)",
-        columns=(
-            *columns("model cluster arm"),
-            Column("longest", "longest tokens", whole),
-            *columns("mfu_causal"),
-            Column("fails_at", "fails at", whole),
-            Column("reason", "by"),
-        ),
-        rows=tuple(found.values()),
-        note="The true limit lies between the two columns. The table omits methods that were not "
-        "run at the last length. If the longest length is `none`, the shortest length that was "
-        "run already fails.",
-        shown=SHOWN,
-    )
+    return table_of("matrix_longest", found.values())

@@ -10,16 +10,7 @@ from typing import Any
 import msgspec
 
 from rematbench.evidence.published.sheets import read_sheet
-from rematbench.paper.sheet.table import (
-    Column,
-    Table,
-    columns,
-    gib,
-    hidden,
-    seconds,
-    signed_percent,
-    whole,
-)
+from rematbench.paper.sheet.table import Table, table_of
 from rematbench.plugins.registry import IDENTITY
 
 INPUTS = {"executed": "results/{suite}/executed.csv"}
@@ -27,55 +18,14 @@ INPUTS = {"executed": "results/{suite}/executed.csv"}
 Row = Mapping[str, str]
 NEEDED = ("problem", "engine", "method", "status", "record_key")
 
-NOTE = (
-    "Step: median of the timed steps, which run without checks; each step takes the time of its "
-    "slowest rank (the CSV also has the minimum and the maximum). MFU: relative to the peak in "
-    "the cluster file, by the simulator's formula. Peak: live bytes including states on the "
-    "fullest rank. Reserved: bytes that CUDA's allocator holds on that rank. Errors: (measured - "
-    "simulated) / simulated; peaks in bf16 only. Gain: speed relative to a run that keeps all "
-    f"activations in the same engine on the same GPUs ({IDENTITY}, or the package without "
-    "recomputation and offloading). Engines are not ranked because their kernels differ. Trains "
-    f"alike: the first loss and gradient norm equal those of {IDENTITY} on the same problem up to "
-    "rounding; otherwise the row has no gain. Times on a CPU are not shown."
-)
-
 
 def build(executed: Path) -> Table:
-    """The table of all cells."""
     return speed_table(read_sheet(executed, NEEDED))
 
 
-def signed(value: Any) -> str:
-    """A percentage with its sign and one decimal."""
-    return f"{float(value):+.1f}"
-
-
 def speed_table(rows: Sequence[Row]) -> Table:
-    """The table of the rows of executed.csv, in their order."""
-    return Table(
-        name="measured_speed",
-        title="Measured speed and memory, problem x engine x method (executed)",
-        columns=(
-            *columns("problem engine method"),
-            Column("alike", "trains alike"),
-            *hidden("against first_loss_error first_norm_error"),
-            *columns("step_s"),
-            *hidden("step_min_s step_max_s"),
-            Column("timed_steps", "timed steps", whole),
-            *columns("tokens_per_s_per_gpu mfu_causal mfu_dense"),
-            Column("gain", "gain in the engine %", signed_percent),
-            *columns("peak_device_bytes reserved_bytes"),
-            *hidden("allocated_bytes pinned_bytes"),
-            Column("simulated_step_s", "simulated step s", seconds),
-            Column("step_error_percent", "step error %", signed),
-            Column("simulated_peak_bytes", "simulated peak GiB", gib),
-            Column("peak_error_percent", "peak error %", signed),
-            *columns("device"),
-            *hidden("kernels"),
-            *columns("remark"),
-        ),
-        rows=tuple(_line(row, _base(row, rows)) for row in rows),
-        note=NOTE,
+    return table_of(
+        "measured_speed", (_line(row, _base(row, rows)) for row in rows), keeps=IDENTITY
     )
 
 

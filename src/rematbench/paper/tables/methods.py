@@ -7,20 +7,10 @@ from typing import Any
 import msgspec
 
 from rematbench.host.console import CommandError
-from rematbench.paper.sheet.table import (
-    Column,
-    Table,
-    columns,
-    fixed,
-    gib,
-    percent,
-    sheet,
-    signed_percent,
-    whole,
-)
+from rematbench.paper.sheet.table import Table, sheet, table_of
 from rematbench.plugins.discover import discover
 from rematbench.plugins.registry import IDENTITY
-from rematbench.worlds.records.record import Metrics, Record, read_records
+from rematbench.worlds.records.record import Record, read_records
 from rematbench.worlds.records.suite import label_key, labels, load_suite
 
 INPUTS = {
@@ -34,22 +24,17 @@ Line = dict[str, Any]
 
 
 def build(suite: Path, records: list[Path]) -> list[Table]:
-    """The table and the sheets of a suite's records."""
     found = read_records(records)
     if not found:
         raise CommandError(f"no record (*.json) below {', '.join(map(str, records))}")
     return [
         method_table(found, labels(load_suite(suite), discover())),
-        sheet("runs", run_lines(found)),
+        sheet("runs", [_run_line(problem, record) for problem, record in found]),
     ]
 
 
-def run_lines(records: Sequence[tuple[str, Record]]) -> list[Line]:
-    """The lines of runs.csv: each run's spec, status and numbers of the first measured repeat."""
-    return [_run_line(problem, record) for problem, record in records]
-
-
 def _run_line(problem: str, record: Record) -> Line:
+    """A line of runs.csv: the run's spec, status and numbers of the first measured repeat."""
     spec = record.spec
     head: Line = {
         "run_id": record.run_id,
@@ -84,11 +69,9 @@ def _speed(record: Record) -> Line:
     measured = [repeat for repeat in record.repeats if not repeat.warmup]
     if not measured:
         return {}
-    return {key: value for key, value in _metrics(measured[0]).items() if key != "warmup"}
-
-
-def _metrics(metrics: Metrics) -> Line:
-    return msgspec.structs.asdict(metrics)
+    return {
+        key: value for key, value in msgspec.structs.asdict(measured[0]).items() if key != "warmup"
+    }
 
 
 def _blank(value: int | None) -> int | str:
@@ -104,27 +87,7 @@ def method_table(records: Sequence[tuple[str, Record]], labels: Mapping[str, str
         rows.append(_method_line(problem, record, base.get(problem), labels))
     order = list(dict.fromkeys(row["problem"] for row in rows))
     rows.sort(key=lambda row: (order.index(row["problem"]), RANKS[row["status"]], row["slow"]))
-    return Table(
-        name="methods",
-        title="Methods at the same layout (simulated)",
-        columns=(
-            *columns("problem"),
-            Column("label", "method"),
-            Column("status", "verdict"),
-            Column("step_s", "step s", fixed(3)),
-            Column("tokens_per_s_per_gpu", "tokens/s/GPU", whole),
-            *columns("mfu_causal mfu_dense"),
-            Column("hfu", "HFU %", percent),
-            *columns("peak_device_bytes headroom_bytes"),
-            Column("freed_bytes", "freed GiB", gib),
-            Column("slowdown", "step against keep_all %", signed_percent),
-            *columns("host_node_bytes remark"),
-        ),
-        rows=tuple(rows),
-        note="World: simulated. All methods of a problem use the same layout, which need not be "
-        "the best for each. freed: reduction of the largest device peak relative to keep_all. If "
-        "a plan does not fit, the table shows its speed with enough memory.",
-    )
+    return table_of("methods", rows)
 
 
 RANKS = {"ok": 0, "oom": 1, "unsupported": 2, "failed": 3}
@@ -147,7 +110,7 @@ def _method_line(
     if not record.repeats:
         return line
     own = record.repeats[0]
-    line |= _metrics(own) | {"slow": own.step_s}
+    line |= msgspec.structs.asdict(own) | {"slow": own.step_s}
     if base is not None and base.repeats:
         line["freed_bytes"] = base.repeats[0].peak_device_bytes - own.peak_device_bytes
         line["slowdown"] = own.step_s / base.repeats[0].step_s - 1

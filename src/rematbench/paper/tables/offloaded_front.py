@@ -9,7 +9,7 @@ from rematbench.evaluate.evaluation import evaluate
 from rematbench.evidence.hosted import hosted_cases, phases, placed_states, timed
 from rematbench.evidence.published.row_cases import PublishedCase
 from rematbench.evidence.published.sheets import Cell
-from rematbench.paper.sheet.table import Column, Table, columns, fixed, gib, seconds
+from rematbench.paper.sheet.table import Table, table_of
 from rematbench.plan import Plan
 from rematbench.plugins.discover import discover
 from rematbench.problem import Problem
@@ -26,13 +26,6 @@ MODELS = ("7B", "20B")
 NAMES = {"deepspeed_async": "DeepSpeed, asynchronous copies", "dos": "Deep Optimizer States"}
 FRONT = "optimizer_offload"
 STEPS = 10
-NOTE = (
-    "Published: medians of a log, largest allocated bytes; Deep Optimizer States did not train. "
-    "Predicted: the same share and interleave, on full recomputation; published peaks hold buffers "
-    "that no log itemises. optimizer_offload: our planner, every tenth of the states that fits, of "
-    "which the device updates the share that ends with the CPU; simulated, nothing of it ran. Its "
-    "update holds the copies of gradients, which published backwards hold."
-)
 
 
 def build(sheet: Path) -> Table:
@@ -46,20 +39,7 @@ def build(sheet: Path) -> Table:
     lines = [line for row, case in rows if row["variant"] in NAMES for line in _both(row, case)]
     first = {(row["cluster"], row["model"]): (row, case) for row, case in rows}
     lines += [line for row, case in first.values() for line in _front(row, case)]
-    return Table(
-        name="offloaded_front",
-        title="Seconds of an update against device bytes, with optimizer states in host memory",
-        columns=(
-            Column("cluster", "node"),
-            *columns("model parameters series world"),
-            Column("share", "states off the device", fixed(2)),
-            Column("visiting", "of these, visiting", fixed(2)),
-            Column("peak_device_bytes", "allocated GiB", gib),
-            Column("update_s", "update", seconds),
-        ),
-        rows=tuple(lines),
-        note=NOTE,
-    )
+    return table_of("offloaded_front", lines)
 
 
 def _of(row: Cell, series: str, world: str) -> dict[str, Any]:
@@ -68,7 +48,6 @@ def _of(row: Cell, series: str, world: str) -> dict[str, Any]:
 
 
 def _both(row: Cell, case: PublishedCase) -> Iterator[dict[str, Any]]:
-    """A row as published and as predicted."""
     name, every = NAMES[row["variant"]], int(row["update_interleave"] or 0)
     share = {"share": float(row["host_ratio"]), "visiting": 1 / every if every else 0.0}
     published = {"peak_device_bytes": float(row["peak_device_bytes"])}

@@ -8,21 +8,10 @@ from typing import Any
 
 from rematbench.evidence.hosted import INTERLEAVED, is_update_fitted
 from rematbench.evidence.published.sheets import read_predicted
-from rematbench.paper.sheet.table import Column, Table, columns, percent, signed_percent
+from rematbench.paper.sheet.table import Table, table_of
 
 INPUTS = {"predictions": "results/paper/tables/predictions.csv"}
 PHASES = ("update", "forward", "backward", "step")
-NOTE = (
-    "Update: the host's rate of a node (and of its number of ranks) is fitted "
-    "to the rows with all states on the host and blocking gradient copies. Two shares, by which "
-    "copies beside the host's updates slow them, are fitted to all rows of Deep Optimizer States, "
-    "so those rows are fitted too. Those runs did not train: the loss leaves the baseline's in "
-    "the second step. Lossless here: the executed weights equal those without pieces, bit by bit. "
-    "Forward and backward: nothing is fitted. Here the copies of gradients hide in the backward, "
-    "and in no log do they; blocking copies, at 2 to 4 GB/s, are a flaw of that baseline and not "
-    "modelled. The network between the nodes is not known. A step holds further seconds between "
-    "its phases, up to a third of it where it is short."
-)
 
 
 def build(predictions: Path) -> Table:
@@ -49,19 +38,7 @@ def updates_table(rows: Sequence[dict[str, Any]]) -> Table:
         }
         for key, errors in sorted(groups.items(), key=lambda one: (PHASES.index(one[0][0]), one))
     ]
-    return Table(
-        name="offloaded_updates",
-        title="Steps with optimizer states in host memory: predicted against published seconds",
-        columns=(
-            *(Column(name, name) for name in names),
-            *columns("rows"),
-            Column("median_error", "median error %", percent),
-            Column("worst_error", "worst error %", percent),
-            Column("median_signed", "median, signed %", signed_percent),
-        ),
-        rows=tuple(lines),
-        note=NOTE,
-    )
+    return table_of("offloaded_updates", lines)
 
 
 def _what_ran(row: dict[str, Any], phase: str) -> tuple[str, ...]:

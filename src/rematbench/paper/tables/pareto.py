@@ -4,7 +4,7 @@ from pathlib import Path
 
 from rematbench.evaluate.problems import make_problem
 from rematbench.paper.matrix.spec import MatrixSpec, load_matrix
-from rematbench.paper.sheet.table import Column, Table, columns, percent, whole
+from rematbench.paper.sheet.table import Table, table_of
 from rematbench.problem import Problem
 from rematbench.solve.layer_costs import backward_s, forward_s
 from rematbench.solve.pareto import Point, front, point
@@ -22,7 +22,6 @@ RUNGS: dict[str, tuple[str, ...]] = {
 
 
 def build(suite: Path) -> Table:
-    """The table of the models of the suite's matrix."""
     return pareto_table(load_matrix(suite))
 
 
@@ -56,24 +55,7 @@ def pareto_table(spec: MatrixSpec) -> Table:
             }
             for name, one in points
         ]
-    return Table(
-        name="pareto",
-        title=f"Recompute cost against kept bytes of one layer (tp {TP}, {SEQ_LEN:,} tokens)",
-        columns=(
-            *columns("model point"),
-            Column("kept_bytes", "kept bytes", whole),
-            Column("kept_share", "kept %", percent),
-            Column("recompute_s", "recompute s", lambda value: f"{float(value):.3e}"),
-            Column("recompute_share", "of the layer's time %", percent),
-            *columns("dropped"),
-        ),
-        rows=tuple(rows),
-        note="World: simulated. The cost is the time of all kernels and collectives that rebuild "
-        "the dropped tensors, without overlap. We tried every subset of a layer's saved tensors; "
-        "no subset is better in both values than a point of the front. keep all, balanced, "
-        "balanced + FC1 and full are the published ladder.",
-        shown=30,
-    )
+    return table_of("pareto", rows, tp=TP, seq_len=SEQ_LEN)
 
 
 def _full(problem: Problem) -> Point:

@@ -50,11 +50,11 @@ from rematbench.evidence.peaks import in_words, left_free
 from rematbench.evidence.published.derived import BESIDE, PUBLISHED
 from rematbench.evidence.published.sheets import Quantity, Row, number, read_predicted
 from rematbench.evidence.quantiles import LEVEL, Errors, quantile
-from rematbench.evidence.user_fit import COUNTS, DRAWS, calibrated
+from rematbench.evidence.user_fit import DRAWS, calibrated
 from rematbench.inputs.constants import Calibration
 from rematbench.inputs.kernel_rates import fitted_parameters
 from rematbench.inputs.load import calibration as shipped_calibration
-from rematbench.paper.sheet.table import Column, Table, columns, fixed, gib, percent, whole
+from rematbench.paper.sheet.table import Table, declared, percent, table_of, whole
 
 INPUTS = {"predictions": "results/paper/tables/predictions.csv"}
 READS = (
@@ -75,22 +75,6 @@ TABLES = (
     "promises",
     "regret",
 )
-SHOWN = 40
-READ = (
-    "Errors cover predictions only, not fitted cells; n counts the others. sibling: constants were "
-    "fitted to other cells of the source, not to these. floor: one constant MFU fitted to the same "
-    "cells as the model. left out: mean error when the constants are refitted without this source "
-    "(- where not refitted)."
-)
-
-REACH = (
-    "Of these a step reads the ones of fused attention, the bytes of norms and RoPE with the HBM "
-    "rate they run at, for attention of eager operators its passes and its GEMMs, and, by "
-    "calibration.yaml, Blackwell's GEMMs; those of other GEMMs, activations, losses, copies, "
-    "collectives and overlap are kept as evidence."
-)
-
-
 NOTHING, ALL = "nothing", "all rows"
 KINDS = (NOTHING, "stack", "generation", "scale", "context", "mechanism", ALL)
 
@@ -107,11 +91,13 @@ def build(predictions: Path) -> list[Table]:
 def how_to_read(calibration: Calibration) -> str:
     """The note of the accuracy table: the meaning of its columns, and the numbers of constants and
     kernel parameters that are fitted."""
+    note = declared().tables["accuracy_by_source"].note
+    return note.format(**_fitted(calibration), means="").strip()
+
+
+def _fitted(calibration: Calibration) -> dict[str, Any]:
     kernels = sum(fitted_parameters(calibration.kernels).values())
-    return (
-        f"{READ} Of all constants {len(calibration.fitted)} are fitted to published steps; "
-        f"{kernels} parameters are fitted to published rates of kernels, and saw no step. {REACH}"
-    )
+    return {"fitted": len(calibration.fitted), "kernels": kernels}
 
 
 def score_tables(
@@ -151,39 +137,13 @@ def out_of_source_means(left_out: Mapping[str, float], unseen: Sequence[Row]) ->
 def accuracy_table(report: Report, calibration: Calibration, unseen: Sequence[Row] = ()) -> Table:
     """One line per group of cells whose metric has errors (not verdicts or regrets)."""
     left_out = {one.name: one.left_out for one in report.groups if one.left_out is not None}
-    means = [out_of_source_means(left_out, unseen)] if left_out and unseen else []
+    means = out_of_source_means(left_out, unseen) if left_out and unseen else ""
     rows = [
-        {
-            "name": group.name,
-            "n": group.cells,
-            **group.splits,
-            "constants": group.constants,
-            "mean": group.mean,
-            "median": group.median,
-            "max": group.max,
-            "floor": group.floor,
-            "left_out": group.left_out,
-            "status": group.status,
-        }
+        {**asdict(group), **group.splits, "n": group.cells, "status": group.status}
         for group in report.groups
         if group.metric not in ("verdict", "regret")
     ]
-    return Table(
-        name="accuracy_by_source",
-        title="Accuracy by source (simulated against published)",
-        columns=(
-            Column("name", "source"),
-            Column("n", "n"),
-            *columns("held-out in-sample sibling fitted constants"),
-            Column("mean", "mean %", percent),
-            Column("median", "median %", percent),
-            Column("max", "max %", percent),
-            Column("floor", "floor %", percent),
-            *columns("left_out status"),
-        ),
-        rows=tuple(rows),
-        note=" ".join((how_to_read(calibration), *means)),
-    )
+    return table_of("accuracy_by_source", rows, **_fitted(calibration), means=means)
 
 
 def promise_table(report: Report) -> Table:
@@ -194,23 +154,8 @@ def promise_table(report: Report) -> Table:
         for check in group.checks:
             row = {key: getattr(check, key) for key in check.__struct_fields__}
             rows.append({**row, "status": check.status})
-    return Table(
-        name="promises",
-        title="Promises: reached against target and accepted",
-        columns=(
-            Column("group", "cells"),
-            *columns("statistic"),
-            Column("value", "reached", amount),
-            Column("target", "target", amount),
-            Column("accepted", "accepted", amount),
-            *columns("status"),
-            Column("reason", "reason"),
-        ),
-        rows=tuple(rows),
-        note="Fractions in percent, counts as whole numbers. accepted: the last value reached; a "
-        "check fails if it is exceeded. reported: not promised, for example verdicts with fewer "
-        "than "
-        f"{FEWEST_OOMS} published cells out of memory.",
+    return table_of(
+        "promises", rows, dict.fromkeys(("value", "target", "accepted"), amount), fewest=FEWEST_OOMS
     )
 
 
@@ -228,21 +173,15 @@ def verdict_table(verdicts: Verdicts) -> Table:
         if left:
             row |= {"least": left[0], "median": left[len(left) // 2], "most": left[-1]}
         rows.append(row)
-    return Table(
-        name="oom_verdicts",
-        title="Fits or not: published against predicted",
-        columns=(
-            *columns("published predicted cells"),
-            Column("least", "smallest headroom GiB", gib),
-            Column("median", "median GiB", gib),
-            Column("most", "most GiB", gib),
-        ),
-        rows=tuple(rows),
-        note=f"Right: {percent(verdicts.right)} % of {verdicts.cells} cells; always fits: "
-        f"{percent(verdicts.always_fits)} %. Headroom is usable less predicted reserved bytes "
-        "(negative: does not fit). Cells that a source marks with a dash are not scored. Tight: "
-        f"{verdicts.tight} cells fit, but their headroom is below what tuned plans leave free, "
-        f"{left_free()} of the device total. {_of_oom(verdicts)}",
+    return table_of(
+        "oom_verdicts",
+        rows,
+        right=percent(verdicts.right),
+        cells=verdicts.cells,
+        always_fits=percent(verdicts.always_fits),
+        tight=verdicts.tight,
+        free=left_free(),
+        of_oom=_of_oom(verdicts),
     )
 
 
@@ -263,23 +202,13 @@ def band_table(cells: Sequence[LeftOutCell], rows: Sequence[Row]) -> Table:
         own = kind_coverage(expert_errors())
         whole = replace(pooled(own, expert_errors()), source="experts: all, each source weighs 1")
         found += [*(replace(one, source=f"experts: {one.source}") for one in own), whole]
-    return Table(
-        name="bands",
-        title=f"{100 * LEVEL:.0f} % bands: rows inside the band learnt from the other sources",
-        columns=(
-            *columns("source rows"),
-            Column("inside", "inside %", percent),
-            Column("half_width", "median half-width %", percent),
-            Column("error", f"{100 * LEVEL:.0f} % quantile of errors", percent),
-        ),
-        rows=tuple(asdict(one) for one in found),
-        note="Errors out of source (config/left_out.csv) and half-widths are logarithms. A band "
-        "is the quantile of the other sources' errors over jobs with the same number of "
-        "properties (stack, generation, scale, context, mechanism) outside of the published "
-        "range, and at least that over jobs outside in the same property; jobs with experts have a "
-        "quantile of their own (config/left_out_experts.csv). Ratios on one stack, "
-        f"from pairs of rows of one job: {_ratios(one_layout=True)} at one layout, "
-        f"{_ratios(one_layout=False)} between layouts. {_margins()}",
+    return table_of(
+        "bands",
+        (asdict(one) for one in found),
+        level=100 * LEVEL,
+        one_layout=_ratios(one_layout=True),
+        layouts=_ratios(one_layout=False),
+        margins=_margins(),
     )
 
 
@@ -306,26 +235,7 @@ def decision_table(judged: Sequence[Decision]) -> Table:
     lines += [
         {"source": f"mean over {count} sweeps", **means} for count, means in mean_lines(judged)
     ]
-    job = ("source", "cluster", "model", "gpus", "seq_len", "global_batch")
-    return Table(
-        name="decisions",
-        title="Decisions: speed lost by choosing the layout with the fastest prediction, by sweep",
-        columns=(
-            *(Column(key, key) for key in job),
-            *columns("rows"),
-            Column("correlation", "rank correlation", fixed(2)),
-            Column("regret", "loss of our pick %", percent),
-            Column("left_out", "with constants fitted without the source %", percent),
-            Column("floor", "loss of one MFU and a memory formula %", percent),
-        ),
-        rows=tuple(lines),
-        note="A sweep is one job in four layouts or more. Our pick is the row with the fastest "
-        "prediction among the rows predicted to fit. Loss is relative to the best measured "
-        "speed; a pick that ran out of memory loses all. One MFU cannot tell layouts apart, so "
-        "its loss is the mean over the layouts that fit by the formula (Fujii et al. or "
-        "Korthikanti et al.). Cells that a source marks with a dash are left out.",
-        shown=SHOWN,
-    )
+    return table_of("decisions", lines)
 
 
 def evidence_table(cells: Sequence[LeftOutCell]) -> Table:
@@ -353,21 +263,7 @@ def evidence_table(cells: Sequence[LeftOutCell]) -> Table:
         }
         for kind, some in errors.items()
     ]
-    return Table(
-        name="evidence",
-        title="Error by kind of evidence, each source left out",
-        columns=(
-            *columns("outside"),
-            Column("sources", "sources", whole),
-            *columns("rows"),
-            Column("mean", "mean error %", percent),
-            Column("error", f"{100 * LEVEL:.0f} % are below %", percent),
-            Column("half_width", "band %", percent),
-        ),
-        rows=tuple(rows),
-        note="Outside: a property of a published row that no other source has; a row counts once "
-        "for each such property. Errors are logarithms of speed ratios; every source weighs 1.",
-    )
+    return table_of("evidence", rows, level=100 * LEVEL)
 
 
 def regret_table(judged: Sequence[Decision]) -> Table:
@@ -383,23 +279,7 @@ def regret_table(judged: Sequence[Decision]) -> Table:
         {"source": "mean over sweeps", "sweeps": count, **means}
         for count, means in mean_lines(judged)
     ]
-    return Table(
-        name="regret",
-        title="Decisions: speed lost by choosing the layout with the fastest prediction",
-        columns=(
-            *columns("source"),
-            Column("sweeps", "sweeps", whole),
-            *columns("left_out"),
-            Column("regret", "as shipped %", percent),
-            Column("floor", "one MFU %", percent),
-        ),
-        rows=tuple(lines),
-        note="Losses are relative to the best measured speed; a pick that ran out of memory "
-        "loses all. Left out: constants fitted without the source. As shipped: constants fitted "
-        "to some rows of each source. One MFU: one constant MFU with a memory formula. MosaicML "
-        "and NVIDIA (NeMo) publish no sweep of "
-        "four layouts.",
-    )
+    return table_of("regret", lines)
 
 
 def calibrated_table() -> Table:
@@ -414,19 +294,7 @@ def calibrated_table() -> Table:
         }
         for one in calibrated()
     ]
-    return Table(
-        name="calibrated",
-        title="Calibrated by its user: mean error of the rest after a few rows of a stack",
-        columns=(
-            *columns("source system cluster rows"),
-            *(Column(f"after_{k}", f"after {k} rows, %", percent) for k in (0, *COUNTS)),
-            Column("fitted", "the scales fitted to all rows, %", percent),
-            *(Column(f"mfu_{k}", f"one MFU of {k} rows, %", percent) for k in COUNTS),
-        ),
-        rows=tuple(rows),
-        note=f"Predictions out of source; medians of {DRAWS} draws of rows. One MFU: the geometric "
-        "mean over the same rows. After 0 rows: as predicted.",
-    )
+    return table_of("calibrated", rows, draws=DRAWS)
 
 
 def cell_table(rows: Sequence[Row], calibration: Calibration, accuracy: Accuracy) -> Table:
@@ -440,7 +308,7 @@ def cell_table(rows: Sequence[Row], calibration: Calibration, accuracy: Accuracy
             predicted = number(row, f"pred_{group.metric}")
             lines.append(
                 {
-                    **{key: row.get(key, "") for key in KEYS},
+                    **row,
                     "source_name": group.name.partition(",")[0],
                     "metric": group.metric,
                     "published": published,
@@ -449,39 +317,4 @@ def cell_table(rows: Sequence[Row], calibration: Calibration, accuracy: Accuracy
                     "split": split_of(row, group, calibration),
                 }
             )
-    shown = (
-        Column("source_name", "source"),
-        *(Column(key, key) for key in KEYS),
-        *columns("metric"),
-        Column("published", "published", lambda v: f"{float(v):,.4g}"),
-        Column("predicted", "predicted", lambda v: f"{float(v):,.4g}"),
-        *columns("error split"),
-    )
-    return Table(
-        name="cells",
-        title="Error of every scored cell",
-        columns=shown,
-        rows=tuple(lines),
-    )
-
-
-KEYS = (
-    "source",
-    "table",
-    "system",
-    "cluster",
-    "model",
-    "gpus",
-    "seq_len",
-    "global_batch",
-    "micro_batch",
-    "tp",
-    "cp",
-    "pp",
-    "vpp",
-    "dp",
-    "recompute",
-    "offload_fraction",
-    "status",
-    "pred_status",
-)
+    return table_of("cells", lines)

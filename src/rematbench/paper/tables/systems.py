@@ -9,7 +9,7 @@ from msgspec import Struct
 
 from rematbench.evidence.published.sheets import read_sheet
 from rematbench.inputs.configfile import ConfigError, convert, read_mapping
-from rematbench.paper.sheet.table import Column, Table, columns
+from rematbench.paper.sheet.table import Table, table_of
 from rematbench.plugins.discover import discover
 from rematbench.worlds.records.record import read_records
 
@@ -64,27 +64,7 @@ def build(
         found = (record for _, record in read_records(paths))
         ran[world] = [set(r.spec.method.split("+")) for r in found if r.status == "ok"]
     groups, rows = read_sheet(accuracy), read_sheet(claims)
-    return systems_table([_row(system, ran, groups, rows, label) for system in systems])
-
-
-def systems_table(rows: Sequence[Row]) -> Table:
-    """The table of rows."""
-    return Table(
-        name="systems",
-        title="Systems of the literature, and what of each runs here",
-        columns=(
-            *columns("system"),
-            Column("planned", "planned by"),
-            *(Column(world, world) for world in WORLDS),
-            Column("published", "published, error of ours"),
-            *columns("reason source"),
-        ),
-        rows=tuple(rows),
-        note="Counts of committed results, alone and in compositions: jobs of config/paper.yaml "
-        "simulated, ranks traced on fake tensors, runs executed over gloo, and runs on one GPU "
-        "(gradients and bytes of ./bench measure). Errors are means over published rows "
-        "(accuracy_by_source); of claims the numbers of their primary questions count (claims).",
-    )
+    return table_of("systems", [_row(system, ran, groups, rows, label) for system in systems])
 
 
 def _row(

@@ -5,16 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from rematbench.host.console import CommandError
-from rematbench.paper.sheet.table import (
-    Column,
-    Table,
-    columns,
-    exponent,
-    fixed,
-    mib,
-    signed_percent,
-    whole,
-)
+from rematbench.paper.sheet.table import Table, table_of
 from rematbench.plugins.registry import IDENTITY
 from rematbench.worlds.records.measured import Measured
 from rematbench.worlds.records.record import Record, read_records
@@ -54,37 +45,11 @@ def worlds_table(records: Sequence[tuple[str, Record]], retraced: str = "") -> T
         if record.spec.method != IDENTITY and record.plan_hash == bases.get(problem, ""):
             line["remark"] = f"no-op: {IDENTITY}'s plan"
         row |= {key: value for key, value in line.items() if key not in row}
-    return Table(
-        name="worlds",
-        title="Method x layout: lossless? Bytes simulated, executed and traced",
-        columns=(
-            Column("problem", "layout"),
-            *columns("method lossless"),
-            Column("first_gradient_error", "gradient error, step 1", exponent),
-            Column("gradient_error", "gradient error, all steps", exponent),
-            Column("loss_error", "loss error, all steps", exponent),
-            Column("simulated", "activations simulated MiB", mib),
-            Column("executed", "executed MiB", mib),
-            Column("traced", "traced MiB", mib),
-            Column("differing", "actions that differ", whole),
-            Column("actions", "actions", whole),
-            Column("offload_bytes", "offloaded MiB", mib),
-            Column("recompute_flop", "recomputed GFLOP", lambda v: fixed(3)(float(v) / 1e9)),
-            Column("executed_error", "total executed - simulated %", signed_percent),
-            Column("traced_error", "total traced - simulated %", signed_percent),
-            *columns("remark"),
-        ),
-        rows=tuple(rows.values()),
-        note="Activations are counted between actions on the rank with the most bytes. "
-        "Simulated: the issue-order ledger. Executed: live storages of the real run on CPU with "
-        "gloo. Traced: the same code on fake tensors, one rank. With an optimizer in the "
-        "backward, activations include a unit's gradients until its update. Totals add states "
-        "and temporary buffers of operators (bf16 only, because the state bytes of a system are "
-        "for bf16). Lossless: equal to keep_all on the same batches, either bitwise or within a "
-        "norm-wise error of 1e-10 over three AdamW steps in float64, or of 1e-2 at the first "
-        "step in bf16 (`docs/executed.md` explains the errors over all three steps). Nothing "
-        "here ran on a GPU; no "
-        f"time is shown. {retraced}".rstrip(),
+    return table_of(
+        "worlds",
+        rows.values(),
+        {"recompute_flop": lambda value: f"{float(value) / 1e9:,.3f}"},
+        retraced=retraced,
     )
 
 
@@ -107,21 +72,7 @@ def lossless_table(records: Sequence[tuple[str, Record]]) -> Table:
                      for rank in r.measured.ranks]  # fmt: skip
             row[f"{world}_error"] = max((rank.peak_error for rank in ranks), default=None)
         rows.append(row)
-    return Table(
-        name="lossless",
-        title="Largest differences from keep_all, and of peaks from the simulation",
-        columns=(
-            *columns("precision cells bitwise"),
-            Column("first_gradient_error", "gradients, step 1", exponent),
-            Column("gradient_error", "gradients, all steps", exponent),
-            Column("loss_error", "losses", exponent),
-            Column("traced_error", "peak traced - simulated %", signed_percent),
-            Column("executed_error", "peak executed - simulated %", signed_percent),
-        ),
-        rows=tuple(rows),
-        note="Norm-wise relative errors against keep_all on the same batches, over three AdamW "
-        "steps. Peaks: the worst rank of bf16 runs.",
-    )
+    return table_of("lossless", rows)
 
 
 def _line(record: Record) -> dict[str, Any]:

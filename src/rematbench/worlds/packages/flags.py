@@ -176,13 +176,12 @@ class Offers:
         self._plans: list[tuple[Plan, Table]] = []
 
     def __iter__(self) -> Iterator[tuple[Plan, Table]]:
-        """Every (plan, fates of its first chunk), simplest policy first."""
         for at in count():
             if at == len(self._plans):
                 more = next(self._rest, None)
                 if more is None:
                     return
-                self._plans.append((more[1], _first(self._problem, more[1])))
+                self._plans.append((more[1], _chunk_fates(self._problem, more[1], 0, 0)))
             yield self._plans[at]
 
 
@@ -207,14 +206,13 @@ class Engines:
                 self.offers[name] = Offers(problem, name)
 
     def of(self, plan: Plan) -> tuple[str, ...]:
-        """The names of the engines that can run a plan."""
         key = msgspec.json.encode(replace(plan, fit={}))
         if key not in self.cache:
-            mine = (plan, _first(self.problem, plan))
+            first = _chunk_fates(self.problem, plan, 0, 0)
             names = [
                 name
                 for name, offers in self.offers.items()
-                if any(self._same(mine, offer) for offer in offers)
+                if any(self._same(plan, first, *offer) for offer in offers)
             ]
             if self.only in ("", "ours") and not refusals(self.problem, plan):
                 names.append("ours")
@@ -222,7 +220,6 @@ class Engines:
         return self.cache[key]
 
     def legend(self) -> str:
-        """The engines by initial, and why a package cannot run the problem."""
         said = [
             f"{name[0].upper()} {name} "
             + (
@@ -235,18 +232,12 @@ class Engines:
         ]
         return ", ".join([*said, "O our executor (`execute`)"])
 
-    def _same(self, mine: tuple[Plan, Table], offer: tuple[Plan, Table]) -> bool:
-        """Whether two plans, each with the fates of its first chunk, are equal."""
-        (plan, first), (made, other) = mine, offer
+    def _same(self, plan: Plan, first: Table, made: Plan, other: Table) -> bool:
+        """Whether two plans, each with the fates of rank 0's first chunk, are equal; most pairs of
+        plans already differ there."""
         if plan.partition != made.partition or first != other or _rest(plan, made, moved=False):
             return False
-        wanted = fates(self.problem, plan)
-        return wanted == fates(self.problem, made) and not _rest(plan, made, offloads_any(wanted))
-
-
-def _first(problem: Problem, plan: Plan) -> Table:
-    """The fates of rank 0's first chunk; most pairs of plans already differ there."""
-    return _chunk_fates(problem, plan, 0, 0)
+        return alike(self.problem, plan, made)
 
 
 def _apart_bytes(fate: Resolved, counterpart: Resolved | None) -> int:
@@ -260,7 +251,6 @@ def _apart_bytes(fate: Resolved, counterpart: Resolved | None) -> int:
 
 
 def offloads_any(table: Table) -> bool:
-    """Whether any site offloads a byte."""
     return any(fate.offload_bytes for fate in table.values())
 
 

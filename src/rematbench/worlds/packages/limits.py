@@ -42,12 +42,10 @@ class Setup(NamedTuple):
 
     @property
     def model(self) -> Model:
-        """The model that is trained."""
         return self.work.model
 
 
 def setup_of(request: Problem | RunSpec) -> Setup:
-    """The setup of a problem to plan or of a run to start."""
     if isinstance(request, Problem):
         kind = request.stack_choice.optimizer_kind
         return Setup(request.workload, request.layout, request.attention, kind)
@@ -56,7 +54,6 @@ def setup_of(request: Problem | RunSpec) -> Setup:
 
 
 def active_reasons(reasons: Iterable[Reason]) -> tuple[str, ...]:
-    """The texts of the reasons that hold."""
     return tuple(reason for holds, reason in reasons if holds)
 
 

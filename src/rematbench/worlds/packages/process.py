@@ -73,7 +73,6 @@ class PackageJob(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 def baselines() -> dict[str, MethodEntry]:
-    """Every whole baseline's policy by name."""
     return loaded()[0]
 
 
@@ -84,7 +83,6 @@ def loaded() -> tuple[dict[str, MethodEntry], dict[str, str]]:
 
 
 def broken_baselines() -> dict[str, str]:
-    """Why baselines are left out, by file."""
     return loaded()[1]
 
 
@@ -121,7 +119,7 @@ def job(
 ) -> PackageJob:
     """The job of a problem under a policy; BaselineError for a stack that no available baseline
     runs."""
-    if problem.system.kernels.cuda_graphs:
+    if problem.system.kernels.captures:
         raise BaselineError(
             f"system {problem.system.name} uses CUDA graphs, but baselines run without them"
         )
@@ -157,23 +155,17 @@ def run_rank(name: str, job: PackageJob) -> Record | None:
             done = _run(name, [job], place)
         except ProcessTimeout as error:
             return _failed(job, "failed", f"timeout: {error}")
-        record = _record_of_rank(name, job, done, place / "0.json")
-    if record is not None:
-        _show_failure(done.stderr, [record])
+        path, code = place / "0.json", done.returncode
+        if path.exists():
+            record = decode_record(path.read_bytes())
+        elif code == 0:
+            return None
+        elif killed := error_of_exit(code):
+            record = _failed(job, *record_status(killed.status, killed.reason))
+        else:
+            record = _failed(job, "failed", str(_no_record(name, done.stderr, code)))
+    _show_failure(done.stderr, [record])
     return record
-
-
-def _record_of_rank(
-    name: str, job: PackageJob, done: "subprocess.CompletedProcess[str]", path: Path
-) -> Record | None:
-    if path.exists():
-        return decode_record(path.read_bytes())
-    if done.returncode == 0:
-        return None
-    killed = error_of_exit(done.returncode)
-    if killed is not None:
-        return _failed(job, *record_status(killed.status, killed.reason))
-    return _failed(job, "failed", str(_no_record(name, done.stderr, done.returncode)))
 
 
 def _failed(job: PackageJob, status: Status, reason: str) -> Record:
@@ -192,7 +184,12 @@ def _run(name: str, jobs: Sequence[PackageJob], place: Path) -> "subprocess.Comp
     if not (data_dir("baselines") / name / "run.py").is_file():
         raise BaselineError(f"baselines/{name} has no run.py, which its process runs")
     place.mkdir(parents=True, exist_ok=True)
-    _empty(place)
+    # Files of an earlier call would look like answers of this call.
+    for path in place.glob("[0-9]*"):
+        if path.suffix in (".json", ".pt"):
+            path.unlink()
+    for path in place.glob("ranks-*"):
+        shutil.rmtree(path)
     (place / "jobs.json").write_bytes(msgspec.json.encode(list(jobs)))
     entry = data_dir("baselines") / "run.py"
     command = [sys.executable, str(entry), name, str(place / "jobs.json"), str(place)]
@@ -209,15 +206,6 @@ def _show_failure(text: str, records: Sequence[Record]) -> None:
     failures = [error_of_record(record.status, record.reason) for record in records]
     if any(one.status == "failed" and not one.is_secondhand for one in failures):
         sys.stderr.writelines(f"{line}\n" for line in text.splitlines()[-SHOWN_LINES:])
-
-
-def _empty(place: Path) -> None:
-    """Remove the files of an earlier call, which would look like answers of this call."""
-    for path in place.glob("[0-9]*"):
-        if path.suffix in (".json", ".pt"):
-            path.unlink()
-    for path in place.glob("ranks-*"):
-        shutil.rmtree(path)
 
 
 def _no_record(name: str, text: str, code: int) -> BaselineError:

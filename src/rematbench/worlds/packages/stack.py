@@ -57,7 +57,6 @@ class Extra(Struct, frozen=True, kw_only=True):
 
     @property
     def nbytes(self) -> int:
-        """Device bytes of the tensor."""
         return self.rows * self.row_bytes
 
 
@@ -76,7 +75,6 @@ class Stack(Struct, frozen=True, kw_only=True):
     system: dict[str, int] = {}
 
     def problem(self, problem: Problem, evaluator: Evaluator | None = None) -> "StackProblem":
-        """The problem with this stack's tensors in its operator tables."""
         system = problem.system
         if self.fused_swiglu is not None:
             system = with_facts(system, fused_swiglu=self.fused_swiglu)
@@ -100,8 +98,6 @@ EMPTY_STACK = Stack()
 
 @dataclass(frozen=True, eq=False)
 class StackProblem(Problem):
-    """A problem whose operator tables have the extra tensors of a stack."""
-
     stack: Stack = EMPTY_STACK
 
     def _extended(self, table: OpTable) -> OpTable:
@@ -138,12 +134,10 @@ class StackProblem(Problem):
 
     @cached_property
     def embedding(self) -> OpTable:
-        """Operators of the embedding."""
         return self._extended(super().embedding)
 
     @cached_property
     def head(self) -> OpTable:
-        """Operators of the final norm, output projection and loss."""
         return self._extended(super().head)
 
 

@@ -92,7 +92,6 @@ def module_digest(module: str, methods: Iterable[Path] = ()) -> str:
 
 
 def digest(paths: Iterable[Path]) -> str:
-    """A short hash of the names and contents of files."""
     joined = hashlib.sha256()
     for path in sorted(set(paths)):
         joined.update(f"{path.name}\n".encode() + path.read_bytes())
@@ -100,7 +99,6 @@ def digest(paths: Iterable[Path]) -> str:
 
 
 def method_digest(origins: Iterable[str]) -> str:
-    """The digest of a composed method's files and their imports (an installed method: its name)."""
     found: set[Path] = set()
     names = []
     for origin in origins:

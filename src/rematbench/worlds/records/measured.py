@@ -122,7 +122,6 @@ class Comparison(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def judged_first(self) -> bool:
-        """Whether the first step's gradients alone count."""
         return self.first_only and self.first_gradient_error is not None
 
     @property
@@ -182,7 +181,6 @@ class Measured(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, om
 
     @property
     def fullest(self) -> RankMeasured:
-        """The rank with the largest measured device peak."""
         return max(self.ranks, key=lambda rank: rank.peak_bytes)
 
     def first_errors(self, reference: "Measured") -> tuple[float, float]:

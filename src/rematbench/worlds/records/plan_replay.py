@@ -1,5 +1,7 @@
 """Replay a record: evaluate its problem and plan again, for stages and the timeline."""
 
+from pathlib import Path
+
 from msgspec import Struct
 
 from rematbench.engine.lowering.lower import lower
@@ -12,12 +14,12 @@ from rematbench.host.table import GIB
 from rematbench.inputs.cluster import Cluster
 from rematbench.inputs.configfile import ConfigError
 from rematbench.inputs.job import Job
-from rematbench.inputs.load import load_cluster, load_system
+from rematbench.inputs.load import Kind, load_cluster, load_system, names
 from rematbench.inputs.system import System
 from rematbench.plan import Plan
 from rematbench.problem import Problem
 from rematbench.workload import Workload
-from rematbench.worlds.records.record import Record, RecordError, RunSpec, same_content
+from rematbench.worlds.records.record import Record, RecordError, RunSpec, read_record, same_content
 
 
 class Replay(Struct, frozen=True, kw_only=True):
@@ -30,19 +32,24 @@ class Replay(Struct, frozen=True, kw_only=True):
     evaluation: PlanEvaluation
 
 
-def replay(
-    record: Record, *, cluster: str = "", system: str = "", timeline: bool = False
-) -> Replay:
-    """Evaluate a record's plan; RecordError if the record has no plan or its inputs have changed.
-    `cluster` and `system` are the files of a cluster and a stack that config/ does not have."""
+def replay(path: Path, *, cluster: str = "", system: str = "", timeline: bool = False) -> Replay:
+    """Evaluate the plan of a record's file; RecordError if the record has no plan or its inputs
+    have changed.  `cluster` and `system` are the files of a cluster and a stack that config/ does
+    not have; else they lie beside the record, as NAME.yaml."""
+    record = read_record(path)
+    own: dict[Kind, str] = {"cluster": record.spec.cluster, "system": record.spec.system}
+    found = {"cluster": cluster, "system": system}
+    for kind, name in own.items():
+        beside = path.with_name(f"{name}.yaml")
+        if not found[kind] and name not in names(kind) and beside.is_file():
+            found[kind] = str(beside)
     if record.plan is None:
         raise RecordError(f"run {record.run_id} has no plan ({record.status}: {record.reason})")
-    problem = recorded_problem(record, cluster, system)
+    problem = recorded_problem(record, **found)
     return replay_plan(problem, record.plan, record.spec.method, timeline=timeline)
 
 
 def replay_plan(problem: Problem, plan: Plan, method: str, *, timeline: bool = False) -> Replay:
-    """Lower and evaluate a plan; with `timeline` at the level of operators, with intervals."""
     program = lower(plan, problem)
     evaluation = evaluate_program(problem, plan, program, record=timeline)
     work, alpha = problem.workload, plan.fit.get("alpha")

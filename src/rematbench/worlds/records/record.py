@@ -16,7 +16,7 @@ from msgspec import Struct
 from msgspec.structs import FieldInfo, asdict, fields, replace
 
 import rematbench
-from rematbench.engine.lowering.blocks.chunk_ops import ChunkOps
+from rematbench.engine.lowering.blocks.chunk_ops import ChunkFacts, ChunkOps
 from rematbench.engine.lowering.blocks.fates import PHASES, resolve
 from rematbench.evaluate.evaluation import RankBytes
 from rematbench.evaluate.result import Result, Status
@@ -56,7 +56,6 @@ class Start(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     reserve_bytes: int = 0
 
     def plan(self, problem: Problem) -> Plan:
-        """The plan from which the method starts."""
         own = {"partition": self.partition, "schedule": self.schedule}
         given = {key: value for key, value in own.items() if value is not None}
         return replace(problem.base_plan, **given)
@@ -83,7 +82,6 @@ class RunSpec(Workload, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def run_id(self) -> str:
-        """The hash of the spec's canonical JSON."""
         return content_hash(self)
 
 
@@ -144,7 +142,6 @@ class Record(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def world(self) -> World:
-        """The world that the numbers come from."""
         return self.spec.world
 
 
@@ -223,7 +220,7 @@ def plan_hash(problem: Problem, plan: Plan) -> str:
     table = []
     for rank, chunks in enumerate(plan.partition):
         for chunk, layers in enumerate(chunks):
-            sites = ChunkOps(problem, rank, chunk, layers, cuts=plan.cuts).sites
+            sites = ChunkOps(problem, rank, chunk, layers, ChunkFacts(cuts=plan.cuts)).sites
             for phase in PHASES:
                 fates, _ = resolve(plan, sites, phase, 0)
                 table.append([[*site, fate] for site, fate in fates.items()])
@@ -333,12 +330,10 @@ def keep_record(record: Record, folder: Path, name: str) -> None:
 
 
 def encode_record(record: Record) -> bytes:
-    """The bytes of a record's file: sorted, indented JSON."""
     return msgspec.json.format(record_json(record), indent=1) + b"\n"
 
 
 def record_json(record: Record) -> bytes:
-    """The sorted JSON of a record, on one line."""
     plain = msgspec.to_builtins(record, str_keys=True)
     plain["spec"] = _as_stored(record.spec, plain["spec"])
     return msgspec.json.encode(plain, order="sorted")

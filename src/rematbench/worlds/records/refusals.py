@@ -26,6 +26,7 @@ def refusals(problem: Problem, plan: Plan) -> list[str]:
         "ALiBi positions": model.position == "alibi",
         "sliding-window attention": bool(windows),
         "packed documents": problem.workload.packed,
+        "samples of differing lengths": problem.workload.sample_len > 0,
         "rotary positions with an odd head_dim": model.position == "rope"
         and (model.latent.rope if model.latent else model.head_dim) % 2 != 0,
         "slices of several sequences, or with sequence parallelism": bool(plan.slices)
@@ -45,7 +46,7 @@ def refusals(problem: Problem, plan: Plan) -> list[str]:
                 system.loss.held_logit_bytes,
             )
         ),
-        "CUDA graphs": system.kernels.cuda_graphs,
+        "CUDA graphs": system.kernels.captures,
         f"precision {problem.workload.precision}": problem.workload.precision not in SUM_BYTES,
         "ring attention (use a system with `cp_kind: allgather`)": lay.cp > 1
         and system.parallel.cp_kind != "allgather",
@@ -95,9 +96,6 @@ def _refused_of_adapters(problem: Problem) -> dict[str, bool]:
         "weights that do not train, other than with low-rank adapters": others,
         f"frozen weights in {work.base_dtype}": work.base_dtype != "stack",
         f"what trains in {work.trained_dtype}": work.trained_dtype != "stack",
-        f"adapters with ZeRO {lay.zero_stage}": work.partly
-        and lay.has_peers
-        and lay.zero_stage > 1,
         "adapters over tensor-parallel ranks": work.partly and lay.tp > 1,
         "adapters of models with experts": work.partly and work.model.experts is not None,
         f"the optimizer {problem.stack_choice.optimizer_kind}": problem.stack_choice.optimizer_kind
@@ -169,12 +167,16 @@ def _refused_of_units(problem: Problem, plan: Plan) -> dict[str, bool]:
     by_unit = bool(on_host) or gradient.shards > 1 or parameter.gather == "layer"
     tables = (problem.embedding, *problem.layer_kinds, problem.head)
     counts = [sum(tensor_parameters(problem, table)) for table in tables]
+    held = [table.parameters - count for table, count in zip(tables, counts, strict=True)]
     gathered, words = gathered_bytes(problem), " and ".join(on_host)
     refused = {
         "ZeRO stages 2 and 3, or gradients on the host, with pipeline stages": lay.pp > 1,
         f"units whose parameters {lay.state_shards} ranks cannot share evenly": any(
-            count % lay.state_shards for count in counts
+            count % lay.state_shards for count in (*counts, *held * problem.workload.partly)
         ),
+        f"{words} of adapters on the host": bool(on_host) and problem.workload.partly,
+        "optimizer states in pieces beside frozen weights": optimizer.pieces is not None
+        and problem.workload.partly,
         f"{gathered}-byte gathered parameters where it computes with {width}": gathered != width,
         f"{words} on the host without an optimizer there": bool(on_host)
         and optimizer.home != "host",

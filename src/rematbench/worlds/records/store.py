@@ -20,11 +20,9 @@ class Store:
         folder.mkdir(parents=True, exist_ok=True)
 
     def path(self, key: str) -> Path:
-        """The path of a cell's record."""
         return self.folder / f"{key}.json"
 
     def read(self, key: str) -> bytes | None:
-        """The bytes of a cell's record; None if the cell is not finished."""
         try:
             return self.path(key).read_bytes()
         except FileNotFoundError:

@@ -55,9 +55,6 @@ class NamedProblem(Job, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Variant(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A composition, or a method with its own parameters, on all problems or on the named
-    problems."""
-
     method: str
     name: str = ""
     settings: dict[str, Any] = {}
@@ -150,7 +147,6 @@ def run_bundle(
 def _from_store(
     store: Store | None, problem: Problem, variant: Variant, registry: Registry, name: str
 ) -> Record:
-    """A variant's record, read from the store or run now."""
     if store is None:
         return run_variant(problem, variant, registry)
     method = registry.resolve(variant.method, dict(variant.settings), problem)
@@ -163,14 +159,12 @@ def _from_store(
 
 
 def run_variant(problem: Problem, variant: Variant, registry: Registry) -> Record:
-    """The record of a variant on a problem, simulated now."""
     settings: dict[str, Value] = dict(variant.settings)
     method: Composition = registry.resolve(variant.method, settings, problem)
     return make_record(evaluate_method(problem, method), method)
 
 
 def labels(suite: Suite, registry: Registry) -> dict[str, str]:
-    """The variants' names in tables, by `label_key`."""
     found = {}
     for variants in bundles(suite, registry).values():
         for variant in variants:
@@ -195,7 +189,6 @@ def _as_json(value: Any) -> Any:
 
 
 def record_label(record: Record) -> str:
-    """The method with its non-default parameters."""
     defaults = _defaults()
     named = [
         f"{key}={value if isinstance(value, str | int | float) else ' '.join(map(str, value))}"

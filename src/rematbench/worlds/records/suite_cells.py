@@ -83,7 +83,6 @@ def problem_of(name: str) -> str:
 def _asked(
     suite: Suite, registry: Registry, only: Sequence[str]
 ) -> Iterator[tuple[str, str, Variant]]:
-    """Yield (cell name, problem name, variant) of each cell."""
     for spec in suite.problems:
         for bundle, variants in bundles(suite, registry).items():
             for number, variant in enumerate(variants):

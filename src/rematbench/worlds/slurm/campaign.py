@@ -56,8 +56,6 @@ class CampaignSuite(Suite, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class CampaignCell(Struct, frozen=True, kw_only=True):
-    """One variant of a method on one problem."""
-
     spec: NamedProblem
     variant: Variant
     number: int
@@ -79,8 +77,6 @@ class Bundle(Struct, frozen=True, kw_only=True):
 
 
 class Campaign:
-    """A campaign suite on a center."""
-
     def __init__(self, suite: CampaignSuite, registry: Registry, cluster: str | Path = "") -> None:
         """`cluster` (a name or file) replaces the cluster of the suite's problems.  ConfigError if
         the problems name several clusters or the cluster has no `slurm:` section."""
@@ -180,7 +176,6 @@ class Campaign:
         return resolve(self.registry, cell.variant.method, settings)
 
     def is_baseline(self, cell: CampaignCell) -> bool:
-        """Whether a real package runs the cell."""
         return is_baseline(self.registry, cell.variant.method)
 
     def keeps_all(self, cell: CampaignCell, simulated: PlanEvaluation) -> bool:
@@ -196,13 +191,10 @@ class Campaign:
         return cell.variant.method.replace("_", "-") if self.is_baseline(cell) else OURS
 
     def steps(self, cell: CampaignCell) -> int:
-        """Optimizer steps of a cell on GPUs: observed, warm-up and timed steps."""
         warmup = self.suite.warmup if self.is_baseline(cell) else 0
         return self.suite.steps + warmup + TIMED_STEPS
 
     def words(self, cell: CampaignCell) -> list[str]:
-        """The arguments of the rematbench command that each process of a cell runs, without
-        `--out` and `--timeout`."""
         words = [*cell.variant.to_arguments(cell.spec), "--steps", str(self.suite.steps)]
         if self.is_baseline(cell):
             return ["baseline", "run", *words, "--warmup", str(self.suite.warmup)]

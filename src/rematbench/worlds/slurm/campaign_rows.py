@@ -58,7 +58,6 @@ def number_rows(campaign: Campaign, store: Store) -> list[Row]:
 
 
 def _row(campaign: Campaign, store: Store, cell: CampaignCell) -> tuple[Row, CellRecord | None]:
-    """The row of a cell, and its record (None if the cell is waiting)."""
     key = campaign.key(cell)
     spec = cell.spec
     row: Row = {
@@ -146,9 +145,8 @@ def _numbers(measured: Measured) -> Row:
         "peak_host_bytes": max(rank.host_bytes for rank in measured.ranks),
     }
     for key in ("losses", "gradient_norms"):
-        row[key] = (
-            msgspec.json.encode(getattr(measured, key)).decode() if getattr(measured, key) else ""
-        )
+        values = getattr(measured, key)
+        row[key] = msgspec.json.encode(values).decode() if values else ""
     if top.allocated_bytes:
         row |= {key: getattr(top, key) for key in OF_CUDA}
     if top.actions:
@@ -175,15 +173,12 @@ def reference_columns(rows: Sequence[Row], measured: Sequence[Measured | None]) 
     }
     values: list[Row] = [dict.fromkeys(REFERENCE_COLUMNS, "") for _ in rows]
     for number, found in ran.items():
-        kept = [n for n in ran if _is_kept(rows[n], rows[number]["problem"])]
+        problem = rows[number]["problem"]
+        kept = [n for n in ran if rows[n]["keeps_all"] and rows[n]["problem"] == problem]
         reference = min(kept, key=lambda n: not _is_ours(rows[n]), default=number)
         if reference != number:
             values[number] = _errors(rows[number], found, rows[reference], ran[reference])
     return values
-
-
-def _is_kept(row: Row, problem: str) -> bool:
-    return bool(row["keeps_all"]) and row["problem"] == problem
 
 
 def _is_ours(row: Row) -> bool:

@@ -50,7 +50,6 @@ class CellRecord(Struct, frozen=True, kw_only=True):
 
 
 def encode(record: CellRecord) -> bytes:
-    """The stored bytes of a record: indented JSON."""
     return msgspec.json.format(msgspec.json.encode(record), indent=1) + b"\n"
 
 

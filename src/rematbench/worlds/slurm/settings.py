@@ -58,8 +58,6 @@ class SlurmSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class Center(Struct, frozen=True, kw_only=True):
-    """A cluster with the settings for submitting jobs."""
-
     name: str
     cluster: Cluster
     slurm: SlurmSettings

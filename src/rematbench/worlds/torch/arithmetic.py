@@ -156,11 +156,6 @@ def split_norm_backward(
     return g * scale, (grad * y).sum(0), grad.sum(0)
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x @ weight.T (+ bias)."""
-    return F.linear(x, weight, bias)
-
-
 def add_weight_gradient(total: Tensor, grad: Tensor, x: Tensor) -> None:
     """total += grad.T @ x, in the gradient buffer's dtype. On a GPU the sum is inside the product;
     on a CPU the product is made in PARTS, so that its temporary stays small."""
@@ -198,7 +193,6 @@ def activation(gate: Tensor, kind: str) -> Tensor:
 
 
 def activation_backward(grad: Tensor, gate: Tensor, kind: str) -> Tensor:
-    """The gradient of the activation function's input."""
     if kind == "swiglu":
         return torch.ops.aten.silu_backward(grad, gate)  # type: ignore[no-any-return]
     return torch.ops.aten.gelu_backward(grad, gate)  # type: ignore[no-any-return]
@@ -209,10 +203,8 @@ def embed(ids: Tensor, table: Tensor, first: int, *, whole: bool) -> Tensor:
     the shard is the whole vocabulary."""
     if whole:
         return table[ids]
-    local = ids - first
-    mine = (local >= 0) & (local < table.shape[0])
-    rows = table[local.clamp(0, table.shape[0] - 1)]
-    return rows * mine[:, None]
+    local, mine = in_shard(ids, first, table.shape[0])
+    return table[local] * mine[:, None]
 
 
 def embed_backward(total: Tensor, grad: Tensor, ids: Tensor, first: int, *, whole: bool) -> None:
@@ -221,15 +213,13 @@ def embed_backward(total: Tensor, grad: Tensor, ids: Tensor, first: int, *, whol
     if whole:
         total.index_add_(0, ids, grad.to(total.dtype))
         return
-    local = ids - first
-    mine = (local >= 0) & (local < total.shape[0])
-    rows = local.clamp(0, total.shape[0] - 1)
-    total.index_add_(0, rows, (grad * mine[:, None]).to(total.dtype))
+    local, mine = in_shard(ids, first, total.shape[0])
+    total.index_add_(0, local, (grad * mine[:, None]).to(total.dtype))
 
 
-def shard_labels(labels: Tensor, first: int, width: int) -> tuple[Tensor, Tensor]:
-    """(column inside the shard, whether the shard holds the label), for each label."""
-    local = labels - first
+def in_shard(tokens: Tensor, first: int, width: int) -> tuple[Tensor, Tensor]:
+    """(place inside the shard of a vocabulary, whether the shard holds it), for each token."""
+    local = tokens - first
     mine = (local >= 0) & (local < width)
     return local.clamp(0, width - 1), mine
 
@@ -238,7 +228,7 @@ def cross_entropy_backward(
     probs: Tensor, labels: Tensor, first: int, scale: float, dtype: torch.dtype
 ) -> Tensor:
     """(softmax - one-hot) x scale for the rows that count, without a wide copy of the softmax."""
-    column, mine = shard_labels(labels, first, probs.shape[-1])
+    column, mine = in_shard(labels, first, probs.shape[-1])
     grad = torch.mul(probs, scale, out=probs.new_empty(probs.shape, dtype=dtype))
     at_label = probs.gather(1, column[:, None]).sub_(mine[:, None].to(probs.dtype)).mul_(scale)
     grad.scatter_(1, column[:, None], at_label.to(dtype))

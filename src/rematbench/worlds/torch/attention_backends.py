@@ -41,9 +41,6 @@ Heads = Tensor
 
 
 class Shape(NamedTuple):
-    """One rank's attention: batch, query rows per sequence, heads, KV heads, head_dim, and the
-    columns of a head of values."""
-
     batch: int
     rows: int
     heads: int
@@ -93,7 +90,6 @@ def backend(x: Tensor, v_dim: int, kernel: AttentionBackend = "fa2") -> str:
 
 
 def repeat(kv: Heads, heads: int) -> Heads:
-    """KV heads repeated to the number of query heads."""
     return kv.repeat_interleave(heads // kv.shape[1], 1)
 
 
@@ -213,7 +209,6 @@ def _(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
 def _unequal_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq, dk, dv) as one operator."""
     dq, dk, dv = _exact_backward(grad, q, k, v, out, lse, causal)
     return _by_rows(dq), _by_rows(dk), _by_rows(dv)
 
@@ -227,7 +222,6 @@ def _(
 
 
 def _summed(gradients: Heads, kv: Heads) -> Heads:
-    """The gradients of repeated KV heads, summed over the copies of each head."""
     return gradients.view(kv.shape[0], kv.shape[1], -1, *kv.shape[2:]).sum(2)
 
 

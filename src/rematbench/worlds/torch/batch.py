@@ -57,7 +57,6 @@ def slices(layout: Layout, place: Coordinates) -> tuple[int, ...]:
 
 
 def positions(layout: Layout, place: Coordinates, seq_len: int) -> Tensor:
-    """The positions of a rank's rows inside a sequence."""
     if layout.ulysses > 1:
         size = seq_len // layout.ulysses
         return torch.arange(place.cp * size, (place.cp + 1) * size)

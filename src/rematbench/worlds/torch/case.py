@@ -80,7 +80,6 @@ class Case:
 
     @property
     def world_size(self) -> int:
-        """The number of processes."""
         return self.problem.layout.gpus
 
 
@@ -108,25 +107,23 @@ class RankResult:
     """
 
     place: Coordinates
-    losses: list[float]
-    gradients: list[dict[str, GradientShard]]
-    bytes_after: list[tuple[int, int]]
-    device_peak_bytes: int
-    host_peak_bytes: int
+    losses: list[float] = field(default_factory=list)
+    gradients: list[dict[str, GradientShard]] = field(default_factory=list)
+    bytes_after: list[tuple[int, int]] = field(default_factory=list)
+    device_peak_bytes: int = 0
+    host_peak_bytes: int = 0
     peak_bytes: int = 0
     allocated_bytes: int = 0
     reserved_bytes: int = 0
     pinned_bytes: int = 0
     state_bytes: int
-    offload_bytes: int
-    recompute_flop: float
-    step_s: list[float]
+    offload_bytes: int = 0
+    recompute_flop: float = 0.0
+    step_s: list[float] = field(default_factory=list)
 
 
 @dataclass(kw_only=True)
 class Result:
-    """The result of a case: every field is filled when the status is ok."""
-
     name: str
     status: Status
     reason: str = ""
@@ -203,7 +200,6 @@ def _gradients(case: Case, ranks: list[RankResult], step: int) -> dict[str, Tens
 
 
 def _whole(shards: list[GradientShard]) -> Tensor:
-    """The gradient of one tensor-parallel rank, from its ZeRO shards."""
     values = [shard.values for shard in shards if shard.values is not None]
     flat = torch.cat(values)
     shape = torch.Size(shards[0].shape)

@@ -11,7 +11,6 @@ from rematbench.host.memory import cpu_set
 
 
 def gpu_count() -> int:
-    """The number of GPUs that torch can use on this machine."""
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
@@ -87,7 +86,6 @@ def _set(settings: str, word: str) -> bool:
 
 
 def release_pinned() -> None:
-    """Return unused pinned memory to the host, if torch supports this."""
     own = getattr(torch._C, "_host_emptyCache", None)  # before 2.12
     give_back = getattr(torch.accelerator, "empty_host_cache", own)
     if give_back is not None:
@@ -110,7 +108,6 @@ def limit_memory(device: torch.device, nbytes: int) -> None:
 
 
 def reset_peaks(device: torch.device | None = None) -> None:
-    """Reset the peaks of the allocators."""
     torch.cuda.reset_peak_memory_stats(device)
     if pinned_peak():
         torch.cuda.reset_peak_host_memory_stats()

@@ -81,7 +81,6 @@ class Tracker(DispatchMode):
         self.host_bytes += nbytes
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run the operator, then register the storages of its outputs."""
         result = func(*args, **(kwargs or {}))
         for item in tree_iter(result):
             if isinstance(item, Tensor):
@@ -89,7 +88,6 @@ class Tracker(DispatchMode):
         return result
 
     def release_states(self) -> None:
-        """Release the excluded storages."""
         self._states.clear()
         self._excluded.clear()
 
@@ -103,7 +101,6 @@ class Tracker(DispatchMode):
         self._count(size - before, host=host)
 
     def register(self, tensor: Tensor) -> None:
-        """Count the storage of a tensor, if the storage is new."""
         self._register(tensor.untyped_storage(), host=self._is_host(tensor))
 
     def _is_host(self, tensor: Tensor) -> bool:
@@ -160,7 +157,6 @@ class MetaMode(DispatchMode):
         self._known: dict[Any, tuple[bool, tuple[Form, ...]]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run the operator, or make the outputs that an equal call returned."""
         fresh = self._fresh.get(func)
         if fresh is None:
             fresh = self._fresh[func] = returns_new_storages(func)

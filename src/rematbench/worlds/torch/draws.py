@@ -26,8 +26,6 @@ def drawing_threads(device: torch.device) -> int:
 
 
 class Draws:
-    """Full weights, each drawn once, in the order of `specs`."""
-
     def __init__(self, specs: Iterable[ParameterSpec], seed: int, threads: int) -> None:
         self._left = deque(specs)
         self._seed, self._threads = seed, threads
@@ -59,5 +57,4 @@ class Draws:
 
 
 def _nbytes(spec: ParameterSpec) -> int:
-    """Bytes of the whole parameter in float64."""
     return prod(spec.shape) * torch.float64.itemsize

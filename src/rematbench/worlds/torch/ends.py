@@ -56,7 +56,6 @@ def loss(call: Call) -> Tensors:
 
 
 def _labels(call: Call) -> tuple[Tensor, float]:
-    """The labels of a loss, and the weight of the loss."""
     batch = call.model.batches[call.span.micro_batch]
     if call.op.name == "loss":
         return call.rows(batch.labels), 1.0
@@ -71,7 +70,7 @@ def finish_loss(call: Call, group: Group) -> Tensor:
     top = saved.amax(-1)
     group.all_reduce(top, "max")
     saved.sub_(top[:, None])
-    column, mine = arithmetic.shard_labels(labels, model.vocab_start, saved.shape[-1])
+    column, mine = arithmetic.in_shard(labels, model.vocab_start, saved.shape[-1])
     target = saved.gather(1, column[:, None])[:, 0].masked_fill(~mine, 0.0)
     saved.exp_()
     sums = torch.stack([saved.sum(-1), target])

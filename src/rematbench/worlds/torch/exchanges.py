@@ -54,11 +54,6 @@ def heads_to_rows(out: Tensor, heads: Tensor, group: Group, head_dim: int) -> No
         out.view(rows.shape).copy_(rows)
 
 
-def exchange_rows(out: Tensor, rows: Tensor, group: Group) -> None:
-    """Fill `out` with each rank's rows for this rank; `rows` has a part for each, in rank order."""
-    group.all_to_all(out, rows)
-
-
 STATE_PEERS = ("dp", "edp")
 """The groups over which states are shared: of experts, and of everything else."""
 SEVERAL = ("attention", "sort")
@@ -77,7 +72,6 @@ class Exchanges:
         """The units whose gradients are summed, by chunk and group."""
 
     def group(self, action: Action) -> Group:
-        """The communicator that an action names."""
         assert action.exchange.comm is not None
         return self.groups.by_name[action.exchange.comm.group]
 
@@ -118,9 +112,10 @@ class Exchanges:
         group, head_dim = self.group(action), self.model.kind.head_dim
         back = action.reads[0].is_gradient
         to_heads = (action.op == "to_heads") != back
-        move: Callable[[Tensor, Tensor, Group], None] = exchange_rows
+        move: Callable[[Tensor, Tensor], None] = group.all_to_all
         if action.op in ORDERS:
-            move = partial(rows_to_heads if to_heads else heads_to_rows, head_dim=head_dim)
+            turn = rows_to_heads if to_heads else heads_to_rows
+            move = partial(turn, group=group, head_dim=head_dim)
         for source, target, width in self._pairs(action, span.chunk, back=back):
             sent = self.memory[span.key(source)].rows(span.first, span.size)
             shape = (sent.shape[0] // group.size, width)
@@ -130,7 +125,7 @@ class Exchanges:
                 shape = (sent.shape[0] * group.size, width // group.size)
             with self._output_pool(stays=target in {alloc.storage for alloc in action.allocs}):
                 out = sent.new_empty(shape)
-            self.streams.run(action.stream, partial(move, out, sent, group), out)
+            self.streams.run(action.stream, partial(move, out, sent), out)
             self._arrived(action, span, target, out)
 
     def _pairs(
@@ -229,7 +224,6 @@ class Exchanges:
             self.memory.put(span.key(alloc.storage), Value(own, span.first, span.size))
 
     def all_reduce(self, action: Action, span: Span) -> None:
-        """Sum over the group in place."""
         group = self.group(action)
         if self._of_states(action):
             self._reduce_gradients(action, span.chunk)
@@ -290,7 +284,6 @@ class Exchanges:
     def _sharing(
         self, action: Action, chunk: int, prefixes: Iterable[ModelPart]
     ) -> list[Parameter]:
-        """The parameters of units whose states the action's ranks share."""
         comm = action.exchange.comm
         of_experts = comm is not None and comm.group == "edp"
         among = [p for prefix in prefixes for p in self.model.unit_parameters(chunk, prefix)]
@@ -337,8 +330,7 @@ class Exchanges:
                 self._gather_into_room(action, span, states, group)
                 continue
             whole = self.memory[span.key(action.reads[0])].data if action.reads else states.weights
-            part = states.part(whole)
-            self.streams.run(action.stream, partial(group.all_gather, whole, part))
+            self.streams.run(action.stream, partial(states.gather, whole, group.all_gather))
 
     def _gather_into_room(
         self, action: Action, span: Span, states: UnitStates, group: Group
@@ -347,7 +339,7 @@ class Exchanges:
         self.streams.wait(action.stream, self.streams.mark(COMPUTE))
         with self.streams.storage_pool():
             whole = states.weights.new_empty(states.size)
-        self.streams.run(action.stream, partial(group.all_gather, whole, states.weights), whole)
+        self.streams.run(action.stream, partial(states.gather, whole, group.all_gather), whole)
         self.memory.put(span.key(action.allocs[0].storage), Value(whole))
         states.lend_weights(whole)
 
@@ -414,7 +406,7 @@ class Messages:
         self.model, self.groups, self.memory = model, groups, memory
         self.streams = streams
         self.pending: list[PendingMessage] = []
-        self.callbacks: list[Callable[[], None]] = []
+        self.callbacks: list[Callable[[], object]] = []
         self.posted: list[tuple[dist.Work, Tensor]] = []
         self.tied = model.parameters.get("embedding.weight")
         exchanged = model.place.pp in (model.problem.embedding_ranks or ())
@@ -423,7 +415,6 @@ class Messages:
             self.arrival = torch.empty_like(self.tied.grad_flat)
 
     def states(self) -> list[Tensor]:
-        """The storages of this object that are not activations."""
         return [] if self.arrival is None else [self.arrival]
 
     def attach(self, mark: Mark) -> None:
@@ -432,7 +423,6 @@ class Messages:
         mark.callbacks, self.callbacks = self.callbacks, []
 
     def _message(self, action: Action, span: Span) -> Message:
-        """The message of an action on a span."""
         lay, stage = self.model.problem.layout, self.model.place.pp
         return message(lay, stage, action, (span.micro_batch, span.chunk))
 
@@ -469,12 +459,10 @@ class Messages:
         self.posted.append((self._send(copy, message), copy))
 
     def flush(self) -> None:
-        """Wait until every copied message is sent."""
         while self.posted:
             self.posted.pop()[0].wait()
 
     def receive(self, action: Action, span: Span) -> None:
-        """Allocate a boundary tensor and start to receive it."""
         if action.op == "tied":
             assert self.arrival is not None
             self._receive(self.arrival, self._message(action, span))
@@ -490,8 +478,4 @@ class Messages:
         assert tied is not None
         assert arrival is not None
         self._begin(message, self._send(tied.grad_flat, message))
-        self.callbacks.append(partial(_add, tied.grad_flat, arrival))
-
-
-def _add(total: Tensor, arrived: Tensor) -> None:
-    total.add_(arrived)
+        self.callbacks.append(partial(tied.grad_flat.add_, arrival))

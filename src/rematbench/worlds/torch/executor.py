@@ -34,8 +34,6 @@ FIRST = part_of("P", 0)
 
 
 class Executor:
-    """Runs the program of one rank, step after step."""
-
     def __init__(
         self,
         program: RankProgram,
@@ -98,10 +96,6 @@ class Executor:
         """The tensors on the device that are not activations."""
         own = [*self.slots.arenas.values(), *self.messages.states(), self.loss]
         return [*self.model.states(), *own]
-
-    def stop_tracking(self) -> None:
-        """Count no further bytes, so that the tracker does not slow the timed steps."""
-        self.tracker = self.movers.tracker = None
 
     # -- walk -------------------------------------------------------------------------------------
 
@@ -189,7 +183,6 @@ class Executor:
             self.events[event, span.micro_batch, span.chunk] = mark
 
     def wait(self, action: Action, span: Span) -> None:
-        """Block the action's stream until an event."""
         event = action.wait
         assert event is not None
         mark = self.local.get(event) or self.events.get((event, span.micro_batch, span.chunk))
@@ -200,7 +193,6 @@ class Executor:
     # -- operators --------------------------------------------------------------------------------
 
     def _call(self, action: Action, span: Span, operands: Operands) -> Call:
-        """The call of the action's operator with the tensors that it reads."""
         tensors: dict[str, Tensor] = {}
         for name, storage, whole in operands.reads:
             value = self.memory[span.key(storage)]
@@ -211,7 +203,6 @@ class Executor:
         return Call(self.model, operands.unit, operands.op, span, tensors, wanted=operands.places)
 
     def forward(self, action: Action, span: Span) -> None:
-        """Run an operator; its outputs are new storages, or rows of storages that exist."""
         found = self.names.of(action, span.chunk)
         call = self._call(action, span, found)
         made = operators.FORWARD[action.op](call)
@@ -222,18 +213,15 @@ class Executor:
                 target = self.memory[span.key(name)].view(span.first, span.size)
                 target.copy_(made[output].view(target.shape))
         if action.op in SAVED:
-            self._loss_made(action, span, call, found.places[SAVED[action.op]][0])
+            name = found.places[SAVED[action.op]][0]
+            self.counting[name] = action.kind is Kind.FORWARD
+            if call.op.reduce is None:
+                self._finish_loss(call, name, span, action.stream)
 
     def recompute(self, action: Action, span: Span) -> None:
-        """Run a forward operator once more and count its FLOPs."""
         before = self.model.flop
         self.forward(action, span)
         self.recompute_flop += self.model.flop - before
-
-    def _loss_made(self, action: Action, span: Span, call: Call, name: Storage) -> None:
-        self.counting[name] = action.kind is Kind.FORWARD
-        if call.op.reduce is None:
-            self._finish_loss(call, name, span, action.stream)
 
     def _finish_loss(self, call: Call, name: Storage, span: Span, stream: str) -> None:
         saved = {SAVED[call.op.name]: self.memory[span.key(name)].rows(span.first, span.size)}
@@ -298,7 +286,6 @@ class Executor:
                     self.memory[span.key(storage)].data.add_(whole[first:last])
 
     def backward_weight(self, action: Action, span: Span) -> None:
-        """Compute weight gradients and add them to their buffers."""
         found = self.names.of(action, span.chunk)
         operators.BACKWARD_WEIGHT[action.op](self._backward_call(action, span, found))
 

@@ -26,7 +26,6 @@ from rematbench.worlds.torch.operands import Call, Tensors
 
 
 def experts_of(call: Call) -> Experts:
-    """The experts of the model."""
     experts = call.model.kind.experts
     assert experts is not None
     return experts
@@ -40,7 +39,6 @@ def _tensor(call: Call, name: str) -> Activation:
 
 
 def _empty_rows(call: Call, name: str, rows: int) -> Tensor:
-    """Rows of bytes, all zero."""
     shape = (rows, _tensor(call, name).row_bytes)
     return torch.zeros(shape, dtype=torch.uint8, device=call.model.device)
 
@@ -54,7 +52,6 @@ def _write(rows: Tensor, first: int, values: Tensor) -> int:
 
 
 def _field(rows: Tensor, first: int, columns: int, dtype: torch.dtype) -> Tensor:
-    """A copy of a field: rows x columns."""
     return rows[:, first : first + columns * dtype.itemsize].clone().view(dtype)
 
 
@@ -72,7 +69,6 @@ def _probabilities(call: Call, scores: Tensor) -> Tensor:
 
 
 def route(call: Call) -> Tensors:
-    """The experts of each token and their probabilities."""
     x, chosen = call.input(), call.rows(call.model.chosen)
     logits = call.linear(x, "router", call.bias("router")).to(arithmetic.wide(x.dtype))
     scores = _empty_rows(call, "router_scores", x.shape[0])
@@ -151,7 +147,6 @@ def _order(call: Call) -> Tensor:
 
 
 def _sum_copies(call: Call, copies: Tensor) -> Tensor:
-    """The sum of each token's copies."""
     order = _order(call).div_(experts_of(call).active, rounding_mode="floor")
     rows = call.tensors["permutation"].shape[0]
     return copies.new_zeros(rows, copies.shape[1]).index_add_(0, order, copies)
@@ -167,7 +162,6 @@ def permute_backward(call: Call) -> Tensors:
 
 
 def unpermute(call: Call) -> Tensors:
-    """The sum of the outputs of each token's experts."""
     return {call.op.outputs[0]: _sum_copies(call, call.input())}
 
 
@@ -200,7 +194,6 @@ def _apart(call: Call, whole: Tensor) -> list[Tensor]:
 
 
 def sort(call: Call) -> Tensors:
-    """Received tokens and probabilities in the order of experts."""
     full = call.tensors.get("full")
     parts = [call.tensors[n] for n in call.op.inputs] if full is None else _apart(call, full)
     senders, experts = _senders(call)
@@ -217,7 +210,6 @@ def sort_backward(call: Call) -> Tensors:
 
 
 def unsort(call: Call) -> Tensors:
-    """The experts' outputs in the order of the exchange."""
     senders, experts = _senders(call)
     return {call.op.outputs[0]: _turned(call.input(), experts, senders)}
 

@@ -29,8 +29,6 @@ RELEASE_S = 1.0
 
 
 class Coordinates(NamedTuple):
-    """A rank's place along every dimension."""
-
     tp: int
     cp: int
     dp: int
@@ -62,13 +60,18 @@ EXPERT_GROUPS: tuple[GroupName, ...] = ("etp", "ep", "edp")
 """The groups of experts, the fastest first."""
 
 
-def state_rank(layout: Layout, order: tuple[str, ...], place: Coordinates) -> int:
-    """A rank's place among its state peers (dp x cp), in the order of their communicator."""
+def state_rank(
+    layout: Layout,
+    order: tuple[str, ...],
+    place: Coordinates,
+    along: Container[str] = DIMENSIONS["dp"],
+) -> int:
+    """A rank's place among its peers along some dimensions (its state peers), in the order of their
+    communicator."""
     sizes, number, stride = degrees(layout), 0, 1
-    for name in order:
-        if name in DIMENSIONS["dp"]:
-            number += getattr(place, name) * stride
-            stride *= sizes[name]
+    for name in (one for one in order if one in along):
+        number += getattr(place, name) * stride
+        stride *= sizes[name]
     return number
 
 
@@ -82,11 +85,7 @@ class ExpertPlace(NamedTuple):
 
 
 def expert_place(layout: Layout, order: tuple[str, ...], place: Coordinates) -> ExpertPlace:
-    """The place of the rank with these coordinates."""
-    sizes, number, stride = degrees(layout), 0, 1
-    for name in order:
-        number += getattr(place, name) * stride
-        stride *= sizes[name]
+    number = state_rank(layout, order, place, order)
     axes = {
         axis: next(ranks.index(number) for ranks in groups if number in ranks)
         for axis in ExpertPlace._fields
@@ -115,17 +114,13 @@ class Group(NamedTuple):
         """out = this rank's rows of the sum; `out` may lie in `whole` (NCCL allows it)."""
         if self.handle is None:
             out.view(-1).copy_(whole.reshape(-1))
-        elif is_gloo(self.handle):
-            self._exchange_and_add(out, whole)
+        elif is_gloo(self.handle):  # exchange all rows and add those of every rank in rank order
+            parts = torch.empty_like(whole)
+            self.all_to_all(parts, whole)
+            torch.sum(parts.view(self.size, -1), 0, out=out.view(-1))
         else:
             call = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
             call(out, whole.contiguous(), group=self.handle)
-
-    def _exchange_and_add(self, out: Tensor, whole: Tensor) -> None:
-        """Reduce-scatter on gloo: exchange all rows and add those of every rank in rank order."""
-        parts = torch.empty_like(whole)
-        self.all_to_all(parts, whole)
-        torch.sum(parts.view(self.size, -1), 0, out=out.view(-1))
 
     def all_to_all(self, out: Tensor, whole: Tensor) -> None:
         """out = every rank's part for this rank; `whole` has a part for each, in rank order."""
@@ -142,17 +137,15 @@ class Group(NamedTuple):
             self._call(partial(dist.all_reduce, op=kind, group=self.handle), tensor)
 
     def _call(self, call: Callable[..., object], *tensors: Tensor) -> None:
-        run = run_and_release if self.handle is not None and is_gloo(self.handle) else _at_once
-        run(call, *tensors)
+        if self.handle is not None and is_gloo(self.handle):
+            run_and_release(call, *tensors)
+        else:
+            call(*tensors)
 
 
 def is_gloo(handle: dist.ProcessGroup | None) -> bool:
     """Whether a communicator uses gloo, whose threads hold tensors after a call returns."""
     return dist.get_backend(handle) == "gloo"
-
-
-def _at_once(call: Callable[..., object], *tensors: Tensor) -> None:
-    call(*tensors)
 
 
 def run_and_release(call: Callable[..., object], *tensors: Tensor) -> None:
@@ -277,7 +270,6 @@ class Groups:
             torch.cuda.synchronize(device)
 
     def peer(self, stage: int) -> int:
-        """The global rank of the process with this rank's place at another pipeline stage."""
         if stage not in self._peers:
             wanted = self.place._replace(pp=stage)
             ranks = range(self.layout.gpus)
@@ -302,5 +294,4 @@ class Groups:
 
 
 def default_backend(device: torch.device) -> str:
-    """The default backend of a device: gloo on a CPU, NCCL on CUDA."""
     return "nccl" if device.type == "cuda" else "gloo"

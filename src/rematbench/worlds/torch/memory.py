@@ -6,21 +6,23 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from rematbench.workload import Memory
 from rematbench.worlds.torch.operands import Call, Tensors
+
+
+def _given(call: Call) -> Memory:
+    assert call.model.kind.memory is not None
+    return call.model.kind.memory
 
 
 def _sub_keys(call: Call, values: Tensor) -> Tensor:
     """Keys, or their gradients, as heads x halves x keys x columns of a half."""
-    given = call.model.kind.memory
-    assert given is not None
-    return values.view(given.heads, 2, given.keys, -1)
+    return values.view(_given(call).heads, 2, _given(call).keys, -1)
 
 
 def _memory_keys(call: Call) -> Tensors:
     """The rows with the best sums of two sub-keys, and the softmax of their scores."""
-    given = call.model.kind.memory
-    assert given is not None
-    keys = _sub_keys(call, call.parameter("memory_keys").value)
+    given, keys = _given(call), _sub_keys(call, call.parameter("memory_keys").value)
     query = call.input().view(-1, given.heads, 2, keys.shape[-1])
     scores, at = torch.einsum("thsd,hsnd->thsn", query, keys).topk(given.top)
     sums = (scores[:, :, 0, :, None] + scores[:, :, 1, None, :]).flatten(-2)
@@ -32,8 +34,7 @@ def _memory_keys(call: Call) -> Tensors:
 
 def _chosen_keys(call: Call) -> tuple[tuple[Tensor, int, Tensor], ...]:
     """For each half the (heads, half, sub-keys) of the rows that were chosen."""
-    given, rows = call.model.kind.memory, call.tensors["memory_rows"]
-    assert given is not None
+    given, rows = _given(call), call.tensors["memory_rows"]
     by_head = rows.view(rows.shape[0], given.heads, -1)
     heads = torch.arange(given.heads, device=rows.device)[None, :, None].expand_as(by_head)
     return (heads, 0, by_head // given.keys), (heads, 1, by_head % given.keys)
@@ -41,9 +42,8 @@ def _chosen_keys(call: Call) -> tuple[tuple[Tensor, int, Tensor], ...]:
 
 def _score_gradients(call: Call) -> Tensor:
     """The gradients of the scores of chosen rows, tokens x heads x rows."""
-    given, weights = call.model.kind.memory, call.tensors["memory_weights"]
-    assert given is not None
-    w, grad = (each.view(weights.shape[0], given.heads, -1) for each in (weights, call.grads[0]))
+    shape = (-1, _given(call).heads, _given(call).top)
+    w, grad = (each.view(shape) for each in (call.tensors["memory_weights"], call.grads[0]))
     return w * (grad - (w * grad).sum(-1, keepdim=True))
 
 

@@ -2,7 +2,7 @@
 states in host memory, which runs on a separate thread.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from functools import partial
@@ -45,7 +45,6 @@ class PendingUpdate(NamedTuple):
     future: Future[None]
 
     def wait(self) -> None:
-        """Block the calling thread until the update is done; raise the update's error."""
         self.future.result()
 
 
@@ -57,8 +56,7 @@ class HostUpdates:
         self.pool: ThreadPoolExecutor | None = None
         self.latest: PendingUpdate | None = None
 
-    def start(self, work: Callable[[], None], stream: str = HOST_UPDATE) -> PendingUpdate:
-        """Start work once everything issued so far on a stream is done."""
+    def start(self, work: Callable[[], object], stream: str = HOST_UPDATE) -> PendingUpdate:
         if self.pool is None:
             self.pool = ThreadPoolExecutor(1, thread_name_prefix=HOST_UPDATE)
         before = self.streams.mark(stream)
@@ -71,7 +69,6 @@ class HostUpdates:
         return self.latest
 
     def finish(self) -> None:
-        """Block the calling thread until the latest work is done."""
         if self.latest is not None:
             self.latest.wait()
 
@@ -79,20 +76,6 @@ class HostUpdates:
         """Make an event complete only when the latest update is done."""
         if self.latest is not None:
             mark.messages.append(self.latest)
-
-
-def gradients_to_host(parameters: Iterable[Parameter], streams: Streams, stream: str) -> None:
-    """Copy this rank's shards of the gradients to the host memory that the update reads."""
-    for parameter in parameters:
-        here, there = parameter.own_grad, _host(parameter).grad
-        streams.run(stream, _copy(there, here))
-
-
-def weights_to_device(parameters: Iterable[Parameter], streams: Streams, stream: str) -> None:
-    """Copy the updated shards of the weights to the device."""
-    for parameter in parameters:
-        here, there = parameter.own_value, _host(parameter).value
-        streams.run(stream, _copy(here, there))
 
 
 def _copy(target: Tensor, source: Tensor) -> Callable[[], Tensor]:
@@ -119,8 +102,6 @@ class Form(NamedTuple):
 
 
 class Movers:
-    """Allocates, copies and frees the storages of one rank."""
-
     def __init__(
         self,
         model: RankModel,
@@ -137,8 +118,6 @@ class Movers:
         self.offload_bytes = 0
 
     def alloc(self, action: Action, span: Span) -> None:
-        """Allocate a tensor that is written piece by piece, or a gradient that is summed piece by
-        piece."""
         if action.op == "gradients":
             self._alloc_gradients(action, span)
             return
@@ -154,7 +133,8 @@ class Movers:
         """Allocate a zero buffer for a unit's gradients. The unit's parameters hold ranges of the
         buffer until it is freed after their update."""
         (alloc,) = action.allocs
-        parameters = self.model.unit_parameters(span.chunk, action.part)
+        among = self.model.unit_parameters(span.chunk, action.part)
+        parameters = [one for one in among if one.spec.trained]
         dtype = wide(self.model.dtype) if self.model.update_in_backward else self.model.dtype
         sizes = [parameter.size for parameter in parameters]
         if sum(sizes) * dtype.itemsize != alloc.nbytes:
@@ -249,7 +229,8 @@ class Movers:
             self._add_on_host(action, span)
             return
         if action.op == GRADIENTS_DOWN:
-            gradients_to_host(self.model.parameters.values(), self.streams, action.stream)
+            for one in self.model.parameters.values():
+                self.streams.run(action.stream, _copy(_host(one).grad, one.own_grad))
             return
         source, alloc = self.memory[span.key(action.reads[0])], action.allocs[0]
         nbytes = source.data.numel() * source.data.element_size()
@@ -291,7 +272,8 @@ class Movers:
             self.model.pieces.to_device(action, span, self.memory, self.streams)
             return
         if action.op == WEIGHTS_UP:
-            weights_to_device(self.model.parameters.values(), self.streams, action.stream)
+            for one in self.model.parameters.values():
+                self.streams.run(action.stream, _copy(one.own_value, _host(one).value))
             return
         if action.op == SHARD_UP:
             self._shard_up(action, span)
@@ -328,7 +310,6 @@ class Movers:
                 value.data = data
 
     def free(self, key: Key) -> None:
-        """Free a storage; a host block returns to its pool."""
         self._drop_ranges(key)
         self.memory.free(key)
         self.slots.release(key)

@@ -9,6 +9,7 @@ from itertools import takewhile
 from operator import attrgetter
 from typing import NamedTuple
 
+import torch.nn.functional as F
 from msgspec.structs import replace
 from torch import Tensor
 
@@ -18,7 +19,7 @@ from rematbench.engine.lowering.slices import KEYS, slice_of
 from rematbench.engine.program.action import Action, Kind
 from rematbench.engine.program.storage import Role, Storage, storage_of
 from rematbench.inputs.recipes import Recipe, recipe_of
-from rematbench.worlds.torch import arithmetic, quantised
+from rematbench.worlds.torch import quantised
 from rematbench.worlds.torch.parameters import Parameter
 from rematbench.worlds.torch.rank_model import SAVED, RankModel
 from rematbench.worlds.torch.storages import Span
@@ -61,7 +62,6 @@ class Names:
         self.known: dict[tuple[int, int], tuple[Action, Operands]] = {}
 
     def of(self, action: Action, chunk: int) -> Operands:
-        """The operands of an action that runs an operator."""
         known = self.known.get((id(action), chunk))
         if known is None:  # kept with its action, so that the id stays unique
             known = self.known[id(action), chunk] = action, self._found(action, chunk)
@@ -107,20 +107,12 @@ def _own_slice(action: Action) -> tuple[Action, dict[str, list[Storage]]]:
             context.setdefault(each.tensor, []).append(each)
     if not context:
         return action, {}
-    left = tuple(
-        [
-            each
-            for each in action.reads
-            if each.piece == number and not (each.is_gradient and each.tensor in KEYS)
-        ]
-    )
-    allocs = tuple(
-        [
-            each
-            for each in action.allocs
-            if not (each.storage.is_gradient and each.storage.tensor in KEYS)
-        ]
-    )
+
+    def stays(storage: Storage) -> bool:
+        return not (storage.is_gradient and storage.tensor in KEYS)
+
+    left = tuple(each for each in action.reads if each.piece == number and stays(each))
+    allocs = tuple(each for each in action.allocs if stays(each.storage))
     return replace(action, reads=left, allocs=allocs), context
 
 
@@ -183,11 +175,9 @@ class Call(NamedTuple):
     grads_are_views: bool = False
 
     def parameter(self, name: str) -> Parameter:
-        """A parameter of the operator's unit."""
         return self.model.local[self.span.chunk][self.unit.prefix][name]
 
     def bias(self, name: str) -> Tensor | None:
-        """A bias of the operator's unit; None if the model has none."""
         found = self.model.local[self.span.chunk][self.unit.prefix].get(f"{name}.bias")
         return None if found is None else found.value
 
@@ -212,13 +202,11 @@ class Call(NamedTuple):
 
     @property
     def recipe(self) -> Recipe:
-        """The recipe of quantised linears."""
         found = recipe_of(self.model.problem.workload)
         assert found is not None
         return found
 
     def scale_key(self, name: str) -> tuple[int, int, str, str]:
-        """The key of a quantised copy's scale."""
         return self.span.micro_batch, self.span.chunk, self.unit.prefix, name
 
     def narrowed(self, x: Tensor, *, weight: bool = False) -> Tensor:
@@ -233,4 +221,4 @@ class Call(NamedTuple):
         """x times the weight `name` (+ bias); its FLOPs are counted."""
         weight = self.parameter(name).value
         self.model.flop += 2.0 * x.shape[0] * weight.numel()
-        return arithmetic.linear(x, self.weight(name), bias)
+        return F.linear(x, self.weight(name), bias)

@@ -60,13 +60,11 @@ def _heads(call: Call, x: Tensor, heads: int) -> Tensor:
 
 
 def _flat(x: Tensor) -> Tensor:
-    """batch x heads x rows (x head_dim) -> rows x columns."""
     y = x.transpose(1, 2)
     return y.reshape(y.shape[0] * y.shape[1], -1)
 
 
 def _columns(call: Call, x: Tensor) -> Tensor:
-    """batch x heads x rows x head_dim -> rows x columns, ordered by rank under Ulysses."""
     ranks, batch = call.model.problem.layout.ulysses, call.model.attention.batch
     return _by_rank(_flat(x), ranks, batch) if ranks > 1 else _flat(x)
 
@@ -257,7 +255,6 @@ def _adapter(call: Call, name: str) -> str:
 
 
 def _adapted(call: Call, name: str, out: Tensor) -> Tensor:
-    """A linear's output with that of its adapter."""
     low = _adapter(call, name)
     return out + call.linear(call.tensors[low], f"{low}.b", None) if low else out
 
@@ -267,7 +264,6 @@ def _differentiable(call: Call, name: str) -> bool:
 
 
 def _low_gradients(call: Call, gradients: Iterable[tuple[str, Tensor]]) -> Tensors:
-    """The gradients of the products with A, in the order of the operator's inputs."""
     found = {
         low: grad @ call.parameter(f"{low}.b").value
         for name, grad in gradients
@@ -277,8 +273,6 @@ def _low_gradients(call: Call, gradients: Iterable[tuple[str, Tensor]]) -> Tenso
 
 
 def _add_weight_gradient(call: Call, name: str, grad: Tensor) -> None:
-    """Add the gradient of a linear's weight and bias, or of its adapter's B, from that of its
-    output."""
     if low := _adapter(call, name):
         arithmetic.add_weight_gradient(call.parameter(f"{low}.b").grad, grad, call.tensors[low])
     if not call.parameter(name).spec.trained:

@@ -50,7 +50,6 @@ class ParameterSpec(NamedTuple):
     columns: int | None = None
 
     def parts(self, layout: Layout) -> int:
-        """The number of ranks over which the parameter is split."""
         if self.split is None:
             return 1
         return layout.expert_tp if self.expert else layout.tp
@@ -207,8 +206,6 @@ def _attention_specs(model: Model, prefix: str) -> dict[str, ParameterSpec]:
 
 
 def _latent_specs(model: Model, given: Latent, prefix: str) -> dict[str, ParameterSpec]:
-    """The projections of latent attention: those to few columns, which each rank has whole, with
-    their norms, and those up to heads."""
     specs: dict[str, ParameterSpec] = {}
     down = {"q_latent": given.q_rank} if given.q_rank else {}
     for local, width in (down | {"kv_latent": given.kv_rank, "k_rope": given.rope}).items():
@@ -297,11 +294,6 @@ def full_weight(spec: ParameterSpec, seed: int, device: str | torch.device = "cp
     return noise.add_(spec.mean) if spec.mean else noise
 
 
-def _unknown(spec: ParameterSpec) -> Tensor:
-    """The whole parameter as a meta tensor, for traces, where no values are known."""
-    return torch.empty(spec.shape, dtype=torch.float64, device="meta")
-
-
 def padded(full: Tensor, spec: ParameterSpec) -> Tensor:
     """The tensor with zero rows up to the padded vocabulary."""
     extra = spec.rows - full.shape[0] if spec.rows else 0
@@ -309,21 +301,17 @@ def padded(full: Tensor, spec: ParameterSpec) -> Tensor:
 
 
 def local_size(spec: ParameterSpec, layout: Layout) -> int:
-    """The number of elements of a tensor-parallel rank's shard."""
     rows, *columns = spec.shape
     return prod([max(rows, spec.rows), *columns]) // spec.parts(layout)
 
 
 def shard(full: Tensor, spec: ParameterSpec, rank: int, degree: int) -> Tensor:
-    """The shard of a tensor-parallel rank."""
     if spec.split is None or degree == 1:
         return full
     return full.chunk(degree, spec.split)[rank]
 
 
 class Owner(NamedTuple):
-    """The shards of the parameters that a rank holds."""
-
     tp_rank: int
     tp: int
     state_rank: int
@@ -366,38 +354,31 @@ class Parameter:
     grad_shard: Tensor | None = None
 
     def lend(self, flat: Tensor) -> None:
-        """Replace the compute copy."""
         self.flat = flat
         self.__dict__.pop("value", None)
 
     @property
     def own_value(self) -> Tensor:
-        """The compute copy of this rank's shard."""
         own = self.value_shard
         return self.flat[self.start : self.stop] if own is None else own
 
     @property
     def own_grad(self) -> Tensor:
-        """The gradient of this rank's shard."""
         own = self.grad_shard
         return self.grad_flat[self.start : self.stop] if own is None else own
 
     @cached_property
     def value(self) -> Tensor:
-        """The compute copy, in the parameter's shape."""
         return self.flat[: self.shape.numel()].view(self.shape)
 
     @property
     def grad(self) -> Tensor:
-        """The gradient, in the parameter's shape."""
         return self.grad_flat[: self.shape.numel()].view(self.shape)
 
     def tensors(self) -> list[Tensor]:
-        """Every tensor of the parameter on the device."""
         return [self.flat, self.grad_flat, *([] if self.host else self._state())]
 
     def host_tensors(self) -> list[Tensor]:
-        """Every tensor of the parameter in host memory."""
         return [*self._state(), *self.host] if self.host else []
 
     def _state(self) -> list[Tensor]:
@@ -405,7 +386,7 @@ class Parameter:
 
     def update(self, rule: AdamW, step: int) -> None:
         """One AdamW step (Loshchilov and Hutter, arXiv 1711.05101) on this rank's shard."""
-        if self.start == self.stop:
+        if self.start == self.stop or not self.spec.trained:
             return
         grad, value = self.host or HostShard(self.own_grad, self.own_value)
         adamw(self.master, self.moment1, self.moment2, grad, rule, step)
@@ -452,8 +433,9 @@ def build(
     """This rank's part of a parameter, with zero gradients and AdamW's state. `full`: the whole
     parameter, if already drawn. Without `gradients` the gradient buffer is empty. The state is on
     the device, or in host memory with `on_host`."""
-    if full is None:
-        full = full_weight(spec, seed) if device.type != "meta" else _unknown(spec)
+    if full is None and device.type == "meta":  # a trace, where no values are known
+        full = torch.empty(spec.shape, dtype=torch.float64, device="meta")
+    full = full_weight(spec, seed) if full is None else full
     own = shard(padded(full, spec), spec, owner.tp_rank, owner.tp)
     if spec.columns is not None:
         own = own.chunk(owner.columns, spec.columns)[owner.column]
@@ -466,10 +448,10 @@ def build(
     flat[: own.numel()].copy_(own.reshape(-1))
     master = torch.zeros_like(flat, dtype=wide(dtype))
     master[: own.numel()].copy_(own.reshape(-1))
-    master, host = master[start:stop].clone(), None
+    master, host = master[start : stop if spec.trained else start].clone(), None
     if on_host:
-        master = in_host_memory(master)
-        host = HostShard(in_host_memory(master), in_host_memory(flat[start:stop]))
+        master = host_memory(master)
+        host = HostShard(host_memory(master), host_memory(flat[start:stop]))
     count = flat.numel() if gradients and spec.trained else 0
     return Parameter(
         spec=spec,
@@ -487,14 +469,10 @@ def build(
     )
 
 
-def in_host_memory(tensor: Tensor) -> Tensor:
-    """A copy in host memory, pinned for a GPU; a meta tensor gives a meta tensor."""
-    return host_memory(tensor, tensor.device)
-
-
-def host_memory(tensor: Tensor, device: torch.device) -> Tensor:
-    """A copy in host memory, pinned for a GPU as the rank's device."""
+def host_memory(tensor: Tensor, device: torch.device | None = None) -> Tensor:
+    """A copy in host memory, pinned for a GPU as the rank's device (None: the tensor's); a meta
+    tensor gives a meta tensor."""
     if tensor.device.type == "meta":
         return tensor.clone()
-    made = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=device.type == "cuda")
-    return made.copy_(tensor)
+    pinned = (device or tensor.device).type == "cuda"
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned).copy_(tensor)

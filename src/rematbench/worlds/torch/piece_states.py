@@ -31,17 +31,14 @@ class Range(NamedTuple):
     at: int
 
     def of(self, piece: Tensor) -> Tensor:
-        """The range's part of a tensor of the piece."""
         return piece[self.at : self.at + self.last - self.first]
 
     @property
     def gradient(self) -> Tensor:
-        """The summed gradient of the range."""
         return self.parameter.own_grad[self.first : self.last]
 
     @property
     def weights(self) -> Tensor:
-        """The weights of the range in compute precision."""
         return self.parameter.own_value[self.first : self.last]
 
 
@@ -85,7 +82,6 @@ class PieceStates:
             self.weights = host_memory(self.weights, device)
 
     def tensors(self) -> list[Tensor]:
-        """The piece's tensors where it is at home."""
         return [self.states, self.gradients, self.weights]
 
     def update(self, states: Tensor, rule: AdamW, step: int) -> None:
@@ -99,8 +95,6 @@ class PieceStates:
 
 
 class Pieces:
-    """The pieces of one rank, and the copies between the two homes."""
-
     def __init__(
         self,
         pieces: Sequence[Piece],
@@ -117,7 +111,6 @@ class Pieces:
             parameter.give_states_away()
 
     def at_home(self, *, on_host: bool) -> list[Tensor]:
-        """The tensors of all pieces in host memory, or on the device."""
         found = [each for each in self.states if (each.piece.place != "device") == on_host]
         return [tensor for each in found for tensor in each.tensors()]
 
@@ -127,7 +120,6 @@ class Pieces:
         return part_of("P", len(self.states) - 1)
 
     def of(self, part: ModelPart) -> PieceStates:
-        """The piece of an action's part."""
         return self.states[part.number]
 
     def updating(
@@ -162,7 +154,6 @@ class Pieces:
         memory.put(span.key(action.allocs[0].storage), Value(room))
 
     def cast(self, action: Action, span: Span, memory: Memory) -> None:
-        """Cast master weights that went up to compute precision."""
         assert action.op == CAST
         masters = memory[span.key(action.reads[0])].data
         for each in self.of(action.part).ranges:

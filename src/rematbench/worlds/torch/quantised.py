@@ -47,7 +47,6 @@ def spread(scales: Scales, shape: torch.Size, recipe: Recipe) -> Tensor:
 
 
 def elements(x: Tensor, scales: Scales, recipe: Recipe) -> Tensor:
-    """The elements of x in FP8."""
     return (x.float() / spread(scales, x.shape, recipe)).to(F8)
 
 

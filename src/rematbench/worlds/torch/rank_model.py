@@ -9,7 +9,7 @@ from torch import Tensor
 
 from rematbench.costs.operators.launches import COUNTS
 from rematbench.costs.operators.ops import Activation
-from rematbench.engine.lowering.blocks.chunk_ops import ChunkOps, Unit
+from rematbench.engine.lowering.blocks.chunk_ops import ChunkFacts, ChunkOps, Unit
 from rematbench.engine.program.storage import ModelPart
 from rematbench.inputs.shapes import Shapes, shapes
 from rematbench.plan import Plan
@@ -57,8 +57,6 @@ def require_executable(problem: Problem, plan: Plan) -> None:
 
 
 class RankModel:
-    """The chunks, parameters, RoPE tables and attention shape of one process."""
-
     def __init__(
         self,
         problem: Problem,
@@ -82,10 +80,8 @@ class RankModel:
         self.slice_ends = (0, *accumulate(plan.slices)) if len(plan.slices) > 1 else ()
         self.update_in_backward = plan.state("optimizer").update == "backward"
         self.optimizer_on_host = plan.state("optimizer").home == "host"
-        self.chunks = [
-            ChunkOps(problem, stage, c, layers[c], held=plan.held, cuts=plan.cuts)
-            for c in range(lay.vpp)
-        ]
+        facts = ChunkFacts(held=plan.held, cuts=plan.cuts)
+        self.chunks = [ChunkOps(problem, stage, c, layers[c], facts) for c in range(lay.vpp)]
         self.units = [{u.prefix: u for u in chunk.units} for chunk in self.chunks]
         order = problem.system.parallel.rank_order
         self.sharing = Sharing.of(plan, lay, state_rank(lay, order, place))
@@ -117,7 +113,6 @@ class RankModel:
         """FLOPs of every kernel that has run, from the shapes that it ran with."""
 
     def _cut(self, plan: Plan) -> Pieces | None:
-        """The optimizer's states in pieces, if the plan has pieces that are not all resident."""
         optimizer = plan.state("optimizer")
         if optimizer.pieces is None or optimizer.home == "device":
             return None
@@ -132,16 +127,14 @@ class RankModel:
     def _locals(self, unit: Unit) -> dict[str, ParameterSpec]:
         of_unit = unit.table.part, unit.layer, self._vocab, self.held_experts
         specs = unit_specs(self.kind, *of_unit, self.problem.workload)
-        return (
-            _cut_both_ways(specs, self.kind.hidden) if self.problem.layout.tp_columns > 1 else specs
-        )
+        both = self.problem.layout.tp_columns > 1
+        return _cut_both_ways(specs, self.kind.hidden) if both else specs
 
     @property
     def _vocab(self) -> int:
         return self.problem.system.padded_vocab(self.kind.vocab, self.problem.layout.tp)
 
     def _specs(self) -> list[ParameterSpec]:
-        """Every parameter, in the order in which the parameters are made."""
         places = [(unit.table.part, unit.layer) for c in self.chunks for unit in c.units]
         of_rank = self._vocab, self.held_experts, self.problem.workload
         return list(specs_by_name(self.kind, places, *of_rank).values())
@@ -207,7 +200,6 @@ class RankModel:
 
     @cached_property
     def held_experts(self) -> range:
-        """The experts of each layer that this rank holds; none without experts."""
         if self.kind.experts is None:
             return range(0)
         count = self.kind.experts.count // self.problem.layout.ep
@@ -226,7 +218,6 @@ class RankModel:
 
     @cached_property
     def shapes(self) -> Shapes:
-        """Sizes of tensors on one rank."""
         return shapes(self.problem.workload, self.problem.layout, self.problem.system)
 
     @property
@@ -243,7 +234,6 @@ class RankModel:
         return Shape(s.micro_batch, rows, s.heads // ranks, kv_heads, *dims)
 
     def dtype_of(self, tensor: Activation) -> torch.dtype:
-        """The element type of an activation."""
         if tensor.name in SAVED.values() and self.problem.system.loss.logits_fp32:
             return wide(self.dtype)
         if tensor.name in OF_BYTES or tensor.copy_of or tensor.name.endswith("_mask"):
@@ -253,20 +243,17 @@ class RankModel:
         return wide(self.dtype) if tensor.name in WIDE else self.dtype
 
     def host_states(self) -> list[Tensor]:
-        """The optimizer's tensors in host memory."""
         found = [t for p in self.parameters.values() for t in p.host_tensors()]
         found += self.pieces.at_home(on_host=True) if self.pieces else []
-        return found + [t for states in self.every_unit() for t in states.host_tensors()]
+        return found + [t for states in self.every_unit() for t in states.at_home(on_host=True)]
 
     def every_unit(self) -> list[UnitStates]:
-        """The states that are kept by unit."""
         return [states for chunk in self.unit_states for states in chunk.values()]
 
     def states(self) -> list[Tensor]:
-        """The tensors on the device that are not activations."""
         found = [t for p in self.parameters.values() for t in p.tensors()]
         found += self.pieces.at_home(on_host=False) if self.pieces else []
-        found += [t for states in self.every_unit() for t in states.tensors()]
+        found += [t for states in self.every_unit() for t in states.at_home(on_host=False)]
         found += [t for b in self.batches for t in (b.ids, b.labels, *b.ahead)]
         return [*found, self.where, self.chosen, self.cos, self.sin]
 

@@ -14,16 +14,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from math import prod
-from pathlib import Path
 from typing import Literal, cast
 
 import torch
 import torch.distributed as dist
 
-from rematbench.engine.lowering.blocks.chunk_ops import ChunkOps
+from rematbench.engine.lowering.blocks.chunk_ops import ChunkFacts, ChunkOps
 from rematbench.host.files import scratch
 from rematbench.host.memory import free_bytes
-from rematbench.host.ranks import RankError, error_of_job, run_ranks
+from rematbench.host.ranks import error_of_job, run_ranks
 from rematbench.host.workers import start_server
 from rematbench.problem import rank_parameters
 from rematbench.worlds.torch import worker
@@ -78,12 +77,12 @@ def initialization_bytes(case: Case) -> int:
 
 
 def _specs(case: Case, stage: int) -> list[ParameterSpec]:
-    """A rank's parameters in the order in which they are made."""
     problem, plan = case.problem, case.plan
+    facts = ChunkFacts(held=plan.held, cuts=plan.cuts)
     places = [
         (unit.table.part, unit.layer)
         for number, layers in enumerate(plan.partition[stage])
-        for unit in ChunkOps(problem, stage, number, layers, held=plan.held, cuts=plan.cuts).units
+        for unit in ChunkOps(problem, stage, number, layers, facts).units
     ]
     model = problem.workload.model
     held = range(model.experts.count // problem.layout.ep) if model.experts else None
@@ -144,17 +143,12 @@ def _launch(cases: list[Case], timeout_s: float) -> list[Result]:
         for number, case in enumerate(cases):
             paths = [folder / f"{number}.{rank}.pt" for rank in range(size)]
             if not all(path.exists() for path in paths):
-                status, reason = _reason(folder, number, failure)
-                return [*results, Result(name=case.name, status=status, reason=reason)]
+                cause = error_of_job(sorted(folder.glob(f"{number}.*.error")), failure)
+                status = cast(Status, cause.status)
+                return [*results, Result(name=case.name, status=status, reason=cause.reason)]
             loaded = [torch.load(path, weights_only=False) for path in paths]
             results.append(combine(case, loaded))
     return results
-
-
-def _reason(folder: Path, number: int, failure: RankError) -> tuple[Status, str]:
-    """The status and the reason of a case without a result."""
-    cause = error_of_job(sorted(folder.glob(f"{number}.*.error")), failure)
-    return cast(Status, cause.status), cause.reason
 
 
 @dataclass(frozen=True)
@@ -178,7 +172,6 @@ class RendezvousError(RuntimeError):
 
 
 def versions(device: str) -> dict[str, str]:
-    """The software versions and the name of the device, for a record."""
     made, name = str(torch.__version__), f"cpu ({platform.machine()})"
     if device == "cuda":
         name = torch.cuda.get_device_name() if has_gpu() else "cuda (torch can use no GPU)"
@@ -195,7 +188,6 @@ def device_kind(kind: str) -> str:
 
 
 def has_gpu() -> bool:
-    """Whether torch can use a GPU here."""
     return torch.cuda.is_available()
 
 
@@ -325,7 +317,6 @@ def _run_case(
 
 
 def _gathered(value: object, place: LauncherPlace, talk: dist.ProcessGroup) -> list:  # type: ignore[type-arg]
-    """On rank 0 the objects of all ranks, in rank order; empty on other ranks."""
     values: list[object] | None = [None] * place.world_size if place.rank == 0 else None
     dist.gather_object(value, values, dst=0, group=talk)
     return values or []

@@ -25,11 +25,9 @@ class Span(NamedTuple):
 
     @property
     def stop(self) -> int:
-        """The row after the last row."""
         return self.first + self.size
 
     def key(self, storage: Storage) -> Key:
-        """The key of a storage of this (micro-batch, chunk)."""
         return (storage, self.micro_batch, self.chunk)
 
 
@@ -86,8 +84,6 @@ def as_bytes(tensor: Tensor) -> Tensor:
 
 
 class Memory:
-    """The storages that are alive, by key."""
-
     def __init__(self) -> None:
         self.values: dict[Key, Value] = {}
 
@@ -152,12 +148,10 @@ class Slots:
         return self.layouts.setdefault(slot, SlotLayout()).place(key, nbytes)
 
     def take(self, slot: Slot, key: Key, nbytes: int) -> Tensor:
-        """Bytes of a slot for a tensor."""
         start = self._place(slot, key, nbytes)
         return self.arenas[slot][start : start + nbytes]
 
     def release(self, key: Key) -> None:
-        """Take a tensor out of its slot, if it is in a slot."""
         slot = self.holder.pop(key, None)
         if slot is not None:
             del self.layouts[slot].taken[key]
@@ -171,11 +165,6 @@ class Block(NamedTuple):
     nbytes: int
     free_at: Mark | None = None
     fresh: bool = False
-
-
-def host_bytes(nbytes: int, *, pinned: bool) -> Tensor:
-    """New host memory."""
-    return torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned)
 
 
 class HostPool:
@@ -197,7 +186,8 @@ class HostPool:
             self.spare = [other for other in self.spare if other is not found]
             found = found._replace(nbytes=nbytes, fresh=False)
         else:
-            found = Block(host_bytes(nbytes, pinned=self.pinned), nbytes, fresh=True)
+            data = torch.empty(nbytes, dtype=torch.uint8, pin_memory=self.pinned)
+            found = Block(data, nbytes, fresh=True)
             self.pinned_bytes += nbytes * self.pinned
         self.lent[key] = found
         return found
@@ -212,7 +202,6 @@ class HostPool:
 
 
 def describe(action: Action, micro_batch: int, chunk: int) -> str:
-    """An action in the words of an error message."""
     where = ".".join(word for word in (action.part, action.op) if word)
     reads = ",".join(map(str, action.reads))
     return f"{action.kind.value}{micro_batch}.{chunk} {where} {reads}".strip()

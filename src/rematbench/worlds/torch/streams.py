@@ -26,7 +26,7 @@ class Mark:
     def __init__(self, event: torch.cuda.Event | None) -> None:
         self.event = event
         self.messages: list[PendingMessage] = []
-        self.callbacks: list[Callable[[], None]] = []
+        self.callbacks: list[Callable[[], object]] = []
 
     def finish(self) -> None:
         """Wait for the messages (on CUDA the current stream waits, not the host)."""
@@ -47,11 +47,9 @@ class Streams:
     action is done when it has been issued; only messages are pending."""
 
     def on(self, stream: str) -> AbstractContextManager[object]:
-        """The context within which work is issued on a stream."""
         return nullcontext()
 
     def mark(self, stream: str) -> Mark:
-        """An event after all work issued so far on a stream."""
         return Mark(None)
 
     def wait(self, stream: str, mark: Mark) -> None:
@@ -114,7 +112,6 @@ class Current:
         return self.streams.pop() if self.streams else torch.cuda.current_stream(self.device)
 
     def enter(self, stream: torch.cuda.Stream) -> None:
-        """Issue on a stream until `leave`."""
         if not self.streams:
             self.hold()
         if stream is not self.streams[-1]:
@@ -122,7 +119,6 @@ class Current:
         self.streams.append(stream)
 
     def leave(self) -> None:
-        """Return to the stream before the last `enter`."""
         left = self.streams.pop()
         if left is not self.streams[-1]:
             torch.cuda.set_stream(self.streams[-1])
@@ -191,7 +187,6 @@ class CudaStreams(Streams):
         return self.contexts[stream]
 
     def mark(self, stream: str) -> Mark:
-        """An event at the end of the stream's issued work."""
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(self.streams[stream])
         return Mark(event)
@@ -264,5 +259,4 @@ class CudaStreams(Streams):
 
 
 def make_streams(device: torch.device) -> Streams:
-    """The streams of a device."""
     return CudaStreams(device) if device.type == "cuda" else Streams()

@@ -3,12 +3,12 @@
 The parameters of a unit (embedding, layer, head) lie one after another in one buffer.  Each rank
 has an equal share of it, a range that may begin and end inside a parameter, so that one collective
 serves the unit.  Gathered weights and gradients of a pass are buffers of the program: parameters
-hold ranges of them while they are alive.
+hold ranges of them while they are alive.  Parameters that do not train come first, and are shared
+by themselves, so that a rank's share of the trained weights is that of their gradients.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -16,14 +16,8 @@ from torch import Tensor
 from rematbench.inputs.layout import Layout
 from rematbench.plan import Plan, gathers_by_layer
 from rematbench.worlds.torch.arithmetic import wide
-from rematbench.worlds.torch.parameters import Parameter, ParameterSpec, in_host_memory, local_size
-
-
-class Pending(Protocol):
-    """Work on another thread."""
-
-    def wait(self) -> None:
-        """Block the calling thread until the work is done; raise its error."""
+from rematbench.worlds.torch.parameters import Parameter, ParameterSpec, host_memory, local_size
+from rematbench.worlds.torch.streams import PendingMessage
 
 
 @dataclass(frozen=True)
@@ -55,20 +49,23 @@ class Sharing:
         )
 
     def ranges(self, specs: Sequence[ParameterSpec], layout: Layout) -> dict[str, tuple[int, int]]:
-        """This rank's range of each parameter of a unit, by name."""
-        sizes = [local_size(spec, layout) for spec in specs]
-        size = sum(sizes) // self.shards
-        found, first = {}, size * self.rank
-        for spec, length in zip(specs, sizes, strict=True):
-            start, stop = (min(max(end, 0), length) for end in (first, first + size))
-            found[spec.name] = (start, stop)
-            first -= length
+        found = {}
+        for trained in (False, True):
+            among = [spec for spec in specs if spec.trained == trained]
+            sizes = [local_size(spec, layout) for spec in among]
+            size = sum(sizes) // self.shards
+            first = size * self.rank
+            for spec, length in zip(among, sizes, strict=True):
+                start, stop = (min(max(end, 0), length) for end in (first, first + size))
+                found[spec.name] = (start, stop)
+                first -= length
         return found
 
 
 @dataclass
 class UnitStates:
-    """This rank's range [start, stop) of a unit.
+    """This rank's range [start, stop) of a unit's trained parameters, before which `held` elements
+    do not train.
 
     `weights`: the range in compute precision, or all weights if they are not gathered.
     `gradients`: the sums of the range, empty if the update is inside the backward.  `arrival`:
@@ -82,16 +79,31 @@ class UnitStates:
     weights: Tensor
     gradients: Tensor
     arrival: Tensor | None = None
-    added: Pending | None = None
+    added: PendingMessage | None = None
+    held: int = 0
 
     @property
     def size(self) -> int:
-        """The number of the unit's parameters."""
         return sum(parameter.size for parameter in self.parameters)
 
     def part(self, whole: Tensor) -> Tensor:
-        """This rank's range of a buffer of the whole unit."""
+        """This rank's range of a buffer of the unit's trained parameters."""
         return whole[self.start : self.stop]
+
+    def gather(self, whole: Tensor, gather: Callable[[Tensor, Tensor], None]) -> None:
+        """Gather weights into a buffer of the whole unit: the shares of all, or in place those of
+        the trained ones, which alone have changed."""
+        trained = whole[self.held :]
+        if not self.sharing.gathers:
+            gather(trained, self.part(trained))
+            return
+        held = self.held // self.sharing.shards
+        for room, share in (
+            (whole[: self.held], self.weights[:held]),
+            (trained, self.weights[held:]),
+        ):
+            if room.numel():
+                gather(room, share)
 
     def lend_weights(self, whole: Tensor) -> None:
         """Let the parameters hold their ranges of a buffer of gathered weights."""
@@ -100,7 +112,6 @@ class UnitStates:
             parameter.lend(part)
 
     def drop_weights(self) -> None:
-        """Let no parameter hold gathered weights."""
         for parameter in self.parameters:
             parameter.lend(parameter.flat.new_empty(0))
 
@@ -112,36 +123,32 @@ class UnitStates:
         if self.sharing.sums and not self.sharing.gradients_on_host:
             self.gradients.add_(part)
 
-    def tensors(self) -> list[Tensor]:
-        """The tensors on the device."""
+    def at_home(self, *, on_host: bool) -> list[Tensor]:
         homes = (self.sharing.weights_on_host, self.sharing.gradients_on_host)
         pairs = zip((self.weights, self.gradients), homes, strict=True)
-        return [tensor for tensor, on_host in pairs if not on_host]
-
-    def host_tensors(self) -> list[Tensor]:
-        """The tensors in host memory."""
-        homes = (self.sharing.weights_on_host, self.sharing.gradients_on_host)
-        pairs = zip((self.weights, self.gradients), homes, strict=True)
-        found = [tensor for tensor, on_host in pairs if on_host]
-        return found if self.arrival is None else [*found, self.arrival]
+        found = [tensor for tensor, home in pairs if home == on_host]
+        return [*found, self.arrival] if on_host and self.arrival is not None else found
 
 
 def share(sharing: Sharing, parameters: list[Parameter]) -> UnitStates:
     """Bring the states of a unit's new parameters into the buffers of the unit."""
     first = parameters[0].flat
-    size = sum(parameter.size for parameter in parameters) // sharing.shards
+    parameters = sorted(parameters, key=lambda one: one.spec.trained)
+    trained = [parameter for parameter in parameters if parameter.spec.trained]
+    size = sum(parameter.size for parameter in trained) // sharing.shards
     own = [parameter.stop - parameter.start for parameter in parameters]
     weights = torch.cat(
         [p.flat[p.start : p.stop] if sharing.gathers else p.flat for p in parameters]
     )
     gradients = torch.zeros(size * sharing.sums, dtype=wide(first.dtype), device=first.device)
     if sharing.weights_on_host:
-        weights = in_host_memory(weights)
+        weights = host_memory(weights)
     arrival = None
     if sharing.gradients_on_host:
-        arrival, gradients = in_host_memory(first.new_empty(size)), in_host_memory(gradients)
+        arrival, gradients = host_memory(first.new_empty(size)), host_memory(gradients)
     start = size * sharing.rank
     states = UnitStates(sharing, parameters, start, start + size, weights, gradients, arrival)
+    states.held = states.size - size * sharing.shards
     if sharing.gathers:
         states.drop_weights()
         for parameter, part in zip(parameters, torch.split(weights, own), strict=True):
@@ -149,7 +156,8 @@ def share(sharing: Sharing, parameters: list[Parameter]) -> UnitStates:
     else:
         states.lend_weights(weights)
     if sharing.sums:
-        for parameter, part in zip(parameters, torch.split(gradients, own), strict=True):
+        own = [parameter.stop - parameter.start for parameter in trained]
+        for parameter, part in zip(trained, torch.split(gradients, own), strict=True):
             parameter.grad_shard = part
     _use_host_memory(states)
     return states

@@ -111,7 +111,6 @@ def _groups(case: Case, rank: int, groups: dict[tuple[object, ...], Groups]) -> 
 def run_case(
     case: Case, rank: int, device: torch.device, cached_groups: dict[tuple[object, ...], Groups]
 ) -> RankResult:
-    """Train the case's steps on this rank."""
     problem, plan = case.problem, case.plan
     require_executable(problem, plan)
     lowered = case.program or lower(plan, problem)
@@ -139,8 +138,8 @@ def run_case(
         )
     for step in range(case.steps):
         _step(case, executor, result, step)
-        if device.type == "cuda":
-            executor.stop_tracking()
+        if device.type == "cuda":  # a tracker would slow the timed steps
+            executor.tracker = executor.movers.tracker = None
     if device.type == "cuda":
         _time(case, executor, result)
     return result
@@ -189,26 +188,17 @@ def release_memory(device: torch.device) -> None:
 def empty_result(groups: Groups, executor: Executor) -> RankResult:
     """A result with the rank's coordinates and the bytes of its states, without steps."""
     states = {t.untyped_storage()._cdata: t for t in executor.states()}
-    return RankResult(
-        place=groups.place,
-        losses=[],
-        gradients=[],
-        bytes_after=[],
-        device_peak_bytes=0,
-        host_peak_bytes=0,
-        state_bytes=sum(t.untyped_storage().nbytes() for t in states.values()),
-        offload_bytes=0,
-        recompute_flop=0.0,
-        step_s=[],
-    )
+    nbytes = sum(t.untyped_storage().nbytes() for t in states.values())
+    return RankResult(place=groups.place, state_bytes=nbytes)
 
 
 def _load(case: Case, executor: Executor, step: int) -> Batch:
     """The batch of a step, after loading this rank's micro-batches of it into the model."""
-    batch, model = _batch(case, step), executor.model
-    place = executor.groups.place
+    model, place, problem = executor.model, executor.groups.place, case.problem
+    sequences = problem.layout.global_batch  # the same on every rank of every layout
+    batch = make_batch(problem.workload, sequences, case.seed, step, case.ignored)
     ahead = model.kind.mtp_layers > 0
-    model.batches = micro_batches(batch, case.problem.layout, place, model.device, ahead=ahead)
+    model.batches = micro_batches(batch, problem.layout, place, model.device, ahead=ahead)
     return batch
 
 
@@ -234,14 +224,7 @@ def _time(case: Case, executor: Executor, result: RankResult) -> None:
         result.step_s.append(seconds())
 
 
-def _batch(case: Case, step: int) -> Batch:
-    """The global batch of a step, the same on every rank of every layout."""
-    work, sequences = case.problem.workload, case.problem.layout.global_batch
-    return make_batch(work, sequences, case.seed, step, case.ignored)
-
-
 def record_bytes(executor: Executor, result: RankResult) -> None:
-    """Note the executor's counts in the result: peak and moved bytes, and recomputation FLOPs."""
     result.offload_bytes = executor.movers.offload_bytes
     result.recompute_flop = executor.recompute_flop
     result.bytes_after = result.bytes_after or list(executor.bytes_after)

@@ -5,7 +5,7 @@ from functools import cached_property
 from typing import NamedTuple, cast
 from weakref import ProxyType, proxy
 
-from rematbench.costs.operators.launches import COUNTS
+from rematbench.costs.operators.launches import uncaptured
 from rematbench.costs.operators.ops import Activation, OpTable, Part, with_saved, without_activation
 from rematbench.engine.lowering.blocks.fates import (
     ChunkPlace,
@@ -37,21 +37,24 @@ ChunkFates = tuple[Fates, frozenset[int]]
 """The fates of a chunk's sites, and the rules that matched a site."""
 
 
-class RecentFates(dict[tuple[object, ...], ChunkFates]):
-    """A cache of the fates that a problem's chunks resolved last."""
+class ChunkFacts(NamedTuple):
+    """The facts of a plan that change a chunk's units.  `shares`: its rank has a share of the
+    vocabulary, in passes of their own.  `backward_next`: each forward is followed by its own
+    backward."""
+
+    mini_sequences: tuple[MiniSequence, ...] = ()
+    held: tuple[str, ...] = ()
+    cuts: tuple[int, ...] = ()
+    shares: bool = False
+    backward_next: bool = False
 
     @classmethod
-    def of(cls, problem: Problem) -> "RecentFates":
-        """Return the cache of a problem."""
-        found = problem.chunks.get("recent_fates")
-        if not isinstance(found, cls):
-            found = problem.chunks["recent_fates"] = cls()
-        return found
+    def of(cls, plan: Plan) -> "ChunkFacts":
+        """The facts that do not depend on the order of passes."""
+        return cls(plan.mini_sequences, plan.held, plan.cuts)
 
 
-def _weak(problem: Problem) -> Problem:
-    """A weak reference to the problem: the problem itself refers to the chunk."""
-    return problem if isinstance(problem, ProxyType) else cast(Problem, proxy(problem))
+PLAIN = ChunkFacts()
 
 
 class Unit(NamedTuple):
@@ -73,12 +76,10 @@ class Unit(NamedTuple):
 
     @property
     def expert_parameters(self) -> int:
-        """Of the parameters, those of experts."""
         return self.table.expert_parameters
 
     @property
     def trained_experts(self) -> int:
-        """Of the parameters with a gradient, those of experts."""
         return self.table.trained_experts
 
 
@@ -103,24 +104,18 @@ class ChunkEnds(NamedTuple):
 class ChunkOps:
     """A chunk of a stage: its units, the storage of each activation, and its boundary."""
 
-    def __init__(  # noqa: PLR0913  # facts of a plan, each with its default
+    def __init__(
         self,
         problem: Problem,
         stage: int,
         chunk: int,
         layers: tuple[int, ...],
-        mini_sequences: tuple[MiniSequence, ...] = (),
-        held: tuple[str, ...] = (),
-        *,
-        backward_next: bool = False,
-        cuts: tuple[int, ...] = (),
-        shares: bool = False,
+        facts: ChunkFacts = PLAIN,
     ) -> None:
-        self.mini_sequences, self.held, self.cuts = mini_sequences, held, cuts
-        self.shares = shares
+        self.facts = facts
+        self.mini_sequences, self.held, cuts, self.shares, self.backward_next = facts
         pp, vpp = problem.layout.pp, problem.layout.vpp
         self.problem, self.stage, self.chunk, self.layers = problem, stage, chunk, layers
-        self.backward_next = backward_next  # each forward is followed by its own backward
         self.first = stage == 0 and chunk == 0
         self.last = stage == pp - 1 and chunk == vpp - 1
         virtual = chunk * pp + stage
@@ -132,6 +127,7 @@ class ChunkOps:
         if self.first:
             table = problem.embedding
             self.units.append(Unit(EMBEDDING, table, 0, -1, table.parameters, table.trained))
+        held = self.held
         kinds = [with_saved(table, held) if held else table for table in problem.layer_kinds]
         for i, layer in enumerate(layers):
             variant = problem.variant(layer)
@@ -140,52 +136,40 @@ class ChunkOps:
             self.units.append(Unit(part_of("L", i), table, i, layer, *counts, variant))
         if self.last or self.local:
             # A training loop cannot hold logits that are computed in pieces.
-            pieces = any("loss" in run.ops and run.count > 1 for run in mini_sequences)
+            pieces = any("loss" in run.ops and run.count > 1 for run in self.mini_sequences)
             head = without_activation(problem.head, "logits_held") if pieces else problem.head
             self._logits = not pieces
             which = -2 - virtual if self.local else -1
             counts = head_parameters(problem)
-            if shares:  # the vocabulary has passes of its own
+            if self.shares:
                 head = problem.shared.norm
                 counts = head.parameters, head.trained
             self.units.append(Unit(HEAD, head, 0, which, *counts))
 
     @classmethod
-    def of(  # noqa: PLR0913  # as above
+    def of(
         cls,
         problem: Problem,
         stage: int,
         chunk: int,
         layers: tuple[int, ...],
-        mini_sequences: tuple[MiniSequence, ...] = (),
-        held: tuple[str, ...] = (),
-        *,
-        backward_next: bool = False,
-        cuts: tuple[int, ...] = (),
-        shares: bool = False,
+        facts: ChunkFacts = PLAIN,
     ) -> "ChunkOps":
-        """Return the chunk, which all plans of the problem share.  `shares`: its rank has a share
-        of the vocabulary, in passes of their own."""
-        what = (stage, chunk, layers, mini_sequences, held)
-        key = (*what, backward_next, cuts, shares)
+        """Return the chunk, which all plans of the problem share."""
+        key = (stage, chunk, layers, facts)
         found = problem.chunks.get(key)
         if not isinstance(found, cls):
-            weak = _weak(problem)
-            found = cls(weak, *what, backward_next=backward_next, cuts=cuts, shares=shares)
-            problem.chunks[key] = found
+            # The problem refers to the chunk, which refers to the problem weakly.
+            weak = problem if isinstance(problem, ProxyType) else cast(Problem, proxy(problem))
+            found = problem.chunks[key] = cls(weak, *key)
         return found
 
     def of_layers(self, places: Sequence[int]) -> "ChunkOps":
-        """Return the chunk with only the layers at the given places."""
         layers = tuple([self.layers[place] for place in places])
-        pieces, held = self.mini_sequences, self.held
-        what = (self.problem, self.stage, self.chunk, layers, pieces, held)
-        after, cuts = self.backward_next, self.cuts
-        return ChunkOps.of(*what, backward_next=after, cuts=cuts, shares=self.shares)
+        return ChunkOps.of(self.problem, self.stage, self.chunk, layers, self.facts)
 
     @property
     def where(self) -> ChunkPlace:
-        """The place of the chunk, from which rules select."""
         return ChunkPlace(stage=self.stage, chunk=self.chunk, layers=self.layers)
 
     @cached_property
@@ -196,12 +180,10 @@ class ChunkOps:
 
     @property
     def input(self) -> Storage:
-        """The boundary activation that enters the chunk's first layer."""
         return _layer_input(0)
 
     @property
     def output(self) -> Storage:
-        """The boundary activation that leaves the chunk's last layer."""
         return _layer_input(len(self.layers))
 
     @property
@@ -237,7 +219,6 @@ class ChunkOps:
         return self.storages(unit)[activation]
 
     def storages(self, unit: Unit) -> dict[str, Storage]:
-        """The storages of a unit's activations."""
         if unit.prefix not in self._names:
             named = {name: self._storage(unit, name) for name in unit.table.activations}
             self._names[unit.prefix] = named
@@ -259,7 +240,6 @@ class ChunkOps:
 
     @cached_property
     def sites(self) -> ChunkSites:
-        """The sites of all saved tensors of the chunk."""
         return ChunkSites(
             stage=self.stage,
             chunk=self.chunk,
@@ -274,7 +254,11 @@ class ChunkOps:
     def fates(self, plan: Plan, phase: Phase, micro_batch: int) -> ChunkFates:
         """Return the fates of the chunk's sites, as in `resolve`.  The last results are cached,
         because methods, bounds and lowering all need the fates of the same plan."""
-        rules, known = plan.rules, RecentFates.of(self.problem)
+        rules = plan.rules
+        known = cast(
+            dict[tuple[object, ...], ChunkFates],
+            self.problem.chunks.setdefault("recent_fates", {}),
+        )
         windows = any(rule.select.micro_batches is not None for rule in rules)
         when = (phase if phased(rules) else "", micro_batch if windows else 0)
         again = self.mini_sequences if self._computes_again else ()
@@ -290,12 +274,10 @@ class ChunkOps:
 
     @cached_property
     def _computes_again(self) -> bool:
-        """Whether some pieces compute tensors again in their own backward."""
         runs = [run for unit in self.units for run in self.runs(unit).values()]
         return any(run.again for run in runs)
 
     def _with_again(self, fates: Fates) -> Fates:
-        """The fates where pieces compute some tensors again in their own backward."""
         found = dict(fates)
         for unit in self.units:
             for run in self.runs(unit).values():
@@ -306,7 +288,6 @@ class ChunkOps:
         return found
 
     def saved(self, unit: Unit) -> list[tuple[str, Storage, Site]]:
-        """Return (activation, storage, site) for each saved tensor of a unit."""
         return self._saved[unit.prefix]
 
     @cached_property
@@ -322,7 +303,6 @@ class ChunkOps:
 
     @cached_property
     def _runs(self) -> dict[tuple[Part, int], dict[str, MiniRun]]:
-        """The mini-sequence runs of each operator table; layers share few tables."""
         tables = {(unit.table.part, unit.variant): unit.table for unit in self.units}
         again = self.problem.system.kernels.tiles_again
         return {
@@ -331,15 +311,12 @@ class ChunkOps:
         }
 
     def run_of(self, unit: Unit, activation: str) -> MiniRun | None:
-        """Return the mini-sequence run inside which an activation exists only in pieces, or
-        None."""
         if not self.mini_sequences:
             return None
         return self._run_of[unit.table.part, unit.variant].get(activation)
 
     @cached_property
     def _run_of(self) -> dict[tuple[Part, int], dict[str, MiniRun]]:
-        """By operator table, the run inside which an activation exists only in pieces."""
         return {
             key: {name: run for run in runs.values() for name in run.interior}
             for key, runs in self._runs.items()
@@ -382,23 +359,15 @@ class ChunkOps:
 
     @cached_property
     def layer_unit(self) -> dict[int, Unit]:
-        """Return a layer's unit by its index inside the chunk."""
         return {unit.place: unit for unit in self.units if unit.table.part == "layer"}
 
 
 def is_captured(problem: Problem, unit: Unit) -> bool:
-    """Whether a unit's passes are CUDA graphs.  True for layers if the stack captures graphs."""
-    return problem.system.kernels.cuda_graphs and unit.table.part == "layer"
-
-
-def uncaptured(problem: Problem, table: OpTable) -> frozenset[str]:
-    """The operators of a layer that its CUDA graphs leave out: those behind the counts of experts'
-    tokens, from which the host learns sizes unless experts are padded (Megatron-core 0.16.1,
-    transformer_config.py, cuda_graph_scope: attn, moe_router and moe_preprocess)."""
-    names = [op.name for op in table.ops]
-    if COUNTS not in names or problem.workload.expert_padding != "none":
-        return frozenset()
-    return frozenset(names[names.index(COUNTS) + 1 :])
+    """Whether some of a unit's operators are in the CUDA graphs of layers."""
+    kernels = problem.system.kernels
+    if not kernels.captures or unit.table.part != "layer":
+        return False
+    return len(uncaptured(kernels, problem.workload, unit.table)) < len(unit.table.ops)
 
 
 def graph_of(unit: Unit) -> Storage:

@@ -41,12 +41,10 @@ class Resolved(Struct, frozen=True, array_like=True, gc=False):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole tensor."""
         return self.keep_bytes + self.offload_bytes + self.recompute_bytes
 
     @property
     def changed(self) -> bool:
-        """Whether any part of the tensor is offloaded or rebuilt."""
         return self.keep_bytes < self.nbytes
 
     @property
@@ -60,21 +58,16 @@ Fates = dict[Site, Resolved]
 
 
 class ChunkPlace(Struct, frozen=True, kw_only=True):
-    """The place of a chunk: its stage, its number in the stage, and its layers (global indices)."""
-
     stage: int
     chunk: int
     layers: tuple[int, ...]
 
 
 class ChunkSites(ChunkPlace, frozen=True, kw_only=True):
-    """The saved tensors of a chunk, by site."""
-
     sites: dict[Site, Activation]
 
 
 def _matched(select: Select, where: ChunkSites, phase: Phase, micro_batch: int) -> list[Site]:
-    """The sites that a rule's selector covers in a phase and micro-batch."""
     window, parts, names = select.micro_batches, select.parts, select.activations
     if select.phases is not None and phase not in select.phases:
         return []

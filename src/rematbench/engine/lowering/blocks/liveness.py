@@ -25,7 +25,6 @@ def frees_by_action(
 
 
 def free_action(storages: list[Storage]) -> Action:
-    """Return the FREE of storages."""
     if len(storages) > 1:
         storages.sort(key=attrgetter("order"))
     return Action(kind=FREE, stream=COMPUTE, frees=tuple(storages))

@@ -29,7 +29,6 @@ class Piece(NamedTuple):
 
     @property
     def rows(self) -> Rows:
-        """The rows on which the piece's actions work."""
         return Rows(self.fraction, self.offset)
 
 

@@ -35,7 +35,6 @@ class RepeatedPiece(NamedTuple):
 
     @property
     def starts(self) -> tuple[Position, Position, Position]:
-        """The starts of the previous piece, of this piece, and of the next piece."""
         return self.before, self.start, self.end
 
     @property
@@ -46,7 +45,6 @@ class RepeatedPiece(NamedTuple):
         return Periods(start, end - start, times, event, last - event, self.pieces)
 
     def after_insert(self, end: int, count: int) -> "RepeatedPiece":
-        """Return the piece after `count` actions are inserted at index `end`."""
         return RepeatedPiece(
             self.pieces, *(start.after_insert(end, count) for start in self.starts)
         )
@@ -62,7 +60,6 @@ class RepeatedPiece(NamedTuple):
         return before == here and self._born(actions) <= outside | self._gone(actions, frees)
 
     def deaths(self, actions: Sequence[Action], frees: Frees) -> set[Storage]:
-        """The tensors that the piece frees but does not allocate."""
         return self._gone(actions, frees) - self._born(actions)
 
     def remove_later_deaths(self, actions: Sequence[Action], frees: Frees) -> None:

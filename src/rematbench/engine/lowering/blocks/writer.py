@@ -4,7 +4,7 @@ from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 
-import msgspec
+from msgspec.structs import replace
 
 from rematbench.costs.operators.ops import Comm, Op
 from rematbench.engine.lowering.blocks.liveness import free_action, frees_by_action
@@ -56,21 +56,18 @@ class BlockWriter:
         self._events = 0
 
     def add(self, action: Action) -> int:
-        """Append an action and return its index."""
         slots, allocs = self.slots, action.allocs
         if slots and allocs and any([alloc.storage in slots for alloc in allocs]):
             allocs = tuple([Alloc(a.storage, a.nbytes, slots.get(a.storage)) for a in allocs])
-            action = msgspec.structs.replace(action, allocs=allocs)
+            action = replace(action, allocs=allocs)
         self.actions.append(action)
         return len(self.actions) - 1
 
     @property
     def position(self) -> Position:
-        """The position of the next action."""
         return Position(len(self.actions), self._events)
 
     def begin_unit(self) -> None:
-        """Note that the next unit begins."""
         self.unit_starts.append(self.position)
 
     def rewrite(self, start: Position, actions: Sequence[Action], events: int) -> None:
@@ -91,7 +88,7 @@ class BlockWriter:
                 if action.event is not None:
                     return action.event
                 event = self.new_event()
-                self.actions[index] = msgspec.structs.replace(action, event=event)
+                self.actions[index] = replace(action, event=event)
                 return event
         event = self.new_event()
         self.add(Action(kind=Kind.EVENT, stream=stream, event=event))
@@ -106,16 +103,14 @@ class BlockWriter:
         return begin
 
     def _exchange(self, index: int, **changes: Event | str) -> None:
-        """Change what the action at `index` exchanges."""
         action = self.actions[index]
-        exchange = msgspec.structs.replace(action.exchange, **changes)
-        self.actions[index] = msgspec.structs.replace(action, exchange=exchange)
+        exchange = replace(action.exchange, **changes)
+        self.actions[index] = replace(action, exchange=exchange)
 
     def wait(self, stream: str, event: Event) -> None:
         self.actions.append(Action(kind=WAIT, stream=stream, wait=event))
 
     def free(self, *storages: Storage) -> None:
-        """Append a FREE of storages on the compute stream."""
         self.add(Action(kind=Kind.FREE, stream=COMPUTE, frees=storages))
 
     def move(
@@ -156,8 +151,6 @@ class BlockWriter:
         rows: Rows = WHOLE,
         overlaps: str = "",
     ) -> int:
-        """Append a forward, backward or recomputation on the compute stream, and return its
-        index."""
         forward = kind in FORWARD_KINDS
         scratch = op.scratch_forward_bytes if forward else op.scratch_backward_bytes
         if self.parameters and op.parameters and part in self.parameters:
@@ -253,7 +246,7 @@ class BlockWriter:
         """Mark the collective just appended, an all-to-all of experts in a layer of kind `variant`:
         it runs beside a pass of another micro-batch, if one runs beside the block."""
         if self.beside:
-            self.actions[-1] = msgspec.structs.replace(self.actions[-1], variant=variant)
+            self.actions[-1] = replace(self.actions[-1], variant=variant)
             self._exchange(-1, beside=self.beside)
 
     def repeat(self, piece: RepeatedPiece) -> None:
@@ -264,7 +257,6 @@ class BlockWriter:
             self._write_out(piece)
 
     def _write_out(self, piece: RepeatedPiece) -> None:
-        """Write the actions of all pieces that a piece stands for."""
         start, end = piece.start.action, piece.end.action
         body = self.actions[start:end]
         more = [action for shift in piece.periods.shifts for action in shift.of(body)]

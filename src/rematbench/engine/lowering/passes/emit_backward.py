@@ -64,15 +64,12 @@ class Deferred(NamedTuple):
 def _wait_for_inputs(
     w: BlockWriter, reload: Reloader, gatherer: ParameterGatherer | None, unit: Unit
 ) -> None:
-    """Wait for the reloads and the parameters of a unit that is rebuilt early."""
     reload.wait_for(unit)
     if gatherer:
         gatherer.ready(w, unit)
 
 
 class BackwardEmitter:
-    """Builds the backward block of one chunk under resolved fates."""
-
     def __init__(
         self,
         chunk: ChunkOps,
@@ -125,8 +122,6 @@ class BackwardEmitter:
         return w.finish("B", survivors, self.arrivals)
 
     def _unit(self, order: list[Unit], position: int) -> None:
-        """Write the backward of one unit: copies, gathers, what is rebuilt, operators and
-        reductions."""
         w, unit = self.w, order[position]
         w.begin_unit()
         if w.beside and position == int(self.chunk.last):  # behind the head
@@ -188,7 +183,6 @@ class BackwardEmitter:
         )
 
     def _start_pieces(self, updater: ReadyWriter, unit: Unit) -> None:
-        """Start the updates of the pieces that are ready after a unit's backward."""
         if self.reducer:
             updater.after(self.reducer.take_reduced())
         elif unit.prefix in updater.due:
@@ -228,8 +222,6 @@ class BackwardEmitter:
                 self._backward_op(unit, op)
 
     def _run(self, unit: Unit, run: MiniRun) -> None:
-        """The backward of a mini-sequence run: each piece is rebuilt (if dropped), then
-        differentiated."""
         for name in map(unit.table.of_gradient, run.inputs):
             storage, tensor = self.chunk.storage(unit, name), unit.table.activations[name]
             if storage not in self.grads and tensor.differentiable:
@@ -303,12 +295,10 @@ class BackwardEmitter:
         self.w.wait(COMPUTE, event)
 
     def _gather_overlaps(self, op: Op) -> bool:
-        """Whether the gather of the output gradient overlaps the input gradient's GEMM."""
         gemm = self.chunk.problem.tp_overlap == "gemm"
         return gemm and op.has_weight and bool(op.backward_input) and op.regather is None
 
     def _between(self, unit: Unit, op: Op, role: Role) -> Storage:
-        """The storage between an operator's kernels and its gather or reduction."""
         return storage_of(unit.prefix, op.name, role, piece=self.recomputer.number)
 
     def _regather(self, unit: Unit, op: Op, saved: Storages) -> tuple[Event | None, Storages]:
@@ -332,7 +322,6 @@ class BackwardEmitter:
     def _kernels(
         self, unit: Unit, op: Op, reads: Storages, regathered: Storages, pending: Event | None
     ) -> None:
-        """Emit input-gradient kernels, gradient reduction and weight-gradient kernels."""
         w = self.w
         if op.backward_input:
             pending = self._input_gradient(unit, op, reads, regathered, pending)
@@ -421,7 +410,6 @@ class WeightEmitter:
         self.first, self.reducer, self.w = first, reducer, BlockWriter()
 
     def block(self) -> Block:
-        """Return block W."""
         w, chunk, reducer = self.w, self.first.chunk, self.reducer
         self.first.block()
         order = list(reversed(chunk.units))

@@ -1,5 +1,6 @@
 """Writes a chunk's forward block: operators, collectives, gathers, splits, copies per layer."""
 
+from rematbench.costs.operators.launches import uncaptured
 from rematbench.engine.lowering.blocks.chunk_ops import (
     ChunkOps,
     Unit,
@@ -8,7 +9,6 @@ from rematbench.engine.lowering.blocks.chunk_ops import (
     stays_in_slots,
     stored_parts,
     trailing_unit,
-    uncaptured,
 )
 from rematbench.engine.lowering.blocks.fates import Fates, Resolved
 from rematbench.engine.lowering.blocks.mini_sequences import MiniRun, Piece
@@ -23,8 +23,6 @@ from rematbench.plan import Transfers
 
 
 class ForwardEmitter:
-    """Builds the forward block of one chunk under resolved fates."""
-
     def __init__(
         self,
         chunk: ChunkOps,
@@ -130,13 +128,12 @@ class ForwardEmitter:
             self.trails = unit is self.trailing
 
     def _hold_graph(self, unit: Unit) -> None:
-        """Allocate the memory that a layer's CUDA graph holds until the backward, in addition to
-        the kept tensors."""
-        eager = uncaptured(self.chunk.problem, unit.table)
+        problem = self.chunk.problem
+        eager = uncaptured(problem.system.kernels, problem.workload, unit.table)
         apart = {name for op in unit.table.ops if op.name in eager for name in op.outputs}
         sites = [site for name, _, site in self.chunk.saved(unit) if name not in apart]
         kept = (part.nbytes for site in sites for part in self.stored[site])
-        share = self.chunk.problem.calibration.common.graph_bytes_share
+        share = problem.calibration.common.graph_bytes_share
         emit_alloc(self.w, graph_of(unit), int(share * sum(kept)))
         self.survivors.add(graph_of(unit))
 

@@ -52,7 +52,6 @@ class Recomputer:
 
     @property
     def number(self) -> int | None:
-        """The number of the piece in progress, None outside of runs."""
         return self.piece.number if self.piece else None
 
     def storages(self, unit: Unit) -> dict[str, Storage]:
@@ -213,16 +212,12 @@ class Recomputer:
         whole tensor."""
         fate = self.fate(unit, name)
         storage = made.get(name)
-        if storage is None:
-            return self._input(unit, name)
-        if storage.rows == REBUILT and fate is not None and rows_of([fate]) < fraction:
+        if storage is None and not self._available(unit, name):
+            raise PlanError(_orphan(self.chunk.storage(unit, name)))
+        fewer = fate is not None and rows_of([fate]) < fraction
+        if storage is None or (storage.rows == REBUILT and fewer):
             return self.ensure(unit, name)
         return storage
-
-    def _input(self, unit: Unit, name: str) -> Storage:
-        if not self._available(unit, name):
-            raise PlanError(_orphan(self.chunk.storage(unit, name)))
-        return self.ensure(unit, name)
 
     def _outputs(self, unit: Unit, op: Op, missing: set[str]) -> dict[str, Storage]:
         """The storages that recomputation writes: missing tensors and inputs of later operators."""
@@ -356,7 +351,6 @@ class Rebuilder:
         self.stalls = []
 
     def before_receive(self) -> None:
-        """Rebuild the tensors whose window is before the pipeline's receive."""
         for unit in self.chunk.units:
             missing = {
                 name

@@ -37,7 +37,6 @@ class Reloader:
             self.fetched[self.ahead] = COPIED_IN
 
     def _offloaded(self) -> dict[ModelPart, list[tuple[Storage, int]]]:
-        """Offloaded storages, each with its bytes, by unit."""
         table: dict[ModelPart, list[tuple[Storage, int]]] = {}
         for unit in self.chunk.units:
             for _, _, site in self.chunk.saved(unit):
@@ -63,8 +62,6 @@ class Reloader:
         return arrivals
 
     def before(self, order: list[Unit], position: int) -> None:
-        """Start the H2D copies that are due, and wait for this unit's copies (layer granularity
-        only)."""
         if not self.layerwise:
             return
         for unit in order[: position + self.transfers.prefetch_layers + 1]:
@@ -85,8 +82,7 @@ class Reloader:
         self._free_on_host([each for each, _ in self.offloaded[unit.prefix]])
 
     def _free_on_host(self, storages: list[Storage]) -> None:
-        frees = tuple([storage.on_host for storage in storages])
-        self.w.free(*frees)
+        self.w.free(*[storage.on_host for storage in storages])
 
     def _fetch(self, unit: Unit) -> None:
         if unit.prefix in self.offloaded and unit.prefix not in self.fetched:

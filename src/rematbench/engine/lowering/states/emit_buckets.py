@@ -64,7 +64,6 @@ class BucketReducer(GradReducer):
         return self.width * max(sizes, default=0)
 
     def after(self, w: BlockWriter, unit: Unit, *, last: bool) -> None:
-        """Copy a unit's gradients into the bucket; reduce a full bucket."""
         if unit.trained:
             self._open(w)
             if self._filled() + self._size(unit) > self.system.zero.bucket_bytes:
@@ -75,7 +74,10 @@ class BucketReducer(GradReducer):
         if last or self._filled() >= self.system.zero.bucket_bytes:
             self._empty(w)
         if last:
-            self._close(w)
+            self._drain(w, 0)
+            if self.held and self.opened:
+                w.free(*(alloc.storage for alloc in self.held))
+            self._record_end(w)
 
     def _size(self, unit: Unit) -> int:
         return self.system.states.reduce_bytes * unit.trained
@@ -90,15 +92,7 @@ class BucketReducer(GradReducer):
         self.opened = True
 
     def _empty(self, w: BlockWriter) -> None:
-        """Reduce what is in the bucket, after the reduction before."""
         self._drain(w, 0)
         if self.bucket:
             copy = Alloc(COPY, min(self._filled(), self.buckets.copy))
             self._reduce_storages(w, self._filled(), (), (copy,))
-
-    def _close(self, w: BlockWriter) -> None:
-        self._drain(w, 0)
-        if self.held and self.opened:
-            held = tuple(alloc.storage for alloc in self.held)
-            w.free(*held)
-        self._record_end(w)

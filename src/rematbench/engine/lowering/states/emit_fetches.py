@@ -40,7 +40,6 @@ class Matrices(NamedTuple):
 
 
 def forward_order(chunk: ChunkOps) -> list[Matrices]:
-    """The matrices of a chunk in the order in which its forward uses them."""
     return [one for unit in chunk.units for one in _matrices(chunk, unit)]
 
 
@@ -107,7 +106,6 @@ class MatrixGatherer(ParameterGatherer):
         self.waited: set[Storage] = set()
 
     def arrive(self, w: BlockWriter, units: list[Unit]) -> set[Storage]:
-        """Begin a backward with the matrices that the forward left."""
         self.whole = dict(self.kept)
         self.pending = {**dict.fromkeys(self.kept, FETCHED)}
         return {*self.kept}
@@ -117,7 +115,6 @@ class MatrixGatherer(ParameterGatherer):
         w.weights = self.read
 
     def ready(self, w: BlockWriter, unit: Unit) -> None:
-        """Gather nothing yet, as in `before`."""
         w.weights = self.read
 
     def read(self, w: BlockWriter, part: ModelPart, op: Op) -> tuple[Storage, ...]:
@@ -153,8 +150,6 @@ class MatrixGatherer(ParameterGatherer):
                 asked += one.parameters
 
     def after(self, w: BlockWriter, unit: Unit) -> None:
-        """Release the matrices that the unit's kernels read; at the end of a forward, leave those
-        that the backward begins with."""
         stay = self.kept if self.forward else {}
         read = {one.buffer for one in self.order if one.part == unit.prefix}
         gone = [buffer for buffer in self.whole if buffer in read and buffer not in stay]

@@ -66,20 +66,15 @@ def gathered_parts(unit: Unit, fate: StateFate, layout: Layout) -> list[Gathered
     """Return the parts of a unit's parameters that are gathered: those of experts from expert
     data-parallel peers, if there are any, and all others."""
     experts = unit.expert_parameters
-    by_layer = fate.gather == "layer"
+    here = layout.state_shards == 1 and fate.home == "device"
     found: list[Gathered] = []
-    if unit.parameters > experts and not (by_layer and _is_here(fate, layout)):
+    if unit.parameters > experts and not (fate.gather == "layer" and here):
         found.append(Gathered(weights_of(unit.prefix), unit.parameters - experts, "dp"))
     if experts and layout.expert_shards > 1:
         found.append(Gathered(weights_of(unit.prefix, EXPERTS), experts, "edp"))
     if fate.release == "step":
         return [part._replace(storage=part.storage.held) for part in found]
     return found
-
-
-def _is_here(fate: StateFate, layout: Layout) -> bool:
-    """Whether a rank has all parameters, but for those of experts, on its device."""
-    return layout.state_shards == 1 and fate.home == "device"
 
 
 class ParameterGatherer:
@@ -124,11 +119,9 @@ class ParameterGatherer:
         self.for_the_head = False
 
     def parts(self, unit: Unit) -> list[Gathered]:
-        """Return the parts of a unit's parameters that are gathered."""
         return gathered_parts(unit, self.fate, self.layout)
 
     def own(self, unit: Unit) -> tuple[Storage, ...]:
-        """Return the storages of a unit's gathered parameters."""
         return tuple(part.storage for part in self.parts(unit))
 
     def _read(self, unit: Unit) -> list[Unit]:
@@ -173,7 +166,6 @@ class ParameterGatherer:
                 w.wait(COMPUTE, self.pending[read.prefix])
 
     def _want(self, w: BlockWriter, unit: Unit) -> None:
-        """Gather the weights that a unit's kernels read and that are not gathered."""
         for read in self._read(unit):
             if self.parts(read) and read.prefix not in self.pending:
                 self._gather(w, read)
@@ -189,7 +181,6 @@ class ParameterGatherer:
     def _issue(
         self, w: BlockWriter, part: ModelPart, buffer: Storage, parameters: int, group: Group = "dp"
     ) -> Event:
-        """Issue the gather of `parameters` parameters of a part; returns its end event."""
         payload = (self.width if self.layerwise else self.system.states.gather_bytes) * parameters
         allocs = (Alloc(buffer, payload),) if self.layerwise else ()
         reads: tuple[Storage, ...] = ()
@@ -223,8 +214,6 @@ class ParameterGatherer:
     def _shard_up(
         self, w: BlockWriter, part: ModelPart, parameters: int, allocs: tuple[Alloc, ...]
     ) -> Event:
-        """Copy this rank's shard of a part's parameters into their new buffer; returns the end
-        event."""
         nbytes = self.system.states.param_bytes * -(-parameters // self.fate.shards)
         ready = w.mark(COMPUTE)
         return w.state_copy(Kind.H2D, part, SHARD_UP, nbytes, after=ready, allocs=allocs)
@@ -279,8 +268,6 @@ def gradient_reductions(
 
 
 def parameter_gathers(layout: Layout, system: System, count: int, experts: int) -> list[Comm]:
-    """Return the gathers of `count` updated parameters, of which `experts` of experts have peers of
-    their own."""
     width = system.states.gather_bytes
     found = [Comm("all_gather", "dp", width * (count - experts))]
     more = experts > 0 and layout.expert_shards > 1
@@ -288,7 +275,6 @@ def parameter_gathers(layout: Layout, system: System, count: int, experts: int) 
 
 
 def allocate_gradients(w: BlockWriter, unit: Unit, storage: Alloc) -> None:
-    """Allocate a storage of a unit's gradients."""
     w.add(
         Action(kind=Kind.ALLOC, stream=COMPUTE, part=unit.prefix, op="gradients", allocs=(storage,))
     )
@@ -339,12 +325,9 @@ class GradReducer:
         self.survivors: set[Storage] = set()  # storages that the block leaves
 
     def buffer(self, unit: Unit) -> Storage:
-        """Return the storage of a unit's full gradients."""
         return storage_of(unit.prefix, role=Role.WEIGHT_GRADIENTS)
 
     def before(self, w: BlockWriter, unit: Unit) -> None:
-        """Allocate the buffer of the unit's gradients; before the head, also the buffer of the tied
-        embedding."""
         if unit is not self.tied:
             self._allocate(w, unit)
         if self.tied and unit.table.part == "head":
@@ -355,7 +338,6 @@ class GradReducer:
             allocate_gradients(w, unit, Alloc(self.buffer(unit), self._bytes(unit)))
 
     def _bytes(self, unit: Unit) -> int:
-        """Bytes of a unit's buffer."""
         return self.width * unit.trained
 
     def after(self, w: BlockWriter, unit: Unit, *, last: bool) -> None:
@@ -370,27 +352,24 @@ class GradReducer:
         size = sum(self.system.states.reduce_bytes * u.trained for u in self.bucket)
         due = self.transient or last or size >= self.system.zero.bucket_bytes
         if self.bucket and due:
-            self._reduce(w, size)
+            buffers = tuple(map(self.buffer, self.bucket)) if self.transient else ()
+            self._reduce_storages(w, size, buffers, ())
         if self.transient:
             self._drain(w, 0 if last or not self.beside else 1)
         if last:
             self._record_end(w)
 
     def _sum_norms(self, w: BlockWriter, unit: Unit) -> None:
-        """Sum the norms' gradients of a unit over the tensor-parallel peers."""
         reads = [self.buffer(unit)] if self.transient else []
         norms = norm_reduction(self.system, unit.norm_parameters)
         self.norms.append(w.collective(norms, unit.prefix, "norm_gradients", reads, []))
 
     def _record_end(self, w: BlockWriter) -> None:
-        """Record the end of the block's reductions, if there are peers."""
         if self.shared:
             w.wait("dp", w.mark(COMPUTE))
             w.add(Action(kind=Kind.EVENT, stream="dp", event=REDUCED))
 
     def _apply(self, w: BlockWriter, unit: Unit) -> None:
-        """Reduce a unit's gradients if there are peers, update its parameters, free its
-        gradients."""
         if self.shared:
             reads = [self.buffer(unit)]
             width = self.system.states.reduce_bytes
@@ -412,10 +391,6 @@ class GradReducer:
             )
         )
         w.free(self.buffer(unit))
-
-    def _reduce(self, w: BlockWriter, size: int) -> None:
-        buffers = tuple(self.buffer(u) for u in self.bucket) if self.transient else ()
-        self._reduce_storages(w, size, buffers, ())
 
     def _reduce_storages(
         self, w: BlockWriter, size: int, storages: tuple[Storage, ...], allocs: tuple[Alloc, ...]
@@ -440,7 +415,6 @@ class GradReducer:
         self.bucket = []
 
     def take_reduced(self) -> list[Reduced]:
-        """The units that were reduced since the last call."""
         found, self.reduced = self.reduced, []
         return found
 
@@ -453,7 +427,6 @@ class GradReducer:
     def _exchange(
         self, w: BlockWriter, size: int, storages: tuple[Storage, ...], allocs: tuple[Alloc, ...]
     ) -> Event:
-        """Reduce the bucket over the data-parallel peers; returns the end event."""
         w.wait("dp", w.mark(COMPUTE))
         for norm in self.norms[-1:]:
             w.wait("dp", norm)

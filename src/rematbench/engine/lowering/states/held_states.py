@@ -21,7 +21,7 @@ from rematbench.engine.lowering.states.emit_states import (
     gradient_reductions,
     updated,
 )
-from rematbench.engine.program.action import COMPUTE, Action, Alloc, Kind
+from rematbench.engine.program.action import COMPUTE, Alloc
 from rematbench.engine.program.program import Block
 from rematbench.engine.program.storage import ModelPart, Role, Storage, storage_of
 from rematbench.plan import Plan, gathers_by_layer
@@ -51,15 +51,12 @@ class HeldParameters(ParameterGatherer):
     there."""
 
     def before(self, w: BlockWriter, units: list[Unit], position: int) -> None:
-        """Name the copies that a unit's kernels read."""
         self.ready(w, units[position])
 
     def ready(self, w: BlockWriter, unit: Unit) -> None:
-        """Name the copies that a unit's kernels read."""
         w.parameters[unit.prefix] = self.buffers(unit)
 
     def arrive(self, w: BlockWriter, units: list[Unit]) -> set[Storage]:
-        """Return the storages that the block frees: none."""
         return set()
 
     def after(self, w: BlockWriter, unit: Unit) -> None:
@@ -78,14 +75,12 @@ class GradientSums(GradReducer):
         self.apart = self.width != self.system.states.reduce_bytes
 
     def before(self, w: BlockWriter, unit: Unit) -> None:
-        """Allocate the storage to which the unit's kernels add."""
         if self.apart:
             super().before(w, unit)
         else:
             self._begin(w, unit)
 
     def after(self, w: BlockWriter, unit: Unit, *, last: bool) -> None:
-        """Add a buffer to the sum."""
         if self.apart and unit.trained:
             self._begin(w, unit)
             w.free(self.buffer(unit))
@@ -98,24 +93,15 @@ class GradientSums(GradReducer):
 
 
 def _sums_of(unit: ModelPart) -> Storage:
-    """The sums of a unit's gradients over the micro-batches."""
     return storage_of(unit, role=Role.SUMS).held
 
 
 def held_copies(plan: Plan, problem: Problem, chunk: ChunkOps) -> tuple[Storage, ...]:
-    """The storages of a chunk's gathered parameters."""
     fate, lay = plan.state("parameter"), problem.layout
     return tuple(part.storage for unit in chunk.units for part in gathered_parts(unit, fate, lay))
 
 
-def free_block(storages: tuple[Storage, ...]) -> Block:
-    """Free a chunk's gathered parameters, or its shards of gradients."""
-    return Block("release", (Action(kind=Kind.FREE, stream=COMPUTE, frees=storages),))
-
-
 class UnitSums(NamedTuple):
-    """A unit, the collectives that reduce its gradients, and the rank's shard of the result."""
-
     part: ModelPart
     comms: tuple[Comm, ...]
     shard: Alloc

@@ -19,7 +19,6 @@ from rematbench.problem import Problem, trained_operators
 
 
 def host_states(problem: Problem, plan: Plan, rank: int) -> HostStates:
-    """Host bytes of the states of one rank that a plan has in host memory."""
     system, layout = problem.system, problem.layout
     parameter, gradient = plan.state("parameter"), plan.state("gradient")
     optimizer = plan.state("optimizer")
@@ -75,7 +74,6 @@ def on_device(problem: Problem, plan: Plan, rank: int) -> dict[str, int]:
 
 
 def rank_tensors(problem: Problem, plan: Plan, rank: int) -> list[int]:
-    """Parameters of each tensor of a rank, in the order of the model."""
     return [
         count
         for table, op in _weighted(problem, plan, rank)
@@ -84,8 +82,6 @@ def rank_tensors(problem: Problem, plan: Plan, rank: int) -> list[int]:
 
 
 def _weighted(problem: Problem, plan: Plan, rank: int) -> list[tuple[OpTable, Op]]:
-    """The operators of a rank that have a gradient, each with its table, in the order of the
-    model."""
     tables = [problem.embedding] if rank == 0 else []
     tables += [problem.layer(index) for chunk in plan.partition[rank] for index in chunk]
     tables += [problem.head] if rank == problem.layout.pp - 1 else []

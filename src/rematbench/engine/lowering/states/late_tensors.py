@@ -88,7 +88,6 @@ def flat_update(plan: Plan, system: System, held: int) -> FlatUpdate:
 def _gradients(
     problem: Problem, plan: Plan, table: OpTable, grad_bytes: int
 ) -> dict[str, tuple[int, ...]]:
-    """Bytes of the gradients of a unit's tensors, by operator, in the order of the table."""
     shards = plan.state("gradient").shards
     return {
         op.name: tuple(shard(n, shards) * grad_bytes for n in operator_tensors(problem, table, op))

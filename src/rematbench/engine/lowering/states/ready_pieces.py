@@ -16,8 +16,7 @@ from rematbench.engine.lowering.blocks.writer import BlockWriter
 from rematbench.engine.lowering.states.emit_states import Reduced
 from rematbench.engine.lowering.states.state_pieces import (
     PieceWidths,
-    device_update,
-    host_update,
+    piece_update,
     rank_share,
     unit_ranges,
     visit_of,
@@ -45,7 +44,6 @@ class Ready(NamedTuple):
 
     @property
     def part(self) -> ModelPart:
-        """The part of the piece, with its units."""
         return part_of("P", self.piece.number, units=self.units)
 
 
@@ -86,7 +84,6 @@ class ReadyWriter:
         self.visiting: list[ModelPart] = []  # visits whose states go back
 
     def after(self, reduced: Sequence[Reduced]) -> None:
-        """Start the pieces that are ready after these units."""
         due = [(one, events) for unit, events in reduced for one in self.due.get(unit, ())]
         if due:
             self._land(len(self.landing))
@@ -114,7 +111,7 @@ class ReadyWriter:
             events = (down,)
         for event in events:
             self.w.wait(HOST_UPDATE, event)
-        self.w.add(host_update(part, one.piece, self.widths, _updated(part)))
+        self.w.add(piece_update(part, one.piece, self.widths, event=_updated(part)))
 
     def _visit(self, one: Ready, events: tuple[Event, ...]) -> None:
         """Copy a piece's states to the device; one of `slots` visits must be free."""
@@ -135,13 +132,12 @@ class ReadyWriter:
         self.landing.append((one, (*events, up), states))
 
     def _land(self, count: int) -> None:
-        """Issue the first `count` updates on the device that wait."""
         for one, events, states in self.landing[:count]:
             part, piece = part_of("P", one.piece.number), one.piece
             reads = (states,) if states else ()
             for event in events:
                 self.w.wait(COMPUTE, event)
-            self.w.add(device_update(one.part, piece, self.widths, reads))
+            self.w.add(piece_update(one.part, piece, self.widths, reads))
             if states:
                 nbytes, done = self.widths.states * piece.count, self.w.mark(COMPUTE)
                 self.w.state_copy(Kind.D2H, part, STATES_DOWN, nbytes, after=done, reads=reads)
@@ -151,12 +147,10 @@ class ReadyWriter:
 
 
 def _updated(part: ModelPart) -> Event:
-    """The event after which the host has updated a piece."""
     return event_of(f"{part}.updated")
 
 
 def _back(part: ModelPart) -> Event:
-    """The event after which a piece's states are on the host again."""
     return event_of(f"{part}.back")
 
 

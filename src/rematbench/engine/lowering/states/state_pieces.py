@@ -58,7 +58,6 @@ class PieceWidths(Struct, frozen=True, kw_only=True):
 
 
 def piece_widths(plan: Plan, problem: Problem) -> PieceWidths:
-    """The widths of a plan's pieces."""
     system, pieces = problem.system, plan.state("optimizer").pieces
     here = plan.state("parameter").home == "device"
     master = pieces is not None and pieces.wire == "master"
@@ -79,7 +78,6 @@ MASTERS = 3
 
 
 def master_bytes(problem: Problem) -> int:
-    """Bytes of a master weight."""
     return problem.system.states.optimizer_bytes // MASTERS
 
 
@@ -124,33 +122,26 @@ def unit_ranges(
 
 
 def visit_of(part: ModelPart) -> Storage:
-    """A piece's states while they are on the device."""
     return storage_of(part, role=Role.STATES)
 
 
-def device_update(
-    part: ModelPart, piece: Piece, widths: PieceWidths, reads: tuple[Storage, ...]
+def piece_update(
+    part: ModelPart,
+    piece: Piece,
+    widths: PieceWidths,
+    reads: tuple[Storage, ...] = (),
+    event: Event | None = None,
 ) -> Action:
-    """Return the update of a piece on the device, which `reads` its states (empty: resident)."""
+    """Return the update of a piece: on the host, which ends with `event`, or on the device, which
+    `reads` the piece's states (empty: resident)."""
     return Action(
         kind=Kind.OPTIMIZER,
-        stream=COMPUTE,
+        stream=HOST_UPDATE if event else COMPUTE,
         part=part,
         op="optimizer",
         reads=reads,
         nbytes=widths.param * piece.count,
-        scratch=widths.scratch * piece.count,
-    )
-
-
-def host_update(part: ModelPart, piece: Piece, widths: PieceWidths, event: Event) -> Action:
-    """Return the update of a piece on the host, which ends with an event."""
-    return Action(
-        kind=Kind.OPTIMIZER,
-        stream=HOST_UPDATE,
-        part=part,
-        op="optimizer",
-        nbytes=widths.param * piece.count,
+        scratch=0 if event else widths.scratch * piece.count,
         event=event,
     )
 
@@ -162,8 +153,6 @@ def update_block(pieces: Sequence[Piece], cut: Pieces | None, widths: PieceWidth
 
 
 class _Writer:
-    """Writes the update of a rank's pieces, in the order of the pieces."""
-
     def __init__(self, pieces: Sequence[Piece], cut: Pieces | None, widths: PieceWidths) -> None:
         self.pieces, self.widths = pieces, widths
         self.slots, self.named = (cut.slots if cut else 0), cut is not None
@@ -178,11 +167,9 @@ class _Writer:
         self.next = {one.number: other for one, other in pairwise(hosted)} if self.slots else {}
 
     def run(self) -> list[Action]:
-        """The actions of all pieces."""
+        write = {"device": self._on_device, "host": self._hosted, "visit": self._visit}
         for piece in self.pieces:
-            {"device": self._resident, "host": self._hosted, "visit": self._visit}[piece.place](
-                piece
-            )
+            write[piece.place](piece)
         self._weights_up()
         self._end_visits(0)
         for event in self.back:
@@ -192,12 +179,9 @@ class _Writer:
     def _part(self, piece: Piece) -> ModelPart:
         return part_of("P", piece.number) if self.named else NO_PART
 
-    def _resident(self, piece: Piece) -> None:
-        self._on_device(piece, ())
-
-    def _on_device(self, piece: Piece, reads: tuple[Storage, ...]) -> None:
+    def _on_device(self, piece: Piece, reads: tuple[Storage, ...] = ()) -> None:
         widths, part = self.widths, self._part(piece)
-        self.w.add(device_update(part, piece, widths, reads))
+        self.w.add(piece_update(part, piece, widths, reads))
         if widths.back:
             done, nbytes = self.w.mark(COMPUTE), widths.back * piece.count
             self.back.append(self.w.state_copy(Kind.D2H, part, WEIGHTS_DOWN, nbytes, after=done))
@@ -207,7 +191,7 @@ class _Writer:
         self._weights_up()
         self.w.wait(HOST_UPDATE, self._gradients(piece))
         done = self.w.new_event()
-        self.w.add(host_update(self._part(piece), piece, self.widths, done))
+        self.w.add(piece_update(self._part(piece), piece, self.widths, event=done))
         self.updated = (piece, done)
         if piece.number in self.next:
             after = self.next[piece.number]
@@ -217,7 +201,6 @@ class _Writer:
             self.ready = self.w.mark(COMPUTE)
 
     def _gradients(self, piece: Piece) -> Event:
-        """The event after which a piece's gradients are on the host."""
         arrived, nbytes = self.down.pop(piece.number, None), self.widths.down * piece.count
         if arrived or not nbytes:
             return arrived or self.ready
@@ -225,8 +208,6 @@ class _Writer:
         return self.w.state_copy(Kind.D2H, part, GRADIENTS_DOWN, nbytes, after=self.ready)
 
     def _weights_up(self) -> None:
-        """Send the weights of the host's latest piece to the device, and cast them there if they
-        are master weights."""
         if self.updated is None:
             return
         (piece, done), self.updated = self.updated, None
@@ -255,18 +236,11 @@ class _Writer:
             self.w.free(alloc.storage)
 
     def _visit(self, piece: Piece) -> None:
-        """Copy a piece's states to the device, update them there, and copy them back."""
         self._end_visits(max(0, self.slots - 1))
         part, nbytes = self._part(piece), self.widths.states * piece.count
         states = visit_of(part)
-        up = self.w.state_copy(
-            Kind.H2D,
-            part,
-            STATES_UP,
-            nbytes,
-            after=self.w.mark(COMPUTE),
-            allocs=(Alloc(states, nbytes),),
-        )
+        room, allocs = self.w.mark(COMPUTE), (Alloc(states, nbytes),)
+        up = self.w.state_copy(Kind.H2D, part, STATES_UP, nbytes, after=room, allocs=allocs)
         self.w.wait(COMPUTE, up)
         self._on_device(piece, (states,))
         done = self.w.mark(COMPUTE)
