@@ -28,7 +28,7 @@ from rematbench.evaluate.result import (
 )
 from rematbench.evaluate.verdict import Retries
 from rematbench.evidence.bands import inside_shares
-from rematbench.evidence.peaks import about, in_words, total_is_checked
+from rematbench.evidence.peaks import ABOUT, about, in_words, left_free, total_is_checked, trains_in
 from rematbench.host.console import gib, percent, plain, print_uncut, rounded, seconds, worded
 from rematbench.inputs.stackfacts import other_versions
 from rematbench.inputs.system import System
@@ -308,7 +308,7 @@ def answer(
     problem, reserved = result.problem, evaluation.reserved_bytes
     peak, total = max(evaluation.peak_device_bytes), result.device_total_bytes or 0
     host, room = evaluation.host_node_bytes, problem.cost.host_room_bytes
-    margin = "" if nominal(problem) else f"; margin {in_words()}"
+    margin = "" if nominal(problem) else f"; margin {in_words(ABOUT, trains_in(problem))}"
     memory = (
         f"device memory, fullest rank: {gib(peak)} GiB allocated, {gib(reserved)} reserved, "
         f"{gib(total)} in all of {gib(problem.room_bytes)}{margin}"
@@ -396,7 +396,7 @@ def _segments(result: Result) -> str:
 
 def tight_line() -> str:
     """What `tight` means."""
-    return f"tight: fits, but the headroom is below the margin of the device total, {in_words()}"
+    return f"tight: fits, but the headroom is below what tuned plans leave free, {left_free()}"
 
 
 def covers() -> str:

@@ -46,7 +46,7 @@ from rematbench.evidence.job_evidence import (
     left_out_cells,
     out_of_source,
 )
-from rematbench.evidence.peaks import in_words
+from rematbench.evidence.peaks import in_words, left_free
 from rematbench.evidence.published.derived import BESIDE, PUBLISHED
 from rematbench.evidence.published.sheets import Quantity, Row, number, read_predicted
 from rematbench.evidence.quantiles import LEVEL, Errors, quantile
@@ -61,6 +61,7 @@ READS = (
     "config/accuracy.yaml",
     "config/left_out.csv",
     "config/left_out_experts.csv",
+    "config/left_out_bytes.csv",
     "results/published/offloaded_states.csv",
 )
 TABLES = (
@@ -179,7 +180,7 @@ def verdict_table(verdicts: Verdicts) -> Table:
         cells=verdicts.cells,
         always_fits=percent(verdicts.always_fits),
         tight=verdicts.tight,
-        margin=in_words(),
+        free=left_free(),
         of_oom=_of_oom(verdicts),
     )
 
