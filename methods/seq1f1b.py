@@ -5,13 +5,14 @@ times the length train on the same devices, 1.14 to 1.53 times faster than under
 Source: Sun et al., Seq1F1B, arXiv 2406.03488; MayDomine/Seq1F1B f54b286.  Rank r keeps (pp - r - 1
 + k) / k micro-batches, the bubble is (pp - 1) / (k m), and slices have equal FLOPs, so that later
 ones are shorter.  Keys and values stay until the backward of their own slice.
-Deviations: one chunk on a rank (its interleaved form is not planned).  Slices are multiples of
-what sequence parallelism splits.  No stack is asked whether it has the schedule.
+Deviations: interleaved, groups have whole sequences.  Slices are multiples of what sequence
+parallelism splits.  No stack is asked whether it has the schedule.
 """
 
 from typing import ClassVar
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from rematbench.plan import Plan, Settings, Unsupported
 from rematbench.problem import Problem
@@ -20,20 +21,22 @@ from rematbench.workload import PositiveInt
 
 
 class Seq1F1B(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`slices`: the number of slices; `equal`: of equal length, not of equal FLOPs."""
+    """`slices`: the number of slices; `equal`: of equal length, not of equal FLOPs; `interleaved`:
+    over several chunks on a rank."""
 
     name: ClassVar[str] = "seq1f1b"
     moves_passes: ClassVar[bool] = True
     grid: ClassVar[tuple[Settings, ...]] = tuple({"slices": 2**n} for n in range(1, 6))
     slices: PositiveInt = 4
     equal: bool = False
+    interleaved: bool = False
 
     def plan(self, problem: Problem, base: Plan) -> Plan | Unsupported:
-        if reason := refused(problem, base, self.slices):
+        if reason := refused(problem, base, self.slices, interleaved=self.interleaved):
             return Unsupported(reason)
         if self.slices == 1:
             return base
         lengths = (even if self.equal else equal_work)(problem, self.slices)
         if not lengths:
             return Unsupported(f"{problem.workload.seq_len} tokens have no {self.slices} slices")
-        return base.sliced(lengths)
+        return replace(base, slices=lengths) if self.interleaved else base.sliced(lengths)

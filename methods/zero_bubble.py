@@ -2,10 +2,14 @@
 
 Claim: a backward's two halves depend on different things, so 1F1B's bubble of (pp - 1)(F + B + W)
 falls to (pp - 1)(F + B - W) at the first stage's memory, to (pp - 1)(F + B - 2 W) at twice that.
+With two chunks on a rank that turn at the last rank, ZB-V has no bubble at the memory of 1F1B's
+first stage, V-Half half of the bubble at half of the memory, V-Min two thirds at a third.
 Source: Qi et al., Zero Bubble Pipeline Parallelism, ICLR 2024 (arXiv 2401.10241), ZB-H1 and ZB-H2
-of figures 2 and 3; sail-sg/zero-bubble-pipeline-parallelism keeps, as here, a linear's input and
+of figures 2 and 3, and Pipeline Parallelism with Controllable Memory (arXiv 2405.15362);
+sail-sg/zero-bubble-pipeline-parallelism keeps, as here, a linear's input and
 its output's gradient until the weight's gradient, and gathers a split input again.
-Deviations: fixed orders, not those of the repository's solver.  The next step starts once
+Deviations: fixed orders, not those of the repository's solver.  The last rank copies its first
+chunk's output for its second.  The next step starts once
 every rank has ended this one, so the shift between ranks, (pp - 1) F, stays (the paper checks the
 norm of gradients after the update).  The embedding's gradient stays with the input gradients, and
 so do the gradients of linears that a base computes in pieces.  No stack is asked whether it has the
@@ -17,25 +21,31 @@ from typing import ClassVar, Literal
 from msgspec import Struct
 from msgspec.structs import replace
 
-from rematbench.plan import Plan, Settings, Unsupported, passes_refusal
+from rematbench.plan import SHAPES, Plan, Settings, Shape, Unsupported, passes_refusal
 from rematbench.problem import Problem
 
 
 class ZeroBubble(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`schedule`: zb-h1 keeps pp micro-batches on every rank, zb-h2 2 pp - 1."""
+    """`schedule`: zb-h1 keeps pp micro-batches on every rank, zb-h2 2 pp - 1; with two chunks on a
+    rank zb-v pp, v-half pp / 2 + 1 and v-min about (pp + 4) / 3."""
 
     name: ClassVar[str] = "zero_bubble"
     moves_passes: ClassVar[bool] = True
     grid: ClassVar[tuple[Settings, ...]] = ({"schedule": "zb-h2"}, {"schedule": "zb-h1"})
-    schedule: Literal["zb-h1", "zb-h2"] = "zb-h1"
+    schedule: Literal["zb-h1", "zb-h2"] | Shape = "zb-h1"
 
     def plan(self, problem: Problem, base: Plan) -> Plan | Unsupported:
-        lay = problem.layout
-        if lay.pp == 1 or base.schedule != "1f1b" or base.orders or base.slices:
-            words = (
-                f"pp {lay.pp}, {'other passes' if base.orders or base.slices else base.schedule}"
-            )
-            return Unsupported(f"needs stages in the order of 1F1B, not {words}")
+        lay, turns = problem.layout, self.schedule in SHAPES
+        of = "interleaved_1f1b" if turns else "1f1b"
+        other = "other passes" if base.orders or base.slices else base.schedule
+        if lay.pp == 1 or other != of or (turns and lay.vpp != 2):
+            needed = "two chunks on each of several stages (vpp 2)" if turns else "stages"
+            words = f"pp {lay.pp}, vpp {lay.vpp}, {other}"
+            return Unsupported(f"needs {needed} in the order of {of}, not {words}")
+        if turns and any(rule.select.stages or rule.select.chunks for rule in base.rules):
+            return Unsupported("the base's rules name chunks, which would have other layers")
         made = replace(base, schedule=self.schedule)
+        if self.schedule in SHAPES:
+            made = base.turned(self.schedule)
         refused = passes_refusal(made, problem.layout, problem.system, problem.workload.model)
         return Unsupported(refused) if refused else made

@@ -15,7 +15,6 @@ KEYS = {
     "sub_group_parameters": "sub_group_size",
     "whole_buckets": "contiguous_gradients",
 }
-"""Keys of zero_optimization by fact."""
 POLICY = ("reduce_overlap", "optimizer_on_host", "parameters_on_host", "param_bytes")
 """Facts that the configuration of a policy and a job has."""
 

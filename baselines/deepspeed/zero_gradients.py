@@ -203,8 +203,6 @@ class Zero2(Bucketed):
         self.note_peak(extra)
 
     def end(self) -> None:
-        """Free the bucket; keep this rank's part, or add it to the part of earlier
-        micro-batches."""
         super().end()
         for weight in self.order:
             self.drop(weight)

@@ -18,7 +18,6 @@ from rematbench.engine.program.storage import HOST, Role, Storage
 from rematbench.workload import Model
 
 Key = tuple[int, int, Storage]
-"""The micro-batch, chunk and storage of a tensor."""
 PLAN_STATES = (Role.WEIGHTS, Role.WEIGHT_GRADIENTS)
 """The plan's own gathers and gradient buffers, which this walk leaves out."""
 TILED, LAST = ("up_out", "gate_out", "act_out", "fc2_in"), "fc2"

@@ -23,7 +23,6 @@ from rematbench.worlds.torch.parameters import AdamW
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 UPDATE = AdamW()
-"""AdamW with the hyperparameters of the project's own executor."""
 
 
 def transformer_config(job: PackageJob, policy: MegatronCore) -> TransformerConfig:

@@ -202,9 +202,6 @@ def mask_padding(projection: Any, vocab: int, rank: int) -> None:
 
 
 class _Masked(torch.autograd.Function):
-    """Set the columns from `own` on to minus infinity, in place. Their softmax is 0, and so is the
-    gradient that comes back."""
-
     @staticmethod
     def forward(ctx: Any, logits: Tensor, own: int) -> Tensor:
         ctx.mark_dirty(logits)

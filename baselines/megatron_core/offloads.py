@@ -15,9 +15,7 @@ from rematbench.engine.program.program import RankProgram
 from rematbench.engine.program.storage import HEAD, HOST, ModelPart, Storage, storage_of
 
 Where = tuple[int, int]
-"""A micro-batch and a chunk."""
 Group = tuple[ModelPart, str]
-"""A layer of a chunk (L<i>) and a module."""
 COMMITS = {
     "qkv": "qkv_linear",
     "attention": "core_attn",

@@ -211,8 +211,6 @@ class MegatronCore(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         return options.facts_with_options(problem)
 
     def flags(self, problem: Problem, plan: Plan | None = None, *, whole: bool = False) -> str:
-        """The arguments of Megatron-LM's pretraining script for layout, stack, policy and the
-        plan's partition; `whole`: with those of the model."""
         lay, work = problem.layout, problem.workload
         words = [
             f"--tensor-model-parallel-size {lay.tp}",
@@ -241,8 +239,6 @@ class MegatronCore(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     @property
     def fields(self) -> dict[str, Any]:
-        """The fields of TransformerConfig for what is recomputed and offloaded; Megatron-LM's
-        arguments have their names."""
         found: dict[str, Any] = {}
         if self.recompute != "none":
             found["recompute_granularity"] = self.recompute

@@ -176,13 +176,10 @@ _PARTS: dict[str, tuple[tuple[Any, str, Callable[..., Any]], ...]] = {
         (flash_utils, "_is_packed_sequence", lambda *_: False),
     ),
 }
-"""The replacements of each part: (module, name of its function, replacement)."""
 
 
 @contextmanager
 def installed(kernel: str, *, fake: bool) -> Iterator[tuple[str, ...]]:
-    """Install the shim while a model with this attention kernel runs; yield the names of its
-    parts."""
     names = {"sdpa": ("flash",), FLASH: ("flash_attn",)}.get(kernel, ())
     parts = (*names, "unpacked") if fake else names
     with ExitStack() as stack:

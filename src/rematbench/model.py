@@ -19,7 +19,6 @@ Capacity = Annotated[float, Meta(ge=0.0, le=1e6)]
 ExpertPadding = Literal["none", "capacity"]
 
 GATED = ("swiglu", "geglu")
-"""The kinds of MLP with a gate and an up projection."""
 MlpKind = Literal["swiglu", "geglu", "gelu", "relu", "relu2", "xielu"]
 NormKind = Literal["rmsnorm", "layernorm"]
 PositionKind = Literal["rope", "learned", "alibi", "none"]

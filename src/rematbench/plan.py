@@ -1,7 +1,7 @@
 """The plan: the decisions of a method as data."""
 
 from collections.abc import Mapping
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple, get_args
 
 import msgspec
 from msgspec import Meta, Struct
@@ -16,9 +16,13 @@ from rematbench.workload import NonNegativeInt, PositiveInt, Workload
 Fraction = Annotated[float, Meta(ge=0.0, le=1.0)]
 Phase = Literal["warmup", "steady", "cooldown"]
 Scope = Literal["consumer", "layer"]
+Shape = Literal["zb-v", "v-half", "v-min"]
+"""The schedules whose chunks turn at the last rank: rank r has the virtual stages r and 2 pp - 1 -
+r of a model, so rank 0 has both of its ends.  Weight gradients are apart."""
 Schedule = Literal[
-    "gpipe", "1f1b", "interleaved_1f1b", "zb-h1", "zb-h2", "vocab-1", "vocab-2", "interlaced"
+    "gpipe", "1f1b", "interleaved_1f1b", "zb-h1", "zb-h2", "vocab-1", "vocab-2", "interlaced", Shape
 ]
+SHAPES: tuple[Shape, ...] = get_args(Shape)
 ZERO_BUBBLE: dict[Schedule, int] = {"zb-h1": 1, "zb-h2": 2}
 """The schedules with weight gradients apart: by how many passes more than the next rank a rank
 warms up, and by how many passes its weight gradients come earlier."""
@@ -288,9 +292,10 @@ class Plan(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """All decisions of a method.
 
     `partition[rank][chunk]` lists global layer indices; the embedding is before the first chunk of
-    rank 0, the head after the last chunk of the last rank.  `orders` are explicit passes for each
-    rank (empty: the order of `schedule`).  `slices`: tokens of the slices of a sequence that have
-    passes of their own (empty: whole sequences); pass n is of slice n modulo their number.
+    rank 0, the head after the last chunk of the last rank (of a V shape, of rank 0).  `orders` are
+    explicit passes for each rank (empty: the order of `schedule`).  `slices`: tokens of the slices
+    of a sequence that have passes of their own (empty: whole sequences); pass n is of slice n
+    modulo their number.
     `held`: layer outputs that a checkpointing policy keeps
     until their layer's backward although no operator there reads them (PyTorch's selective
     checkpointing caches what it does not recompute).  `addresses`: activation addresses come from
@@ -321,15 +326,39 @@ class Plan(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         """This plan under 1F1B over slices of so many tokens."""
         return msgspec.structs.replace(self, slices=slices, schedule="1f1b")
 
+    def turned(self, shape: Shape) -> "Plan":
+        """This plan, of two chunks on a rank, under a schedule whose chunks turn."""
+        there, back = zip(*self.partition, strict=True)
+        partition = tuple(zip(there, reversed(back), strict=True))
+        return msgspec.structs.replace(self, partition=partition, schedule=shape)
+
     def noting(self, **facts: float | str) -> "Plan":
         """This plan with numbers or remarks added to `fit`."""
         return msgspec.structs.replace(self, fit={**self.fit, **facts})
 
     @property
+    def turns(self) -> bool:
+        """Whether the chunks turn at the last rank."""
+        return self.schedule in SHAPES
+
+    @property
+    def head_rank(self) -> int:
+        """The rank of the head."""
+        return 0 if self.turns else len(self.partition) - 1
+
+    @property
+    def virtual(self) -> tuple[tuple[int, ...], ...]:
+        """The layers of every chunk, in the order of the virtual stages."""
+        chunks = [[*chunks] for chunks in zip(*self.partition, strict=True)]
+        if self.turns:
+            chunks[-1].reverse()
+        return tuple(layers for each in chunks for layers in each)
+
+    @property
     def halves(self) -> bool:
         """Whether some backwards have a pass for weight gradients alone."""
         apart = any(item.kind == "W" for order in self.orders for item in order)
-        return apart or (self.schedule in ZERO_BUBBLE and not self.orders)
+        return apart or (self.schedule in (*ZERO_BUBBLE, *SHAPES) and not self.orders)
 
     @property
     def splits_passes(self) -> bool:
@@ -415,6 +444,7 @@ def passes_refusal(plan: Plan, layout: Layout, system: System, model: Model) -> 
         "experts": model.experts is not None,
         "layers that predict more tokens": model.mtp_layers > 0,
         "tensor parallelism without norms before": layout.tp > 1 and not model.pre_norm,
+        "tied embeddings on a rank with both ends": plan.turns and model.tied_embeddings,
         "CUDA graphs": system.kernels.captures,
         **_of_states(plan, layout),
     }
@@ -432,7 +462,7 @@ def slices_refusal(
         return f"slices of {total} tokens in all are no sequence of {work.seq_len}"
     reasons = {
         "context parallelism": layout.cp > 1 or layout.ulysses > 1,
-        "several chunks on a rank": layout.vpp > 1,
+        "several chunks on a rank": layout.vpp > 1 and plan.schedule != "interleaved_1f1b",
         "attention scores in memory": attention != "flash",
         "keys and values repeated for each head": system.kernels.repeats_kv,
         "attention windows": any(model.attention_window),
@@ -463,9 +493,3 @@ def vocabulary_refusal(plan: Plan, layout: Layout, system: System, work: Workloa
         "pieces of the head": any("loss" in run.ops for run in plan.mini_sequences),
     }
     return refusal("a vocabulary over all stages is not lowered with", reasons)
-
-
-def has_exact_pins(system: System, plan: Plan) -> bool:
-    """Whether pinned activations take their own bytes of host memory and not torch's blocks: by the
-    stack's allocator, or because the plan places its own memory."""
-    return system.host.pinned_blocks == "exact" or plan.addresses == "planned"

@@ -425,7 +425,7 @@ def rank_parameters(problem: Problem, plan: Plan, rank: int, *, trained: bool = 
         return sum(t.parameters for t in tables) + positions * (rank == 0)
     tables += [problem.embedding] if rank == 0 else []
     pp, (every, learnt) = problem.layout.pp, head_parameters(problem)
-    heads = (rank == pp - 1) + sum((stage - 1) % pp == rank for stage in plan.cuts)
+    heads = (rank == plan.head_rank) + sum((stage - 1) % pp == rank for stage in plan.cuts)
     layers = sum(t.trained if trained else t.parameters for t in tables)
     return heads * (learnt if trained else every) + layers
 

@@ -313,6 +313,14 @@ def test_nothing_faster_is_missed_where_exchanges_overlap(seed: int, predictions
     assert {plan.result.problem.ep_overlaps for plan in found} == {True}
 
 
+@pytest.mark.parametrize("scope", ["full_iteration", "attn,moe_router,moe_preprocess"])
+def test_nothing_faster_is_missed_with_graphs(scope: str) -> None:
+    one, stack = drawn_experts(3), {"system": "megatron-core-2026", "dispatcher": "hybridep"}
+    spec = one.spec.changed(**stack, attention="fa2", cuda_graphs=scope)
+    found = nothing_faster_is_missed(replace(one, spec=spec), least=1)
+    assert {plan.result.problem.system.kernels.cuda_graphs for plan in found} == {scope}
+
+
 def test_nothing_faster_is_missed_where_only_experts_have_peers() -> None:
     """Without data parallelism, ZeRO 2 and 3 share the states of experts alone."""
     one = drawn_experts(8)

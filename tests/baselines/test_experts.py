@@ -8,7 +8,6 @@ from msgspec.structs import replace
 
 from baselines.megatron_core.modules import TRACED
 from baselines.megatron_core.plan import MegatronCore
-from rematbench.inputs.layout import LayoutError
 from rematbench.plan import Plan
 from rematbench.problem import Problem
 from rematbench.solve.recompute_modules import modules_dropped
@@ -101,18 +100,6 @@ GRID = [
 ]
 
 
-def simulated() -> bool:
-    """Whether a problem with experts can be made."""
-    try:
-        Layered(ROUTED, {}).problem(2)
-    except LayoutError:
-        return False
-    return True
-
-
-pytestmark = pytest.mark.skipif(not simulated(), reason="steps with experts are not simulated")
-
-
 def check_layers(grid: list[Layered], folder: Path) -> None:
     """A further layer of each model weighs in the trace what its table and its stack say."""
     needs("megatron.core")
@@ -133,11 +120,6 @@ def check_layers(grid: list[Layered], folder: Path) -> None:
         for case, found in zip(grid, traced, strict=True)
     }
     assert all(abs(nbytes) <= SCALAR for nbytes in apart.values()), apart
-
-
-@pytest.mark.full
-def test_one_more_layer_with_experts_weighs_what_the_stack_says(tmp_path: Path) -> None:
-    check_layers(GRID, tmp_path)
 
 
 def reason(model: Model, layout: dict[str, int], **settings: Any) -> str:
@@ -205,8 +187,9 @@ LATENT_GRID = [
 
 
 @pytest.mark.full
-def test_one_more_layer_with_latent_attention_weighs_what_the_stack_says(tmp_path: Path) -> None:
-    check_layers(LATENT_GRID, tmp_path)
+@pytest.mark.parametrize("grid", [GRID, LATENT_GRID], ids=["experts", "latent"])
+def test_one_more_layer_weighs_what_the_stack_says(grid: list[Layered], tmp_path: Path) -> None:
+    check_layers(grid, tmp_path)
 
 
 @pytest.mark.parametrize(

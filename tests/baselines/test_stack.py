@@ -12,7 +12,6 @@ from rematbench.inputs.system import with_facts
 from rematbench.problem import AttentionKind, Problem
 from rematbench.workload import Model, Precision
 from rematbench.worlds.packages.process import job, policy, run_jobs
-from rematbench.worlds.packages.process import job as make_job
 from rematbench.worlds.packages.stack import layer_tensors, stack_of
 from tests.baselines.cases import GPT, LEFT_OUT, SEQ, TINY, Asked, asked_problem, deep, weighed
 from tests.baselines.random_jobs import draw
@@ -61,7 +60,7 @@ def test_one_more_layer_of_megatron_core_weighs_what_the_stack_says(
     """Traced with four and with five layers: the difference is one layer's saved tensors."""
     needs("megatron.core")
     jobs = [
-        make_job(case.problem(count), policy("megatron_core", case.settings), "traced")
+        job(case.problem(count), policy("megatron_core", case.settings), "traced")
         for case in cases
         for count in (4, 5)
     ]
@@ -173,7 +172,7 @@ def check_whole(cases: list[Whole], folder: Path) -> None:
     problems = [case.problem for case in cases]
     policies = [policy("megatron_core", case.asked.settings) for case in cases]
     jobs = [
-        make_job(made, own, "traced", rank=case.stage * made.layout.gpus // made.layout.pp)
+        job(made, own, "traced", rank=case.stage * made.layout.gpus // made.layout.pp)
         for case, made, own in zip(cases, problems, policies, strict=True)
     ]
     for number, record in enumerate(run_jobs("megatron_core", jobs, folder)):
@@ -220,7 +219,7 @@ def test_one_more_layer_of_deepspeed_weighs_what_the_plan_says(tmp_path: Path) -
     needs("deepspeed")
     problems = [_wide(case, count) for case in DEEPSPEED for count in (4, 5)]
     policies = [policy("deepspeed", case[1]) for case in DEEPSPEED for _ in (4, 5)]
-    jobs = [make_job(*pair, "traced") for pair in zip(problems, policies, strict=True)]
+    jobs = [job(*pair, "traced") for pair in zip(problems, policies, strict=True)]
     traced, said = [], []
     for number, record in enumerate(run_jobs("deepspeed", jobs, tmp_path)):
         assert record.measured is not None, record.reason

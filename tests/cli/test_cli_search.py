@@ -57,6 +57,27 @@ def test_each_line_runs_again(tmp_path: Path) -> None:
         assert f'"step_s": {float(row["step_s"])}' in again.output
 
 
+@pytest.mark.parametrize(
+    ("method", "why"),
+    [
+        ("pipe_offload", "pipe_offload: needs several chunks on a rank, not one"),
+        ("zero_bubble:schedule=v-min", "zero_bubble: needs two chunks on each of several stages"),
+        ("vocabulary_parallel", "vocabulary_parallel: its vocabulary is over all stages"),
+    ],
+)
+def test_a_method_whose_passes_no_bound_covers_is_refused_in_one_line(
+    method: str, why: str
+) -> None:
+    """Nothing was searched, and it said NOTHING FITS."""
+    job = shlex.split(
+        WORDS.replace("balanced_checkpointing", method).replace("gpt-1.3b", "llama-7b")
+    )
+    told = RUN.invoke(app, ["search", *job])
+    assert told.exit_code
+    assert f"search bounds no plan of {why}" in str(told.exception)
+    assert str(told.exception).endswith(f"use compare --also {method.partition(':')[0]}")
+
+
 def test_stages_that_no_bound_covers_are_tuned_by_layer_without_a_proof() -> None:
     stages = "--pp 4 --layout 'E|t*12|t*12|L' --method full_recompute --by-layer"
     words = ["search", *shlex.split(f"{WORDS} {stages}")]

@@ -15,8 +15,8 @@ from rematbench.engine.program.program import Program
 from rematbench.engine.simulate.op_level import simulate
 from rematbench.evaluate.evaluation import evaluate
 from rematbench.evaluate.proof import CheckError, check
-from rematbench.plan import Pass, Plan, PlanError, Schedule
-from rematbench.problem import Problem
+from rematbench.plan import Pass, Plan, PlanError, Schedule, Shape
+from rematbench.problem import Problem, rank_parameters
 from rematbench.solve.orders import grouped_orders
 from tests.engine.test_engine import held_to_the_ledger
 from tests.engine.twin.interpreter import interpret
@@ -67,6 +67,47 @@ def test_micro_batches_between_forward_and_weight_gradients(pp: int, m: int) -> 
                 live += item.forward - item.last
                 peak = max(peak, live)
             assert peak == min(most, m)
+
+
+SHAPES = [("zb-v", 4), ("v-half", 4), ("v-min", 4), ("zb-v", 8), ("v-half", 8), ("v-min", 8)]
+
+
+@pytest.mark.parametrize(("shape", "pp"), SHAPES)
+def test_chunks_that_turn_keep_and_wait_for_what_the_paper_says(shape: Shape, pp: int) -> None:
+    """Micro-batches that every rank keeps, and the wait in passes of equal seconds: with the shift
+    of pp - 1 forwards between the ranks, V-Half has half of 1F1B's, V-Min two thirds and a bit."""
+    m = 2 * pp
+    given = problem(model=layers(2 * pp), pp=pp, vpp=2, global_batch=m)
+    plan = given.base_plan.turned(shape)
+    most = {"zb-v": pp, "v-half": (pp + 2) / 2, "v-min": (pp + 4) // 3}[shape]
+    orders = [passes(shape, rank, pp, 2, m) for rank in range(pp)]
+    live = [list(accumulate(item.forward - item.last for item in order)) for order in orders]
+    assert max(map(max, live)) == 2 * most
+    assert [len(set(order)) for order in orders] == [6 * m] * pp
+    assert not any(each[-1] for each in live)
+    program = lower(plan, given)
+    check(program)
+    kinds = (Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
+    found = simulate(program, lambda action, _: float(action.op == "fc2" and action.kind in kinds))
+    wait = {"zb-v": pp - 1, "v-half": 3 * (pp - 1), "v-min": 4 * pp - 5}[shape]
+    assert found.step_s - 6 * m == wait
+
+
+@pytest.mark.parametrize("layout", [{}, {"tp": 2}, {"dp": 2}])
+def test_chunks_that_turn_are_sound_and_both_ends_are_on_the_first_rank(
+    layout: dict[str, int],
+) -> None:
+    given = problem(model=layers(8), pp=2, vpp=2, zero_stage=1, global_batch=8, **layout)
+    plan = given.base_plan.turned("v-half")
+    programs = [lower(each, given) for each in (plan, plan.with_rules(*FULL))]
+    gradients = []
+    for program in programs:
+        check(program)
+        gradients.append([rank.gradients for rank in held_to_the_ledger(program)])
+    assert gradients[0] == gradients[1]
+    base, split = ([rank_parameters(given, p, r) for r in (0, 1)] for p in (given.base_plan, plan))
+    assert sum(base) == sum(split)
+    assert split[1] == 4 * given.layer(0).parameters
 
 
 def lowered(schedule: Schedule, **layout: int) -> tuple[Problem, Program]:

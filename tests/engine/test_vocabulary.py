@@ -130,15 +130,21 @@ def test_rows_of_the_vocabulary_have_late_states() -> None:
 
 @pytest.mark.full
 def test_published_cells() -> None:
-    """GPT-4B over eight stages: the bars are 3 % of allocated bytes, 5 % of reserved bytes and, of
-    steps with the head on one stage, 5 %.  At 4,096 tokens every step is predicted 10 to 19 % too
-    fast."""
+    """GPT-4B over eight stages: the bars are 3 % of allocated bytes, 5 % of reserved bytes, 5 % of
+    steps of 2,048 tokens with the head on one stage, and 5 % of the ratios of a step to 1F1B's.
+    These are of the artifact's second run: in its first the steps of 4,096 tokens are up to 11 %
+    slower."""
     rows = predict_rows(committed("pipeline_vocabulary.csv"), processes=1)
     assert median(off(row, "peak_device_bytes") for row in rows) < 0.03
     held = [{**row, "pred_peak_reserved_bytes": row["pred_reserved_bytes"]} for row in rows]
     assert median(off(row, "peak_reserved_bytes") for row in held) < 0.05
     short = [row for row in rows if row["seq_len"] == "2048" and "1f1b" in row["schedule"]]
     assert all(off(row, "step_s") < 0.05 for row in short)
+    usual: dict[tuple[str, str], tuple[float, float]] = {}
+    for row in rows:
+        pace, step_s = float(row["mfu_pct_second_run"]), float(str(row["pred_step_s"]))
+        first = usual.setdefault((row["seq_len"], row["vocab"]), (pace, step_s))
+        assert abs(step_s * pace / (first[0] * first[1]) - 1) < 0.05
 
 
 def off(row: dict[str, object], column: str) -> float:

@@ -2,11 +2,13 @@
 
 import math
 from collections import Counter
+from statistics import median
 from typing import Any, get_args
 
 import pytest
 from msgspec.structs import replace
 
+from rematbench.engine.program.allocator import MIB
 from rematbench.evaluate.problems import make_problem
 from rematbench.evidence import peaks
 from rematbench.evidence.bands import (
@@ -23,7 +25,9 @@ from rematbench.evidence.bands import (
     speed_errors,
     with_outside,
 )
+from rematbench.evidence.calibrate import left_out_bytes
 from rematbench.evidence.job_evidence import (
+    BYTES,
     OPTIONS,
     PEAK,
     JobProperties,
@@ -31,19 +35,22 @@ from rematbench.evidence.job_evidence import (
     covered,
     left_out_cells,
     log_error,
-    out_of_source,
 )
 from rematbench.evidence.peaks import (
     MOST_MISS,
     about,
+    errors_of,
     fits_word,
+    lines_of_bytes,
     margin,
+    of_sources,
     reserve_bytes,
     total_is_checked,
     total_miss,
-    underestimates,
+    widest,
 )
-from rematbench.evidence.published.sheets import PeakKind, Quantity, read_sheet
+from rematbench.evidence.published.sheets import PeakKind, Quantity, printed_bytes, read_sheet
+from rematbench.evidence.published.words import committed
 from rematbench.evidence.quantiles import LEVEL, quantile
 from rematbench.inputs.job import Job
 from rematbench.inputs.load import names
@@ -249,9 +256,9 @@ def problem_of(stack: str = CHECKED, cluster: str = "a100-80gb-single") -> Probl
     )
 
 
-def row(kind: str, published: int, predicted: int) -> dict[str, str]:
-    numbers = {PEAK: str(published), f"pred_{PEAK}": str(predicted)}
-    return {"source": "a", "peak_kind": kind, **numbers}
+def line(source: str, quantity: str, published: float, predicted: float) -> dict[str, str]:
+    sizes = {"bytes": str(published), "pred_bytes": str(predicted)}
+    return {"source": source, "quantity": quantity, "trains": "weights", **sizes}
 
 
 def test_every_published_peak_says_which_quantity_it_is() -> None:
@@ -261,23 +268,45 @@ def test_every_published_peak_says_which_quantity_it_is() -> None:
             assert line["peak_kind"] in kinds
 
 
-def test_only_rows_of_the_quantity_count_and_only_underestimates() -> None:
-    rows = [row("allocated", 100, 50), row("allocated", 100, 200), row("device", 100, 90)]
-    assert underestimates(rows, "allocated") == {"a": [pytest.approx(math.log(2)), 0.0]}
-    assert not underestimates(rows, "reserved")
+def test_rows_print_bytes_in_columns_and_in_notes() -> None:
+    """A peak, reserved bytes in a column, and what a note says of the card."""
+    (first, *_), smi = committed("pipeline_vocabulary.csv"), committed("adapters.csv")[0]
+    beside = next(row for row in committed("mla.csv") if "device 68973" in row["note"])
+    assert list(printed_bytes(first)) == ["allocated", "reserved"]
+    assert printed_bytes(first)["reserved"] == float(first["peak_reserved_bytes"])
+    assert printed_bytes(smi)["device"] == 77256 * MIB
+    assert printed_bytes(beside)["reserved"] == 62570 * MIB
+    assert printed_bytes(beside)["device"] == 68973 * MIB
+    assert not printed_bytes({PEAK: "1", "peak_kind": "computed"})
 
 
-def test_computed_and_unstated_peaks_are_in_no_margin() -> None:
-    counted = sum(
-        len(errors)
-        for quantity in get_args(Quantity)
-        for errors in underestimates(out_of_source(), quantity).values()
-    )
-    scored = [line for line in out_of_source() if log_error(line, PEAK) is not None]
-    computed = [line for line in scored if line["peak_kind"] == "computed"]
-    assert computed
-    assert {line["source"][:10] for line in computed} == {"Korthikant"}
-    assert counted == len(scored) - len(computed)
+def test_a_margin_has_sources_of_equal_weight_and_counts_no_overestimate() -> None:
+    lines = [line("a", "device", 100, 50), line("a", "device", 100, 200)]
+    assert errors_of(lines, "device") == {"a": [pytest.approx(math.log(2)), -math.log(2)]}
+    assert widest([line("a", "device", 100, 200)]) == (0.0, {"a": [pytest.approx(-math.log(2))]})
+    parts = [*lines, line("b", "reserved", 300, 100)]
+    assert widest(parts) == (pytest.approx(math.log(3)), {"b": [pytest.approx(math.log(3))]})
+    assert not widest([])[1]
+    (_, said) = of_sources(parts)
+    assert said.startswith("weights, device, a: 2 rows, 75.0 % off; 100 % inside +200.0 %")
+
+
+def test_totals_of_jobs_without_adapters_are_near() -> None:
+    """The bars: 5 % in the median, and 80 % of rows inside the margin of the other sources."""
+    lines = [one for one in lines_of_bytes() if one["quantity"] == "device"]
+    errors = [abs(math.expm1(log_error(one, "bytes") or 0.0)) for one in lines]
+    assert len(errors) >= 10
+    assert median(errors) < 0.05
+    for source in {one["source"] for one in lines}:
+        width, _ = widest([one for one in lines_of_bytes() if one["source"] != source])
+        own = [-(log_error(one, "bytes") or 0.0) for one in lines if one["source"] == source]
+        assert sum(error <= width for error in own) >= 0.8 * len(own)
+
+
+@pytest.mark.full
+def test_the_committed_lines_are_those_of_today() -> None:
+    committed_lines = read_sheet(data_dir("config") / BYTES)
+    assert [dict(one) for one in committed_lines] == left_out_bytes()
 
 
 def test_a_total_is_never_better_known_than_its_parts() -> None:

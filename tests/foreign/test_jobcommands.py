@@ -99,6 +99,12 @@ def test_comparisons_with_values_that_nothing_sets_are_named(tmp_path: Path) -> 
     assert any(note.endswith("does not set, read as empty: [ $1 = a ]") for note in notes)
 
 
+def test_a_loop_is_read_once_and_said_to_be(tmp_path: Path) -> None:
+    text = f"for TP in 2 4; do x.py {SIZES} --bf16 --tensor-model-parallel-size $TP; done"
+    made, reading = job(tmp_path, text)
+    assert (made.options["tp"], "loop: TP is 2, the first of 2" in reading.notes) == ("2", True)
+
+
 def test_gpus_that_hold_no_replica_are_named(tmp_path: Path) -> None:
     line = f"torchrun --nproc_per_node 8 x.py {SIZES} --tensor-model-parallel-size 8 "
     notes = job(tmp_path, line + "--pipeline-model-parallel-size 2 --global-batch-size 8")[1].notes

@@ -161,21 +161,19 @@ def test_interleaved_chunks_differ(tmp_path: Path, options: str, partition: str)
         job(tmp_path, f"{line}-rank 2 --decoder-first-pipeline-num-layers 3")
 
 
-@pytest.mark.parametrize(
-    ("name", "model"),
-    [
-        ("deepseek-ai/DeepSeek-V2-Lite-Chat", "deepseek-v2-lite"),
-        ("deepseek-ai/DeepSeek-V3-0324", "deepseek-v3"),
-        ("deepseek-ai/DeepSeek-V3.1", None),
-        ("mistralai/Mixtral-8x7B-Instruct-v0.1", "mixtral-8x7b"),
-        ("Qwen/Qwen3-235B-A22B-Thinking-2507", "qwen3-235b"),
-        ("meta-llama/Llama-3.3-70B-Instruct", "llama-3.1-70b"),
-        ("Qwen/Qwen3-8B-FP8", None),
-    ],
-)
-def test_a_name_of_the_hub_is_a_shipped_model(tmp_path: Path, name: str, model: str | None) -> None:
-    text = TRL.replace("Qwen/Qwen3-8B", name)
-    assert job(tmp_path, text, "job.yaml")[0].options.get("model") == model
+HUB = {"deepseek-ai/DeepSeek-V2-Lite-Chat": "deepseek-v2-lite", "Qwen/Qwen3-8B-FP8": None}
+HUB |= {"deepseek-ai/DeepSeek-V3-0324": "deepseek-v3", "deepseek-ai/DeepSeek-V3.1": None}
+HUB |= {"mistralai/Mixtral-8x7B-Instruct-v0.1": "mixtral-8x7b"}
+HUB |= {"Qwen/Qwen3-235B-A22B-Thinking-2507": "qwen3-235b"}
+HUB |= {"meta-llama/Llama-3.3-70B-Instruct": "llama-3.1-70b"}
+
+
+def test_a_name_of_the_hub_is_a_shipped_model(tmp_path: Path) -> None:
+    texts = {name: TRL.replace("Qwen/Qwen3-8B", name) for name in HUB}
+    found = {
+        k: job(tmp_path, text, "job.yaml")[0].options.get("model") for k, text in texts.items()
+    }
+    assert found == HUB
 
 
 def test_a_layout_of_stages_is_read(tmp_path: Path) -> None:
@@ -188,6 +186,13 @@ def test_a_layout_of_stages_is_read(tmp_path: Path) -> None:
     made = job(tmp_path, f"{line} --pipeline-model-parallel-layout 'Et*2|t*3L'")[0]
     assert made.words[made.words.index("--partition") + 1] == "2,3"
     assert "--layout" not in made.words
+
+
+def test_a_key_of_an_early_trl_has_its_defaults(tmp_path: Path) -> None:
+    text = TRL.replace("loss_type: nll\n", "").replace("gradient_checkpointing: true\n", "")
+    assert job(tmp_path, text, "job.yaml")[0].method == "full_recompute+mst:mlp_chunks=1"
+    early = text.replace("max_length", "max_seq_length")
+    assert job(tmp_path, early, "job.yaml")[0].method == "keep_all"
 
 
 def test_blocks_of_transformers_own_example_are_full(tmp_path: Path) -> None:
@@ -322,17 +327,14 @@ def test_variables_of_the_environment_state_facts(
     assert made.get("expandable_segments", False) is states
 
 
-def test_a_rank_order_and_an_unfused_activation_are_facts(tmp_path: Path) -> None:
-    line = f"x.py {SIZES} --bf16 --swiglu --use-tp-pp-dp-mapping --no-bias-swiglu-fusion"
-    stack = facts(job(tmp_path, line)[0])
-    assert (stack["rank_order"], stack["fused_swiglu"]) == (["tp", "cp", "pp", "dp"], False)
-
-
 def test_only_megatrons_own_optimizer_on_the_host_leaves_a_copy_on_the_device(
     tmp_path: Path,
 ) -> None:
     line = f"x.py {SIZES} --bf16 "
-    assert facts(job(tmp_path, f"{line}--optimizer-cpu-offload")[0])["resident_bytes"] == 4
+    more = "--optimizer-cpu-offload --swiglu --use-tp-pp-dp-mapping --no-bias-swiglu-fusion"
+    stack = facts(job(tmp_path, line + more)[0])
+    assert (stack["rank_order"], stack["fused_swiglu"]) == (["tp", "cp", "pp", "dp"], False)
+    assert stack["resident_bytes"] == 4
     made = job(tmp_path, f"{line}--deepspeed --zero-stage 1 --cpu-optimizer")[0]
     assert (made.options["optimizer"], "resident_bytes" in facts(made)) == ("host", False)
 
@@ -401,24 +403,13 @@ def test_a_written_stack_of_megatron_loads(tmp_path: Path, options: str) -> None
     loads(tmp_path, job(tmp_path, f"x.py {SIZES} {options}", cluster="h100-80gb")[0])
 
 
-@pytest.mark.parametrize(
-    ("more", "settings"),
-    [
-        ("", []),
-        (
-            " --recompute-granularity selective --recompute-modules mlp",
-            ["recompute=selective", "modules=[mlp]"],
-        ),
-    ],
-)
-def test_modules_on_the_host_are_those_of_the_package(
-    tmp_path: Path, more: str, settings: list[str]
-) -> None:
+def test_modules_on_the_host_are_those_of_the_package(tmp_path: Path) -> None:
     line = f"x.py {SIZES} --fine-grained-activation-offloading --offload-modules "
+    more = " --recompute-granularity selective --recompute-modules mlp"
     made, reading = job(tmp_path, f"{line}core_attn attn_proj{more}")
-    own = ["bias_activation_fusion=true", "offload_modules=[core_attn,attn_proj]"]
-    assert (made.method, [*made.settings]) == ("megatron_core", own + settings)
-    assert not reading.refused
+    moved = "bias_activation_fusion=true offload_modules=[core_attn,attn_proj]"
+    expected = f"{moved} recompute=selective modules=[mlp]".split()
+    assert (made.method, [*made.settings], reading.refused) == ("megatron_core", expected, [])
     assert "moe_act" in job(tmp_path, f"{line}moe_act{more}")[1].refused[0]
     assert job(tmp_path, f"{line}core_attn --recompute-granularity full")[1].refused
 

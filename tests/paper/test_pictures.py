@@ -14,6 +14,7 @@ from rematbench.inputs.configfile import ConfigError
 from rematbench.inputs.layout import Layout
 from rematbench.paper.builders.documents import MARKED, PLACES, TEXTS, with_numbers, write_documents
 from rematbench.paper.catalog import table_files
+from rematbench.paper.sheet.table import declared
 from rematbench.problem import Problem
 from tests.problems import make_problem, plan_of
 from tests.typed import typed
@@ -169,3 +170,8 @@ def test_a_table_is_written_between_its_markers(tmp_path: Path) -> None:
     (tmp_path / "page.md").write_text(page.replace("systems", "no_such"))
     with pytest.raises(ConfigError, match=r"page.md: from: no_such: no such table or text"):
         write_documents(tmp_path, tmp_path)
+
+
+def test_every_printed_table_is_declared_once_and_by_its_name() -> None:
+    made = [name for file in table_files().values() for name in file.tables]
+    assert sorted(declared().tables) == sorted(made)

@@ -19,13 +19,20 @@ from rematbench.evidence.accuracy import (
     load_accuracy,
     ratio_error,
 )
-from rematbench.evidence.calibrate import SCALES, leave_one_out, moved, tangents
+from rematbench.evidence.calibrate import (
+    SCALES,
+    leave_one_out,
+    left_out_bytes,
+    moved,
+    tangents,
+)
 from rematbench.evidence.calibrate import calibrate as fitted
 from rematbench.evidence.expert_pace import fitted_pace, left_out_experts
 from rematbench.evidence.fit import FitReport
 from rematbench.evidence.job_evidence import PEAK, SHEETS, joined
+from rematbench.evidence.peaks import of_sources
 from rematbench.evidence.predict import predict_rows
-from rematbench.evidence.published.sheets import SPEED, read_cells
+from rematbench.evidence.published.sheets import SPEED, Cell, read_cells
 from rematbench.evidence.user_fit import (
     COUNTS,
     Array,
@@ -73,6 +80,10 @@ def calibrate(
             help="The pace of experts' launches in place of all other constants.",
         ),
     ] = False,
+    nbytes: Annotated[
+        bool,
+        Option("--bytes", help="Published device bytes beside predicted ones; nothing is fitted."),
+    ] = False,
     force: Annotated[
         bool,
         Option("--force", help="With --rows: write a stack even if its band is wider than 50 %."),
@@ -86,7 +97,7 @@ def calibrate(
     Takes minutes of CPU time without --rows, and an hour with --leave-one-out.  Files change only
     with --output: it has the form of config/calibration.yaml or, with --leave-one-out, of
     config/left_out.csv, from which all bands are computed (with --experts: of
-    config/left_out_experts.csv).
+    config/left_out_experts.csv, with --bytes: of config/left_out_bytes.csv).
 
     \b
     Example:
@@ -101,11 +112,10 @@ def calibrate(
         calibrate_user_stack(rows, output, processes, force=force)
         return
     start = calibration()
-    if experts:
-        pace = fitted_pace(start, start.fit_experts, processes)
-        typer.echo(f"expert_pace: {pace:.4g} (shipped: {start.common.expert_pace:.4g})")
+    if nbytes or experts:
+        lines = _bytes(processes) if nbytes else _experts(start, processes)
         if output is not None:
-            write_sheet(output, left_out_experts(start, processes))
+            write_sheet(output, lines)
         return
     sheets = {name: read_cells(data_dir("published") / name, name) for name in SHEETS}
     if leave_out:
@@ -126,6 +136,18 @@ def calibrate(
         shipped = (data_dir("config") / "calibration.yaml").read_text(encoding="utf-8")
         output.write_text(updated_text(shipped, report.calibration), encoding="utf-8")
         typer.echo(f"{output}: written")
+
+
+def _bytes(processes: int) -> list[Cell]:
+    lines = left_out_bytes(processes)
+    typer.echo("\n".join(of_sources(lines)))
+    return lines
+
+
+def _experts(start: Calibration, processes: int) -> list[Cell]:
+    pace = fitted_pace(start, start.fit_experts, processes)
+    typer.echo(f"expert_pace: {pace:.4g} (shipped: {start.common.expert_pace:.4g})")
+    return left_out_experts(start, processes)
 
 
 def _show_fit(start: Calibration, report: FitReport) -> None:

@@ -243,7 +243,7 @@ def _fate_lines(
     asked: Request, planned: Plan, rank: int, chunk: int
 ) -> list[tuple[list[Phase], Lines]]:
     """The fates of a chunk; phases with equal fates share them."""
-    ops = ChunkOps(asked.problem, rank, chunk, planned.partition[rank][chunk])
+    ops = ChunkOps.of_plan(asked.problem, planned, rank, chunk)
     found: list[tuple[list[Phase], dict[Any, Resolved]]] = []
     for phase in PHASES:
         fates, _ = resolve(planned, ops.sites, phase, 0)

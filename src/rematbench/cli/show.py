@@ -16,7 +16,7 @@ from rematbench.costs.tiles import untiled
 from rematbench.engine.lowering.lower import lower
 from rematbench.engine.simulate.seconds import action_seconds
 from rematbench.evaluate.breakdown import host_wait_s
-from rematbench.evaluate.evaluation import PlanEvaluation, fullest_rank
+from rematbench.evaluate.evaluation import PlanEvaluation, fullest_rank, has_exact_pins
 from rematbench.evaluate.proof import Proof
 from rematbench.evaluate.result import (
     SPEEDS,
@@ -28,11 +28,10 @@ from rematbench.evaluate.result import (
 )
 from rematbench.evaluate.verdict import Retries
 from rematbench.evidence.bands import inside_shares
-from rematbench.evidence.peaks import about, in_words, total_is_checked
+from rematbench.evidence.peaks import ABOUT, about, in_words, left_free, total_is_checked, trains_in
 from rematbench.host.console import gib, percent, plain, print_uncut, rounded, seconds, worded
 from rematbench.inputs.stackfacts import other_versions
 from rematbench.inputs.system import System
-from rematbench.plan import has_exact_pins
 from rematbench.problem import Problem
 from rematbench.solve.memory_plan import BEST_FIT_TENSORS, is_placeable
 
@@ -309,7 +308,7 @@ def answer(
     problem, reserved = result.problem, evaluation.reserved_bytes
     peak, total = max(evaluation.peak_device_bytes), result.device_total_bytes or 0
     host, room = evaluation.host_node_bytes, problem.cost.host_room_bytes
-    margin = "" if nominal(problem) else f"; margin {in_words()}"
+    margin = "" if nominal(problem) else f"; margin {in_words(ABOUT, trains_in(problem))}"
     memory = (
         f"device memory, fullest rank: {gib(peak)} GiB allocated, {gib(reserved)} reserved, "
         f"{gib(total)} in all of {gib(problem.room_bytes)}{margin}"
@@ -397,7 +396,7 @@ def _segments(result: Result) -> str:
 
 def tight_line() -> str:
     """What `tight` means."""
-    return f"tight: fits, but the headroom is below the margin of the device total, {in_words()}"
+    return f"tight: fits, but the headroom is below what tuned plans leave free, {left_free()}"
 
 
 def covers() -> str:

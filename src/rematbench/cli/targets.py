@@ -4,14 +4,11 @@ import tempfile
 from pathlib import Path
 from typing import Annotated
 
-from typer import Argument, Option
+from typer import Option
 
 from rematbench.host.console import CommandError
 
 Output = Annotated[Path, Option("-o", "--output", metavar="DIR", help="File or folder to write.")]
-SuiteFile = Annotated[
-    Path, Argument(metavar="SUITE.yaml", help="Suite file with problems and methods.")
-]
 Methods = Annotated[
     list[Path] | None,
     Option("--methods", metavar="DIR", help="Folder or file with more methods (repeatable)."),

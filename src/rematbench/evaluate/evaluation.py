@@ -3,6 +3,7 @@ never a method."""
 
 from collections import Counter
 from collections.abc import Sequence
+from functools import cache
 from math import nan
 
 from msgspec import Struct
@@ -21,7 +22,9 @@ from rematbench.engine.simulate.max_plus import simulate_chunks
 from rematbench.engine.simulate.op_level import Simulation, simulate
 from rematbench.engine.simulate.seconds import action_seconds, table_of
 from rematbench.inputs.layout import GATHERED_CHUNKS
-from rematbench.plan import Plan, gathers_by_layer, has_exact_pins
+from rematbench.inputs.load import load_cluster, names
+from rematbench.inputs.system import System
+from rematbench.plan import Plan, gathers_by_layer
 from rematbench.problem import NOT_TIMED, Problem, gathered_bytes, rank_parameters
 
 HOST_RATE = (
@@ -195,11 +198,19 @@ def not_timed(problem: Problem, plan: Plan) -> str:
     if "host" in places and cluster.host_update_parameters_per_s is None:
         return (
             f"{NOT_TIMED}an optimizer in host memory on cluster {cluster.name}, whose file has no "
-            f"{HOST_RATE}"
+            f"{HOST_RATE}; {_measured_rates()}"
         )
     if parameter.home == "host" and not gathers_by_layer(parameter, problem.layout):
         return f"{NOT_TIMED}parameters are in host memory but are not gathered per layer"
     return ""
+
+
+@cache
+def _measured_rates() -> str:
+    """The host rates of shipped clusters, in words."""
+    rates = {name: load_cluster(name).host_update_parameters_per_s for name in names("cluster")}
+    known = [f"{rate:.1e} on {name}" for name, rate in rates.items() if rate is not None]
+    return f"measured: {', '.join(known)}"
 
 
 def program_bytes(problem: Problem, plan: Plan, program: Program) -> tuple[RankBytes, ...]:
@@ -280,7 +291,7 @@ def dummy_gradient_bytes(problem: Problem, plan: Plan, rank: int) -> int:
         return 0
     chunks = plan.partition[rank]
     tables = [problem.layer(layer) for chunk in chunks for layer in chunk]
-    tables += [problem.head] * (rank == problem.layout.pp - 1)
+    tables += [problem.head] * (rank == plan.head_rank)
     shapes = {
         (kernel.m, kernel.n)
         for table in {id(table): table for table in tables}.values()
@@ -330,3 +341,9 @@ def _work(problem: Problem, program: Program) -> tuple[float, int]:
                 work = sum(kernel_flop(k) for k in op.forward) * share
                 flop += work * count * runs
     return flop, moved
+
+
+def has_exact_pins(system: System, plan: Plan) -> bool:
+    """Whether pinned activations take their own bytes of host memory and not torch's blocks: by the
+    stack's allocator, or because the plan places its own memory."""
+    return system.host.pinned_blocks == "exact" or plan.addresses == "planned"

@@ -3,7 +3,7 @@
 from msgspec import Struct
 
 from rematbench.costs.operators.ops import Part
-from rematbench.engine.lowering.blocks.chunk_ops import ChunkFacts, ChunkOps
+from rematbench.engine.lowering.blocks.chunk_ops import ChunkOps
 from rematbench.engine.lowering.blocks.fates import Resolved, Site, resolve
 from rematbench.engine.lowering.lower import rank_orders
 from rematbench.engine.lowering.schedule import phases
@@ -81,8 +81,7 @@ def _saved_bytes(
     for item in live:
         key = (item.micro_batch, item.chunk)
         if key not in fates:
-            layers = plan.partition[rank][item.chunk]
-            ops = ChunkOps(problem, rank, item.chunk, layers, ChunkFacts(cuts=plan.cuts))
+            ops = ChunkOps.of_plan(problem, plan, rank, item.chunk)
             fates[key], _ = resolve(plan, ops.sites, phase[key], item.micro_batch)
         site = _site(item.storage)
         fate = fates[key].get(site) if site else None

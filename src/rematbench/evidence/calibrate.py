@@ -33,15 +33,27 @@ from rematbench.evidence.fit import (
 from rematbench.evidence.job_evidence import (
     LATE_STEP,
     OTHER_GENERATION,
+    PEAK,
     REFITTED,
     SHEETS,
     SHIPPED,
     line_of,
     slope_column,
 )
+from rematbench.evidence.peaks import trained_by
 from rematbench.evidence.predict import predict_rows, run_case
 from rematbench.evidence.published.row_cases import PublishedCase, read_case
-from rematbench.evidence.published.sheets import SPEED, Cell, Row, RowError
+from rematbench.evidence.published.sheets import (
+    SPEED,
+    Cell,
+    Quantity,
+    Row,
+    RowError,
+    is_scored,
+    number,
+    printed_bytes,
+)
+from rematbench.evidence.published.words import committed, sheets
 from rematbench.host.workers import collect_rarely
 from rematbench.inputs.constants import Calibration, is_fit
 from rematbench.inputs.load import load_cluster, load_system
@@ -308,3 +320,37 @@ def left_out_rows(
 def moved(before: Calibration, after: Calibration) -> list[tuple[str, float, float]]:
     """(name, value before, value after) of every fitted constant."""
     return [(name, value_of(before, name), value_of(after, name)) for name in before.fitted]
+
+
+NO_BYTES = ("offloaded_states.csv",)
+"""Sheets whose rows do not say what holds a part of their bytes."""
+TWICE = "fms-acceleration, full"
+"""A source of runs_more.csv whose rows stand in adapters.csv too."""
+PREDICTED: dict[Quantity, str] = {
+    "allocated": f"pred_{PEAK}",
+    "reserved": "pred_reserved_bytes",
+    "device": "pred_device_total_bytes",
+}
+
+
+def left_out_bytes(processes: int = 2) -> list[Cell]:
+    """The lines of config/left_out_bytes.csv: a row's bytes of each quantity that it prints, and
+    the predicted ones.  No constant of these is fitted, so none has to be fitted again."""
+    rows = [
+        row
+        for name in sheets()
+        if name not in NO_BYTES
+        for row in committed(name)
+        if row.get("status") == "ok" and printed_bytes(row) and is_scored(row)
+    ]
+    told = [row for row in rows if not row["source"].startswith(TWICE)]
+    lines = []
+    for row in predict_rows(told, processes=processes):
+        for quantity, nbytes in printed_bytes(row).items():
+            made = number(row, PREDICTED[quantity])
+            if made:
+                place = {key: row[key] for key in ("sheet", "row", "source")}
+                place |= {"trains": trained_by(row.get("method") in (None, "", "full"))}
+                sizes = {"bytes": f"{nbytes:.6g}", "pred_bytes": f"{made:.6g}"}
+                lines.append({**place, "quantity": quantity, **sizes})
+    return lines

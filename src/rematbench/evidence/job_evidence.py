@@ -47,7 +47,7 @@ from rematbench.plugins.discover import discover
 from rematbench.plugins.registry import IDENTITY, Registry
 from rematbench.problem import Problem
 
-NAME, EXPERTS = "left_out.csv", "left_out_experts.csv"
+NAME, EXPERTS, BYTES = "left_out.csv", "left_out_experts.csv", "left_out_bytes.csv"
 SHEETS = ("runs.csv", "runs_more.csv")
 """The sheets of published runs; constants are fitted to declared rows of both."""
 PEAK = "peak_device_bytes"

@@ -5,7 +5,9 @@ allocator holds (reserved), and the device total, which is the reserved bytes wi
 and the communicators (`Problem.room_bytes` less `Problem.usable_bytes`).  A verdict is about the
 device total.  A margin is the 80 % quantile of ln(published / predicted), where an overestimate
 counts as 0 and every source has weight 1.  A quantity has at least the margin of each of its parts.
-Computed sizes and peaks whose quantity the source does not state count nowhere.
+Jobs that train adapters have margins of their own.  Computed sizes and peaks whose quantity the
+source does not state count nowhere.  The lines are those of config/left_out_bytes.csv, which
+`rematbench calibrate --bytes` writes.
 """
 
 import dataclasses
@@ -13,14 +15,23 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable
 from functools import cache
+from itertools import product
+from statistics import median
 from typing import get_args
 
 from rematbench.evaluate.result import Fit
-from rematbench.evidence.job_evidence import PEAK, log_error, out_of_source, published_stack
+from rematbench.evidence.job_evidence import (
+    BYTES,
+    PEAK,
+    log_error,
+    out_of_source,
+    published_stack,
+)
 from rematbench.evidence.published.row_cases import stack_of
-from rematbench.evidence.published.sheets import PeakKind, Quantity, Row
+from rematbench.evidence.published.sheets import PeakKind, Quantity, Row, read_sheet
 from rematbench.evidence.quantiles import Errors, quantile
 from rematbench.inputs.facts import CPU
+from rematbench.inputs.paths import data_dir
 from rematbench.problem import Problem
 
 ABOUT: PeakKind = "device"
@@ -30,31 +41,74 @@ MOST_MISS = 0.10
 it a device total is not shown as a prediction."""
 
 
-def underestimates(rows: Iterable[Row], quantity: PeakKind) -> Errors:
-    """ln(published / predicted) of the rows that print a quantity, at least 0, by source."""
+def trained_by(whole: bool) -> str:
+    """What trains: the model's weights, all of them, or adapters beside frozen ones."""
+    return "weights" if whole else "adapters"
+
+
+@cache
+def lines_of_bytes(trains: str = trained_by(whole=True)) -> tuple[Row, ...]:
+    """The lines of config/left_out_bytes.csv of jobs in which this trains."""
+    needed = ("source", "quantity", "trains", "bytes", "pred_bytes")
+    lines = read_sheet(data_dir("config") / BYTES, needed)
+    return tuple(line for line in lines if line["trains"] == trains)
+
+
+def errors_of(lines: Iterable[Row], quantity: PeakKind) -> Errors:
+    """ln(published / predicted) of the lines of a quantity, by source."""
     found: Errors = defaultdict(list)
-    for row in rows:
-        error = log_error(row, PEAK) if row["peak_kind"] == quantity else None
-        if error is not None:
-            found[row["source"]].append(max(0.0, -error))
+    for line in lines:
+        if line["quantity"] == quantity:
+            found[line["source"]].append(-(log_error(line, "bytes") or 0.0))
     return dict(found)
 
 
 # Why: docs/decisions/evidence.md, Which rows does the margin of device memory come from?
+def widest(lines: Iterable[Row], quantity: PeakKind = ABOUT) -> tuple[float, Errors]:
+    """The margin that lines give a quantity, as a logarithm, and the errors behind it: those of the
+    quantity or of one of its parts, whichever are the largest."""
+    lines, parts = tuple(lines), get_args(Quantity)[: get_args(Quantity).index(quantity) + 1]
+    every = [found for part in parts if (found := errors_of(lines, part))]
+    widths = [quantile(_above(errors)) for errors in every]
+    return max(zip(widths, every, strict=True), key=lambda one: one[0], default=(0.0, {}))
+
+
+def _above(errors: Errors) -> Errors:
+    return {source: [max(0.0, error) for error in some] for source, some in errors.items()}
+
+
 @cache
-def margin(quantity: PeakKind = ABOUT) -> float:
+def margin(quantity: PeakKind = ABOUT, trains: str = trained_by(whole=True)) -> float:
     """The margin of a quantity, as a logarithm."""
-    parts = get_args(Quantity)[: get_args(Quantity).index(quantity) + 1]
-    return max(quantile(underestimates(out_of_source(), part)) for part in parts)
+    return widest(lines_of_bytes(trains), quantity)[0]
+
+
+def of_sources(lines: Iterable[Row]) -> list[str]:
+    """A line for each quantity and source of jobs that train alike: rows, the median of their
+    errors without sign, and the share inside the margin that the other sources give."""
+    lines, found = tuple(lines), []
+    for trains, quantity in product(sorted({one["trains"] for one in lines}), get_args(Quantity)):
+        alike = [line for line in lines if line["trains"] == trains]
+        for source, errors in errors_of(alike, quantity).items():
+            others = [line for line in alike if line["source"] != source]
+            width, _ = widest(others, quantity)
+            inside = sum(error <= width for error in errors) / len(errors)
+            off = 100 * median(abs(math.expm1(-error)) for error in errors)
+            said = f"{100 * inside:.0f} % inside +{100 * math.expm1(width):.1f} % of the others"
+            which = f"{trains}, {quantity}, {source[:48]}"
+            found.append(f"{which}: {len(errors)} rows, {off:.1f} % off; {said}")
+    return found
 
 
 @cache
 def total_miss(stack: str) -> float | None:
     """The margin of the device total from the rows of one shipped stack alone, as a share of the
     prediction; None if no row of the stack prints it."""
-    own = (row for row in out_of_source() if stack_of(row) == stack)
-    errors = underestimates(own, "device")
-    return math.expm1(quantile(errors)) if errors else None
+    found: Errors = defaultdict(list)
+    for row in out_of_source():
+        if stack_of(row) == stack and row["peak_kind"] == ABOUT and row[f"pred_{PEAK}"]:
+            found[row["source"]].append(-(log_error(row, PEAK) or 0.0))
+    return math.expm1(quantile(_above(found))) if found else None
 
 
 def total_is_checked(problem: Problem) -> bool:
@@ -63,12 +117,17 @@ def total_is_checked(problem: Problem) -> bool:
     return miss is not None and miss <= MOST_MISS
 
 
-def in_words(quantity: PeakKind = ABOUT) -> str:
-    """The margin of a quantity, and the rows that print it."""
-    errors = underestimates(out_of_source(), quantity)
+def trains_in(problem: Problem) -> str:
+    """What trains in a problem."""
+    return trained_by(whole=not problem.workload.partly)
+
+
+def in_words(quantity: PeakKind = ABOUT, trains: str = trained_by(whole=True)) -> str:
+    """The margin of a quantity, and the rows that it comes from."""
+    width, errors = widest(lines_of_bytes(trains), quantity)
     rows, sources = sum(map(len, errors.values())), len(errors)
     learnt = f"{rows} rows of {sources} source{'s' * (sources != 1)}"
-    return f"+{100 * math.expm1(margin(quantity)):.1f} % ({learnt})"
+    return f"+{100 * math.expm1(width):.1f} % ({learnt})"
 
 
 def about(problem: Problem) -> tuple[str, ...]:
@@ -76,7 +135,7 @@ def about(problem: Problem) -> tuple[str, ...]:
     a CPU."""
     if problem.cluster.generation == CPU:
         return ()
-    wide, stack = f"margin {in_words()}", problem.system.name
+    wide, stack = f"margin {in_words(ABOUT, trains_in(problem))}", problem.system.name
     miss = total_miss(published_stack(problem))
     if total_is_checked(problem):
         return (f"the verdict is about the device total, as nvidia-smi shows it; {wide}",)
@@ -86,10 +145,21 @@ def about(problem: Problem) -> tuple[str, ...]:
     return (f"allocated only: {why}; the verdict takes our device total; {wide}",)
 
 
+RESERVE = 0.0915397313357064
+"""The part of the device total, as a logarithm, that tuned plans leave free: the margin of
+2026-11-28, under which the committed searches were made.  It follows the margin when they are made
+again."""
+
+
+def left_free() -> str:
+    """RESERVE in words."""
+    return f"{100 * math.expm1(RESERVE):.1f} %"
+
+
 def reserve_bytes(room_bytes: int) -> int:
-    """Device bytes to leave free so that a plan still fits if its device total is exp(`margin`)
+    """Device bytes to leave free so that a plan still fits if its device total is exp(RESERVE)
     times the predicted one; `room_bytes`: as in Problem."""
-    return math.ceil(room_bytes * -math.expm1(-margin()))
+    return math.ceil(room_bytes * -math.expm1(-RESERVE))
 
 
 # Why: docs/decisions/advise.md, Is the reserve only a warning?
@@ -99,9 +169,9 @@ def leaving_reserve(problem: Problem) -> Problem:
 
 
 def fits_word(headroom_bytes: float, room_bytes: float, unknown: int = 0) -> Fit:
-    """`yes`, `tight` (the headroom is below the margin of the device total, or below the bytes that
+    """`yes`, `tight` (the headroom is below what tuned plans leave free, or below the bytes that
     the job may need and that no prediction has, `unknown`), or `no`."""
     if headroom_bytes < 0:
         return "no"
-    need = (room_bytes - headroom_bytes) * math.exp(margin())
+    need = (room_bytes - headroom_bytes) * math.exp(RESERVE)
     return "tight" if need > room_bytes or headroom_bytes < unknown else "yes"

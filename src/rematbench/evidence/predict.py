@@ -257,8 +257,8 @@ def layer_bytes_in_flight(problem: Problem, plan: Plan) -> int:
     """Peak bytes that the first stage's layers keep for micro-batches in flight."""
     order = rank_orders(plan, problem)[0]
     whole: dict[int, int] = {}
-    for chunk, layers in enumerate(plan.partition[0]):
-        ops = ChunkOps(problem, 0, chunk, layers)
+    for chunk in range(len(plan.partition[0])):
+        ops = ChunkOps.of_plan(problem, plan, 0, chunk)
         fates, _ = resolve(plan, ops.sites, "warmup", 0)
         whole[chunk] = sum(f.keep_bytes for (part, *_), f in fates.items() if part == "layer")
     live = peak = 0

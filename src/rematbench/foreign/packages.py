@@ -73,8 +73,9 @@ def read_files(paths: list[Path], variables: Mapping[str, str] | None = None) ->
             merge(whole, read_file(other, environment))
     if whole.system == "huggingface-deepspeed":  # it narrows PEFT's fp32
         whole.values.pop("trained_dtype", None)
-    whole.files = [named for named in whole.files if not _read(named, present)]
-    for named in whole.files if not _has_states(whole) else ():
+    names = {path.name for path in present}
+    whole.files = [named for named in whole.files if named.name not in names]
+    for named in whole.files if "zero_stage" not in whole.values else ():
         _by_name(whole, named)
     return whole
 
@@ -102,14 +103,6 @@ _RANK = (
     *("Transformers", "ms-swift", "torchtitan", "torchtune", "nanotron", "Megatron"),
 )
 """Packages by how much of a job their files say; the file of the last one is the whole job."""
-
-
-def _read(named: Path, present: set[Path]) -> bool:
-    return any(path.name == named.name for path in present)
-
-
-def _has_states(reading: Reading) -> bool:
-    return "zero_stage" in reading.values
 
 
 def read_file(path: Path, variables: dict[str, list[str]]) -> Reading:
@@ -162,6 +155,7 @@ def _launch(path: Path, label: str, variables: dict[str, list[str]]) -> Reading:
     if reading is None:
         raise ConfigError(label, "", _unread(script))
     reading.facts |= _environment(script)
+    reading.notes += [f"loop: {words}" for words in dict.fromkeys(script.loops)]
     if script.undecided:
         tests = ", ".join(dict.fromkeys(script.undecided))
         reading.notes.append(

@@ -2,9 +2,9 @@
 
 `shfmt` gives the syntax tree.  Read are assignments (also arrays, `+=` and defaults `${X:-8}`),
 calculations `$((A*B))`, `if` and `case` over values that the script sets, functions that it calls,
-files that it sources from its own folder, and here-documents.  The output of a command, an argument
-(`$1`) and a variable of the environment are empty, in conditions too; a test of a file is false,
-negated or not, and so is a command.
+files that it sources from its own folder, and here-documents.  The output of a command but `expr`,
+an argument (`$1`) and a variable of the environment are empty, in conditions too; a test of a file
+is false, negated or not, and so is a command.
 """
 
 import fnmatch
@@ -55,7 +55,7 @@ LONGEST = 1 << 20
 class Script(Struct):
     """The commands of a script, each a list of words; its variables; its functions; its
     here-documents by the file into which they are written; the options of its Slurm headers; the
-    conditions on values that are not in the script.
+    conditions on values that are not in the script; the words of loops of which the first is read.
 
     `text`: what is read now; `depth`: the files and functions that it may still enter.
     """
@@ -67,6 +67,7 @@ class Script(Struct):
     documents: dict[str, str] = {}
     headers: Options = {}
     undecided: list[str] = []
+    loops: list[str] = []
     text: bytes = b""
     depth: int = DEPTH
 
@@ -184,6 +185,8 @@ def _for(script: Script, node: Node) -> bool | None:
     if loop["Type"] == "WordIter":
         items = [text for word in loop.get("Items", ()) for text in _words(script, [word])]
         script.variables[loop["Name"]["Value"]] = items[:1]
+        if len(items) > 1:
+            script.loops.append(f"{loop['Name']['Value']} is {items[0]}, the first of {len(items)}")
     elif "Init" in loop:
         calculate(loop["Init"], script.variables)
     _run(script, node["Do"])

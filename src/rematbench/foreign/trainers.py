@@ -21,6 +21,8 @@ PRECISIONS = {"bf16": "bf16", "pure_bf16": "bf16", "bfloat16": "bf16"}
 PRECISIONS |= {"fp16": "fp16", "float16": "fp16", "float32": "fp32"}
 RECOMPUTES = {"TRL": True, "ms-swift": True, "Transformers": False}
 """Whether a trainer recomputes if no key says so: the default of `gradient_checkpointing`."""
+EARLY = "max_seq_length"
+"""A key of TRL before 0.20, whose loss has logits, and which recomputes where a key says so."""
 PIECES = "mst:mlp_chunks=1"
 """A head in pieces of as many tokens as the vocabulary is wider than the model: TRL's chunks,
 Liger's fused linear loss (Liger-Kernel 0.8.5, ops/fused_linear_cross_entropy.py) and Cut Cross
@@ -124,7 +126,7 @@ def _recomputation(reading: Reading, data: Mapping[str, Any]) -> None:
     if reading.package == "LLaMA-Factory":
         checkpoint = not data.get("disable_gradient_checkpointing", False)
     if checkpoint is None:
-        checkpoint = RECOMPUTES.get(reading.package, False)
+        checkpoint = RECOMPUTES.get(reading.package, False) and EARLY not in data
     kwargs = _mapping(data, "gradient_checkpointing_kwargs", "activation_checkpointing_kwargs")
     moved = data.get("activation_offloading")
     for key, value in (("gradient_checkpointing", checkpoint), ("activation_offloading", moved)):
@@ -158,8 +160,8 @@ def _kernels(reading: Reading, data: Mapping[str, Any]) -> None:
         elif plugin != LIGER_PLUGIN:
             reading.refused.append(f"plugins: {plugin} is not modelled")
     loss = data.get("loss_type")
-    early = "max_seq_length" in data  # TRL before 0.20, whose loss has logits
-    if reading.package == "TRL" and (loss == "chunked_nll" or (loss is None and not early)):
+    usual = loss is None and EARLY not in data
+    if reading.package == "TRL" and (loss == "chunked_nll" or usual):
         reading.put("pieces", PIECES, "loss_type")
         if loss is None:
             reading.notes.append("TRL of 2026 has the loss in chunks (older: loss_type: nll)")

@@ -7,7 +7,7 @@ from msgspec import Struct
 
 from rematbench.host.console import CommandError
 from rematbench.inputs.configfile import ConfigError, require_among
-from rematbench.measure.hand_written import Means
+from rematbench.measure.records import Means
 from rematbench.plugins.discover import discover
 from rematbench.plugins.registry import IDENTITY
 from rematbench.worlds.records.suite import Suite, bundles, read_suite

@@ -26,7 +26,6 @@ from rematbench.solve.search import smallest_feasible
 KEPT = Resolved(1, 0, 0)
 
 ChunkFates = tuple[ChunkOps, dict[Site, Resolved], frozenset[int]]
-"""A chunk in one of its phases, the fates of its sites, and the rules that matched a site."""
 
 _RECENT: deque[tuple[Problem, bytes, bool, list[ChunkFates]]] = deque(maxlen=8)
 
@@ -161,7 +160,7 @@ def _kinds_of_chunks(
     windows = tuple(w for rule in plan.rules if (w := rule.select.micro_batches) is not None)
     seen: set[object] = set()
     apart_by_phase = phased(plan.rules)
-    ends = (0, 0), (len(plan.partition) - 1, len(plan.partition[-1]) - 1)
+    ends = (0, 0), (plan.head_rank, len(plan.partition[-1]) - 1)
     for rank, order in enumerate(rank_orders(plan, problem)):
         made: dict[int, ChunkOps] = {}
         alike = [
@@ -209,7 +208,7 @@ def resident_bytes(problem: Problem, plan: Plan) -> tuple[int, ...]:
 def kept_layer_bytes(problem: Problem, plan: Plan) -> int:
     """Bytes that the layers of the first chunk keep for one micro-batch, of tensors with a gradient
     (no row statistics, no masks), as in the published formulas."""
-    ops = ChunkOps(problem, 0, 0, plan.partition[0][0])
+    ops = ChunkOps.of_plan(problem, plan, 0, 0)
     fates, _ = resolve(plan, ops.sites, "warmup", 0)
     tensors = ops.sites.sites
     return sum(

@@ -193,8 +193,6 @@ class _Model:
         return cost
 
     def rows(self, budget_bytes: float) -> list[Row]:
-        """The constraints: each job at most once and after its inputs, within windows and
-        budget."""
         rows: list[Row] = []
         for number in range(len(self.groups)):
             for job in self.layer.jobs:

@@ -132,17 +132,15 @@ def pack(tensors: tuple[Tensor, ...], max_nodes: int = MAX_NODES) -> Packing:
     bound = live_peak(tensors)
     offsets = best_fit(tensors)
     solver: Literal["best_fit", "milp"] = "best_fit"
-    pairs = _together(tensors) if _peak(tensors, offsets) > bound and max_nodes else []
+    pairs: list[tuple[int, int]] = []
+    if _peak(tensors, offsets) > bound and max_nodes:  # those that are alive at the same time
+        pairs = [(i, j) for i, others in enumerate(_beside(tensors)) for j in others if i < j]
     if 0 < len(pairs) <= MAX_PAIRS:
         better = _solve(tensors, pairs, bound, _peak(tensors, offsets), max_nodes)
         if better is not None and _peak(tensors, better) < _peak(tensors, offsets):
             offsets, solver = better, "milp"
     peak = _peak(tensors, offsets)
     return Packing(offsets=offsets, peak_bytes=peak, lower_bound_bytes=bound, solver=solver)
-
-
-def _together(tensors: Sequence[Tensor]) -> list[tuple[int, int]]:
-    return [(i, j) for i, others in enumerate(_beside(tensors)) for j in others if i < j]
 
 
 def _solve(

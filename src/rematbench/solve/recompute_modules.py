@@ -108,7 +108,7 @@ def chosen_layers(base: Plan, layers: str, per_chunk: str) -> tuple[int, ...] | 
     """The layers that a text lists (`0-5,20`: global indices, of which prediction layers follow the
     decoder's), or the first so many of each chunk in pipeline order (`per_chunk`, as `6,5,0`).  A
     sentence where a text is wrong, or lists none of the layers."""
-    virtual = [rank[c] for c in range(len(base.partition[0])) for rank in base.partition]
+    virtual = base.virtual
     last = max(layer for chunk in virtual for layer in chunk)
     if layers and per_chunk:
         return "layers and per_chunk exclude each other"

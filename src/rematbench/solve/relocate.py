@@ -79,9 +79,6 @@ def _halves(layers: Layers) -> tuple[Layers, ...]:
 
 @dataclass
 class _Limit:
-    """Limits of a rank from earlier rounds: a number of kept bytes that did not fit (`ceiling`),
-    and the bytes that the allocator wastes."""
-
     ceiling: float = inf
     waste: int = 0
 

@@ -1,25 +1,24 @@
 """Lengths of the slices of a sequence: of equal work, or of the least time in a pipeline."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from itertools import pairwise
 from math import fsum, inf, sqrt
 
 from msgspec.structs import replace
 
-from rematbench.costs.bind_kernels import Direction
 from rematbench.costs.operators.kernels import Attention, Gemm
-from rematbench.costs.operators.ops import Op
+from rematbench.costs.operators.ops import Op, OpTable
 from rematbench.engine.lowering.slices import behind, slice_problems
 from rematbench.plan import Plan, slices_refusal
 from rematbench.problem import Problem
+from rematbench.solve.layer_costs import backward_s, forward_s
 
-WAYS: tuple[Direction, ...] = ("forward", "backward_input", "backward_weight")
 
-
-def refused(problem: Problem, base: Plan, count: int = 2) -> str:
+def refused(problem: Problem, base: Plan, count: int = 2, *, interleaved: bool = False) -> str:
     """Why a base is not cut into `count` slices; empty if it can be."""
-    if base.schedule not in ("1f1b", "gpipe") or base.orders or base.slices:
-        return f"needs the passes of 1F1B, not {base.schedule} with other orders"
+    usual = ("interleaved_1f1b",) if interleaved else ("1f1b", "gpipe")
+    if base.schedule not in usual or base.orders or base.slices:
+        return f"needs the passes of {usual[0]}, not {base.schedule} or others"
     probe = replace(base, slices=(problem.workload.seq_len,) * (count > 1))
     of_job = problem.system, problem.layout, problem.workload, problem.attention
     return slices_refusal(probe, *of_job)
@@ -56,20 +55,36 @@ def even(problem: Problem, count: int) -> tuple[int, ...]:
 
 
 def least_time(problem: Problem, plan: Plan, pieces: int) -> tuple[int, ...]:
-    """Return the slices, each of some of `pieces` equal pieces of the sequence, with the least sum
-    t_i + (pp - 1) max t_j (Li et al. 2021, arXiv 2102.07988, section 3.3): for a bound of t_j the
-    least sum by dynamic programming, over all bounds.  t is the time of a slice's passes on the
-    longest stage, and grows with the tokens before the slice by attention alone."""
-    seq_len, pp = problem.workload.seq_len, problem.layout.pp
+    """Return the slices, each of some of `pieces` equal pieces of the sequence, with the least m
+    sum t_i + (pp - 1) max t_j for m micro-batches (Li et al. 2021, arXiv 2102.07988, section 3.3):
+    for a bound of t_j the least sum by dynamic programming, over all bounds.  t is the time of a
+    slice's passes on the longest stage and of its two messages, the mean of all hops, and grows
+    with the tokens before the slice by attention alone."""
+    lay, seq_len = problem.layout, problem.workload.seq_len
+    pp, m = lay.pp, lay.num_micro_batches
     size = seq_len // pieces
     layers = max(len(chunk) for rank in plan.partition for chunk in rank)
     lengths = tuple(size * count for count in range(1, pieces + 1))
     tables = [part.layer(0) for part in slice_problems(problem, lengths)]
-    rest_s = [_seconds(problem, [op for op in t.ops if op.name != "attention"]) for t in tables]
+
+    def stage_s(table: OpTable, ops: Iterable[Op]) -> float:
+        some = replace(table, ops=tuple(ops))
+        return layers * (forward_s(problem, some) + backward_s(problem, some))
+
+    def messages_s(table: OpTable) -> float:
+        nbytes = table.activations["layer_input"].nbytes
+        hops = range(pp - 1)
+        sent = [problem.cost.p2p_s(nbytes, r, r + 1, replicated=not lay.sp) for r in hops]
+        return 2 * fsum(sent) / max(1, pp - 1)
+
+    rest_s = [
+        stage_s(t, (op for op in t.ops if op.name != "attention")) + messages_s(t) for t in tables
+    ]
 
     def seconds(count: int, before: int) -> float:
-        attention = behind(tables[count - 1].op("attention"), before * size)
-        return layers * (rest_s[count - 1] + _seconds(problem, [attention]))
+        """Seconds of `count` pieces behind `before` pieces."""
+        table = tables[count - 1]
+        return rest_s[count - 1] + stage_s(table, [behind(table.op("attention"), before * size)])
 
     known = {(k, i): seconds(k, i) for i in range(pieces) for k in range(1, pieces - i + 1)}
     best: tuple[float, tuple[int, ...]] = (inf, (seq_len,))
@@ -79,7 +94,7 @@ def least_time(problem: Problem, plan: Plan, pieces: int) -> tuple[int, ...]:
         least: list[tuple[float, tuple[int, ...]]] = [(0.0, ())]
         for end in range(1, pieces + 1):
             ways_here = (
-                (least[end - k][0] + known[k, end - k], (*least[end - k][1], k * size))
+                (least[end - k][0] + m * known[k, end - k], (*least[end - k][1], k * size))
                 for k in range(1, end + 1)
                 if known[k, end - k] <= bound
             )
@@ -87,7 +102,3 @@ def least_time(problem: Problem, plan: Plan, pieces: int) -> tuple[int, ...]:
         found = (least[-1][0] + (pp - 1) * bound, least[-1][1])
         best = min(best, found)
     return best[1]
-
-
-def _seconds(problem: Problem, ops: Sequence[Op]) -> float:
-    return fsum(problem.cost.op_s(op, way) for op in ops for way in WAYS)

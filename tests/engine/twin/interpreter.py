@@ -14,7 +14,16 @@ from functools import lru_cache
 from rematbench.costs.operators.experts import HELD as HELD_BY_CALLERS
 from rematbench.engine.program.action import SHARD_UP, STATE_COPIES, Action, Alloc, Kind
 from rematbench.engine.program.program import Program, RankProgram
-from rematbench.engine.program.storage import COPY, HELD, HOST, REBUILT, Event, Slot, Storage
+from rematbench.engine.program.storage import (
+    COPY,
+    HELD,
+    HOST,
+    REBUILT,
+    Event,
+    Slot,
+    Storage,
+    stage_of,
+)
 
 DIGEST, SLOT_BYTES = 16, 1 << 20
 LATE = frozenset({"compute"})
@@ -83,7 +92,8 @@ class Rank:
     def message(self, kind: str, mb: int, chunk: int) -> bytes | None:
         if kind in ("e", "tied"):
             return self.mail.get(("e", 0, self.number))
-        return self.mail.get((kind, mb, chunk * self.pp + self.number))
+        stage = stage_of(kind.partition("%")[0], self.number, self.pp, receives=True)
+        return self.mail.get((kind, mb, chunk * self.pp + stage))
 
     def issue(self, action: Action, mb: int, chunk: int) -> None:
         for alloc in action.allocs:
@@ -162,14 +172,11 @@ class Rank:
         """Move bytes as they are."""
         data = b"".join(bytes(self.get((read, mb, chunk))) for read in action.reads)
         if action.kind is Kind.SEND:
-            step = {"f": 1, "b": -1}.get(action.op.partition("%")[0])  # of a slice
-            stage = chunk * self.pp + self.number
-            key = (
-                ("e", 0, self.pp - 1 - self.number)
-                if step is None
-                else (action.op, mb, stage + step)
-            )
-            self.mail[key] = data
+            word = action.op.partition("%")[0]  # of a slice
+            stage = chunk * self.pp + stage_of(word, self.number, self.pp, receives=False)
+            tied = "e", 0, self.pp - 1 - self.number
+            ahead = -1 if word[0] == "b" else 1
+            self.mail[tied if word == "tied" else (action.op, mb, stage + ahead)] = data
             return
         if action.kind is Kind.RECV:
             data = self.message(action.op, mb, chunk) or b""

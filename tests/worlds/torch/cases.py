@@ -220,6 +220,9 @@ HALF_PLANS: dict[str, Callable[[Plan], Plan]] = {
     "zb-h1": lambda plan: replace(plan, schedule="zb-h1"),
     "zb-h2-offload": lambda plan: replace(PLANS["offload-slots"](plan), schedule="zb-h2"),
     "zb-h2-full": lambda plan: replace(PLANS["full"](plan), schedule="zb-h2"),
+    "zb-v": lambda plan: plan.turned("zb-v"),
+    "v-half-offload": lambda plan: PLANS["offload"](plan).turned("v-half"),
+    "v-min-full": lambda plan: PLANS["full"](plan).turned("v-min"),
     "zb-h1-mini": lambda plan: replace(mini_dropped(plan), schedule="zb-h1"),
 }
 """Raw plans with weight gradients in passes of their own."""

@@ -81,6 +81,15 @@ def test_a_torch_that_cannot_pin_exactly_runs_all_the_same(
     pin_requested_size()
 
 
+def settings_asked(patch: pytest.MonkeyPatch, given: str) -> list[str]:
+    """The settings that torch's allocator, which has `given`, is asked for from now on."""
+    asked: list[str] = []
+    told = {"allocator_settings": {"PYTORCH_CUDA_ALLOC_CONF": given}}
+    patch.setattr(torch.cuda.memory, "_snapshot", lambda: told)
+    patch.setattr(torch._C, "_accelerator_setAllocatorSettings", asked.append, raising=False)
+    return asked
+
+
 @pytest.mark.parametrize(
     ("given", "said"),
     [
@@ -92,10 +101,7 @@ def test_a_torch_that_cannot_pin_exactly_runs_all_the_same(
 def test_what_was_set_of_the_allocator_stays_set(
     monkeypatch: pytest.MonkeyPatch, given: str, said: list[str]
 ) -> None:
-    asked: list[str] = []
-    told = {"allocator_settings": {"PYTORCH_CUDA_ALLOC_CONF": given}}
-    monkeypatch.setattr(torch.cuda.memory, "_snapshot", lambda: told)
-    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", asked.append, raising=False)
+    asked = settings_asked(monkeypatch, given)
     pin_requested_size()
     assert asked == said
 
@@ -112,10 +118,7 @@ def test_what_was_set_of_the_allocator_stays_set(
 def test_segments_grow_where_the_stack_says_so(
     monkeypatch: pytest.MonkeyPatch, given: str, expandable: bool, said: list[str]
 ) -> None:
-    asked: list[str] = []
-    told = {"allocator_settings": {"PYTORCH_CUDA_ALLOC_CONF": given}}
-    monkeypatch.setattr(torch.cuda.memory, "_snapshot", lambda: told)
-    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", asked.append, raising=False)
+    asked = settings_asked(monkeypatch, given)
     set_expandable_segments(expandable=expandable)
     assert asked == said
     monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", None)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rematbench.engine.lowering.lower import lower
-from rematbench.measure.hand_written import Means
+from rematbench.measure.records import Means
 from rematbench.measure.torch.plain_step import PlainLoop
 from rematbench.worlds.torch.batch import make_batch, micro_batches
 from rematbench.worlds.torch.executor import Executor

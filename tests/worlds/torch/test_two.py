@@ -42,6 +42,7 @@ CASES = grid.short(
         *(case for layout in ("tp2", "pp2") for case in grid.method_cases(layout)),
         *(case for layout in LAYOUTS for case in grid.method_cases(layout, METHODS)),
         *grid.method_cases("pp2-vpp2", ("pipe_offload",)),
+        *grid.raw_cases("pp2-vpp2", "zb-v", "v-half-offload", "v-min-full", "slices"),
         *grid.raw_cases("tp2-no-sp", "slices"),
         *grid.raw_cases("tp2-no-sp", "mini", "mini-windows"),
         *grid.in_groups("tp2"),

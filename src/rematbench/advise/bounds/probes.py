@@ -374,7 +374,7 @@ class Prober:
         if isinstance(plan, Unsupported):
             return Refused(plan.reason)
         if plan.schedule in VOCABULARY:
-            return Refused("search has no bound of a vocabulary over all stages: use compare")
+            return Refused(f"{method.text}: its vocabulary is over all stages")
         fewest = sizes[0] - self.dense
         if fewest < (layers := _rhythm(plan.transfers)):
             return Refused(f"copies by layer have no rhythm yet after {fewest}", layers)

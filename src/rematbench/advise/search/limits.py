@@ -55,6 +55,8 @@ def _of_layouts(job: SearchSpace, layouts: list[Layout]) -> Iterator[str]:
         yield "shard_degree (replicas of shards)"
     if "param_offload" in features:
         yield "parameters in host memory"
+    if "cuda_graphs" in features and spec.stack.cuda_graphs is None:
+        yield "CUDA graphs (--cuda-graphs)"
 
 
 def _of_exchanges(job: SearchSpace) -> Iterator[str]:

@@ -11,13 +11,14 @@ from collections.abc import Generator, Hashable, Iterator, Sequence
 from functools import cached_property, partial
 from itertools import count
 from math import inf
+from typing import Self
 
 from msgspec import Struct
 from msgspec.structs import replace
 
 from rematbench.advise.bounds.group_bounds import GroupBounds
 from rematbench.advise.bounds.layout_group import group_key
-from rematbench.advise.bounds.lines import Probe
+from rematbench.advise.bounds.lines import Probe, Refused
 from rematbench.advise.bounds.probes import ProbePrograms
 from rematbench.advise.candidates.candidate import Candidate, Variant, load_compare
 from rematbench.advise.candidates.layouts import LayoutChoice
@@ -31,6 +32,7 @@ from rematbench.evaluate.evaluator import Evaluator
 from rematbench.evaluate.result import Result, Status
 from rematbench.host.console import CommandError
 from rematbench.host.workers import NoAnswer, Pool, collect_rarely, lost_reason
+from rematbench.plugins.registry import MethodError
 from rematbench.worlds.packages.flags import Engines
 
 WORK = 400
@@ -107,10 +109,27 @@ class SearchJob(SearchSpace):
             groups[group_key(choice)].append(choice)
         return list(groups.values())
 
-    def _samples(self) -> list[dict[Variant, Probe]]:
-        """Probes of every method by itself in one group, and of the methods that only rebuild on up
-        to three: those with the lowest, the middle and the highest tensor parallelism, with a
-        pipeline and room for the states where the space has any.  Of groups whose exchanges
+    def ready(self) -> Self:
+        """Return the job after checks; MethodError for a method with other passes that no bound
+        covers."""
+        super().ready()
+        replies: dict[str, list[Probe | Refused]] = defaultdict(list)
+        for variant in self.variants:
+            if variant.moves:
+                reply = self._sampled[0].probe(Candidate((variant,)))
+                replies[variant.method].append(reply)
+        for name, every in replies.items():
+            refused = [reply.reason for reply in every if isinstance(reply, Refused)]
+            if len(refused) == len(every):
+                raise MethodError(
+                    f"search bounds no plan of {refused[0]}; use compare --also {name}"
+                )
+        return self
+
+    @cached_property
+    def _sampled(self) -> list[GroupBounds]:
+        """Up to three groups: those with the lowest, the middle and the highest tensor parallelism,
+        with a pipeline and room for the states where the space has any.  Of groups whose exchanges
         overlap, which refuse some methods, one is the last."""
         layouts = self._layouts
 
@@ -132,8 +151,13 @@ class SearchJob(SearchSpace):
             next((index for index in indices if self._group(index).has_room), indices[0])
             for indices in nearest
         ]
+        return [*map(self._group, dict.fromkeys(chosen))]
+
+    def _samples(self) -> list[dict[Variant, Probe]]:
+        """Probes of every method by itself in one group, and of the methods that only rebuild in
+        all `_sampled` ones."""
         results: list[dict[Variant, Probe]] = []
-        for bounds in map(self._group, dict.fromkeys(chosen)):
+        for bounds in self._sampled:
             again = (
                 [s for s, p in results[0].items() if rebuilds(s, p)] if results else self.variants
             )
@@ -203,17 +227,13 @@ class Part:
                 trials.append(trial)
             if search.work >= end or search.ended:
                 break
-        return _state(search, trials)
-
-
-def _state(search: Search, trials: Sequence[Trial]) -> State:
-    return State(
-        trials=tuple(trials),
-        bound_s=search.bound_s,
-        short_bytes=search.short_bytes,
-        excluded=dict(search.excluded.counts + search.queue.slower),
-        plans=search.plans,
-    )
+        return State(
+            trials=tuple(trials),
+            bound_s=search.bound_s,
+            short_bytes=search.short_bytes,
+            excluded=dict(search.excluded.counts + search.queue.slower),
+            plans=search.plans,
+        )
 
 
 # Why: docs/decisions/advise.md, Are rounds of a search limited by the clock?

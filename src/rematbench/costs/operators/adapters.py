@@ -217,8 +217,6 @@ class _Trainer:
         return memory_kernel(ceil(count * (packed + self.e)) + casts)
 
     def _with_bottleneck(self, op: Op) -> Iterator[Op]:
-        """The operators of an operator, with the inputs that bottleneck adapters give it, and those
-        of the adapter that stands behind it."""
         changed = {
             field: tuple(self.behind.get(name, name) for name in getattr(op, field))
             for field in ("inputs", "saves", "alias_inputs", "holds")
@@ -273,11 +271,7 @@ class _Trainer:
     def _size(self, name: str) -> tuple[int, int]:
         return self.activations[name].rows, self.activations[name].row_bytes
 
-    # -- adapters --------------------------------------------------------------------------------
-
     def _output(self, op: Op, target: str) -> str:
-        """The output of a linear that an adapter adds to; empty if it has none (an MLP without a
-        gate)."""
         stem = _OUTPUTS.get(target, target)
         names = (stem, f"{stem}_rows") if LINEARS[target] == op.name else ()
         return next((name for name in op.outputs if name.removesuffix("_raw") in names), "")

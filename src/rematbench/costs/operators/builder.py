@@ -26,7 +26,6 @@ P = ParamSpec("P")
 CHOSEN = "chosen"
 """The tokens that sparse attention chooses for each query."""
 FP32 = 4
-"""Bytes of an fp32 element."""
 
 
 def _inside_norm(model: Model) -> tuple[int, int]:

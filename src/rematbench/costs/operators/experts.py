@@ -26,7 +26,6 @@ from rematbench.inputs.shapes import reached_share
 from rematbench.workload import Experts
 
 INDEX = 8
-"""Bytes of an index (int64)."""
 ONCE = ("deepep", "hybridep")
 """Dispatchers that send a rank one copy of a token and add up its experts' outputs there."""
 HELD = ("permuted", "dispatched")

@@ -11,7 +11,6 @@ from rematbench.inputs.system import Kernels
 from rematbench.workload import Workload
 
 COUNTS = "expert_counts"
-"""The operator whose end the host awaits."""
 
 
 class Launches(NamedTuple):

@@ -24,7 +24,6 @@ from rematbench.inputs.system import System
 from rematbench.workload import Workload
 
 PLAIN = ("router", "index", "lm_head", "predict_head", "shared_add")
-"""Products that stay in the precision."""
 
 
 def quantised_table(

@@ -127,7 +127,7 @@ def rank_orders(plan: Plan, problem: Problem) -> tuple[tuple[Pass, ...], ...]:
     if plan.orders:
         return plan.orders
     if (slices := len(plan.slices)) > 1:
-        of_job = lay.pp, lay.num_micro_batches, slices
+        of_job = lay.pp, lay.num_micro_batches, slices, lay.vpp
         return tuple(sliced_passes(plan.schedule, rank, *of_job) for rank in range(lay.pp))
     return tuple(
         passes(plan.schedule, rank, lay.pp, lay.vpp, lay.num_micro_batches)
@@ -214,8 +214,6 @@ class _RankLowering:
         self.block_index[key] = len(self.blocks)
         self.blocks.append(self.shared.blocks[own])
 
-    # -- facts that decide the order ----------------------------------------------------------
-
     def _facts(self) -> StepFacts:
         rules, transfers = self.plan.rules, self.plan.transfers
         windows = tuple(w for rule in rules if (w := rule.select.micro_batches) is not None)
@@ -283,8 +281,6 @@ class _RankLowering:
             if part.offload
         ]
 
-    # -- blocks -------------------------------------------------------------------------------
-
     def _block(self, key: Key) -> Block:
         match key:
             case ("F", int(number), bool(gather), bool(beside)):
@@ -324,12 +320,10 @@ class _RankLowering:
         one = self.chunks[0]
         boundary = one.wide if key[-1] == "wide" else one.boundary
         match key:
-            case ("recv_f", *_):
-                return recv_block(boundary, one.input, forward=True)
-            case ("recv_b", Storage() as output, *_):
-                return recv_block(boundary, output, forward=False)
-            case ("send_f" | "send_b" as what, Storage() as output, *_):
-                return send_block(boundary, output, forward=what == "send_f")
+            case ("recv", str(word), Storage() as storage, *_):
+                return recv_block(boundary, storage, word)
+            case ("send", str(word), Storage() as output, *_):
+                return send_block(boundary, output, word)
             case ("free_held", Storage() as output):
                 return free_block((output,), "free_held")
             case ("free_f", Storage() as output):
@@ -452,7 +446,8 @@ class _SlicedLowering(_RankLowering):
     def __init__(self, plan: Plan, problem: Problem, rank: int, shared: BlockCache) -> None:
         super().__init__(plan, problem, rank, shared)
         self.parts: list[tuple[_RankLowering, list[int]]] = []
-        apart = Pass(True, 0, 0), Pass(True, 1, 0), Pass(False, 0, 0), Pass(False, 1, 0)
+        chunks = range(problem.layout.vpp)  # no forward is followed by its own backward
+        apart = tuple(Pass(f, m, c) for c in chunks for f in (True, False) for m in (0, 1))
         for number, part in enumerate(slice_problems(problem, plan.slices)):
             alone, places = of_slice(plan, number)
             alone = replace(alone, orders=(apart,) * problem.layout.pp)

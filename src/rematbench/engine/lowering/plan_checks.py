@@ -71,7 +71,10 @@ def _check_partition(plan: Plan, problem: Problem) -> None:
         raise PlanError(
             f"partition has {shape} chunks per rank, but the layout needs {[lay.vpp] * lay.pp}"
         )
-    virtual = [plan.partition[r][c] for c in range(lay.vpp) for r in range(lay.pp)]
+    if plan.turns and (lay.pp == 1 or lay.vpp != 2):
+        words = f"pp {lay.pp} with vpp {lay.vpp}"
+        raise PlanError(f"{plan.schedule} needs several stages of two chunks, not {words}")
+    virtual = plan.virtual
     layers = [layer for chunk in virtual for layer in chunk]
     model = problem.workload.model
     if layers != list(range(model.num_layers + model.mtp_layers)):
@@ -178,8 +181,6 @@ def too_early(plan: Plan, problem: Problem, pieces: Pieces) -> str:
 
 
 def check_ready_order(last: Mapping[int, Pass], order: Sequence[Pass]) -> None:
-    """Raise PlanError unless the last backwards of a rank's chunks are in the order in which pieces
-    count parameters."""
     at = [order.index(last[chunk]) for chunk in sorted(last, reverse=True)]
     if at != sorted(at):
         raise PlanError(

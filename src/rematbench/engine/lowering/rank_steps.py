@@ -197,7 +197,8 @@ class _Walk:
         facts, ends = self.facts, self.facts.chunks[item.chunk]
         number, leaves, whole = self.class_of[item[1:]]
         if not ends.first:
-            self._add(("recv_f", *WIDE[ends.wide_in]), item)
+            word = ends.word("f", receives=True)
+            self._add(("recv", word, ends.input, *WIDE[ends.wide_in]), item)
         gather = facts.gather or (facts.gather_first and item in self.opening)
         beside = facts.pairs and position > 0 and not facts.order[position - 1].forward
         self._add(("F", number, gather, beside), item)
@@ -212,11 +213,11 @@ class _Walk:
             # In the plan's phases, the copy that runs during this pass ends before its send starts.
             if self.copying is not None and self.phase[item[1:]] in facts.hold_phases:
                 self._add(("hold",), self.copying)
-            free = "sent_f" if facts.holds_outputs or ends.local else "free_f"
+            free, word = "sent_f" if facts.holds_outputs or ends.local else "free_f", ends.word("f")
             if ends.local and facts.overlapped_sends:  # its backward reads the output, too
-                self._add(("send_f", ends.output, *WIDE[ends.wide_out]), item)
+                self._add(("send", word, ends.output, *WIDE[ends.wide_out]), item)
             else:
-                self._send(item, position, ("send_f", free), (ends.output, ends.wide_out))
+                self._send(item, position, (word, free), (ends.output, ends.wide_out))
         if leaves and whole:
             self.copying = item
 
@@ -229,7 +230,8 @@ class _Walk:
         if facts.barriers == 2:
             self._add(("vocabulary", "sum_g"), item)
         if not ends.last and not ends.local:
-            self._add(("recv_b", ends.output, *WIDE[ends.wide_out]), item)
+            word = ends.word("b", receives=True)
+            self._add(("recv", word, ends.output, *WIDE[ends.wide_out]), item)
         reduce = facts.reduce or (facts.reduce_last and item in self.final)
         reduce = reduce or (facts.sum_first and item in self.summing)
         after = facts.order[position + 1 : position + 2]
@@ -243,7 +245,7 @@ class _Walk:
             waits = ends.local and facts.overlapped_sends
             self._add(("free_f" if waits else "free_held", ends.output), item)
         if not ends.first and not ends.cut:
-            self._send(item, position, ("send_b", "free_b"), (back, ends.wide_in))
+            self._send(item, position, (ends.word("b"), "free_b"), (back, ends.wide_in))
 
     def _shared(self, item: Pass) -> None:
         """A pass of a vocabulary that all stages share, behind what it waits for."""
@@ -256,10 +258,10 @@ class _Walk:
     def _send(
         self, item: Pass, position: int, keys: tuple[str, str], sent: tuple[Storage, bool]
     ) -> None:
-        """Send an activation (and whether it is wide) or its gradient; `keys`: of the blocks that
-        send it and that wait for the send."""
-        (what, free), (storage, wide) = keys, sent
-        self._add((what, storage, *WIDE[wide]), item)
+        """Send an activation (and whether it is wide) or its gradient; `keys`: the message's word,
+        and the key of the block that waits for the send."""
+        (word, free), (storage, wide) = keys, sent
+        self._add(("send", word, storage, *WIDE[wide]), item)
         self._release_at(position + self.facts.overlapped_sends, (free, storage), item)
 
     def _release_at(self, position: int, key: Key, item: Pass) -> Release:

@@ -84,8 +84,6 @@ def block_of(
 
 
 def short_chunk(chunk: ChunkOps, fates: Fates, transfers: Transfers, ahead: int) -> Short | None:
-    """Return the short chunk to write in place of a long chunk; None if too few layers are
-    equal."""
     slots = transfers.reload_slots if transfers.granularity == "layer" else 0
     period = max(1, slots)
     reach = 1 + max(transfers.release_lag, transfers.prefetch_layers, slots, ahead)

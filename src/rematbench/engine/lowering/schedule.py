@@ -3,7 +3,8 @@ and zero-bubble schedules."""
 
 from functools import lru_cache
 
-from rematbench.plan import VOCABULARY, ZERO_BUBBLE, Pass, Phase, Schedule
+from rematbench.engine.lowering.v_shapes import v_shape
+from rematbench.plan import SHAPES, VOCABULARY, ZERO_BUBBLE, Pass, Phase, Schedule
 
 
 @lru_cache(maxsize=512)
@@ -19,6 +20,8 @@ def passes(
     megatron-core 0.16.1 has no such rule (`interleaved`).
     """
     total = num_micro_batches * vpp
+    if schedule in SHAPES:
+        return v_shape(schedule, pp, num_micro_batches)[rank]
     if schedule in ZERO_BUBBLE:
         return _zero_bubble(ZERO_BUBBLE[schedule], rank, pp, total)
     if schedule in VOCABULARY:
@@ -61,21 +64,25 @@ def _zero_bubble(step: int, rank: int, pp: int, total: int) -> tuple[Pass, ...]:
 
 @lru_cache(maxsize=512)
 def sliced_passes(
-    schedule: Schedule, rank: int, pp: int, num_micro_batches: int, slices: int
+    schedule: Schedule, rank: int, pp: int, num_micro_batches: int, slices: int, vpp: int = 1
 ) -> tuple[Pass, ...]:
     """Return the passes of slices, numbered through all micro-batches, in issue order: all forwards
     first (gpipe; TeraPipe, Li et al. 2021) or 1F1B over slices (Seq1F1B, Sun et al. 2024,
-    arXiv 2406.03488), which runs pp - r - 2 + slices forwards before the first backward.  The
-    backwards of a micro-batch come in reverse order of its slices."""
-    total = num_micro_batches * slices
-    warmup = total if schedule == "gpipe" else min(pp - rank - 2 + slices, total)
-    order = [Pass(True, n, 0) for n in range(warmup)]
-    for n in range(total):
-        if warmup + n < total:
-            order.append(Pass(True, warmup + n, 0))
-        sequence, place = divmod(n, slices)
-        order.append(Pass(False, sequence * slices + slices - 1 - place, 0))
-    return tuple(order)
+    arXiv 2406.03488), which runs pp - r - 2 + slices forwards before the first backward; with
+    several chunks interleaved, in groups of whole sequences with at least pp slices.  The backwards
+    of a micro-batch come in reverse order of its slices."""
+    fewest = -(-pp // slices)
+    sequences = next((n for n in range(fewest, num_micro_batches) if num_micro_batches % n == 0), 0)
+    group, total = slices * (sequences or num_micro_batches), num_micro_batches * slices * vpp
+    behind = (pp - rank - 1) * min(vpp, 2)
+    warmup = total if schedule == "gpipe" else min((vpp - 1) * group + behind + slices - 1, total)
+
+    def turned(item: Pass) -> Pass:
+        sequence, place = divmod(item.micro_batch, slices)
+        return item._replace(micro_batch=sequence * slices + slices - 1 - place)
+
+    order = _ordered(warmup, total, group, vpp)
+    return tuple([item if item.forward else turned(item) for item in order])
 
 
 def _shared_vocabulary(barriers: int, rank: int, pp: int, total: int) -> tuple[Pass, ...]:

@@ -55,7 +55,7 @@ class SharedVocabulary:
             case "send_x":
                 return self._send_output()
             case "recv_x":
-                return recv_block(self.tensor, self.output, forward=True, direction="x")
+                return recv_block(self.tensor, self.output, "x")
             case "S":
                 return self._s()
             case "T":

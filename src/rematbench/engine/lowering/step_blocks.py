@@ -39,12 +39,10 @@ def tied_recv_block(nbytes: int) -> Block:
     return Block("tied_recv", (recv, *w.actions))
 
 
-def recv_block(
-    tensor: Activation, storage: Storage, *, forward: bool, direction: str = ""
-) -> Block:
-    """Receive a boundary activation (or its gradient) into new memory.  The event is its
-    arrival.  `direction`: of another message than those between neighbours."""
-    direction = direction or ("f" if forward else "b")
+def recv_block(tensor: Activation, storage: Storage, direction: str) -> Block:
+    """Receive a boundary activation (or, in a backward's direction, its gradient) into new memory.
+    The event is its arrival."""
+    forward = direction[0] != "b"
     action = Action(
         kind=Kind.RECV,
         stream="pp_recv",
@@ -56,18 +54,18 @@ def recv_block(
     return Block(RECEIVED[direction].text, (action,))
 
 
-def send_block(tensor: Activation, storage: Storage, *, forward: bool) -> Block:
+def send_block(tensor: Activation, storage: Storage, direction: str) -> Block:
     """Send a boundary activation (or its gradient) to the neighbour, after the pass's compute."""
-    w, direction = BlockWriter(), "f" if forward else "b"
-    w.wait("pp_send", ENDED[direction])
+    w, kind = BlockWriter(), direction[0]
+    w.wait("pp_send", ENDED[kind])
     w.add(
         Action(
             kind=Kind.SEND,
             stream="pp_send",
             op=direction,
-            reads=(storage if forward else storage.gradient,),
+            reads=(storage if kind == "f" else storage.gradient,),
             nbytes=tensor.nbytes,
-            event=SENT[direction],
+            event=SENT[kind],
         )
     )
     return Block(f"send_{direction}", tuple(w.actions))

@@ -120,8 +120,6 @@ def _outlive(parts: Sequence[Part]) -> Lifetimes:
 
 
 def part_lifetimes(part: Part) -> Lifetimes:
-    """Return the storages that a part's first period leaves alive, and the earlier storages that it
-    frees."""
     return _outlive(part.inside) if part.periods else _outlive_of(part.written)
 
 

@@ -267,14 +267,8 @@ def without_neighbours(program: Program) -> Program:
     time.  Use it for seconds only.  Its messages have no bytes, so bytes come from the whole
     program."""
     first = program.ranks[0]
-    return replace(
-        program, ranks=(replace(first, blocks=tuple(map(_without_messages, first.blocks))),)
-    )
-
-
-def _without_messages(block: Block) -> Block:
-    written = tuple([_instant(action) for action in block.written])
-    return block if written == block.written else replace(block, written=written)
+    blocks = [replace(each, written=tuple(map(_instant, each.written))) for each in first.blocks]
+    return replace(program, ranks=(replace(first, blocks=tuple(blocks)),))
 
 
 def _instant(action: Action) -> Action:

@@ -254,20 +254,15 @@ class _Run:
         if self.lengths:
             self._lines(self.lengths.lines(step), alive, chunk)
         for lines, times in () if self.lengths else self.lines[index]:
-            self._repeated(lines, times, alive, chunk)
+            for _ in range(times - 1):
+                before = self.memory.state
+                self._lines(lines, alive, chunk)
+                if self.memory.state == before:  # no further repetition changes anything
+                    break
+            else:
+                self._lines(lines, alive, chunk)
         if not alive:
             del self.alive[micro_batch, chunk]
-
-    def _repeated(
-        self, lines: list[Request], times: int, alive: dict[object, MemoryBlock], chunk: int
-    ) -> None:
-        """The same requests `times` times, or until one repetition changes nothing."""
-        for _ in range(times - 1):
-            before = self.memory.state
-            self._lines(lines, alive, chunk)
-            if self.memory.state == before:
-                return
-        self._lines(lines, alive, chunk)
 
     def _lines(self, lines: list[Request], alive: dict[object, MemoryBlock], chunk: int) -> None:
         memory = self.memory

@@ -17,7 +17,6 @@ from msgspec import Struct
 
 Make = TypeVar("Make", bound=Callable[..., object])
 UnitOf = tuple["ModelPart", int]
-"""A unit of a rank and its chunk."""
 
 
 def _one_object(make: Make) -> Make:
@@ -67,7 +66,6 @@ def part_of(
 
 
 NO_PART, EMBEDDING, HEAD = part_of(""), part_of("E"), part_of("H")
-"""No part, and the units at the model's ends."""
 SHARE = part_of("V")
 """The unit of a stage's rows of a vocabulary that all stages share."""
 
@@ -104,7 +102,6 @@ HOST, HELD = "@host", "^"
 """The marks of places other than the device memory of a micro-batch: host memory, and a storage
 that one micro-batch of a chunk allocates for all of them, until the rank's last pass."""
 EXPERTS = "experts"
-"""The tensor of gathered parameters that belong to experts."""
 
 
 class Named(Struct, frozen=True, eq=False, gc=False):
@@ -252,11 +249,22 @@ def received(message: str) -> Event:
     return event_of(f"{ARRIVED}{message}")
 
 
-RECEIVED = {direction: received(direction) for direction in "fbex"}
+STEP = {"f": 1, "b": -1, "f^": -1, "b^": 1, "f@": 0, "b@": 0}
+"""By how many ranks messages between stages go: a forward and a backward; those of chunks that come
+back from the last rank (^); and those between the last rank's two chunks, where they turn (@)."""
+
+
+def stage_of(word: str, rank: int, pp: int, *, receives: bool) -> int:
+    """Return the virtual stage, counted from the chunk's first, of the rank that receives or sends
+    such a message."""
+    back = word[1:] == "^" or (word[1:] == "@" and (word[0] == "f") == receives)
+    return pp - 1 - rank if back else rank
+
+
+RECEIVED = {direction: received(direction) for direction in (*STEP, *"ex")}
 SENT = {direction: event_of(f"sent_{direction}") for direction in "fbex"}
 """The arrival and the end of a message; see `received`."""
 ENDED = {"f": event_of("f_end"), "b": event_of("b_end")}
-"""The end of a forward and of a backward."""
 SHARED_OUT = event_of("vocabulary")
 """The end of the sum of the output's gradient, where all stages share the vocabulary."""
 COPIED_OUT, COPIED_IN, REDUCED = event_of("d2h"), event_of("h2d"), event_of("reduced")

@@ -23,7 +23,7 @@ from rematbench.engine.program.action import (
     Kind,
 )
 from rematbench.engine.program.program import Block, Program, RankProgram
-from rematbench.engine.program.storage import COPIED_OUT, Event
+from rematbench.engine.program.storage import COPIED_OUT, STEP, Event
 from rematbench.problem import Problem
 
 KERNELS = (Kind.FORWARD, Kind.RECOMPUTE, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
@@ -237,8 +237,7 @@ def _copies(block: Block, kind: Kind) -> list[tuple[Action, int]]:
 
 
 def _crosses(problem: Problem, action: Action, rank: int) -> bool:
-    peer = {"f": rank + 1, "b": rank - 1}.get(action.op)
-    return peer is not None and problem.cost.crosses(rank, peer)
+    return action.op in STEP and problem.cost.crosses(rank, rank + STEP[action.op])
 
 
 def _sent_bytes(problem: Problem, action: Action) -> float:

@@ -24,7 +24,6 @@ then external events."""
 COMPUTE = STREAM_INDEX["compute"]
 
 AffineTerms = tuple[tuple[int, float], ...]
-"""The (input index, constant) pairs of an Affine, as tuples for the inner loop."""
 
 
 class Terms(NamedTuple):

@@ -18,15 +18,14 @@ from rematbench.engine.simulate.op_level import (
     Clock,
     Seconds,
     Simulation,
-    busy,
     compile_program,
     drive,
     pass_number,
+    simulation,
     timings,
 )
 
 Times = dict[int, float]
-"""Seconds by a number."""
 
 
 class Runs(NamedTuple):
@@ -53,12 +52,9 @@ class Motion(NamedTuple):
 
 
 MacroSteps = tuple[list[Motion], Runs]
-"""The motion of each distinct run of a rank, and the runs."""
 
 
 def _motion(macro: Macro, events: dict[Event, Times], clock: Clock) -> Motion:
-    """The motion of a macro on a clock's rank; `events`: the times of the events that a macro of
-    the rank waits for."""
     ends: dict[AffineTerms, int] = {}
 
     def index(terms: AffineTerms) -> int:
@@ -148,11 +144,7 @@ def simulate_chunks(program: Program, seconds: Seconds) -> Simulation:
         return _advance(steps[rank.rank], clock, messages)
 
     drive(program, clocks, messages, advance)
-    return Simulation(
-        step_s=max(max(clock.free) for clock in clocks),
-        rank_end_s=tuple(max(clock.free) for clock in clocks),
-        stream_busy_s=busy(program, code),
-    )
+    return simulation(program, clocks, code)
 
 
 def _advance(own: MacroSteps, clock: Clock, messages: Times) -> bool:  # noqa: C901 (plain, for speed)

@@ -7,7 +7,7 @@ message's arrival.  The host is another clock of a rank.  It issues the rank's a
 runs ahead of the device, and waits for the device only if the stack requires it.
 """
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import NamedTuple, Protocol, TypeVar, runtime_checkable
 
 from msgspec import Struct
@@ -15,7 +15,7 @@ from msgspec import Struct
 from rematbench.engine.program.action import STREAM_INDEX, STREAMS, Action, Kind
 from rematbench.engine.program.ledger import Interval
 from rematbench.engine.program.program import Block, Program, RankProgram
-from rematbench.engine.program.storage import Event
+from rematbench.engine.program.storage import Event, stage_of
 
 TIMELESS = (Kind.FREE, Kind.ALLOC, Kind.RECV)
 """Kinds of actions that the simulation leaves out (a RECV's event is the message's arrival)."""
@@ -24,7 +24,6 @@ ORDERING = (Kind.WAIT, Kind.EVENT)
 """Kinds of actions that order streams but take no time themselves."""
 
 Seconds = Callable[[Action, int], float]
-"""(action, rank) -> seconds of the action on its stream."""
 
 
 class Timing(NamedTuple):
@@ -50,10 +49,7 @@ class RankedSeconds(Protocol):
         """Return a key that is equal for ranks on which every action takes the same time."""
         ...
 
-    def timing(self, action: Action, rank: int) -> Timing:
-        """Return the action's timing.  An action that only orders streams (ORDERING) takes no
-        time."""
-        ...
+    def timing(self, action: Action, rank: int) -> Timing: ...
 
 
 def timings(seconds: Seconds) -> Callable[[Action, int], Timing]:
@@ -72,7 +68,6 @@ MessageNumber = tuple[int, int]
 
 COMPUTE = STREAM_INDEX["compute"]
 HOST = len(STREAMS)
-"""Index of the host's clock, after the clocks of the streams."""
 
 
 class DeadlockError(RuntimeError):
@@ -127,13 +122,12 @@ class Clock:
     def incoming(self, event: Event) -> MessageNumber:
         if event.message == "e":
             return 0, -1 - (sum(self.embedding) - self.rank)
-        if len(event.message) > 1 and event.message[1] == "%":
-            number = SLICED * int(event.message[2:])
-            return 2, 2 * self.rank + (event.message[0] == "b") + number
         if event.message[0] in OF_VOCABULARY:
             sender = int(event.message[1:] or self.pp - 1)
             return self._of_vocabulary(event.message[0], sender, self.rank)
-        return 2, 2 * self.rank + (event.message == "b")
+        word, _, number = event.message.partition("%")
+        stage = stage_of(word, self.rank, self.pp, receives=True)
+        return 2, 2 * stage + (word[0] == "b") + SLICED * int(number or 0)
 
     def outgoing(self, op: str) -> MessageNumber:
         """Return the message of a SEND.  It goes to the next (forward) or previous (backward) stage
@@ -142,8 +136,9 @@ class Clock:
             return 0, -1 - self.rank
         if op[0] in OF_VOCABULARY:
             return self._of_vocabulary(op[0], self.rank, int(op[1:]))
-        number = SLICED * int(op[2:]) if op[1:] else 0
-        return (2, 2 * self.rank + (2 if op[0] == "f" else -1) + number)
+        word, _, number = op.partition("%")
+        stage = stage_of(word, self.rank, self.pp, receives=False)
+        return (2, 2 * stage + (2 if word[0] == "f" else -1) + SLICED * int(number or 0))
 
     def _of_vocabulary(self, kind: str, sender: int, receiver: int) -> MessageNumber:
         pairs = OF_VOCABULARY.index(kind) * self.pp + sender
@@ -235,12 +230,7 @@ def simulate(program: Program, seconds: Seconds, *, record: bool = False) -> Sim
         return _advance(rank, clock, code[rank.rank], messages, intervals)
 
     drive(program, clocks, messages, advance)
-    return Simulation(
-        step_s=max(max(clock.free) for clock in clocks),
-        rank_end_s=tuple(max(clock.free) for clock in clocks),
-        stream_busy_s=busy(program, code),
-        intervals=tuple(intervals or ()),
-    )
+    return simulation(program, clocks, code, intervals or ())
 
 
 class Busy(Protocol):
@@ -248,7 +238,14 @@ class Busy(Protocol):
     def busy_s(self) -> tuple[float, ...]: ...
 
 
-def busy(program: Program, code: Sequence[Sequence[Busy]]) -> tuple[tuple[float, ...], ...]:
+def simulation(
+    program: Program,
+    clocks: Sequence[Clock],
+    code: Sequence[Sequence[Busy]],
+    intervals: Iterable[Interval] = (),
+) -> Simulation:
+    """Return the simulation of a program whose ranks have run, from their clocks and their compiled
+    blocks."""
     totals = []
     for rank in program.ranks:
         seconds = [0.0] * len(STREAMS)
@@ -256,7 +253,13 @@ def busy(program: Program, code: Sequence[Sequence[Busy]]) -> tuple[tuple[float,
             for stream, busy_s in enumerate(block.busy_s):
                 seconds[stream] += busy_s * count
         totals.append(tuple(seconds))
-    return tuple(totals)
+    ends = tuple(max(clock.free) for clock in clocks)
+    return Simulation(
+        step_s=max(ends),
+        rank_end_s=ends,
+        stream_busy_s=tuple(totals),
+        intervals=tuple(intervals),
+    )
 
 
 def drive(

@@ -23,6 +23,7 @@ from rematbench.engine.program.action import (
     Kind,
 )
 from rematbench.engine.program.program import Program
+from rematbench.engine.program.storage import STEP
 from rematbench.engine.simulate.beside import Exposed, exposed_shares
 from rematbench.engine.simulate.copy_contention import PieceTraffic, copy_traffic, piece_traffic
 from rematbench.engine.simulate.op_level import (
@@ -43,7 +44,6 @@ DIRECTION: dict[Kind, Direction] = {
 
 
 DENSE_GROUPS: tuple[Group, ...] = ("tp", "cp", "ulysses", "dp", "pp", "replica")
-"""The groups of models without experts."""
 
 
 class ActionCosts:
@@ -194,8 +194,6 @@ class ActionCosts:
         return (groups, sends)
 
     def _kernels_s(self, action: Action, rank: int) -> float:
-        """Seconds of a compute action, cached for all layers and micro-batches, and for all ranks
-        unless a collective overlaps the action."""
         overlaps, rows = action.exchange.overlaps, action.rows
         where = (action.part.letter, action.variant, action.op, rank if overlaps else -1)
         key = (action.kind, *where, overlaps, rows.fraction * rows.columns, rows.fraction)
@@ -246,7 +244,9 @@ class ActionCosts:
             other = int(action.op[1:])
             return self.cost.p2p_s(action.nbytes, rank, other) if action.nbytes else 0.0
         word = action.op.partition("%")[0]
-        peer = {"f": rank + 1, "b": rank - 1, "tied": sum(ends) - rank}[word]
+        peer = sum(ends) - rank if word == "tied" else rank + STEP[word]
+        if peer == rank:  # its other chunk
+            return 0.0
         shared = action.op != "tied" and not self.problem.layout.sp
         return self.cost.p2p_s(action.nbytes, rank, peer % pp, replicated=shared)
 
@@ -287,7 +287,6 @@ _OTHERS = {
     Kind.SEND: ActionCosts._send_s,
     Kind.OPTIMIZER: ActionCosts._optimizer_s,
 }
-"""The seconds of actions that are neither kernels nor collectives."""
 
 
 Begins = dict[Kind, frozenset[str]]
@@ -339,8 +338,6 @@ def _region_begins(table: OpTable) -> Begins:
 
 
 def _overlapping(op: Op, kind: Kind) -> tuple[Comm | None, ...]:
-    """The collectives that overlap an operator's kernels of a kind; None for an absent
-    collective."""
     match kind:
         case Kind.BACKWARD_INPUT:
             return (op.grad_gather, op.regather)

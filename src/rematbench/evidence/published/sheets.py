@@ -171,6 +171,17 @@ def read_peak_kind(row: Row) -> PeakKind:
     return next((kind for word, kind in KINDS.items() if word in cell), "unstated")
 
 
+def printed_bytes(row: Row) -> dict[Quantity, float]:
+    """The bytes of the fullest GPU that a row prints, by quantity: its peak, reserved bytes in a
+    column of their own, and what its note says (`reserved_mib`, `device_mib`)."""
+    kind, found = read_peak_kind(row), {"reserved": number(row, "peak_reserved_bytes")}
+    for each in ("reserved", "device"):
+        mib = number(row, f"{each}_mib")
+        found[each] = mib * 2**20 if mib else found.get(each)
+    found[kind] = number(row, "peak_device_bytes") or found.get(kind)
+    return {each: nbytes for each in get_args(Quantity) if (nbytes := found.get(each))}
+
+
 def read_peak_rank(row: Row) -> PeakRank:
     """The pipeline rank of a row's peak, by the words of its source."""
     cell = text(row, "peak_kind").lower()

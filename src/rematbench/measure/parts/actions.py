@@ -12,8 +12,7 @@ from rematbench.engine.simulate.seconds import action_seconds
 from rematbench.evaluate.result import evaluate_plan
 from rematbench.host.console import CommandError
 from rematbench.measure.layer_suite import HandCell, LayerSuite, layer_cells
-from rematbench.measure.machine import Machine
-from rematbench.measure.parts.layers import is_on_machine
+from rematbench.measure.parts.layers import Machine, is_on_machine
 from rematbench.measure.predicted_steps import predict, refusal
 from rematbench.measure.records import STEP, ActionSeconds, append_line, one_line
 from rematbench.plan import Plan

@@ -26,7 +26,6 @@ WORKSPACES = 2 * (32 << 20)
 
 SUMMARY = "summary.json"
 PACKAGES_RUN = "the packages run"
-"""The claim on the packages' steps."""
 
 
 class Finding(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -195,8 +194,6 @@ def _bytes(cells: Cells) -> Finding:
 
 
 def _peaks(cells: Cells) -> Finding:
-    """The finding on the allocator's peak against the simulated peak, of the fullest rank of each
-    cell."""
     said = list(cells.lost())
     for name, record in cells.ok().items():
         rank = record.measured.fullest if record.measured else None

@@ -13,9 +13,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from msgspec.structs import replace
+
 from rematbench.host.console import CommandError
+from rematbench.host.gpu_state import GpuState, gpu_state
+from rematbench.inputs.constants import Calibration
 from rematbench.measure.layer_suite import HandCell, LayerSuite, layer_cells
-from rematbench.measure.machine import Machine
 from rematbench.measure.predicted_steps import (
     PREDICTIONS,
     identity,
@@ -27,11 +30,31 @@ from rematbench.measure.records import Turn, append_line, by_cell, one_line, rea
 from rematbench.plan import Plan
 from rematbench.worlds.packages.process import Device
 from rematbench.worlds.records.measured import has_peak_of
+from rematbench.worlds.records.record import provenance
 from rematbench.worlds.records.suite_cells import Cell, problem_of
 
 FEWEST = 3
-"""Smallest number of turns of a method."""
 SEED = 7
+
+
+class Machine:
+    """One device: its name and versions, and its state now."""
+
+    def __init__(self, device: Device) -> None:
+        from rematbench.worlds.torch.devices import smi_name  # noqa: PLC0415  # torch is optional
+        from rematbench.worlds.torch.rank_processes import versions  # noqa: PLC0415
+
+        self.versions = versions(device)
+        self.name = self.versions["device"]
+        self.smi = smi_name() if device == "cuda" else ""
+
+    def state(self) -> GpuState:
+        return gpu_state(self.smi) if self.smi else GpuState()
+
+    def about(self, calibration: Calibration) -> dict[str, Any]:
+        """The fields `gpu` and `provenance` of a line that is written now."""
+        made = replace(provenance(calibration), **self.versions)
+        return {"gpu": self.state(), "provenance": made}
 
 
 class Ratio(NamedTuple):
@@ -126,9 +149,6 @@ def is_on_machine(cell: Cell, machine: Machine) -> bool:
 
 
 class TurnLog:
-    """The turns so far, on disk and in memory, including turns of an earlier run on the same
-    device."""
-
     def __init__(self, folder: Path, machine: Machine, cells: Iterable[Cell]) -> None:
         """CommandError if the turns of `cells` have another device, constants or plans."""
         self.folder, self.machine = folder, machine

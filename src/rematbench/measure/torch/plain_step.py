@@ -16,7 +16,7 @@ from torch.autograd.graph import save_on_cpu
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
-from rematbench.measure.hand_written import Means
+from rematbench.measure.records import Means
 from rematbench.worlds.torch import arithmetic
 from rematbench.worlds.torch.parameters import AdamW
 from rematbench.worlds.torch.rank_model import NotExecutable, RankModel

@@ -15,7 +15,7 @@ import torch
 
 from rematbench.engine.lowering.lower import lower
 from rematbench.host.gpu_state import GpuState
-from rematbench.measure.hand_written import Means
+from rematbench.measure.records import Means
 from rematbench.measure.torch.plain_step import PlainLoop
 from rematbench.plan import Plan
 from rematbench.problem import Problem

@@ -29,7 +29,7 @@ def saved_layer_bytes(problem: Problem, plan: Plan) -> Values:
     """Bytes that the first chunk's layers save for one micro-batch on one rank. `kept_bytes` counts
     all kept tensors, `kept_tensor_bytes` only those with a gradient (no row statistics, no masks),
     as published formulas do."""
-    ops = ChunkOps(problem, 0, 0, plan.partition[0][0])
+    ops = ChunkOps.of_plan(problem, plan, 0, 0)
     fates, _ = resolve(plan, ops.sites, "warmup", 0)
     tensors = ops.sites.sites
     own = {site: fate for site, fate in fates.items() if site[0] == "layer"}

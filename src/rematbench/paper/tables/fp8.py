@@ -13,6 +13,7 @@ INPUTS = {"cells": "results/paper/tables/predictions.csv"}
 JOB = ("source", "system", "gpu", "model", "gpus", "seq_len", "global_batch", "recompute")
 """The columns of a job that twins share; their layouts may differ, and a source's choice of one
 counts with the recipe."""
+PEAK = "peak_device_bytes"
 LAYOUT = ("tp", "cp", "pp")
 Row = Mapping[str, Any]
 
@@ -23,20 +24,24 @@ def build(cells: Path) -> Table:
 
 def fp8_table(rows: Iterable[Row]) -> Table:
     """A line for each model, GPU, stack and recipe: the mean gain over twins, published and ours,
-    and the mean error of the speed in FP8."""
+    the mean error of the speed in FP8, and where both twins print a peak the mean ratio of their
+    bytes, published and ours."""
     timed = [row for row in rows if row[SPEED] and row[f"pred_{SPEED}"]]
     twins = {tuple(row[k] for k in JOB): row for row in timed if row["precision"] == "bf16"}
-    found: dict[tuple[str, ...], list[tuple[float, float, float]]] = {}
+    found: dict[tuple[str, ...], list[tuple[float | None, ...]]] = {}
     for row in timed:
         twin = twins.get(tuple(row[key] for key in JOB))
         if twin is None or row["precision"] == "bf16":
             continue
-        theirs, ours = (float(row[k]) / float(twin[k]) for k in (SPEED, f"pred_{SPEED}"))
+        theirs, ours, *held = (
+            float(row[k]) / float(twin[k]) if row[k] and twin[k] else None
+            for k in (SPEED, f"pred_{SPEED}", PEAK, f"pred_{PEAK}")
+        )
         other = any(row[key] != twin[key] for key in LAYOUT)
         names = (row["model"], row["gpu"], row["system"], row["precision"])
         error = abs(float(row[f"pred_{SPEED}"]) / float(row[SPEED]) - 1.0)
         place = (*names, "in another layout" if other else "")
-        found.setdefault(place, []).append((theirs, ours, error))
+        found.setdefault(place, []).append((theirs, ours, error, *held))
     return table_of(
         "fp8",
         (
@@ -44,8 +49,8 @@ def fp8_table(rows: Iterable[Row]) -> Table:
                 **dict(zip(("model", "gpu", "system", "precision", "twin"), place, strict=True)),
                 "rows": len(values),
                 **{
-                    key: fmean(one[index] for one in values)
-                    for index, key in enumerate(("published", "ours", "error"))
+                    key: fmean(own) if (own := [n for one in values if (n := one[at])]) else None
+                    for at, key in enumerate(("published", "ours", "error", "held", "ours_held"))
                 },
             }
             for place, values in sorted(found.items())

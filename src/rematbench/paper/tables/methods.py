@@ -10,7 +10,7 @@ from rematbench.host.console import CommandError
 from rematbench.paper.sheet.table import Table, sheet, table_of
 from rematbench.plugins.discover import discover
 from rematbench.plugins.registry import IDENTITY
-from rematbench.worlds.records.record import Metrics, Record, read_records
+from rematbench.worlds.records.record import Record, read_records
 from rematbench.worlds.records.suite import label_key, labels, load_suite
 
 INPUTS = {
@@ -29,16 +29,12 @@ def build(suite: Path, records: list[Path]) -> list[Table]:
         raise CommandError(f"no record (*.json) below {', '.join(map(str, records))}")
     return [
         method_table(found, labels(load_suite(suite), discover())),
-        sheet("runs", run_lines(found)),
+        sheet("runs", [_run_line(problem, record) for problem, record in found]),
     ]
 
 
-def run_lines(records: Sequence[tuple[str, Record]]) -> list[Line]:
-    """The lines of runs.csv: each run's spec, status and numbers of the first measured repeat."""
-    return [_run_line(problem, record) for problem, record in records]
-
-
 def _run_line(problem: str, record: Record) -> Line:
+    """A line of runs.csv: the run's spec, status and numbers of the first measured repeat."""
     spec = record.spec
     head: Line = {
         "run_id": record.run_id,
@@ -73,11 +69,9 @@ def _speed(record: Record) -> Line:
     measured = [repeat for repeat in record.repeats if not repeat.warmup]
     if not measured:
         return {}
-    return {key: value for key, value in _metrics(measured[0]).items() if key != "warmup"}
-
-
-def _metrics(metrics: Metrics) -> Line:
-    return msgspec.structs.asdict(metrics)
+    return {
+        key: value for key, value in msgspec.structs.asdict(measured[0]).items() if key != "warmup"
+    }
 
 
 def _blank(value: int | None) -> int | str:
@@ -116,7 +110,7 @@ def _method_line(
     if not record.repeats:
         return line
     own = record.repeats[0]
-    line |= _metrics(own) | {"slow": own.step_s}
+    line |= msgspec.structs.asdict(own) | {"slow": own.step_s}
     if base is not None and base.repeats:
         line["freed_bytes"] = base.repeats[0].peak_device_bytes - own.peak_device_bytes
         line["slowdown"] = own.step_s / base.repeats[0].step_s - 1

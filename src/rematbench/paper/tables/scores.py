@@ -46,7 +46,7 @@ from rematbench.evidence.job_evidence import (
     left_out_cells,
     out_of_source,
 )
-from rematbench.evidence.peaks import in_words
+from rematbench.evidence.peaks import in_words, left_free
 from rematbench.evidence.published.derived import BESIDE, PUBLISHED
 from rematbench.evidence.published.sheets import Quantity, Row, number, read_predicted
 from rematbench.evidence.quantiles import LEVEL, Errors, quantile
@@ -54,13 +54,14 @@ from rematbench.evidence.user_fit import DRAWS, calibrated
 from rematbench.inputs.constants import Calibration
 from rematbench.inputs.kernel_rates import fitted_parameters
 from rematbench.inputs.load import calibration as shipped_calibration
-from rematbench.paper.sheet.table import Table, percent, table_of, whole
+from rematbench.paper.sheet.table import Table, declared, percent, table_of, whole
 
 INPUTS = {"predictions": "results/paper/tables/predictions.csv"}
 READS = (
     "config/accuracy.yaml",
     "config/left_out.csv",
     "config/left_out_experts.csv",
+    "config/left_out_bytes.csv",
     "results/published/offloaded_states.csv",
 )
 TABLES = (
@@ -74,21 +75,6 @@ TABLES = (
     "promises",
     "regret",
 )
-READ = (
-    "Errors cover predictions only, not fitted cells; n counts the others. sibling: constants were "
-    "fitted to other cells of the source, not to these. floor: one constant MFU fitted to the same "
-    "cells as the model. left out: mean error when the constants are refitted without this source "
-    "(- where not refitted)."
-)
-
-REACH = (
-    "Of these a step reads the ones of fused attention, the bytes of norms and RoPE with the HBM "
-    "rate they run at, for attention of eager operators its passes and its GEMMs, and, by "
-    "calibration.yaml, Blackwell's GEMMs; those of other GEMMs, activations, losses, copies, "
-    "collectives and overlap are kept as evidence."
-)
-
-
 NOTHING, ALL = "nothing", "all rows"
 KINDS = (NOTHING, "stack", "generation", "scale", "context", "mechanism", ALL)
 
@@ -105,11 +91,13 @@ def build(predictions: Path) -> list[Table]:
 def how_to_read(calibration: Calibration) -> str:
     """The note of the accuracy table: the meaning of its columns, and the numbers of constants and
     kernel parameters that are fitted."""
+    note = declared().tables["accuracy_by_source"].note
+    return note.format(**_fitted(calibration), means="").strip()
+
+
+def _fitted(calibration: Calibration) -> dict[str, Any]:
     kernels = sum(fitted_parameters(calibration.kernels).values())
-    return (
-        f"{READ} Of all constants {len(calibration.fitted)} are fitted to published steps; "
-        f"{kernels} parameters are fitted to published rates of kernels, and saw no step. {REACH}"
-    )
+    return {"fitted": len(calibration.fitted), "kernels": kernels}
 
 
 def score_tables(
@@ -149,24 +137,13 @@ def out_of_source_means(left_out: Mapping[str, float], unseen: Sequence[Row]) ->
 def accuracy_table(report: Report, calibration: Calibration, unseen: Sequence[Row] = ()) -> Table:
     """One line per group of cells whose metric has errors (not verdicts or regrets)."""
     left_out = {one.name: one.left_out for one in report.groups if one.left_out is not None}
-    means = [out_of_source_means(left_out, unseen)] if left_out and unseen else []
+    means = out_of_source_means(left_out, unseen) if left_out and unseen else ""
     rows = [
-        {
-            "name": group.name,
-            "n": group.cells,
-            **group.splits,
-            "constants": group.constants,
-            "mean": group.mean,
-            "median": group.median,
-            "max": group.max,
-            "floor": group.floor,
-            "left_out": group.left_out,
-            "status": group.status,
-        }
+        {**asdict(group), **group.splits, "n": group.cells, "status": group.status}
         for group in report.groups
         if group.metric not in ("verdict", "regret")
     ]
-    return table_of("accuracy_by_source", rows, read=" ".join((how_to_read(calibration), *means)))
+    return table_of("accuracy_by_source", rows, **_fitted(calibration), means=means)
 
 
 def promise_table(report: Report) -> Table:
@@ -203,7 +180,7 @@ def verdict_table(verdicts: Verdicts) -> Table:
         cells=verdicts.cells,
         always_fits=percent(verdicts.always_fits),
         tight=verdicts.tight,
-        margin=in_words(),
+        free=left_free(),
         of_oom=_of_oom(verdicts),
     )
 

@@ -64,11 +64,7 @@ def build(
         found = (record for _, record in read_records(paths))
         ran[world] = [set(r.spec.method.split("+")) for r in found if r.status == "ok"]
     groups, rows = read_sheet(accuracy), read_sheet(claims)
-    return systems_table([_row(system, ran, groups, rows, label) for system in systems])
-
-
-def systems_table(rows: Sequence[Row]) -> Table:
-    return table_of("systems", rows)
+    return table_of("systems", [_row(system, ran, groups, rows, label) for system in systems])
 
 
 def _row(

@@ -151,7 +151,7 @@ def fates(problem: Problem, plan: Plan) -> Table:
 
 def _chunk_fates(problem: Problem, plan: Plan, rank: int, chunk: int) -> Table:
     table: Table = {}
-    sites = ChunkOps(problem, rank, chunk, plan.partition[rank][chunk]).sites
+    sites = ChunkOps.of_plan(problem, plan, rank, chunk).sites
     for phase in PHASES:
         found, _ = resolve(plan, sites, phase, 0)
         table |= {(rank, chunk, phase, *site): _plain(fate) for site, fate in found.items()}

@@ -32,7 +32,6 @@ from rematbench.worlds.records.record import Record, RunSpec, decode_record, pro
 
 STARTUP_S = 120.0
 SHOWN_LINES = 100
-"""Lines that are shown from the end of a failed process's standard error."""
 Device = Literal["cpu", "cuda"]
 
 

@@ -16,7 +16,6 @@ from rematbench.inputs.paths import data_dir
 PACKAGE = Path(__file__).resolve().parents[2]
 BASELINES = data_dir("baselines")
 SIMULATED = ("rematbench.evaluate.result", "rematbench.worlds.records.record")
-"""The root modules of a simulated record."""
 
 LOADS_BY_NAME = "rematbench.worlds.packages.process"
 """The module that loads plans and stacks of baselines by path: no import statement names them."""

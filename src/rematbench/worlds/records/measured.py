@@ -17,7 +17,6 @@ from rematbench.inputs.cluster import Cluster
 from rematbench.problem import Problem
 
 TIMED_STEPS = 3
-"""Default number of timed steps of a run on GPUs."""
 BOUNDS = {"fp64": 1e-10, "fp32": 1e-5, "bf16": 1e-2}
 """Norm-wise relative errors that rounding alone may cause (docs/executed.md, the gradient law)."""
 OF_CUDA = ("allocated_bytes", "reserved_bytes", "pinned_bytes")

@@ -16,7 +16,7 @@ from msgspec import Struct
 from msgspec.structs import FieldInfo, asdict, fields, replace
 
 import rematbench
-from rematbench.engine.lowering.blocks.chunk_ops import ChunkFacts, ChunkOps
+from rematbench.engine.lowering.blocks.chunk_ops import ChunkOps
 from rematbench.engine.lowering.blocks.fates import PHASES, resolve
 from rematbench.evaluate.evaluation import RankBytes
 from rematbench.evaluate.result import Result, Status
@@ -219,8 +219,8 @@ def plan_hash(problem: Problem, plan: Plan) -> str:
     differ only in addresses, because no executor of rematbench sets addresses."""
     table = []
     for rank, chunks in enumerate(plan.partition):
-        for chunk, layers in enumerate(chunks):
-            sites = ChunkOps(problem, rank, chunk, layers, ChunkFacts(cuts=plan.cuts)).sites
+        for chunk in range(len(chunks)):
+            sites = ChunkOps.of_plan(problem, plan, rank, chunk).sites
             for phase in PHASES:
                 fates, _ = resolve(plan, sites, phase, 0)
                 table.append([[*site, fate] for site, fate in fates.items()])

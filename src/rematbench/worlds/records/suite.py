@@ -55,9 +55,6 @@ class NamedProblem(Job, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Variant(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A composition, or a method with its own parameters, on all problems or on the named
-    problems."""
-
     method: str
     name: str = ""
     settings: dict[str, Any] = {}

@@ -30,7 +30,6 @@ from rematbench.worlds.records.suite import NamedProblem, Suite, Variant, read_s
 from rematbench.worlds.slurm.settings import Center, load_center
 
 OURS = "rematbench"
-"""The engine's name of our executor."""
 
 OVERHEAD_MINUTES = 5
 """Minutes of an allocation's time limit for first imports from a cold file system."""
@@ -195,8 +194,6 @@ class Campaign:
         return self.suite.steps + warmup + TIMED_STEPS
 
     def words(self, cell: CampaignCell) -> list[str]:
-        """The arguments of the rematbench command that each process of a cell runs, without
-        `--out` and `--timeout`."""
         words = [*cell.variant.to_arguments(cell.spec), "--steps", str(self.suite.steps)]
         if self.is_baseline(cell):
             return ["baseline", "run", *words, "--warmup", str(self.suite.warmup)]

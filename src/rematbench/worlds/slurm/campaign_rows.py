@@ -29,7 +29,6 @@ COLUMNS = (
     *("peak_host_bytes", "offload_bytes", "recompute_flop"),
     *("simulated_step_s", "simulated_peak_bytes", "step_error_percent", "peak_error_percent"),
 )
-"""Columns of a cell's row; an unknown value is empty."""
 REFERENCE_COLUMNS = ("against", "first_loss_error", "first_norm_error", "alike")
 
 

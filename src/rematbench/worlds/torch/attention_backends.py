@@ -41,9 +41,6 @@ Heads = Tensor
 
 
 class Shape(NamedTuple):
-    """One rank's attention: batch, query rows per sequence, heads, KV heads, head_dim, and the
-    columns of a head of values."""
-
     batch: int
     rows: int
     heads: int

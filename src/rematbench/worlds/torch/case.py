@@ -27,7 +27,6 @@ OUT_OF_MEMORY_TEXTS = (
     "CUBLAS_STATUS_ALLOC_FAILED",
     "Cuda failure 2 'out of memory'",  # NCCL's buffers
 )
-"""Texts of RuntimeErrors that mean out of memory."""
 
 
 class NotFinite(ArithmeticError):

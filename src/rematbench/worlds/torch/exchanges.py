@@ -22,9 +22,9 @@ from rematbench.costs.operators.ops import Activation
 from rematbench.engine.lowering.slices import MARK
 from rematbench.engine.program.action import COMPUTE, Action, Kind
 from rematbench.engine.program.program import Program
-from rematbench.engine.program.storage import ModelPart, Storage
+from rematbench.engine.program.storage import STEP, ModelPart, Storage, stage_of
 from rematbench.inputs.layout import Layout
-from rematbench.worlds.torch.groups import STEP, Channel, Group, Groups
+from rematbench.worlds.torch.groups import Channel, Group, Groups
 from rematbench.worlds.torch.parameters import Parameter
 from rematbench.worlds.torch.rank_model import RankModel
 from rematbench.worlds.torch.storages import Memory, Span, Value
@@ -80,8 +80,6 @@ class Exchanges:
         the output stays, otherwise the stream's own pool, for a tensor that is dropped once the
         collective is issued."""
         return self.streams.storage_pool() if stays else nullcontext()
-
-    # -- activations ------------------------------------------------------------------------------
 
     def all_gather(self, action: Action, span: Span) -> None:
         """Gather the rows of every rank of the group; several tensors into one buffer; or what each
@@ -235,8 +233,6 @@ class Exchanges:
                 rows = self.memory[span.key(storage)].view(span.first, span.size)
                 self.streams.run(action.stream, partial(group.all_reduce, rows))
 
-    # -- states -----------------------------------------------------------------------------------
-
     def _of_states(self, action: Action) -> bool:
         """Whether an action sums gradients or gathers weights over the ranks that share states."""
         comm = action.exchange.comm
@@ -358,7 +354,7 @@ class Message(NamedTuple):
 def message(layout: Layout, stage: int, action: Action, span: tuple[int, int]) -> Message:
     """The message of a SEND or RECV on a stage, for a (micro-batch, chunk). Its tag follows from
     the micro-batch and the virtual stage of the receiver; the gradient of a shared embedding takes
-    the closing links of the rings."""
+    the closing links of the rings. A message to the rank's other chunk takes no channel."""
     pp, (micro_batch, chunk) = layout.pp, span
     sends = action.kind is Kind.SEND
     if action.op == "tied":
@@ -367,10 +363,12 @@ def message(layout: Layout, stage: int, action: Action, span: tuple[int, int]) -
     word, _, number = action.op.partition(MARK)
     if number:
         micro_batch = micro_batch * MOST_SLICES + int(number)
-    here, step = chunk * pp + stage, STEP[word]
-    sender, receiver = (here, here + step) if sends else (here - step, here)
-    tag = 2 + (micro_batch * layout.num_chunks + receiver) * 2 + (word == "b")
-    return Message(Channel(word, sender % pp, receiver % pp), tag)
+    step, back = STEP[word], word[0] == "b"
+    receiver = chunk * pp + stage_of(word, stage, pp, receives=not sends)
+    receiver += (-1 if back else 1) * sends
+    tag = 2 + (micro_batch * layout.num_chunks + receiver) * 2 + back
+    ends = (stage, stage + step) if sends else (stage - step, stage)
+    return Message(Channel("f" if step > 0 else "b", ends[0] % pp, ends[1] % pp), tag)
 
 
 def _messages(program: Program, layout: Layout, kind: Kind) -> Iterator[Message]:
@@ -408,6 +406,7 @@ class Messages:
         self.pending: list[PendingMessage] = []
         self.callbacks: list[Callable[[], object]] = []
         self.posted: list[tuple[dist.Work, Tensor]] = []
+        self.turning: dict[int, tuple[Tensor, Mark]] = {}  # to this rank's other chunk, by tag
         self.tied = model.parameters.get("embedding.weight")
         exchanged = model.place.pp in (model.problem.embedding_ranks or ())
         self.arrival: Tensor | None = None
@@ -433,7 +432,10 @@ class Messages:
             self._send_tied(found)
             return
         data = self.memory[span.key(action.reads[0])].data
-        if self.groups.buffered:
+        if found.channel.sender == found.channel.receiver:
+            with _disable_current_modes():  # transport memory, as of `_post`
+                self.turning[found.tag] = data.clone(), self.streams.mark(action.stream)
+        elif self.groups.buffered:
             self._post(data, found)
         else:
             self._begin(found, self._send(data, found))
@@ -469,7 +471,13 @@ class Messages:
             return
         columns = action.nbytes // (span.size * self.model.dtype.itemsize)
         data = torch.empty(span.size, columns, dtype=self.model.dtype, device=self.model.device)
-        self._receive(data, self._message(action, span))
+        found = self._message(action, span)
+        if found.tag in self.turning:
+            copy, mark = self.turning.pop(found.tag)
+            self.streams.wait(action.stream, mark)
+            self.streams.run(action.stream, partial(data.copy_, copy), data)
+        else:
+            self._receive(data, found)
         rows = Value(data, span.first, span.size)
         self.memory.put(span.key(action.allocs[0].storage), rows)
 

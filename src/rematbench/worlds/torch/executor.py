@@ -97,8 +97,6 @@ class Executor:
         own = [*self.slots.arenas.values(), *self.messages.states(), self.loss]
         return [*self.model.states(), *own]
 
-    # -- walk -------------------------------------------------------------------------------------
-
     def run_step(self) -> float:
         """Run one optimizer step over the model's micro-batches; return this rank's part of the
         loss."""
@@ -190,8 +188,6 @@ class Executor:
             raise ExecutionError(f"waits for {event}, but no action records it")
         self.streams.wait(action.stream, mark)
 
-    # -- operators --------------------------------------------------------------------------------
-
     def _call(self, action: Action, span: Span, operands: Operands) -> Call:
         tensors: dict[str, Tensor] = {}
         for name, storage, whole in operands.reads:
@@ -241,8 +237,6 @@ class Executor:
             self._finish_loss(call, action.reads[0], span, action.stream)
         else:
             self.exchanges.all_reduce(action, span)
-
-    # -- backward ---------------------------------------------------------------------------------
 
     def _backward_call(self, action: Action, span: Span, operands: Operands) -> Call:
         values = [self.memory[span.key(name)] for name in operands.incoming]

@@ -23,6 +23,7 @@ from torch import Tensor
 from rematbench.costs.collectives import degrees, group_ranks
 from rematbench.costs.operators.ops import STREAMS_OF
 from rematbench.costs.operators.ops import Group as GroupName
+from rematbench.engine.program.storage import STEP
 from rematbench.inputs.layout import Layout
 
 RELEASE_S = 1.0
@@ -163,10 +164,6 @@ def run_and_release(call: Callable[..., object], *tensors: Tensor) -> None:
         time.sleep(0)
 
 
-STEP = {"f": 1, "b": -1}
-"""How many stages ahead the messages of a direction go."""
-
-
 class Channel(NamedTuple):
     """The channel for messages in one direction from one stage of a pipeline to another."""
 
@@ -179,8 +176,8 @@ def channels(stages: int) -> list[Channel]:
     """Every channel of a pipeline: both rings with their closing links. Interleaved chunks and a
     shared embedding use the closing links."""
     return [
-        Channel(direction, stage, (stage + step) % stages)
-        for direction, step in STEP.items()
+        Channel(direction, stage, (stage + STEP[direction]) % stages)
+        for direction in "fb"
         for stage in range(stages)
         if stages > 1
     ]

@@ -118,8 +118,6 @@ class Movers:
         self.offload_bytes = 0
 
     def alloc(self, action: Action, span: Span) -> None:
-        """Allocate a tensor that is written piece by piece, or a gradient that is summed piece by
-        piece."""
         if action.op == "gradients":
             self._alloc_gradients(action, span)
             return
@@ -162,8 +160,6 @@ class Movers:
         if unit is None:  # the chunk's output is the input of the layer after its last
             return self.model.chunks[span.chunk].boundary
         return unit.table.activations[storage.tensor]
-
-    # -- parts ------------------------------------------------------------------------------------
 
     def split(self, action: Action, span: Span) -> None:
         """Copy out the kept and offloaded parts: rows if the rest is rebuilt, otherwise bytes."""
@@ -219,8 +215,6 @@ class Movers:
         held = _rows_held(parts)
         if held != whole.count:
             raise ExecutionError(f"{name}: parts hold {held} of {whole.count} rows")
-
-    # -- host -------------------------------------------------------------------------------------
 
     def to_host(self, action: Action, span: Span) -> None:
         """Offload a storage into the host pool, or copy the gradients of a host update there."""

@@ -25,7 +25,6 @@ COLUMNS = (
 """The column-parallel operators, and the projections to few columns, which no rank splits: each
 output has its own weight, so that none is a view."""
 ROWS = ("proj", "fc2", "shared_fc2", "memory_proj")
-"""The row-parallel operators."""
 NORMS = (
     *("attn_norm", "mlp_norm", "post_attn_norm", "post_mlp_norm", "final_norm"),
     *("q_latent_norm", "kv_latent_norm", *HEAD_NORMS),
@@ -273,8 +272,6 @@ def _low_gradients(call: Call, gradients: Iterable[tuple[str, Tensor]]) -> Tenso
 
 
 def _add_weight_gradient(call: Call, name: str, grad: Tensor) -> None:
-    """Add the gradient of a linear's weight and bias, or of its adapter's B, from that of its
-    output."""
     if low := _adapter(call, name):
         arithmetic.add_weight_gradient(call.parameter(f"{low}.b").grad, grad, call.tensors[low])
     if not call.parameter(name).spec.trained:

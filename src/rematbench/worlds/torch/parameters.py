@@ -26,7 +26,6 @@ from rematbench.worlds.torch.arithmetic import fused, wide
 
 INIT_STD = 0.05
 HEAD_NORMS = ("q_norm", "k_norm")
-"""The norms over each head of queries and keys."""
 PIECE = 1 << 22
 """Elements of a gradient that are widened at one time."""
 
@@ -72,7 +71,6 @@ whole step of its weight."""
 
 
 ALL = Trained()
-"""Everything trains."""
 
 
 def unit_specs(
@@ -206,8 +204,6 @@ def _attention_specs(model: Model, prefix: str) -> dict[str, ParameterSpec]:
 
 
 def _latent_specs(model: Model, given: Latent, prefix: str) -> dict[str, ParameterSpec]:
-    """The projections of latent attention: those to few columns, which each rank has whole, with
-    their norms, and those up to heads."""
     specs: dict[str, ParameterSpec] = {}
     down = {"q_latent": given.q_rank} if given.q_rank else {}
     for local, width in (down | {"kv_latent": given.kv_rank, "k_rope": given.rope}).items():

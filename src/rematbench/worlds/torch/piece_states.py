@@ -19,7 +19,6 @@ from rematbench.worlds.torch.storages import ExecutionError, Memory, Span, Value
 from rematbench.worlds.torch.streams import Streams
 
 STATES = 3
-"""Master weights and two moments."""
 
 
 class Range(NamedTuple):

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from rematbench.costs.operators.launches import COUNTS
 from rematbench.costs.operators.ops import Activation
-from rematbench.engine.lowering.blocks.chunk_ops import ChunkFacts, ChunkOps, Unit
+from rematbench.engine.lowering.blocks.chunk_ops import ChunkOps, Unit
 from rematbench.engine.program.storage import ModelPart
 from rematbench.inputs.shapes import Shapes, shapes
 from rematbench.plan import Plan
@@ -38,9 +38,7 @@ DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 WIDE = ("lse", "permuted_probs", "dispatched_probs", "expert_probs")
-"""Statistics and probabilities."""
 SAVED = {"loss": "loss_saved", "predict_loss": "predict_loss_saved"}
-"""What each loss saves."""
 OF_BYTES = ("router_scores", "permutation")
 """Tensors whose rows are fields of several types (`experts.py`)."""
 
@@ -76,12 +74,10 @@ class RankModel:
         self.kind = problem.workload.model
         self.dtype = DTYPES[problem.workload.precision]
         lay, stage = problem.layout, place.pp
-        layers = plan.partition[stage]
         self.slice_ends = (0, *accumulate(plan.slices)) if len(plan.slices) > 1 else ()
         self.update_in_backward = plan.state("optimizer").update == "backward"
         self.optimizer_on_host = plan.state("optimizer").home == "host"
-        facts = ChunkFacts(held=plan.held, cuts=plan.cuts)
-        self.chunks = [ChunkOps(problem, stage, c, layers[c], facts) for c in range(lay.vpp)]
+        self.chunks = [ChunkOps.of_plan(problem, plan, stage, c, plan.held) for c in range(lay.vpp)]
         self.units = [{u.prefix: u for u in chunk.units} for chunk in self.chunks]
         order = problem.system.parallel.rank_order
         self.sharing = Sharing.of(plan, lay, state_rank(lay, order, place))

@@ -19,7 +19,7 @@ from typing import Literal, cast
 import torch
 import torch.distributed as dist
 
-from rematbench.engine.lowering.blocks.chunk_ops import ChunkFacts, ChunkOps
+from rematbench.engine.lowering.blocks.chunk_ops import ChunkOps
 from rematbench.host.files import scratch
 from rematbench.host.memory import free_bytes
 from rematbench.host.ranks import error_of_job, run_ranks
@@ -78,11 +78,10 @@ def initialization_bytes(case: Case) -> int:
 
 def _specs(case: Case, stage: int) -> list[ParameterSpec]:
     problem, plan = case.problem, case.plan
-    facts = ChunkFacts(held=plan.held, cuts=plan.cuts)
     places = [
         (unit.table.part, unit.layer)
-        for number, layers in enumerate(plan.partition[stage])
-        for unit in ChunkOps(problem, stage, number, layers, facts).units
+        for number in range(problem.layout.vpp)
+        for unit in ChunkOps.of_plan(problem, plan, stage, number, plan.held).units
     ]
     model = problem.workload.model
     held = range(model.experts.count // problem.layout.ep) if model.experts else None

@@ -12,7 +12,6 @@ from rematbench.engine.program.storage import Slot, Storage
 from rematbench.worlds.torch.streams import Mark
 
 Key = tuple[Storage, int, int]
-"""(storage, micro-batch, chunk)."""
 
 
 class Span(NamedTuple):

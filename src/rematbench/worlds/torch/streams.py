@@ -138,7 +138,6 @@ class StreamContext(AbstractContextManager[object]):
 
 
 CUDA_STREAMS: dict[tuple[torch.device, Hashable], torch.cuda.Stream] = {}
-"""The CUDA streams of this process, by device and name."""
 
 
 def named_stream(device: torch.device, name: Hashable) -> torch.cuda.Stream:

@@ -31,27 +31,26 @@ from rematbench.plan import MiniSequence, Phase, Plan, PlanError, Transfers
 from rematbench.problem import Problem, head_parameters
 
 MAX_RECENT_FATES = 64
-"""The most results of `ChunkOps.fates` that a problem keeps."""
 
 ChunkFates = tuple[Fates, frozenset[int]]
-"""The fates of a chunk's sites, and the rules that matched a site."""
 
 
 class ChunkFacts(NamedTuple):
     """The facts of a plan that change a chunk's units.  `shares`: its rank has a share of the
     vocabulary, in passes of their own.  `backward_next`: each forward is followed by its own
-    backward."""
+    backward.  `turns`: chunks turn at the last rank."""
 
     mini_sequences: tuple[MiniSequence, ...] = ()
     held: tuple[str, ...] = ()
     cuts: tuple[int, ...] = ()
     shares: bool = False
     backward_next: bool = False
+    turns: bool = False
 
     @classmethod
     def of(cls, plan: Plan) -> "ChunkFacts":
         """The facts that do not depend on the order of passes."""
-        return cls(plan.mini_sequences, plan.held, plan.cuts)
+        return cls(plan.mini_sequences, plan.held, plan.cuts, turns=plan.turns)
 
 
 PLAIN = ChunkFacts()
@@ -99,6 +98,13 @@ class ChunkEnds(NamedTuple):
     wide_out: bool = False
     cut: bool = False
     local: bool = False
+    before: str = ""
+    after: str = ""
+
+    def word(self, direction: str, *, receives: bool = False) -> str:
+        """The word of a message of the chunk (see `engine/program/storage.py:STEP`), whose marks
+        are `before` at its input and `after` at its output."""
+        return direction + (self.before if (direction == "f") == receives else self.after)
 
 
 class ChunkOps:
@@ -113,11 +119,12 @@ class ChunkOps:
         facts: ChunkFacts = PLAIN,
     ) -> None:
         self.facts = facts
-        self.mini_sequences, self.held, cuts, self.shares, self.backward_next = facts
+        self.mini_sequences, self.held, cuts, self.shares, self.backward_next, turns = facts
+        self.turns = turns
         pp, vpp = problem.layout.pp, problem.layout.vpp
         self.problem, self.stage, self.chunk, self.layers = problem, stage, chunk, layers
         self.first = stage == 0 and chunk == 0
-        self.last = stage == pp - 1 and chunk == vpp - 1
+        self.last = chunk == vpp - 1 and stage == (0 if turns else pp - 1)
         virtual = chunk * pp + stage
         self.cut, self.local = virtual in cuts, virtual + 1 in cuts
         self._logits = True
@@ -164,6 +171,14 @@ class ChunkOps:
             found = problem.chunks[key] = cls(weak, *key)
         return found
 
+    @classmethod
+    def of_plan(
+        cls, problem: Problem, plan: Plan, rank: int, chunk: int, held: tuple[str, ...] = ()
+    ) -> "ChunkOps":
+        """Return a chunk of a plan, with its own tensors."""
+        facts = ChunkFacts(held=held, cuts=plan.cuts, turns=plan.turns)
+        return cls(problem, rank, chunk, plan.partition[rank][chunk], facts)
+
     def of_layers(self, places: Sequence[int]) -> "ChunkOps":
         layers = tuple([self.layers[place] for place in places])
         return ChunkOps.of(self.problem, self.stage, self.chunk, layers, self.facts)
@@ -176,7 +191,8 @@ class ChunkOps:
     def shape(self) -> tuple[object, ...]:
         """The facts that determine the chunk's blocks.  Chunks of equal shape have equal blocks."""
         units = tuple((u.prefix, u.variant) for u in self.units)
-        return (self.first, self.last, self.backward_next, self.shares, units, self.cut, self.local)
+        of_plan = self.shares, units, self.cut, self.local, *self._marks
+        return (self.first, self.last, self.backward_next, *of_plan)
 
     @property
     def input(self) -> Storage:
@@ -212,7 +228,17 @@ class ChunkOps:
         return ChunkEnds(
             *(self.first, self.last, self.output, self.input, back),
             *(wide_in, self.predicts is not None, self.cut, self.local),
+            *self._marks,
         )
+
+    @property
+    def _marks(self) -> tuple[str, str]:
+        """The marks of the messages at its input and at its output."""
+        if not self.turns:
+            return "", ""
+        at_last = self.stage == self.problem.layout.pp - 1
+        back = "^" if self.chunk else ""
+        return "@" if at_last and self.chunk else back, "@" if at_last and not self.chunk else back
 
     def storage(self, unit: Unit, activation: str) -> Storage:
         """Return the storage of an activation.  A layer's output is the next layer's input."""
@@ -311,8 +337,6 @@ class ChunkOps:
         }
 
     def run_of(self, unit: Unit, activation: str) -> MiniRun | None:
-        """Return the mini-sequence run inside which an activation exists only in pieces, or
-        None."""
         if not self.mini_sequences:
             return None
         return self._run_of[unit.table.part, unit.variant].get(activation)

@@ -54,7 +54,6 @@ class Resolved(Struct, frozen=True, array_like=True, gc=False):
 
 
 Fates = dict[Site, Resolved]
-"""The fate of each saved tensor of a chunk."""
 
 
 class ChunkPlace(Struct, frozen=True, kw_only=True):

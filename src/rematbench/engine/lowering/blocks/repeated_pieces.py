@@ -9,7 +9,6 @@ from rematbench.engine.program.storage import Storage
 from rematbench.engine.program.template import PiecePeriods
 
 Frees = dict[int, list[Storage]]
-"""The tensors that are freed after an action, by the action's index."""
 
 
 class Position(NamedTuple):

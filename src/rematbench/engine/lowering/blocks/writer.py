@@ -151,8 +151,6 @@ class BlockWriter:
         rows: Rows = WHOLE,
         overlaps: str = "",
     ) -> int:
-        """Append a forward, backward or recomputation on the compute stream, and return its
-        index."""
         forward = kind in FORWARD_KINDS
         scratch = op.scratch_forward_bytes if forward else op.scratch_backward_bytes
         if self.parameters and op.parameters and part in self.parameters:

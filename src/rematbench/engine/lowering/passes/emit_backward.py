@@ -122,8 +122,6 @@ class BackwardEmitter:
         return w.finish("B", survivors, self.arrivals)
 
     def _unit(self, order: list[Unit], position: int) -> None:
-        """Write the backward of one unit: copies, gathers, what is rebuilt, operators and
-        reductions."""
         w, unit = self.w, order[position]
         w.begin_unit()
         if w.beside and position == int(self.chunk.last):  # behind the head
@@ -190,8 +188,6 @@ class BackwardEmitter:
         elif unit.prefix in updater.due:
             updater.after([Reduced(unit.prefix, (self.w.mark(COMPUTE),))])
 
-    # -- arrivals -------------------------------------------------------------------------------
-
     def _arrive(self) -> None:
         """Declare the storages that are alive when the block starts."""
         chunk, w = self.chunk, self.w
@@ -201,7 +197,7 @@ class BackwardEmitter:
             self.arrivals |= self.gatherer.arrive(w, chunk.units)
         self.rebuild.before_receive()
         if not chunk.last and not chunk.local:
-            w.wait(COMPUTE, RECEIVED["b"])
+            w.wait(COMPUTE, RECEIVED[chunk.ends.word("b", receives=True)])
             gradient = chunk.output.gradient
             self.grads[chunk.output] = gradient
             self.arrivals.add(gradient)
@@ -211,8 +207,6 @@ class BackwardEmitter:
             output = chunk.storage(chunk.units[-1], "final_norm_out")
             self.grads[output] = output.gradient
             self.arrivals.add(output.gradient)
-
-    # -- gradients ------------------------------------------------------------------------------
 
     def _operators(self, unit: Unit) -> None:
         runs = {run.ops[-1].name: run for run in self.chunk.runs(unit).values()}
@@ -224,8 +218,6 @@ class BackwardEmitter:
                 self._backward_op(unit, op)
 
     def _run(self, unit: Unit, run: MiniRun) -> None:
-        """The backward of a mini-sequence run: each piece is rebuilt (if dropped), then
-        differentiated."""
         for name in map(unit.table.of_gradient, run.inputs):
             storage, tensor = self.chunk.storage(unit, name), unit.table.activations[name]
             if storage not in self.grads and tensor.differentiable:

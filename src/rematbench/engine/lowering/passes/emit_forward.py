@@ -50,7 +50,7 @@ class ForwardEmitter:
         if self.gatherer and early:  # the stage's compute idles until its message arrives
             self.gatherer.before(w, chunk.units, 0)
         if not chunk.first:
-            w.wait(COMPUTE, RECEIVED["f"])
+            w.wait(COMPUTE, RECEIVED[chunk.ends.word("f", receives=True)])
         for position, unit in enumerate(chunk.units):
             w.begin_unit()
             if self.gatherer and (position or not early):
@@ -128,8 +128,6 @@ class ForwardEmitter:
             self.trails = unit is self.trailing
 
     def _hold_graph(self, unit: Unit) -> None:
-        """Allocate the memory that a layer's CUDA graph holds until the backward, in addition to
-        the kept tensors."""
         problem = self.chunk.problem
         eager = uncaptured(problem.system.kernels, problem.workload, unit.table)
         apart = {name for op in unit.table.ops if op.name in eager for name in op.outputs}

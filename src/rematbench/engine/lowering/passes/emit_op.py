@@ -13,7 +13,6 @@ from rematbench.engine.program.storage import Event, Role, Slot, Storage, storag
 from rematbench.plan import PlanError
 
 Storages = Sequence[tuple[Storage, int]]
-"""Storages, each with its bytes."""
 
 NOT_AGAIN = (
     "disable moe in recompute_modules, and full recomputation, when enabling "

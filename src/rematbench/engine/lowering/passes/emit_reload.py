@@ -62,8 +62,6 @@ class Reloader:
         return arrivals
 
     def before(self, order: list[Unit], position: int) -> None:
-        """Start the H2D copies that are due, and wait for this unit's copies (layer granularity
-        only)."""
         if not self.layerwise:
             return
         for unit in order[: position + self.transfers.prefetch_layers + 1]:

@@ -150,8 +150,6 @@ class MatrixGatherer(ParameterGatherer):
                 asked += one.parameters
 
     def after(self, w: BlockWriter, unit: Unit) -> None:
-        """Release the matrices that the unit's kernels read; at the end of a forward, leave those
-        that the backward begins with."""
         stay = self.kept if self.forward else {}
         read = {one.buffer for one in self.order if one.part == unit.prefix}
         gone = [buffer for buffer in self.whole if buffer in read and buffer not in stay]

@@ -214,8 +214,6 @@ class ParameterGatherer:
     def _shard_up(
         self, w: BlockWriter, part: ModelPart, parameters: int, allocs: tuple[Alloc, ...]
     ) -> Event:
-        """Copy this rank's shard of a part's parameters into their new buffer; returns the end
-        event."""
         nbytes = self.system.states.param_bytes * -(-parameters // self.fate.shards)
         ready = w.mark(COMPUTE)
         return w.state_copy(Kind.H2D, part, SHARD_UP, nbytes, after=ready, allocs=allocs)
@@ -270,8 +268,6 @@ def gradient_reductions(
 
 
 def parameter_gathers(layout: Layout, system: System, count: int, experts: int) -> list[Comm]:
-    """Return the gathers of `count` updated parameters, of which `experts` of experts have peers of
-    their own."""
     width = system.states.gather_bytes
     found = [Comm("all_gather", "dp", width * (count - experts))]
     more = experts > 0 and layout.expert_shards > 1
@@ -332,8 +328,6 @@ class GradReducer:
         return storage_of(unit.prefix, role=Role.WEIGHT_GRADIENTS)
 
     def before(self, w: BlockWriter, unit: Unit) -> None:
-        """Allocate the buffer of the unit's gradients; before the head, also the buffer of the tied
-        embedding."""
         if unit is not self.tied:
             self._allocate(w, unit)
         if self.tied and unit.table.part == "head":
@@ -376,8 +370,6 @@ class GradReducer:
             w.add(Action(kind=Kind.EVENT, stream="dp", event=REDUCED))
 
     def _apply(self, w: BlockWriter, unit: Unit) -> None:
-        """Reduce a unit's gradients if there are peers, update its parameters, free its
-        gradients."""
         if self.shared:
             reads = [self.buffer(unit)]
             width = self.system.states.reduce_bytes

@@ -82,10 +82,8 @@ def rank_tensors(problem: Problem, plan: Plan, rank: int) -> list[int]:
 
 
 def _weighted(problem: Problem, plan: Plan, rank: int) -> list[tuple[OpTable, Op]]:
-    """The operators of a rank that have a gradient, each with its table, in the order of the
-    model."""
     tables = [problem.embedding] if rank == 0 else []
     tables += [problem.layer(index) for chunk in plan.partition[rank] for index in chunk]
-    tables += [problem.head] if rank == problem.layout.pp - 1 else []
+    tables += [problem.head] if rank == plan.head_rank else []
     by_table = {id(table): trained_operators(problem, table) for table in tables}
     return [(table, op) for table in tables for op in by_table[id(table)]]

@@ -208,8 +208,6 @@ class _Writer:
         return self.w.state_copy(Kind.D2H, part, GRADIENTS_DOWN, nbytes, after=self.ready)
 
     def _weights_up(self) -> None:
-        """Send the weights of the host's latest piece to the device, and cast them there if they
-        are master weights."""
         if self.updated is None:
             return
         (piece, done), self.updated = self.updated, None
