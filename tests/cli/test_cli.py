@@ -167,6 +167,11 @@ def test_a_mistake_is_one_line_and_exit_code_2(words: list[str], told: str) -> N
     assert ran.err.startswith("rematbench")
 
 
+def test_layers_that_do_not_divide_are_named() -> None:
+    words = ["fit", "llama-7b", "--gpus", "5", "--pp", "5", *FIT]
+    assert "32 layers are no multiple of pp x vpp = 5" in typed(*words).out
+
+
 def test_json_has_the_agreed_keys() -> None:
     ran = typed(
         "simulate", "balanced_checkpointing+pp_offload", *PIPE, "--set", "alpha=.5", "--json"

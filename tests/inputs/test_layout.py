@@ -49,7 +49,7 @@ BROKEN: list[tuple[str, dict[str, Any]]] = [
     ),
     ("vpp = 2 needs pp > 1", {"layout": {"vpp": 2}}),
     (
-        "interleaved 1F1B needs micro-batches % pp == 0, but 6 % 4 != 0",
+        "interleaved 1F1B: 6 micro-batches must be a multiple of pp = 4",
         {"layout": {"pp": 4, "vpp": 2, "global_batch": 6}},
     ),
     (
