@@ -32,22 +32,12 @@ BaseDtype = Literal[
 ]
 AdapterTarget = Literal["q", "k", "v", "o", "gate", "up", "down"]
 _WORDS = "|".join(get_args(AdapterTarget))
-AdapterTargets = Annotated[
-    str,
-    Meta(
-        pattern=rf"^(all|({_WORDS})(,({_WORDS}))*)$",
-        description="all, or some of q, k, v, o, gate, up, down between commas",
-    ),
-]
-"""Adapted linears."""
+AdapterTargets = Annotated[str, Meta(pattern=rf"^(all|({_WORDS})(,({_WORDS}))*)$")]
+"""Adapted linears: `all`, or some of q, k, v, o, gate, up, down between commas."""
 TrainedParts = Annotated[
-    str,
-    Meta(
-        pattern=r"^((embedding|norms|head)(,(embedding|norms|head))*)?$",
-        description="some of embedding, norms, head between commas",
-    ),
+    str, Meta(pattern=r"^((embedding|norms|head)(,(embedding|norms|head))*)?$")
 ]
-"""Parts that train."""
+"""Parts that train: some of embedding, norms, head between commas."""
 
 PACKED_BYTES: dict[str, Fraction] = {
     "nf4": Fraction(1, 2) + Fraction(4, 64),

@@ -116,12 +116,6 @@ def fact(field: FieldInfo) -> Fact:
     return next((one for one in _metadata(field.type) if isinstance(one, Fact)), Fact())
 
 
-def described(field: FieldInfo) -> str:
-    """The words of a field's type for the texts that it allows; empty where it has none."""
-    found = (one.description for one in _metadata(field.type) if isinstance(one, Meta))
-    return next(filter(None, found), "")
-
-
 def _metadata(hint: Any) -> Iterator[object]:
     """What Annotated adds to a type or to the members of a union."""
     if get_origin(hint) is Annotated:

@@ -18,7 +18,7 @@ import yaml
 from msgspec import Struct
 from msgspec.structs import FieldInfo
 
-from rematbench.host.declared import described, facts, flat, nested_inside, without_parts
+from rematbench.host.declared import facts, flat, nested_inside, without_parts
 from rematbench.host.errors import UserError
 from rematbench.inputs.paths import data_dir
 
@@ -289,7 +289,8 @@ def validation_problem(message: str, kind: type) -> tuple[str, str]:
 
 def _with_allowed(problem: str, field: FieldInfo) -> str:
     """A problem of a field's value with the values that the field allows."""
-    if "matching regex" in problem and (words := described(field)):
-        return f"expected {words}"
+    if "matching regex" in problem:  # words between commas, or one of those that stand alone
+        words = dict.fromkeys(re.findall(r"\w+", problem.partition("regex ")[2]))
+        return f"expected some of {', '.join(words)} between commas"
     allowed = ", ".join(map(str, _values(field.type)))
     return f"{problem} (allowed: {allowed})" if allowed else problem

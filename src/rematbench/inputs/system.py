@@ -40,14 +40,7 @@ EpOverlapChoice = Literal["off", "on", "delayed_wgrad"]
 Fp32Copy = Literal["none", "zero", "always"]
 WideAttention = Literal["none", "equal_heads", "fp32", "fp64"]
 _PARTS = "attn|mlp|moe|moe_router|moe_preprocess"
-Graphs = Annotated[
-    str,
-    Meta(
-        pattern=rf"^(none|layer|full_iteration|({_PARTS})(,({_PARTS}))*)$",
-        description="none, layer, full_iteration, or some of attn, mlp, moe, moe_router, "
-        "moe_preprocess between commas",
-    ),
-]
+Graphs = Annotated[str, Meta(pattern=rf"^(none|layer|full_iteration|({_PARTS})(,({_PARTS}))*)$")]
 """What CUDA graphs capture: none; each layer; a whole iteration but its update; or, between commas,
 parts of a layer by Megatron-core's names (transformer_config.py, cuda_graph_scope): attn (attention
 with its norm), mlp (a dense layer's), moe (experts with their norm), moe_router (norm, router and
