@@ -110,5 +110,5 @@ def of_layout(setup: Setup) -> list[Reason]:
             "unfused attention under context parallelism",
         ),
         (lay.pp > 1 and lay.vpp > 1 and lay.num_micro_batches % lay.pp != 0,
-         "the interleaved schedule needs micro-batches % pp == 0"),
+         "interleaved, the micro-batches must be a multiple of pp"),
     ]  # fmt: skip

@@ -80,7 +80,7 @@ MEGATRON = [
         layout={"cp": 2},
         run=UNFUSED,
     ),
-    Broken("micro-batches % pp", layout={"pp": 2, "vpp": 2, "global_batch": 6}),
+    Broken("micro-batches must be a multiple of pp", layout={"pp": 2, "vpp": 2, "global_batch": 6}),
     Broken("wrong gradients", policy={"batch_p2p": True}, layout={"pp": 2, "vpp": 2}),
     Broken("coalesced collectives", policy={"overlap_grad_reduce": True}, run=TRACED),
     Broken("wrong losses", policy={"overlap_p2p": True}, layout={"pp": 4, "vpp": 1}),

@@ -18,6 +18,7 @@ DEMO = [
     *("--model", "llama-7b", "--cluster", "a800-80gb", "--gpus", "4"),
     *("--seq-len", "4096", "--global-batch", "8"),
 ]
+FIT = ["--cluster", "h100-80gb", "--seq-len", "4096"]
 PIPE = [*DEMO, "--system", "megatron-kwai", "--pp", "4", "--vpp", "2"]
 SHARDED = ["--system", "torchtitan"]
 KEYS = """
@@ -92,7 +93,7 @@ def test_a_command_loads_no_library_that_draws_or_fits_and_no_other_command() ->
     [
         (["simul"], "Did you mean 'simulate'"),
         (["simulate"], "METHOD"),
-        (["simulate", "keep_all"], "missing option: --model, --cluster, --gpus"),
+        (["simulate", "keep_all"], "missing options: --model, --cluster, --gpus"),
         (["simulate", "kep_all", *DEMO], "did you mean 'keep_all'"),
         (["simulate", "keep_all", *DEMO, "--model", "llama-8b"], "unknown model 'llama-8b'"),
         (["simulate", "keep_all", *DEMO, "--model", "no.json"], "no.json: no such model file"),
@@ -132,8 +133,22 @@ def test_a_command_loads_no_library_that_draws_or_fits_and_no_other_command() ->
         ),
         (["simulate", "keep_all", *DEMO, "--zero", "2"], "no ZeRO stage 2 (--zero: 0, 1)"),
         (["simulate", "keep_all", *DEMO, "--pp", "4", "--system", "llm-foundry"], "no pipeline"),
-        (["compare"], "missing option: --model, --cluster, --gpus"),
-        (["fit", "llama-7b"], "missing option: --cluster, --seq-len"),
+        (["compare"], "missing options: --model, --cluster, --gpus"),
+        (["fit", "llama-7b"], "missing options: --cluster, --seq-len"),
+        (["fit", "llama-7b", "--fp8-params", *FIT], "need a recipe"),
+        (["fit", "llama-7b", "--recipe", "fp8", "--bf16-ends", "16", *FIT], "none of the 32"),
+        (["fit", "llama-7b", "--lora-targets", "q", *FIT], "lora_targets needs adapters"),
+        (
+            ["fit", "llama-7b", "--lora-targets", "x", *FIT],
+            "'x': expected some of all, q, k, ",
+        ),
+        (["fit", "llama-7b", "--cuda-graphs", "x", *FIT], "'x': expected some of none, layer, "),
+        (
+            ["fit", "llama-7b", "--hbm-bytes", "80", *FIT],
+            "'80' must be greater than or equal to 268435456",
+        ),
+        (["fit", "llama-7b", "--gpus", "8k", *FIT], "'--gpus': '8k' must be a valid integer"),
+        (["search", *DEMO, "--explain", "1"], "search: Option '--explain' requires 2"),
         (["compare", "keep_all", *DEMO], "unexpected extra argument"),
         (["compare", *DEMO, "--limit", "0"], "'--limit'"),
         (["compare", *DEMO, "--methods", "nowhere"], "no such folder of methods"),
@@ -153,6 +168,11 @@ def test_a_mistake_is_one_line_and_exit_code_2(words: list[str], told: str) -> N
     assert (ran.code, ran.out, ran.err.count("\n")) == (2, "", 1)
     assert told in ran.err
     assert ran.err.startswith("rematbench")
+
+
+def test_layers_that_do_not_divide_are_named() -> None:
+    words = ["fit", "llama-7b", "--gpus", "5", "--pp", "5", *FIT]
+    assert "32 layers are no multiple of pp x vpp = 5" in typed(*words).out
 
 
 def test_json_has_the_agreed_keys() -> None:
@@ -284,7 +304,8 @@ def test_doctor_writes_a_cluster_file_that_loads(tmp_path: Path) -> None:
         ("NVIDIA A100-SXM4-80GB", "generation: ampere"),
         ("NVIDIA GH200 480GB", "generation: hopper"),
         ("NVIDIA B200", "generation: blackwell"),
-        ("Tesla V100-SXM2-32GB", "generation: CHECK"),
+        ("Tesla V100-SXM2-32GB", "generation: ampere  # CHECK: no rates of V100-SXM2-16GB"),
+        ("Tesla P100-PCIE-16GB", "generation: CHECK"),
     ],
 )
 def test_doctor_takes_a_generation_from_files_of_such_gpus(gpu: str, told: str) -> None:

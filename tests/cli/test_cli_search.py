@@ -269,7 +269,7 @@ def test_price_tags_only_buy() -> None:
     [
         (
             ("--find", "speed"),
-            "--find: one of gpus, context, batch, memory, rank, base, not 'speed'",
+            "--find 'speed': expected one of gpus, context, batch, memory, rank, base",
         ),
         (("--find", "gpus"), "give the tokens/s of all GPUs with --speed"),
         (("--find", "rank"), "every weight trains (give --lora-rank)"),

@@ -85,6 +85,17 @@ def test_an_accelerate_file_adds_gpus_and_states_to_a_trainer(tmp_path: Path) ->
     assert words[words.index("--zero") + 1] == "3"
 
 
+def test_a_value_that_a_launch_line_replaces_is_named(tmp_path: Path) -> None:
+    line = "torchrun pretrain_gpt.py --num-layers 4 --seq-length 64 --global-batch-size 64"
+    (tmp_path / "run.sh").write_text(line)
+    (tmp_path / "ds.json").write_text(
+        '{"train_batch_size": 32, "bf16": {}, "zero_optimization": {}}'
+    )
+    notes = " ".join(read_files([tmp_path / "ds.json", tmp_path / "run.sh"]).notes)
+    assert "train_batch_size: 32, but" in notes
+    assert "--global-batch-size: 64, which is taken" in notes
+
+
 @pytest.mark.parametrize(
     ("text", "note"),
     [

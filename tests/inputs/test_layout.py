@@ -49,7 +49,7 @@ BROKEN: list[tuple[str, dict[str, Any]]] = [
     ),
     ("vpp = 2 needs pp > 1", {"layout": {"vpp": 2}}),
     (
-        "interleaved 1F1B needs micro-batches % pp == 0, but 6 % 4 != 0",
+        "interleaved 1F1B: 6 micro-batches must be a multiple of pp = 4",
         {"layout": {"pp": 4, "vpp": 2, "global_batch": 6}},
     ),
     (
@@ -174,7 +174,7 @@ def test_a_printed_text_has_factors() -> None:
         ("EtmtL", "expected E, t, m"),
         ("Et||tL", "stage 2 holds nothing"),
         ("Et*999999999999L", "more than 65,536 letters"),
-        ("Et|tL", "2 layers in 2 stages, but test-llama has 4 layers and pp x vpp = 2"),
+        ("Et|tL", "2 layers in 2 stages; 4 layers in pp x vpp = 2 are needed"),
         ("Ettttmm|L", "4 layers and 2 prediction layers in 2 stages"),
         ("Etttt|t|L", "5 layers in 3 stages"),
     ],

@@ -101,6 +101,11 @@ def test_bases_do_not_go_round(tmp_path: Path) -> None:
         load_system(first)
 
 
+def test_an_unknown_base_is_named_with_the_file(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"first\.yaml: base: unknown system 'nothing'"):
+        load_system(stack(tmp_path, "base: nothing\n", "first"))
+
+
 @pytest.mark.parametrize("name", ["torchtitan", "other"])
 def test_a_copy_has_the_constants_of_its_base_under_any_name(tmp_path: Path, name: str) -> None:
     found = made(system=str(stack(tmp_path, "base: torchtitan\n", name)))

@@ -167,7 +167,7 @@ def main() -> None:
             importlib.import_module("rematbench.host.workers").start_server(WORKERS[requested])
         code = command_line()(prog_name="rematbench", standalone_mode=False)
     except TyperException as error:
-        _mistyped(error)
+        _mistyped(error, command)
     except UserError as error:
         _fail(command, str(error))
     except BrokenPipeError:  # the reader of the pipe has ended, for example `head`
@@ -188,14 +188,17 @@ def main() -> None:
     sys.exit(code if isinstance(code, int) else 0)
 
 
-def _mistyped(error: TyperException) -> None:
+def _mistyped(error: TyperException, command: str) -> None:
     """Print what is wrong with the words of the command line; the help if there are none."""
     context, text = getattr(error, "ctx", None), error.format_message()
+    if wrong := getattr(error.__cause__, "errors", None):  # pydantic's message lacks the value
+        value = wrong()[0]["input"]
+        text = re.sub(r"Input should be ([^,]*).*", rf"{value!r} must be \1", text)
     if type(error).__name__ == "NoArgsIsHelpError":
         sys.stderr.write(f"{text}\n")
         sys.exit(2)
     hint = _meant(text) or _our_option(text)
-    _fail(context.command_path if context else "rematbench", text.rstrip(".") + hint)
+    _fail(context.command_path if context else command, text.rstrip(".") + hint)
 
 
 OPTIONS_MEANT = {

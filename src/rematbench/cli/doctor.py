@@ -107,9 +107,9 @@ def nvidia_gpus() -> list[tuple[str, int]]:
 
 
 def _alike(gpu: str, hbm: int) -> tuple[Cluster, str]:
-    """The shipped cluster of this GPU with the nearest memory, and its generation.  If no shipped
-    file has this GPU: an H100 cluster, whose numbers must be replaced, and a CHECK instead of the
-    generation."""
+    """The shipped cluster of this GPU with the nearest memory, and its generation, with a CHECK
+    if its rates are assumed (`roofline`).  If no shipped file has this GPU: an H100 cluster, whose
+    numbers must be replaced, and a CHECK."""
     words = tuple(re.split(r"[\s-]", gpu))
     known = [load_cluster(name) for name in names("cluster")]
     alike = [c for c in known if any(word.endswith(c.gpu.partition("-")[0]) for word in words)]
@@ -117,7 +117,8 @@ def _alike(gpu: str, hbm: int) -> tuple[Cluster, str]:
         choice = ", ".join(calibration().gpus)
         return load_cluster("h100-80gb"), f"CHECK  # its name; config/calibration.yaml has {choice}"
     nearest = min(alike, key=lambda cluster: abs(cluster.hbm_bytes - hbm))
-    return nearest, nearest.generation
+    doubt = f"  # CHECK: no rates of {nearest.gpu} are published" if nearest.roofline else ""
+    return nearest, f"{nearest.generation}{doubt}"
 
 
 def cluster_yaml(name: str, gpus: list[tuple[str, int]]) -> str:

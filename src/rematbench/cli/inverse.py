@@ -47,7 +47,7 @@ class Inverse(Struct, frozen=True, kw_only=True):
         """CommandError for an unknown quantity, or a target that is missing."""
         if self.find and self.find not in get_args(Question):
             known = ", ".join(get_args(Question))
-            raise CommandError(f"--find: one of {known}, not {self.find!r}")
+            raise CommandError(f"--find {self.find!r}: expected one of {known}")
         if self.find in ("rank", "base") and not work.partly:
             raise CommandError(f"--find {self.find}: every weight trains (give --lora-rank)")
         if self.find == "gpus" and self.speed <= 0:

@@ -220,9 +220,10 @@ def _fact_options(opened: Collection[str] = (), note: str = "") -> Iterator[insp
         default = {"system": ""}.get(name, None if field.required else field.default)
         text = f"{text} {STACKS}" if name == "system" else text
         if name in opened:
-            default, text = None, f"{text} {note}"
+            default, text = None, f"{text} {note}".strip()
             if kind is bool:
-                words, text = [f"--{name}/--no-{name}"], note
+                on = flag(name).replace("--no-", "--")
+                words = [f"{on}/--no-{on.removeprefix('--')}"]
         elif kind is bool:  # a switch
             words, default = words or [flag(name)], False
         elif field.required and default is None:  # typer says so itself only without a default
@@ -236,7 +237,7 @@ def require(given: Mapping[str, Any]) -> None:
     """CommandError for facts of a Job that are required and not given, but for the stack."""
     asked = [f.name for f in options() if f.required and f.name != "system"]
     if missing := [flag(name) for name in asked if not given.get(name)]:
-        raise CommandError(f"missing option: {', '.join(missing)}")
+        raise CommandError(f"missing option{'s' * (len(missing) > 1)}: {', '.join(missing)}")
 
 
 def request(run: RunOptions, *, name_broken: bool = True) -> Request:

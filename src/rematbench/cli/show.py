@@ -155,7 +155,9 @@ def heading(problem: Problem) -> list[str]:
     ulysses = f" (of it ulysses {lay.ulysses})" if lay.ulysses > 1 else ""
     shards = f" over {lay.shard_degree} ranks" if lay.shard_degree else ""
     experts = f"  ep {lay.ep}  etp {lay.expert_tp}" if work.model.experts else ""
-    stages = f" | stages {lay.stages}" if lay.stages else ""
+    layers, chunks = work.model.num_layers, lay.num_chunks
+    uneven = f" | {layers} layers are no multiple of pp x vpp = {chunks}" if layers % chunks else ""
+    stages = f" | stages {lay.stages}" if lay.stages else uneven
     batches = lay.num_micro_batches
     return [
         f"{work.model.name}, {work.seq_len:,} tokens{_packed(problem)}, {work.numbers}, on "

@@ -192,7 +192,8 @@ def _unread(script: Script) -> str:
     for word in all_words:
         if recipe := RECIPES.get(word.rsplit("/", 1)[-1]):
             return f"{recipe}, which is not read: give its values as options of simulate"
-    return f"no launch line with --num-layers or --model_name_or_path (read: {READ})"
+    line = "--num-layers and --seq-length, or --model_name_or_path"
+    return f"no launch line with {line} (read: {READ})"
 
 
 def _configured(script: Script) -> Reading | None:

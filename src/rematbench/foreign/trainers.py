@@ -196,13 +196,16 @@ def merge(reading: Reading, more: Reading) -> None:
     """Add a reading of the same job to a reading.  ConfigError if both give a value and the values
     differ."""
     for name, value in more.values.items():
-        if reading.command and name in reading.values and name != "model":
-            continue
+        wins = reading.command and name in reading.values and name != "model"
         named = name == "model" and more.package == "config.json"  # the file of that name
         if reading.values.get(name, value) != value and not named:
             here, there = reading.keys.get(name, name), more.keys.get(name, name)
             problem = f"{value}, but {reading.file} has {here}: {reading.values[name]}"
-            raise ConfigError(more.file, there, problem)
+            if not wins:
+                raise ConfigError(more.file, there, problem)
+            reading.notes.append(f"{more.file}: {there}: {problem}, which is taken")
+        if wins:
+            continue
         reading.put(name, value, more.keys.get(name, name))
     reading.facts |= more.facts
     reading.model |= more.model

@@ -16,6 +16,7 @@ from typing import Any, Literal, TypeVar, get_args, get_origin
 import msgspec
 import yaml
 from msgspec import Struct
+from msgspec.structs import FieldInfo
 
 from rematbench.host.declared import facts, flat, nested_inside, without_parts
 from rematbench.host.errors import UserError
@@ -262,9 +263,7 @@ def wrong_field(struct: msgspec.Struct, kind: type[msgspec.Struct]) -> tuple[str
             msgspec.convert(value, field.type)
         except msgspec.ValidationError as error:
             _, problem = validation_problem(str(error), kind)
-            allowed = _values(field.type)
-            listing = f" (allowed: {', '.join(map(str, allowed))})" if allowed else ""
-            return field.name, f"{value!r}: {problem}{listing}"
+            return field.name, f"{value!r}: {_with_allowed(problem, field)}"
     return None
 
 
@@ -285,7 +284,13 @@ def validation_problem(message: str, kind: type) -> tuple[str, str]:
     if missing:
         return missing[1], "required key is missing"
     field = facts(kind).get(key.split("[")[0])
-    allowed = _values(field and field.type)
-    if allowed:
-        text = f"{text} (allowed: {', '.join(str(value) for value in allowed)})"
-    return key, text
+    return key, _with_allowed(text, field) if field else text
+
+
+def _with_allowed(problem: str, field: FieldInfo) -> str:
+    """A problem of a field's value with the values that the field allows."""
+    if "matching regex" in problem:  # words between commas, or one of those that stand alone
+        words = dict.fromkeys(re.findall(r"\w+", problem.partition("regex ")[2]))
+        return f"expected some of {', '.join(words)} between commas"
+    allowed = ", ".join(map(str, _values(field.type)))
+    return f"{problem} (allowed: {allowed})" if allowed else problem

@@ -47,7 +47,7 @@ class Degrees(Part, frozen=True, kw_only=True, forbid_unknown_fields=True):
     zero_stage: Annotated[ZeroStage, Fact(option="--zero", column="always")] = 1
     """ZeRO shards the states of this stage (3: as FSDP full shard)."""
     sp: Annotated[bool | None, Fact(option="--no-sp", column="own")] = None
-    """This turns off sequence parallelism, which tp uses by default."""
+    """With --no-sp, tp runs without sequence parallelism, which it uses by default."""
     ep: Annotated[PositiveInt, Fact(column="always")] = 1
     """So many of tp x cp x dp ranks share the experts."""
     etp: Annotated[PositiveInt | None, Fact(column="always")] = None

@@ -342,7 +342,7 @@ def _batch_rules(lay: Layout) -> Iterator[str]:
     if lay.vpp > 1 and lay.pp == 1:
         yield f"vpp = {lay.vpp} needs pp > 1"
     if lay.vpp > 1 and micro_batches % lay.pp != 0:
-        yield f"interleaved 1F1B needs micro-batches % pp == 0, but {micro_batches} % {lay.pp} != 0"
+        yield f"interleaved 1F1B: {micro_batches} micro-batches must be a multiple of pp = {lay.pp}"
 
 
 def _document_rules(lay: Layout, work: Workload) -> Iterator[str]:

@@ -187,7 +187,10 @@ def _inherited(
         return values, {**sources, **dict.fromkeys(unsaid, said)}, ()
     if not isinstance(base, str):
         raise ConfigError(label, "base", f"expected the name or the file of a {kind}")
-    above = located(kind, base)
+    try:
+        above = located(kind, base)
+    except ConfigError as error:
+        raise ConfigError(label, "base", str(error)) from error
     if above.resolve() in (path.resolve(), *(other.resolve() for other in below)):
         raise ConfigError(label, "base", f"{base!r} is itself based on this file")
     given, known, bases = _inherited(kind, above, (*below, path))

@@ -12,7 +12,7 @@ from rematbench.inputs.facts import CPU
 from rematbench.inputs.kernel_rates import RateError
 from rematbench.inputs.paths import data_dir
 from rematbench.inputs.system import System, with_facts
-from rematbench.workload import Work
+from rematbench.workload import Work, Workload
 
 Library = Literal["transformer_engine", "torchao"]
 """What quantises: TransformerEngine, whose linears save their input quantised, and which keeps
@@ -81,9 +81,9 @@ def library_of(system: System) -> Library | None:
     return next((found for name in names if (found := recipe_file().libraries.get(name))), None)
 
 
-def check_recipe(work: Work, system: System, generation: str) -> None:
+def check_recipe(work: Workload, system: System, generation: str) -> None:
     """RateError for a recipe that the GPUs or the stack lack, or that contradicts the job."""
-    recipe, named = recipe_of(work), f"recipe {work.recipe}"
+    recipe, named, layers = recipe_of(work), f"recipe {work.recipe}", work.model.num_layers
     if recipe is None:
         problems = {"fp8_params and bf16_ends need a recipe": work.fp8_params or work.bf16_ends}
     else:
@@ -101,6 +101,9 @@ def check_recipe(work: Work, system: System, generation: str) -> None:
                 work.precision != "bf16"
             ),
             f"{named} with weights that do not train is not modelled": not work.trains_all,
+            f"{named} with bf16_ends {work.bf16_ends} quantises none of the {layers} layers": (
+                not any(work.quantises(layer, layers) for layer in range(layers))
+            ),
             "Delayed scaling does not support first / last layer in BF16": (
                 bool(work.bf16_ends) and not recipe.keeps_original
             ),

@@ -106,8 +106,8 @@ def base_partition(model: Model, layout: Layout) -> Partition:
     wanted = (model.num_layers, model.mtp_layers)
     if counts != wanted or len(stages) != layout.num_chunks:
         raise LayoutError(
-            f"layout {layout.stages!r} has {_words(*counts)} in {len(stages)} stages, but "
-            f"{model.name} has {_words(*wanted)} and pp x vpp = {layout.num_chunks}"
+            f"layout {layout.stages!r} has {_words(*counts)} in {len(stages)} stages; "
+            f"{_words(*wanted)} in pp x vpp = {layout.num_chunks} are needed"
         )
     sizes = [sum(map(len, stage[:2])) for stage in stages]
     return partition_of_sizes(sizes, layout.pp)
@@ -122,7 +122,8 @@ def prediction_rank(model: Model, layout: Layout) -> int | None:
 
 
 def _words(layers: int, prediction: int) -> str:
-    return f"{layers} layers" + f" and {prediction} prediction layers" * bool(prediction)
+    layer = f" and {prediction} prediction layer{'s' * (prediction > 1)}" * bool(prediction)
+    return f"{layers} layers{layer}"
 
 
 def partition_of_sizes(sizes: Sequence[int], pp: int, more: int = 0) -> Partition:

@@ -2,9 +2,10 @@
 
 from collections.abc import Iterator
 
+from rematbench.host.declared import facts
 from rematbench.inputs.layout import Layout
 from rematbench.inputs.system import System
-from rematbench.workload import PACKED_BYTES, Workload
+from rematbench.workload import PACKED_BYTES, Trained, Workload
 
 
 def trained_rules(lay: Layout, work: Workload, system: System) -> Iterator[str]:
@@ -18,8 +19,10 @@ def trained_rules(lay: Layout, work: Workload, system: System) -> Iterator[str]:
         )
     if work.fp32_norms and (work.base_dtype not in PACKED_BYTES or work.trains("norms")):
         yield "fp32_norms needs frozen norms and linears of less than 16 bits (base_dtype)"
-    if work.dora and not work.lora_rank:
-        yield "dora needs adapters (lora_rank)"
+    if not work.lora_rank:
+        for name in ("dora", "lora_targets", "lora_train", "lora_dropout"):
+            if getattr(work, name) != facts(Trained)[name].default:
+                yield f"{name} needs adapters (lora_rank)"
     if experts:
         known = _bytes_of_adapters(work, system)
         yield f"adapters of experts are not modelled (lora_targets: q,k,v,o); {known}"

@@ -100,8 +100,8 @@ def load_module(path: Path) -> ModuleType:
     """The file as a module with a unique name, because two folders may have equal file names."""
     name = f"rematbench_methods.{path.parent.name}_{abs(hash(str(path.resolve())))}.{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None
-    assert spec.loader is not None
+    if spec is None or spec.loader is None:
+        raise MethodError("not a Python file (.py)")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # get_type_hints looks the module up by this name
     try:
