@@ -125,10 +125,10 @@ def search(  # noqa: PLR0913, PLR0917  # an option of the command line each
     \b
     --find gpus --speed T: the fewest GPUs, of --gpus at most, that make T tokens/s together
     --find context: the longest sequence that fits, from --seq-len on, with a plan that fits
-    --find batch --step S: the most times --global-batch whose step takes S seconds at most
+    --find batch --step S: the largest multiple of --global-batch with steps of at most S seconds
     --find memory --lose P: the smallest device memory within P percent of the best
     --find rank: the largest rank of adapters that fits, from --lora-rank on
-    --find base: the widest format of weights that do not train: of the stack, 8 or 4 bits
+    --find base: the widest format of weights that do not train: the stack's, 8 or 4 bits
 
     \b
     Example:
