@@ -119,8 +119,8 @@ def search(  # noqa: PLR0913, PLR0917  # an option of the command line each
     are).  Plans are every method that is not a planner, in its grid, composed as `compare` does.
     No plan of the space is faster than the first row by more than the gap.  The other rows are the
     next of all layouts and compositions, each at the smallest share that fits.  Planners, whose
-    plan no bound covers, are solved last, at the layouts of the first rows, and with --by-layer
-    layers move from these on.  Ctrl-C prints the best so far.
+    plans no bound covers, are solved last, at the layouts of the first rows; with --by-layer,
+    layers then move between stages, from the fastest plans on.  Ctrl-C prints the best so far.
 
     \b
     --find gpus --speed T: the fewest GPUs, of --gpus at most, that make T tokens/s together

@@ -6,7 +6,7 @@ context and the communicators (`Problem.room_bytes` less `Problem.usable_bytes`)
 the device total.  A margin is the 80 % quantile of ln(published / predicted), where an overestimate
 counts as 0 and every source has weight 1.  A quantity has at least the margin of each of its parts.
 Jobs that train adapters have margins of their own.  Computed sizes and peaks whose quantity the
-source does not state count nowhere.  The lines are those of config/left_out_bytes.csv, which
+source does not state are left out.  The lines are those of config/left_out_bytes.csv, which
 `rematbench calibrate --bytes` writes.
 """
 
