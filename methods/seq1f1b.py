@@ -3,10 +3,10 @@
 Claim: a slice's activations are 1 / k of a sequence's, and so is the bubble: sequences of four
 times the length train on the same devices, 1.14 to 1.53 times faster than under 1F1B.
 Source: Sun et al., Seq1F1B, arXiv 2406.03488; MayDomine/Seq1F1B f54b286.  Rank r keeps (pp - r - 1
-+ k) / k micro-batches, the bubble is (pp - 1) / (k m), and slices have equal FLOPs, so that later
-ones are shorter.  Keys and values stay until the backward of their own slice.
-Deviations: interleaved, groups have whole sequences.  Slices are multiples of what sequence
-parallelism splits.  No stack is asked whether it has the schedule.
++ k) / k micro-batches, the bubble is (pp - 1) / (k m), and slices have equal FLOPs, so later
+slices are shorter.  Keys and values stay until the backward of their own slice.
+Deviations: interleaved groups consist of whole sequences.  Slices are multiples of what
+sequence parallelism splits.  No stack is asked whether it has the schedule.
 """
 
 from typing import ClassVar
@@ -21,8 +21,8 @@ from rematbench.workload import PositiveInt
 
 
 class Seq1F1B(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`slices`: the number of slices; `equal`: of equal length, not of equal FLOPs; `interleaved`:
-    over several chunks on a rank."""
+    """`slices`: the number of slices; `equal`: slices have equal lengths, not equal FLOPs;
+    `interleaved`: a rank has several chunks."""
 
     name: ClassVar[str] = "seq1f1b"
     moves_passes: ClassVar[bool] = True

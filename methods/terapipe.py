@@ -4,10 +4,10 @@ Claim: a decoder's slice needs nothing of later tokens, so one sequence fills a 
 faster than pipelining by micro-batches alone for 175B parameters on 384 V100.
 Source: Li et al., TeraPipe, ICML 2021 (arXiv 2102.07988): all forwards, then the backwards of
 slices in reverse order.  Slices are those of the least m sum t_i + (pp - 1) max t_j, by dynamic
-programming over whole pieces of the sequence, where t has a slice's passes and its messages, and
-grows with the tokens before the slice by attention.
-Deviations: t comes from our kernels' rates, not from a regression on measured slices; it has no
-update.  No stack is asked whether it has the schedule.
+programming over whole pieces of the sequence, where t is the time of a slice's passes and messages,
+and grows with the tokens before the slice, because of attention.
+Deviations: t comes from our kernels' rates, not from a regression on measured slices, and leaves
+out the update.  No stack is asked whether it has the schedule.
 """
 
 from typing import ClassVar

@@ -3,17 +3,16 @@
 Claim: a backward's two halves depend on different things, so 1F1B's bubble of (pp - 1)(F + B + W)
 falls to (pp - 1)(F + B - W) at the first stage's memory, to (pp - 1)(F + B - 2 W) at twice that.
 With two chunks on a rank that turn at the last rank, ZB-V has no bubble at the memory of 1F1B's
-first stage, V-Half half of the bubble at half of the memory, V-Min two thirds at a third.
+first stage, V-Half has half of the bubble at half of that memory, V-Min two thirds at a third.
 Source: Qi et al., Zero Bubble Pipeline Parallelism, ICLR 2024 (arXiv 2401.10241), ZB-H1 and ZB-H2
 of figures 2 and 3, and Pipeline Parallelism with Controllable Memory (arXiv 2405.15362);
-sail-sg/zero-bubble-pipeline-parallelism keeps, as here, a linear's input and
-its output's gradient until the weight's gradient, and gathers a split input again.
-Deviations: fixed orders, not those of the repository's solver.  The last rank copies its first
-chunk's output for its second.  The next step starts once
-every rank has ended this one, so the shift between ranks, (pp - 1) F, stays (the paper checks the
-norm of gradients after the update).  The embedding's gradient stays with the input gradients, and
-so do the gradients of linears that a base computes in pieces.  No stack is asked whether it has the
-schedule.
+sail-sg/zero-bubble-pipeline-parallelism keeps, as here, a linear's input and its output's gradient
+until the weight's gradient, and gathers a split input again.
+Deviations: the orders are fixed, not those of the repository's solver.  The last rank copies its
+first chunk's output for its second.  The next step starts once every rank has ended this step, so
+the shift between ranks, (pp - 1) F, stays (the paper checks gradient norms after the update).  The
+embedding's gradient stays with the input gradients, and so do the gradients of linears that a base
+computes in pieces.  No stack is asked whether it has the schedule.
 """
 
 from typing import ClassVar, Literal
@@ -26,8 +25,8 @@ from rematbench.problem import Problem
 
 
 class ZeroBubble(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`schedule`: zb-h1 keeps pp micro-batches on every rank, zb-h2 2 pp - 1; with two chunks on a
-    rank zb-v pp, v-half pp / 2 + 1 and v-min about (pp + 4) / 3."""
+    """`schedule`: every rank keeps pp micro-batches under zb-h1 and 2 pp - 1 under zb-h2; with two
+    chunks on a rank, pp under zb-v, pp / 2 + 1 under v-half and about (pp + 4) / 3 under v-min."""
 
     name: ClassVar[str] = "zero_bubble"
     moves_passes: ClassVar[bool] = True

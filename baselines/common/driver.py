@@ -170,7 +170,7 @@ def _attempt(runner: Runner, jobs: list[PackageJob], first: int, last: int, fold
     scratch = folder / f"ranks-{first}"
     scratch.mkdir(parents=True, exist_ok=True)
     start = "fork" if job.run.world == "traced" else START[job.device]
-    module = cast(ModuleType, runner).__name__  # which a new process imports for itself
+    module = cast(ModuleType, runner).__name__  # a new process imports it by name
     ranks = [(module, jobs, numbers, scratch, rank, size) for rank in range(size)]
     ended = run_ranks(start, _rank_main, ranks, scratch, job.timeout_s)
     # A job that took too long has failed: its record has no status of its own for that.

@@ -72,7 +72,7 @@ def _fixed(job: PackageJob, policy: MegatronCore) -> dict[str, Any]:
         "calculate_per_token_loss": True,
         # A trace runs nothing after the last backward: coalesced collectives cannot be fake.
         "finalize_model_grads_func": None if traced else finalize_model_grads,
-        # Where the job wants materialised scores; else TransformerEngine chooses.
+        # TransformerEngine chooses a kernel unless the job wants materialised scores.
         **({"attention_backend": AttnBackend.unfused} if unfused else {}),
     }
 

@@ -27,7 +27,7 @@ ROPES = {"fused": "", "eager": "--no-rope-fusion"}
 TP_OVERLAPS = {"gemm": "--tp-comm-overlap", "backward": ""}
 P2P_OVERLAPS = {"interleaved": "", "none": "--no-overlap-p2p-communication"}
 GRADIENTS = {4: "", 2: "--grad-reduce-in-bf16"}
-"""The dtype of gradients by bytes, which is that of their buffers and of their reduction."""
+"""The option for the dtype of gradients by its bytes; buffers and reductions have this dtype."""
 STATES = {12: "", 8: "--exp-avg-dtype bf16 --exp-avg-sq-dtype bf16"}
 """Bytes of master weights and moments, each with the dtypes that the optimizer is told."""
 POSITIONS = {"rope": "rope", "learned": "learned_absolute", "none": "none"}

@@ -126,8 +126,8 @@ class Rig:
 
 def padded_vocab(run: RunSpec) -> int:
     """The rows of the embedding over all tensor-parallel ranks.  They are padded to a multiple of
-    tp only, as in the project's own executor.  No padding counts in the loss (in Megatron-LM it
-    does, with the multiple that it is given)."""
+    tp only, as in the project's own executor.  No padding counts in the loss
+    (Megatron-LM pads to the multiple of an option, and its padding counts)."""
     return -(-run.model.vocab // run.layout.tp) * run.layout.tp
 
 

@@ -44,7 +44,7 @@ def activation_peak(policy: MegatronCore, _: Problem, rank: RankProgram) -> int:
 
 
 class _Extras:
-    """Makes the extra tensors; `made`: one with a rank's tokens as rows, in the precision."""
+    """Makes the extra tensors.  The rows of `made` are a rank's tokens, in the job's precision."""
 
     def __init__(self, policy: MegatronCore, problem: Problem) -> None:
         self.policy, self.problem, self.model = policy, problem, problem.workload.model
@@ -88,7 +88,7 @@ class _Extras:
                 why="k and v are saved once per query head (and v's view is gone)",
             )
         if grouped and not views:
-            copied = s.q_width * (s.kv_width > self.model.head_dim)  # q copied before k is rotated
+            copied = s.q_width * (s.kv_width > self.model.head_dim)  # q is copied before k rotates
             rotated = (s.kv_width + copied) * rotates
             yield self.made(
                 name="qkv_variable",
@@ -274,7 +274,7 @@ def _once(policy: MegatronCore, problem: Problem) -> dict[str, int]:
         "position ids": 8 * s.seq_len // s.cp,
         "routing": _routing(policy, problem) * s.shard_tokens,
     }
-    if model.latent is not None:  # a table for each layer of a rank
+    if model.latent is not None:  # each layer of a rank has a table
         layers = -(-model.num_layers // problem.layout.pp)
         found["angles of RoPE (fp32)"] = 4 * model.latent.rope * s.seq_len // s.cp * layers
     elif model.position == "rope" and not policy.offload_modules:  # else made before the metering

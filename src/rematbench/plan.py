@@ -18,7 +18,7 @@ Phase = Literal["warmup", "steady", "cooldown"]
 Scope = Literal["consumer", "layer"]
 Shape = Literal["zb-v", "v-half", "v-min"]
 """The schedules whose chunks turn at the last rank: rank r has the virtual stages r and 2 pp - 1 -
-r of a model, so rank 0 has both of its ends.  Weight gradients are apart."""
+r of a model, so rank 0 has both of its ends.  Weight gradients have passes of their own."""
 Schedule = Literal[
     "gpipe", "1f1b", "interleaved_1f1b", "zb-h1", "zb-h2", "vocab-1", "vocab-2", "interlaced", Shape
 ]
@@ -295,14 +295,13 @@ class Plan(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     rank 0, the head after the last chunk of the last rank (of a V shape, of rank 0).  `orders` are
     explicit passes for each rank (empty: the order of `schedule`).  `slices`: tokens of the slices
     of a sequence that have passes of their own (empty: whole sequences); pass n is of slice n
-    modulo their number.
-    `held`: layer outputs that a checkpointing policy keeps
-    until their layer's backward although no operator there reads them (PyTorch's selective
-    checkpointing caches what it does not recompute).  `addresses`: activation addresses come from
-    the framework's allocator at run time, or are planned before the step (as MEMO does; the
-    executor leaves them to torch).  `cuts`: virtual stages whose input needs no gradient; the stage
-    before has a head and a loss of its own, so the plan trains another objective (local learning).
-    `fit`: numbers that the method derived, for tables.
+    modulo their number.  `held`: layer outputs that a checkpointing policy keeps until their
+    layer's backward although no operator there reads them (PyTorch's selective checkpointing caches
+    what it does not recompute).  `addresses`: activation addresses come from the framework's
+    allocator at run time, or are planned before the step (as MEMO does; the executor leaves them to
+    torch).  `cuts`: virtual stages whose input needs no gradient; the stage before has a head and a
+    loss of its own, so the plan trains another objective (local learning).  `fit`: numbers that the
+    method derived, for tables.
     """
 
     partition: tuple[tuple[tuple[int, ...], ...], ...]
@@ -426,7 +425,7 @@ def refusal(words: str, reasons: Mapping[str, bool]) -> str:
 
 
 def _of_states(plan: Plan, layout: Layout) -> dict[str, bool]:
-    """The states that passes of a part of the work do not have."""
+    """The states that exclude passes of a part of the work, and whether the plan has them."""
     gradient, optimizer = plan.state("gradient"), plan.state("optimizer")
     early = optimizer.pieces is not None and optimizer.pieces.start == "ready"
     return {

@@ -164,8 +164,8 @@ class Work(Quantised, Part, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     document_len: Annotated[NonNegativeInt, Fact(metavar="D")] = 0
     """Packed documents have so many tokens in the mean; attention stays inside each (0: none)."""
     sample_len: Annotated[NonNegativeInt, Fact(metavar="S")] = 0
-    """Samples have so many tokens in the mean; longer ones than `seq_len` are left out, and a
-    micro-batch is as long as its longest (0: each has `seq_len`)."""
+    """Samples have so many tokens on average; samples longer than `seq_len` are left out, and a
+    micro-batch is as long as its longest sample (0: each has `seq_len`)."""
     sample_spread: Annotated[NonNegativeInt, Fact(metavar="S")] = 0
     """The standard deviation of `sample_len` (0: as large as the mean)."""
     imbalance: Annotated[Imbalance, Fact(metavar="F")] = 1.0
@@ -220,9 +220,9 @@ class Workload(Work, frozen=True, kw_only=True, forbid_unknown_fields=True):
             force_setattr(self, "model", replace(self.model, max_positions=self.seq_len))
 
     def adapted_widths(self, layer: int) -> int:
-        """Rows and columns of the adapted linears of a layer, of each expert with its own adapters.
-        Targets of latent attention: both projections of queries, and those of keys and values down
-        (k) and up (v)."""
+        """The sum of the rows and columns of a layer's adapted linears; every expert has its own.
+        In latent attention, q stands for both projections of queries, k for the projection of keys
+        and values down, and v for the projection up."""
         model, experts, found = self.model, self.model.experts, 0
         sizes: dict[str, tuple[int, ...]]
         h, q, kv = model.hidden, model.q_width, model.kv_width

@@ -94,7 +94,7 @@ def calibrate(
     --rows, fit four scales of a stack to your rows (tokens/s/GPU or step_s), and write a stack
     file.
 
-    Takes minutes of CPU time without --rows, and an hour with --leave-one-out.  Files change only
+    This takes minutes of CPU time without --rows, an hour with --leave-one-out.  Files change only
     with --output: it has the form of config/calibration.yaml or, with --leave-one-out, of
     config/left_out.csv, from which all bands are computed (with --experts: of
     config/left_out_experts.csv, with --bytes: of config/left_out_bytes.csv).

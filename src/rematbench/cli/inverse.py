@@ -31,7 +31,7 @@ from rematbench.workload import Work
 UNITS = {"gpus": "GPUs", "context": "tokens", "batch": "sequences a step", "memory": "GiB"}
 UNITS |= {"rank": "columns of an adapter", "base": "bits a weight that does not train"}
 ANY_FIT = ("context", "rank", "base")
-"""Questions after a plan that fits, whatever its seconds."""
+"""Questions for which a plan only has to fit, however long its step is."""
 
 
 class Inverse(Struct, frozen=True, kw_only=True):

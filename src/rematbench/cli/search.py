@@ -119,16 +119,16 @@ def search(  # noqa: PLR0913, PLR0917  # an option of the command line each
     are).  Plans are every method that is not a planner, in its grid, composed as `compare` does.
     No plan of the space is faster than the first row by more than the gap.  The other rows are the
     next of all layouts and compositions, each at the smallest share that fits.  Planners, whose
-    plan no bound covers, are solved last, at the layouts of the first rows, and with --by-layer
-    layers move from these on.  Ctrl-C prints the best so far.
+    plans no bound covers, are solved last, at the layouts of the first rows; with --by-layer,
+    layers then move between stages, from the fastest plans on.  Ctrl-C prints the best so far.
 
     \b
     --find gpus --speed T: the fewest GPUs, of --gpus at most, that make T tokens/s together
     --find context: the longest sequence that fits, from --seq-len on, with a plan that fits
-    --find batch --step S: the most times --global-batch whose step takes S seconds at most
+    --find batch --step S: the largest multiple of --global-batch with steps of at most S seconds
     --find memory --lose P: the smallest device memory within P percent of the best
     --find rank: the largest rank of adapters that fits, from --lora-rank on
-    --find base: the widest format of weights that do not train: of the stack, 8 or 4 bits
+    --find base: the widest format of weights that do not train: the stack's, 8 or 4 bits
 
     \b
     Example:

@@ -111,8 +111,8 @@ def _hosts(result: Result) -> bool:
 
 
 def _exchange(result: Result) -> list[str]:
-    """The dispatcher, the overlap of experts' exchanges and the CUDA graphs that are not the
-    stack's."""
+    """Words on the dispatcher, the CUDA graphs and the overlap of experts' exchanges where the run
+    chooses them."""
     chosen = result.problem.stack_choice
     words = [f"dispatcher {chosen.dispatcher}"] if chosen.dispatcher else []
     words += [f"graphs {chosen.cuda_graphs}"] if chosen.cuda_graphs else []

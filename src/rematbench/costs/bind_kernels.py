@@ -195,9 +195,9 @@ class KernelCosts:
         return max(busy, self._memory_s(kernel.batch * (operands + result)))
 
     def _grouped_s(self, kernel: Gemm, direction: Direction) -> Quantity:
-        """Busy seconds of a GEMM, or of a grouped one: a kernel for each group, with their gaps no
-        faster than the host issues them outside of a CUDA graph; a weight's gradient is read and
-        written once more."""
+        """Busy seconds of a GEMM, or of a grouped GEMM, which is a kernel for each group.  Outside
+        of a CUDA graph, its kernels and gaps take at least the host's time to issue them.  A
+        grouped weight gradient takes at least the time to read it and to write it."""
         busy = self._gemm_s(kernel)
         if kernel.batch == 1:
             return busy

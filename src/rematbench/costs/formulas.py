@@ -64,8 +64,8 @@ def memory_s(nbytes: Quantity, hbm_bytes_per_s: Quantity, gpu: GpuConstants) -> 
 
 
 UNFUSED_FORWARD_PASSES = 2.0
-"""Score-matrix passes of a fused scale-mask-softmax kernel: read, write.  Source: Korthikanti et
-al. 2022 (arXiv 2205.05198), section 3 and figure 3 (core attention)."""
+"""Score-matrix passes of a fused scale-mask-softmax kernel: a read, a write.  Source: Korthikanti
+et al. 2022 (arXiv 2205.05198), section 3 and figure 3 (core attention)."""
 UNFUSED_BACKWARD_PASSES = 3.0
 """Softmax backward: read probabilities and gradient, write the gradient."""
 DROPOUT_PASSES = 2.5

@@ -344,6 +344,6 @@ def _work(problem: Problem, program: Program) -> tuple[float, int]:
 
 
 def has_exact_pins(system: System, plan: Plan) -> bool:
-    """Whether pinned activations take their own bytes of host memory and not torch's blocks: by the
-    stack's allocator, or because the plan places its own memory."""
+    """Whether pinned activations take their exact bytes of host memory and not torch's blocks: the
+    stack's allocator does so, or the plan places its memory itself."""
     return system.host.pinned_blocks == "exact" or plan.addresses == "planned"

@@ -36,7 +36,7 @@ Fit = Literal["yes", "tight", "expandable", "no"]
 FRAGMENTED = "fits with expandable segments, else retries or fails"
 
 DROPPED = 0.25
-"""The share of tokens left out at a capacity above which no job is said to fit.  It has no source:
+"""No job is said to fit if its experts must drop more than this share of tokens.  It has no source:
 nobody publishes the distribution, so the verdict also names the least of SHARES that fits."""
 SHARES = (0.05, 0.1, 0.15, 0.2, DROPPED)
 

@@ -95,18 +95,18 @@ def judged(
 
 GRAPH_BYTES = {False: 4 * 10**9, True: 10**10}
 """Bytes that the CUDA graph of an iteration holds on one stage, and in a pipeline: "a few GB", and
-"over 10 GB" (Megatron-Bridge, docs/training/cuda-graphs.md).  No job's are published, so the
-verdict takes none, and cannot say whether a plan with less headroom fits."""
+"over 10 GB" (Megatron-Bridge, docs/training/cuda-graphs.md).  No job's bytes are published, so
+the verdict counts none, and cannot say whether a plan with less headroom fits."""
 
 
 def unknown_bytes(problem: Problem) -> int:
-    """The device bytes that a job may need and that no prediction has."""
+    """The device bytes that a job may need and that no prediction includes."""
     graph = problem.system.kernels.captures_iteration
     return GRAPH_BYTES[problem.layout.pp > 1] if graph else 0
 
 
 def graphs(problem: Problem) -> str:
-    """What CUDA graphs capture, and what no total has of their bytes, in words; empty without."""
+    """What CUDA graphs capture, and the bytes that no total has, in words; empty if nothing."""
     if not problem.system.kernels.captures:
         return ""
     gb = unknown_bytes(problem) / 1e9

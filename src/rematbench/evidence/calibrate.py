@@ -334,8 +334,8 @@ PREDICTED: dict[Quantity, str] = {
 
 
 def left_out_bytes(processes: int = 2) -> list[Cell]:
-    """The lines of config/left_out_bytes.csv: a row's bytes of each quantity that it prints, and
-    the predicted ones.  No constant of these is fitted, so none has to be fitted again."""
+    """The lines of config/left_out_bytes.csv: the bytes of each quantity that a row prints, and
+    the predicted bytes.  No row needs a refit, because no constant of these bytes is fitted."""
     rows = [
         row
         for name in sheets()

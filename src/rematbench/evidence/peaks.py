@@ -1,12 +1,12 @@
 """Margins of predicted device bytes, each learnt from published rows that print the same quantity.
 
-Three quantities of the fullest GPU: the bytes that torch hands out (allocated), the bytes that its
-allocator holds (reserved), and the device total, which is the reserved bytes with the CUDA context
-and the communicators (`Problem.room_bytes` less `Problem.usable_bytes`).  A verdict is about the
-device total.  A margin is the 80 % quantile of ln(published / predicted), where an overestimate
+A row prints a quantity of the fullest GPU: the bytes that torch hands out (allocated), the bytes
+that its allocator holds (reserved), or the device total, which is the reserved bytes with the CUDA
+context and the communicators (`Problem.room_bytes` less `Problem.usable_bytes`).  A verdict is on
+the device total.  A margin is the 80 % quantile of ln(published / predicted), where an overestimate
 counts as 0 and every source has weight 1.  A quantity has at least the margin of each of its parts.
 Jobs that train adapters have margins of their own.  Computed sizes and peaks whose quantity the
-source does not state count nowhere.  The lines are those of config/left_out_bytes.csv, which
+source does not state are left out.  The lines are those of config/left_out_bytes.csv, which
 `rematbench calibrate --bytes` writes.
 """
 
@@ -42,13 +42,13 @@ it a device total is not shown as a prediction."""
 
 
 def trained_by(whole: bool) -> str:
-    """What trains: the model's weights, all of them, or adapters beside frozen ones."""
+    """The word for what trains: all weights of the model, or adapters (only a part trains)."""
     return "weights" if whole else "adapters"
 
 
 @cache
 def lines_of_bytes(trains: str = trained_by(whole=True)) -> tuple[Row, ...]:
-    """The lines of config/left_out_bytes.csv of jobs in which this trains."""
+    """The lines of config/left_out_bytes.csv of jobs with this word of `trained_by`."""
     needed = ("source", "quantity", "trains", "bytes", "pred_bytes")
     lines = read_sheet(data_dir("config") / BYTES, needed)
     return tuple(line for line in lines if line["trains"] == trains)
@@ -66,7 +66,7 @@ def errors_of(lines: Iterable[Row], quantity: PeakKind) -> Errors:
 # Why: docs/decisions/evidence.md, Which rows does the margin of device memory come from?
 def widest(lines: Iterable[Row], quantity: PeakKind = ABOUT) -> tuple[float, Errors]:
     """The margin that lines give a quantity, as a logarithm, and the errors behind it: those of the
-    quantity or of one of its parts, whichever are the largest."""
+    quantity or of the part of it that gives the largest margin."""
     lines, parts = tuple(lines), get_args(Quantity)[: get_args(Quantity).index(quantity) + 1]
     every = [found for part in parts if (found := errors_of(lines, part))]
     widths = [quantile(_above(errors)) for errors in every]
@@ -85,7 +85,7 @@ def margin(quantity: PeakKind = ABOUT, trains: str = trained_by(whole=True)) -> 
 
 def of_sources(lines: Iterable[Row]) -> list[str]:
     """A line for each quantity and source of jobs that train alike: rows, the median of their
-    errors without sign, and the share inside the margin that the other sources give."""
+    absolute errors, and the share inside the margin that the other sources give."""
     lines, found = tuple(lines), []
     for trains, quantity in product(sorted({one["trains"] for one in lines}), get_args(Quantity)):
         alike = [line for line in lines if line["trains"] == trains]
@@ -169,8 +169,8 @@ def leaving_reserve(problem: Problem) -> Problem:
 
 
 def fits_word(headroom_bytes: float, room_bytes: float, unknown: int = 0) -> Fit:
-    """`yes`, `tight` (the headroom is below what tuned plans leave free, or below the bytes that
-    the job may need and that no prediction has, `unknown`), or `no`."""
+    """`yes`, `tight` (the headroom is below what tuned plans leave free, or below `unknown`, the
+    bytes that the job may need and that no prediction includes), or `no`."""
     if headroom_bytes < 0:
         return "no"
     need = (room_bytes - headroom_bytes) * math.exp(RESERVE)

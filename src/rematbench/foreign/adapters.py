@@ -14,7 +14,7 @@ from rematbench.foreign.reading import Reading, number, whole
 
 TUNERS = ("finetuning_type", "adapter", "tuner_type", "train_type")
 LORA = {"ms-swift": "tuner_type", "LLaMA-Factory": "finetuning_type"}
-"""Trainers of adapters if no key says otherwise, with that key."""
+"""Trainers that train adapters unless a key says otherwise, with this key."""
 SWITCHES = ("use_peft", "use_lora", "lora_enable")
 RANKS = ("lora_r", "lora_rank")
 TARGETS = ("lora_target_modules", "target_modules", "lora_target")
@@ -68,13 +68,13 @@ def read_adapters(reading: Reading, data: Mapping[str, Any]) -> None:
 def _dtype(reading: Reading, data: Mapping[str, Any], *, packed: bool) -> None:
     """The precision of adapters.  PEFT makes them fp32, which a trainer's autocast computes in 16
     bits (ms-swift always has it: `_init_mixed_precision`); DeepSpeed and Megatron narrow them, and
-    TRL beside quantised weights (trainer/sft_trainer.py)."""
+    so does TRL beside quantised weights (trainer/sft_trainer.py)."""
     narrow = reading.system == "huggingface-deepspeed" or reading.package == "Megatron"
     narrow = narrow or str(data.get("lora_dtype")) in ("bfloat16", "float16", "bf16", "fp16")
     if narrow or not is_off(data.get("pure_bf16")) or (reading.package == "TRL" and packed):
         return
     autocast = any(not is_off(data.get(word)) for word in ("bf16", "fp16"))
-    autocast |= reading.package == "TRL"  # whose default is bf16
+    autocast |= reading.package == "TRL"  # TRL's default is bf16
     autocast |= reading.package == "ms-swift" and reading.get("precision") != "fp32"
     reading.put("trained_dtype", "autocast" if autocast else "fp32", "lora_r")
     reading.notes.append("PEFT holds adapters in fp32 (autocast_adapter_dtype)")

@@ -105,7 +105,7 @@ def _data(words: list[str], options: Options) -> dict[str, Any]:
         data["lora_rank"] = data.pop("r")
     config = data.pop("deepspeed_config", None)
     if data.get("deepspeed", config) in (True, config) and (config or "zero_stage" in data):
-        data["deepspeed"] = config  # a switch beside a file, or beside options
+        data["deepspeed"] = config  # --deepspeed as a switch names no file
     precision = str(data.pop("mixed_precision", "")).lower()
     if precision in ("bf16", "fp16", "fp8"):
         data.setdefault(precision, True)
@@ -210,8 +210,8 @@ def read_launcher(reading: Reading, script: Script, options: Options) -> None:
 
 
 def _device_map(reading: Reading, script: Script, words: list[str]) -> None:
-    """Refuse layers on several devices of a process, which ms-swift's own command makes of all
-    visible ones (swift/utils/torch_utils.py, get_device_map)."""
+    """Refuse several devices for a process: ms-swift's command then spreads the layers over all
+    visible devices (swift/utils/torch_utils.py, get_device_map)."""
     visible = " ".join(script.variables.get("CUDA_VISIBLE_DEVICES", [])).split(",")
     processes = " ".join(script.variables.get("NPROC_PER_NODE", ["1"]))
     own = reading.package == "ms-swift" and words[:1] == ["swift"] and processes.isdigit()

@@ -34,7 +34,7 @@ ROTATING: dict[str, dict[str, Any]] = {
 SUFFIXES = re.compile(r"-(instruct|thinking|chat|base|hf|it|\d{4})(?=-|$)")
 ALIKE = [("llama-2", "llama2"), ("llama-3-", "llama3-"), ("llama-3.3", "llama-3.1")]
 ALIKE += [("-a22b", ""), ("_", "-")]
-"""Parts of the hub's names with those of shipped models; Llama 3.3 has the shape of 3.1."""
+"""Parts of the hub's names, with their words in shipped models; Llama 3.3 has the shape of 3.1."""
 VERSION = re.compile(r"-v\d[\d.]*(?=-|$)")
 
 

@@ -14,7 +14,7 @@ from rematbench.inputs.configfile import convert, read_mapping
 from rematbench.inputs.paths import data_dir
 
 REST = [(-1, "shards"), (-1, "global_batch")]
-"""Numbers that are what the others leave, with their value in a file."""
+"""(value, number of a job): the value stands for what the job's other numbers leave over."""
 OFF = {"", "false", "none", "null", "no", "off", "0", "0.0", "[]", "{}"}
 
 
@@ -47,7 +47,7 @@ class Section(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 class Dialect(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The sections of a package's files by their path ("" is the top level); `base`: dialects
     whose keys belong to this one's; `names`: the keys of another package that keys stand for;
-    `defaults`: values of keys that are not there."""
+    `defaults`: values of keys that a file lacks."""
 
     source: str
     sections: dict[str, Section] = {}

@@ -31,7 +31,7 @@ VOCABULARIES = {"GPT2BPETokenizer": 50257, "Llama2Tokenizer": 32000}
 and Llama 2's 32,000 (Touvron et al. 2023, arXiv 2307.09288)."""
 GRAPHS = ("none", "local", "transformer_engine", "full_iteration")
 GRAPHED = ("attn", "mlp", "moe", "moe_router", "moe_preprocess", "full_iteration")
-"""Implementations of CUDA graphs, and the scopes that are modelled."""
+"""The implementations of CUDA graphs, and the scopes that are modelled."""
 POSITIONS = {"rope": "rope", "learned_absolute": "learned", "none": "none", "alibi": "alibi"}
 OLD = {"activations-checkpoint-method", "checkpoint-activations", "checkpoint-num-layers"}
 OLD |= {"model-parallel-size", "batch-size", "DDP-impl"}
@@ -44,13 +44,13 @@ TODAY = "megatron-core-0.16"
 LAYERS = ("recompute-num-layers", "activations-checkpoint-num-layers", "checkpoint-num-layers")
 """The layers of a recomputed group: today's name, that of 2021 and that of 2020."""
 OTHERS = {"bert", "t5", "vlm", "mamba", "hybrid", "retro", "ict", "vision", "dino", "rl"}
-"""Words in names of programs that train something else than a language model of equal layers."""
+"""Words in names of programs that train something other than a language model of equal layers."""
 ADAPTED = {"lora-rank", "lora-dropout", "tuner-type", "train-type", "target-modules"}
-"""Options of adapters, which only ms-swift's Megatron is known to read so."""
+"""Options of adapters, which are read only for ms-swift's Megatron."""
 GROUPS = ("microbatch-group-size-per-virtual-pipeline-stage", "microbatch-group-size-per-vp-stage")
-"""Micro-batches that a chunk runs in a row: pp of them by default."""
+"""Options that say how many micro-batches a chunk runs in a row: pp of them by default."""
 OFFLOADED = ("attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm")
-"""The modules of --offload-modules whose tensors are modelled: not those of experts."""
+"""The modules of --offload-modules whose tensors are modelled; those of experts are not."""
 SWIFT_TASKS = {("megatron", "sft"), ("megatron", "pt"), ("megatron", "rlhf")}
 SLIME = "max-tokens-per-gpu"
 ENGINE = {"tensor_model_parallel_size", "pipeline_model_parallel_size", "use_mca"}
@@ -151,7 +151,7 @@ def _read(options: Options, script: Script) -> Reading:
 
 
 def _graphs(reading: Reading, options: Options) -> None:
-    """What CUDA graphs capture: modules of a layer, whole layers where none is named, or a whole
+    """Set what CUDA graphs capture: modules of a layer, whole layers if none is named, or a whole
     iteration, which is a scope or, in later versions, an implementation (megatron-core 0.16.1,
     transformer_config.py)."""
     old = {"enable-cuda-graph", "external-cuda-graph"} & options.keys()
@@ -170,8 +170,8 @@ def _graphs(reading: Reading, options: Options) -> None:
 
 
 def _supervised(options: Options) -> Options:
-    """The options of slime without those of an engine and of a reference model, where the line has
-    the loss of supervised training and neither of the two (slime/utils/arguments.py)."""
+    """The options, without those of slime's engine and reference model if the line trains with the
+    supervised loss alone (slime/utils/arguments.py)."""
     if first_value(options, "loss-type") != "sft_loss" or "debug-train-only" not in options:
         return options
     refused = dialect("megatron")[""].refused
@@ -307,7 +307,7 @@ def _layout(reading: Reading, options: Options) -> None:
 
 
 def _attention(reading: Reading, options: Options, script: Script) -> None:
-    """The kernel of attention that a line and its variables of the environment choose."""
+    """Set the kernel of attention that a line and the environment's variables choose."""
     backend = first_value(options, "attention-backend", "auto")
     no_flash, no_fused = (script.variables.get(name) == ["0"] for name in NVTE)
     if backend == "auto" and (no_flash or no_fused):
@@ -420,7 +420,7 @@ def _method(reading: Reading, options: Options) -> tuple[str, dict[str, object]]
 def _offloaded(
     reading: Reading, options: Options, name: str, settings: dict[str, object]
 ) -> tuple[str, dict[str, object]]:
-    """A method with the modules whose inputs go to the host beside it, which megatron_core has."""
+    """The method and its settings; with modules whose inputs go to the host it is megatron_core."""
     switch = "fine-grained-activation-offloading"
     if switch not in options:
         return name, settings

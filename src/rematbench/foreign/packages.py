@@ -133,7 +133,7 @@ READERS: dict[str, Callable[[Mapping[str, Any], str], Reading]] = {
 }
 """The readers of packages that are no trainers of Hugging Face."""
 CONFIGURED: tuple[str, ...] = ("torchtitan", "torchtune", "nanotron")
-"""Packages whose commands name one file, which has the whole job."""
+"""Packages whose commands name a file that has the whole job."""
 
 
 def _package(package: str, data: Mapping[str, Any], label: str) -> Reading:
@@ -222,7 +222,7 @@ def _configured(script: Script) -> Reading | None:
 
 
 def _put(data: dict[str, Any], path: list[str], value: Any) -> None:
-    """Set a value in a section of a file; `job.config_file` names the file itself."""
+    """Set a value in a section of a file, except `job.config_file`, which names the file itself."""
     *sections, key = path
     for section in sections:
         data = data.setdefault(section, {})

@@ -46,7 +46,7 @@ class Reading(Struct, kw_only=True):
 
 
 def beside(file: str | Path, named: object) -> Path:
-    """The file that another file names: at its path from there, else in the same folder."""
+    """The file that another file names: at its path from that file, else in the same folder."""
     folder, path = Path(file).parent, Path(str(named))
     return folder / path if (folder / path).is_file() else folder / path.name
 

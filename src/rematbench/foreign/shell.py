@@ -1,10 +1,10 @@
 """The commands of a shell script, with the values of its variables.  Nothing is executed.
 
-`shfmt` gives the syntax tree.  Read are assignments (also arrays, `+=` and defaults `${X:-8}`),
+`shfmt` gives the syntax tree.  This reads assignments (also arrays, `+=` and defaults `${X:-8}`),
 calculations `$((A*B))`, `if` and `case` over values that the script sets, functions that it calls,
-files that it sources from its own folder, and here-documents.  The output of a command but `expr`,
-an argument (`$1`) and a variable of the environment are empty, in conditions too; a test of a file
-is false, negated or not, and so is a command.
+files that it sources from its own folder, and here-documents.  An argument (`$1`), a variable of
+the environment and the output of every command but `expr` are empty, in conditions too; a test of a
+file counts as false, negated or not, and so does a command.
 """
 
 import fnmatch
@@ -55,9 +55,9 @@ LONGEST = 1 << 20
 class Script(Struct):
     """The commands of a script, each a list of words; its variables; its functions; its
     here-documents by the file into which they are written; the options of its Slurm headers; the
-    conditions on values that are not in the script; the words of loops of which the first is read.
+    conditions on values that are not in the script; the loops of which only the first word is read.
 
-    `text`: what is read now; `depth`: the files and functions that it may still enter.
+    `text`: what is read now; `depth`: how many files and functions it may still enter.
     """
 
     file: str

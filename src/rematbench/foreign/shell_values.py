@@ -85,8 +85,8 @@ def _pieces(parts: list[Node], variables: Variables, *, quoted: bool = False) ->
 
 
 def _output(part: Node, variables: Variables) -> list[str]:
-    """The output of `expr A + B`, whose operators are those of a calculation; of other commands
-    nothing is known."""
+    """The output of `expr A + B`, whose operators are those of a calculation; the output of
+    other commands is empty."""
     calls = [statement.get("Cmd") or {} for statement in part.get("Stmts", ())]
     words = [
         word

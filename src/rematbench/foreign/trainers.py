@@ -22,7 +22,7 @@ PRECISIONS |= {"fp16": "fp16", "float16": "fp16", "float32": "fp32"}
 RECOMPUTES = {"TRL": True, "ms-swift": True, "Transformers": False}
 """Whether a trainer recomputes if no key says so: the default of `gradient_checkpointing`."""
 EARLY = "max_seq_length"
-"""A key of TRL before 0.20, whose loss has logits, and which recomputes where a key says so."""
+"""A key of TRL before 0.20, which computes whole logits and recomputes only if a key says so."""
 PIECES = "mst:mlp_chunks=1"
 """A head in pieces of as many tokens as the vocabulary is wider than the model: TRL's chunks,
 Liger's fused linear loss (Liger-Kernel 0.8.5, ops/fused_linear_cross_entropy.py) and Cut Cross
@@ -76,7 +76,7 @@ def _packing(reading: Reading, data: Mapping[str, Any]) -> None:
         if not crossing:
             text = "attention stays inside documents: --document-len, else whole sequences"
         reading.notes.append(f"{key}: {text}")
-    joined = reading.keys.get("seq_len") == "block_size"  # run_clm.py, group_texts
+    joined = reading.keys.get("seq_len") == "block_size"  # run_clm.py joins texts (group_texts)
     if not keys and is_off(data.get("pad_to_sequence_len")) and not joined:
         note_cap(reading)
 
@@ -105,7 +105,7 @@ def _precision(reading: Reading, data: Mapping[str, Any]) -> None:
     scaled = reading.get("precision") == "fp16"  # torch's GradScaler takes fp32 gradients alone
     widened = scaled or (reading.package in WIDENS and not weights)
     kept = reading.package == "LLaMA-Factory" and data.get("finetuning_type", "lora") != "full"
-    wide = weights == "float32" or (widened and not kept)  # it widens what trains alone
+    wide = weights == "float32" or (widened and not kept)  # kept: only adapters are wide
     narrow = reading.get("precision") == "fp32" or not is_off(data.get("pure_bf16"))
     if wide and not narrow:
         reading.put("wide_weights", 1, "dtype")
@@ -209,7 +209,7 @@ def merge(reading: Reading, more: Reading) -> None:
         reading.put(name, value, more.keys.get(name, name))
     reading.facts |= more.facts
     reading.model |= more.model
-    wraps = more.package == "accelerate" and more.method is not None  # whatever the trainer does
+    wraps = more.package == "accelerate" and more.method is not None  # accelerate's FSDP recomputes
     if reading.method is None or (wraps and reading.method[0] == "keep_all"):
         reading.method = more.method
     if reading.package != "Megatron":  # whose launch line says which of its stacks runs

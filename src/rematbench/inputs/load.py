@@ -265,8 +265,8 @@ def is_path(text: str) -> bool:
 
 
 def located(kind: Kind, name_or_path: str | Path) -> Path:
-    """The file of a name, an alias or a path; ConfigError if it does not exist.  A folder hides a
-    shipped name of a model alone."""
+    """The file of a name, an alias or a path; ConfigError if it does not exist.  Only for a
+    model does a folder hide a shipped name."""
     text = str(name_or_path)
     path = Path(name_or_path)
     aliases = _aliases() if kind == "system" else {}

@@ -286,9 +286,9 @@ class Zero(Part, frozen=True, kw_only=True, forbid_unknown_fields=True):
     ahead in the backward, its root keeps embedding and head whole until the end, and its hooks of
     frozen layers keep the input of each and its gradient."""
     waiting_frees: Annotated[int, Meta(ge=0, le=8)] = 0
-    """So many units' parameters that were gathered, and as many of their gradients, are freed while
-    the device has not come to the free, so that the next are other memory (record_stream, whose
-    blocks torch does not count as allocated; FSDP's limit_all_gathers lets two wait)."""
+    """The gathered parameters of so many units, and as many of their gradients, keep their memory
+    after their free until the device reaches it, so the next take other memory (record_stream,
+    whose blocks torch does not count as allocated; FSDP's limit_all_gathers lets two wait)."""
     whole_buckets: bool = False
     """If true, gradients are copied under ZeRO into buckets that are allocated whole
     (`bucket_bytes` each, two with reduce_overlap) from the first gradient of a backward whose

@@ -51,8 +51,8 @@ def _frozen_rules(lay: Layout, work: Workload) -> Iterator[str]:
 
 
 def _bytes_of_adapters(work: Workload, system: System) -> str:
-    """The weights of low-rank adapters and their bytes with gradients and states, in words.  DoRA
-    has a magnitude for each row of a linear more, which is left out."""
+    """The weights of low-rank adapters and their bytes with gradients and states, in words.  DoRA's
+    magnitudes, one for each row of a linear, are left out."""
     layers = range(work.frozen_layers, work.model.num_layers)
     count = work.lora_rank * sum(work.adapted_widths(layer) for layer in layers)
     states = system.states

@@ -100,12 +100,12 @@ def with_live_rules(problem: Problem, base: Plan, *rules: Rule) -> Plan:
 
 
 def rule_of(names: tuple[str, ...], fate: Fate, layers: tuple[int, ...] | None = None) -> Rule:
-    """A fate for those of the named activations of `layers` (None: of all) that are kept."""
+    """The rule of a fate for kept activations of these names in `layers` (None: in all layers)."""
     return Rule(Select(parts=("layer",), layers=layers, activations=names, kept=True), fate)
 
 
 def smallest_fitting(problem: Problem, at: Callable[[int], Plan], top: int) -> int | None:
-    """The smallest number in [0, top] `at` which the plan fits; None if none does."""
+    """The smallest n in [0, top] for which the plan `at(n)` fits; None if no plan fits."""
     return smallest_feasible(lambda n: problem.cost.headroom_bytes(at(n)), top)
 
 

@@ -84,13 +84,13 @@ def chunks_of(plan: Plan) -> list[tuple[int, ...]]:
 
 
 def rebuilding_layers(names: tuple[str, ...], layers: tuple[int, ...] | None) -> Rule:
-    """The rule that rebuilds these tensors of each of `layers` (None: of every layer) at once."""
+    """The rule that rebuilds these tensors of a layer at once, in `layers` (None: in all)."""
     return rule_of(names, Recompute(scope="layer", whole=True), layers)
 
 
 def rebuilding_groups(names: tuple[str, ...], plan: Plan, size: int) -> list[Rule]:
-    """Rules that rebuild the layers of every chunk in groups of `size`, each at once: these tensors
-    of all its layers, and the inputs of all but the first."""
+    """Rules that rebuild the layers of every chunk in groups of `size`, each group at once: these
+    tensors of all its layers, and the inputs of all but the first."""
     if size == 1:
         return [rebuilding_layers(names, None)]
     rules: list[Rule] = []

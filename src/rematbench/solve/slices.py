@@ -57,9 +57,9 @@ def even(problem: Problem, count: int) -> tuple[int, ...]:
 def least_time(problem: Problem, plan: Plan, pieces: int) -> tuple[int, ...]:
     """Return the slices, each of some of `pieces` equal pieces of the sequence, with the least m
     sum t_i + (pp - 1) max t_j for m micro-batches (Li et al. 2021, arXiv 2102.07988, section 3.3):
-    for a bound of t_j the least sum by dynamic programming, over all bounds.  t is the time of a
-    slice's passes on the longest stage and of its two messages, the mean of all hops, and grows
-    with the tokens before the slice by attention alone."""
+    dynamic programming finds the least sum under each bound of t_j.  t is the time of a slice's
+    passes on the longest stage and of its two messages, the mean of all hops, and grows with the
+    tokens before the slice only by attention."""
     lay, seq_len = problem.layout, problem.workload.seq_len
     pp, m = lay.pp, lay.num_micro_batches
     size = seq_len // pieces

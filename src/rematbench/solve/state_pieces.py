@@ -31,7 +31,7 @@ def shares(problem: Problem, base: Plan) -> list[int]:
 
 
 def piece_size(problem: Problem, base: Plan, most: int) -> tuple[int, int]:
-    """The parameters of a piece, `most` at most, and the pieces of the largest rank's share."""
+    """The parameters of a piece (at most `most`), and the number of pieces of the largest share."""
     counts = shares(problem, base)
     size = min(most, *counts)
     return size, -(-max(counts) // size)

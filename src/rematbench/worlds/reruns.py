@@ -75,7 +75,7 @@ def _input(record: Record, kind: str) -> str:
 
 
 def _of_both(new: object, old: object, names: Sequence[str], words: str) -> Iterator[str]:
-    """Differences of what each record, one of them (`words`), or none has."""
+    """The differences between a part of two records; `words`: what a record with this part is."""
     if new is None or old is None:
         yield from [] if new == old else [f"only one of the two records {words}"]
     else:

@@ -177,7 +177,7 @@ def largest_rank(request: SearchRequest, run: Rounds) -> Iterator[Answer]:
 
 
 BASES = {"stack": 0, "int8": 8, "nf4_double": 4}
-"""Formats of weights that do not train, from the widest on, and their bits (0: the precision's)."""
+"""Formats of weights that do not train, the widest first, with bits (0: those of the precision)."""
 
 
 def widest_base(request: SearchRequest, run: Rounds) -> Iterator[Answer]:

@@ -110,8 +110,8 @@ class SearchJob(SearchSpace):
         return list(groups.values())
 
     def ready(self) -> Self:
-        """Return the job after checks; MethodError for a method with other passes that no bound
-        covers."""
+        """Return the job after its checks; MethodError for a method that changes the passes if no
+        bound covers its plans."""
         super().ready()
         replies: dict[str, list[Probe | Refused]] = defaultdict(list)
         for variant in self.variants:
@@ -128,9 +128,9 @@ class SearchJob(SearchSpace):
 
     @cached_property
     def _sampled(self) -> list[GroupBounds]:
-        """Up to three groups: those with the lowest, the middle and the highest tensor parallelism,
-        with a pipeline and room for the states where the space has any.  Of groups whose exchanges
-        overlap, which refuse some methods, one is the last."""
+        """Up to four groups: those with the lowest, the middle and the highest tensor parallelism,
+        with a pipeline and room for the states if the space has such groups; the last is a group
+        whose exchanges overlap, because those refuse some methods."""
         layouts = self._layouts
 
         def order(index: int) -> tuple[int, int]:
@@ -154,8 +154,8 @@ class SearchJob(SearchSpace):
         return [*map(self._group, dict.fromkeys(chosen))]
 
     def _samples(self) -> list[dict[Variant, Probe]]:
-        """Probes of every method by itself in one group, and of the methods that only rebuild in
-        all `_sampled` ones."""
+        """Probes of every method by itself in the first of the `_sampled` groups, and in the other
+        groups of the methods that only rebuild."""
         results: list[dict[Variant, Probe]] = []
         for bounds in self._sampled:
             again = (

@@ -245,7 +245,7 @@ def _heads(b: Builder, x: str) -> None:
 
 
 def _norm(b: Builder, name: str, x: str, has: bool) -> str:
-    """Add a norm, if the model has it, and return the name of its output, else of its input."""
+    """Add a norm if the model has it, and return the name of its output; otherwise return `x`."""
     if not has:
         return x
     b.norm(name, x, f"{name}_out")

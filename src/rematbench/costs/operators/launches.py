@@ -59,23 +59,22 @@ def launches_of(b: Builder, name: str) -> Launches:
 
 
 BESIDE_ATTENTION = ("shared_fc1", "shared_act", "shared_fc2")
-"""The operators behind the exchange that Megatron-core runs with attention where the exchange
-overlaps with another micro-batch (core/models/gpt/fine_grained_callables.py); a graph of the router
-holds them too."""
+"""The operators of the shared expert.  Megatron-core runs them with attention if experts' exchanges
+overlap with another micro-batch (core/models/gpt/fine_grained_callables.py), and a CUDA graph of
+the router holds them too."""
 
 
 def captures_experts(kernels: Kernels, work: Workload) -> bool:
-    """Whether CUDA graphs capture grouped experts, which the host then does not issue one by
-    one."""
+    """Whether CUDA graphs capture grouped experts, so the host does not issue their kernels."""
     scope = kernels.cuda_graphs
     whole = scope == "layer" and work.expert_padding != "none"
     return whole or kernels.captures_iteration or "moe" in scope.split(",")
 
 
 def uncaptured(kernels: Kernels, work: Workload, table: OpTable) -> frozenset[str]:
-    """The operators of a layer that the CUDA graphs of layers or of their parts leave out: with
-    whole layers those behind the counts of experts' tokens, from which the host learns sizes
-    unless experts are padded.  Source: Megatron-core 0.16.1, transformer_layer.py,
+    """The operators of a layer that the CUDA graphs of layers or of their parts leave out.  Graphs
+    of whole layers leave out what follows the counts of experts' tokens, unless experts are padded,
+    because the host learns sizes there.  Source: Megatron-core 0.16.1, transformer_layer.py,
     _te_cuda_graph_capture and _get_submodules_under_cudagraphs."""
     names, scope = [op.name for op in table.ops], kernels.cuda_graphs
     routed = COUNTS in names

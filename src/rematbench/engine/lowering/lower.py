@@ -446,7 +446,7 @@ class _SlicedLowering(_RankLowering):
     def __init__(self, plan: Plan, problem: Problem, rank: int, shared: BlockCache) -> None:
         super().__init__(plan, problem, rank, shared)
         self.parts: list[tuple[_RankLowering, list[int]]] = []
-        chunks = range(problem.layout.vpp)  # no forward is followed by its own backward
+        chunks = range(problem.layout.vpp)  # in `apart`, no backward follows its own forward
         apart = tuple(Pass(f, m, c) for c in chunks for f in (True, False) for m in (0, 1))
         for number, part in enumerate(slice_problems(problem, plan.slices)):
             alone, places = of_slice(plan, number)

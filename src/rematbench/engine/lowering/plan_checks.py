@@ -194,8 +194,8 @@ def graph_conflict(plan: Plan, problem: Problem) -> str:
 
     Megatron-core 0.16.1, transformer_config.py: CUDA graphs are not supported with CPU offloading,
     full recomputation needs the graph of a whole iteration, and a recomputed module may not contain
-    a graph (`moe` with moe_router).  Parameters gathered per layer are
-    refused too, because a graph's addresses are fixed.
+    a graph (`moe` with moe_router).  A graph's addresses are fixed, so parameters gathered per
+    layer are refused too.
     """
     kernels = problem.system.kernels
     if not kernels.captures:

@@ -258,8 +258,8 @@ class _Walk:
     def _send(
         self, item: Pass, position: int, keys: tuple[str, str], sent: tuple[Storage, bool]
     ) -> None:
-        """Send an activation (and whether it is wide) or its gradient; `keys`: the message's word,
-        and the key of the block that waits for the send."""
+        """Send an activation or its gradient; `sent`: its storage, and whether it is wide; `keys`:
+        the message's word, and the key of the block that waits for the send."""
         (word, free), (storage, wide) = keys, sent
         self._add(("send", word, storage, *WIDE[wide]), item)
         self._release_at(position + self.facts.overlapped_sends, (free, storage), item)

@@ -18,18 +18,18 @@ from rematbench.problem import Problem
 from rematbench.workload import Workload
 
 MICRO_BATCHES = 128
-"""So many micro-batches are replayed (fitted: ms-swift's sheet of Qwen models up to 2,048 tokens;
+"""How many micro-batches are replayed (fitted: ms-swift's sheet of Qwen models up to 2,048 tokens;
 the reserved bytes grow with the logarithm of their number)."""
 POPULATION = 4096
-"""The sorted lengths from which the sequence takes its quantiles."""
+"""The number of sorted lengths of which the sequence takes quantiles."""
 
 
 def with_samples(
     rank: RankProgram, plan: Plan, problem: Problem, lower: Callable[[Plan, Problem], Program]
 ) -> RankProgram:
     """The rank's program with the lengths of its micro-batches.  `lower` expands the plan for two
-    shorter sequences; the bytes at another length follow from the three, because a tensor's are a
-    polynomial of the length of degree two at most."""
+    shorter sequences; the bytes at another length follow from those of the three, because those
+    of a tensor are a polynomial of the length of degree two at most."""
     work = problem.workload
     at = (work.seq_len, work.seq_len // 2, work.seq_len // 4)
     shorter = []
@@ -54,5 +54,5 @@ def drawn_lengths(work: Workload, micro_batch: int) -> tuple[int, ...]:
 
 
 def _quantile(at: int) -> float:
-    """Van der Corput's sequence in base 2: the digits of `at` behind the point, in reverse."""
+    """Term `at` of van der Corput's sequence in base 2: its digits in reverse after the point."""
     return int(f"{at:b}"[::-1], 2) / (1 << at.bit_length())

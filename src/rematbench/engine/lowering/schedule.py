@@ -68,9 +68,9 @@ def sliced_passes(
 ) -> tuple[Pass, ...]:
     """Return the passes of slices, numbered through all micro-batches, in issue order: all forwards
     first (gpipe; TeraPipe, Li et al. 2021) or 1F1B over slices (Seq1F1B, Sun et al. 2024,
-    arXiv 2406.03488), which runs pp - r - 2 + slices forwards before the first backward; with
-    several chunks interleaved, in groups of whole sequences with at least pp slices.  The backwards
-    of a micro-batch come in reverse order of its slices."""
+    arXiv 2406.03488), which begins with pp - r - 2 + slices warm-up forwards.  Several chunks
+    are interleaved, in groups of whole sequences with at least pp slices.  The backwards of a
+    micro-batch come in reverse order of its slices."""
     fewest = -(-pp // slices)
     sequences = next((n for n in range(fewest, num_micro_batches) if num_micro_batches % n == 0), 0)
     group, total = slices * (sequences or num_micro_batches), num_micro_batches * slices * vpp

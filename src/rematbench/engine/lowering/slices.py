@@ -61,7 +61,7 @@ class SliceProblem(Problem):
 
 
 def behind(op: Op, context: int) -> Op:
-    """Attention of a slice behind `context` tokens."""
+    """The attention of a slice that follows `context` tokens."""
     kernels = tuple(
         replace(
             kernel,

@@ -41,7 +41,7 @@ def tied_recv_block(nbytes: int) -> Block:
 
 def recv_block(tensor: Activation, storage: Storage, direction: str) -> Block:
     """Receive a boundary activation (or, in a backward's direction, its gradient) into new memory.
-    The event is its arrival."""
+    The event records its arrival."""
     forward = direction[0] != "b"
     action = Action(
         kind=Kind.RECV,

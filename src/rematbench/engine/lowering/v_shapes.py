@@ -5,12 +5,12 @@ from functools import lru_cache
 from rematbench.plan import Pass, Shape
 
 CHUNK_PASSES = 6
-"""The passes of a micro-batch on a rank: a forward and two halves of a backward of two chunks."""
+"""The passes of a micro-batch on a rank: a forward and two half backwards of each of two chunks."""
 
 
 def most_chunks(shape: Shape, pp: int) -> int:
-    """Return how many chunks of a micro-batch a rank keeps at most; two chunks are what a stage of
-    plain 1F1B has."""
+    """Return how many chunks, of all micro-batches, a rank keeps at most; two chunks are as large
+    as a stage of plain 1F1B."""
     return {"zb-v": 2 * pp, "v-half": pp + 2, "v-min": 2 * ((pp + 4) // 3)}[shape]
 
 
@@ -32,7 +32,7 @@ def _slots(shape: Shape, rank: int, pp: int) -> tuple[int, int, int, int]:
 def v_shape(shape: Shape, pp: int, num_micro_batches: int) -> tuple[tuple[Pass, ...], ...]:
     """Return the passes of every rank in issue order (Qi et al. 2024, arXiv 2405.15362).
 
-    A rank runs the forwards and input gradients of the shape's repeated slots as early as it can,
+    A rank runs forwards and input gradients in the order of their slots, as early as it can,
     keeps no more than `most_chunks`, and runs a weight gradient wherever it would wait.  With
     passes of equal seconds a step takes 6 m + pp - 1 of them under ZB-V, 6 m + 3 (pp - 1) under
     V-Half (even pp) and 6 m + 4 pp - 5 under V-Min (4 pp - 3 if pp is a multiple of 3); 1F1B takes

@@ -30,10 +30,10 @@ GAP = MIN_BLOCK
 """Unused addresses between segments, so that blocks of two segments never touch and coalesce."""
 
 POOLS = ("", "dp", "ep")
-"""The streams that code makes current before it allocates: sharded parameters are gathered on one
-("dp"; FSDP's unshard stream, DeepSpeed's all-gather stream), exchanges of experts beside another
-micro-batch run on one ("ep"; Megatron-core's combined 1F1B).  Outputs of all other collectives and
-messages are allocated on the stream of compute ("")."""
+"""The streams that code makes current before it allocates: "dp" for gathers of sharded parameters
+(FSDP's unshard stream, DeepSpeed's all-gather stream), "ep" for exchanges of experts beside another
+micro-batch (Megatron-core's combined 1F1B), and "", the stream of compute, for outputs of all other
+collectives and messages."""
 
 BITS = 96
 ADDRESS = (1 << BITS) - 1
@@ -209,7 +209,7 @@ class Allocator:
         return pool, *block
 
     def free(self, block: MemoryBlock, *, waits: bool = False) -> None:
-        """Give a block back to its pool; with `waits`, once `waiting_frees` others wait."""
+        """Give a block back to its pool; if it `waits`, only after `waiting_frees` later frees."""
         pool, address, size = block
         self.allocated -= size
         if waits and self.waiting_frees:

@@ -181,8 +181,8 @@ class Samples(Struct, frozen=True, kw_only=True):
 # Why: docs/decisions/engine.md, Is a program an event graph without issue order?
 class RankProgram(Struct, frozen=True, kw_only=True, dict=True):
     """All actions of a pipeline rank in issue order.  `late`: the tensors that the rank allocates
-    between its activations, if the stack does so.  `samples`: their lengths, if these differ.
-    `waiting_frees`: as in Zero."""
+    between its activations, if the stack does so.  `samples`: the lengths of
+    micro-batches, if they differ.  `waiting_frees`: as in Zero."""
 
     rank: int
     blocks: tuple[Block, ...]

@@ -21,14 +21,14 @@ from rematbench.engine.program.storage import HOST, ModelPart, Role, Storage
 
 Request = tuple[Storage | tuple[ModelPart, str] | None, int, int]
 """(subject, size, stream): a request to the allocator.  size > 0: an allocation on a stream of
-POOLS, by its index; size 0: a free, after the read of a stream of POOLS; no subject: scratch, which
-is freed at once.  With UPDATED, DIFFERENTIATED and WEIGHTED the subject is a unit (empty: all
-units) and an operator: the unit was updated, its backward ended, or the operator's weights got a
-gradient."""
+POOLS, by its index; size 0: a free (stream > 0: another stream may still read the block); no
+subject: scratch, which is freed at once.  With UPDATED, DIFFERENTIATED and WEIGHTED the subject is
+a unit (empty: all units) and an operator: the unit was updated, its backward ended, or the
+operator's weights got a gradient."""
 
 UPDATED, DIFFERENTIATED, WEIGHTED = -1, -2, -3
 READ_BESIDE = (Role.WEIGHTS, Role.WEIGHT_GRADIENTS)
-"""Tensors that one of compute and "dp" allocates and the other reads last."""
+"""Tensors that compute or "dp" allocates and the other of the two reads last."""
 
 
 class RepeatedRequests(NamedTuple):
@@ -137,7 +137,7 @@ def replay(
     enough_bytes: float = math.inf,
 ) -> AllocatorPeaks:
     """Replay the first `num_steps` steps of a rank (default: all) after its resident blocks.
-    Samples of differing lengths are replayed in whole steps, until each length had its turn.
+    Samples of differing lengths are replayed in whole steps, until each length has had its turn.
     `passes`: how many successive training steps to replay; a later step finds the segments that
     the first step left cached.  With late tensors, another pass that allocates them comes first,
     and `resident_bytes` leaves them out.  The replay ends once more than `enough_bytes` are
@@ -176,7 +176,7 @@ class Lengths:
     def __init__(self, rank: RankProgram, samples: Samples) -> None:
         self.rank, self.samples, self.late = rank, samples, rank.late is not None
         self.known: dict[int, list[list[Request]]] = {}
-        self.begun = 0  # micro-batches of the steps before
+        self.begun = 0  # the micro-batches of earlier steps
 
     def lines(self, step: Step) -> list[Request]:
         """The requests of a step's block at the length of its micro-batch."""

@@ -250,13 +250,13 @@ def received(message: str) -> Event:
 
 
 STEP = {"f": 1, "b": -1, "f^": -1, "b^": 1, "f@": 0, "b@": 0}
-"""By how many ranks messages between stages go: a forward and a backward; those of chunks that come
-back from the last rank (^); and those between the last rank's two chunks, where they turn (@)."""
+"""How many ranks a message moves on: in a forward and in a backward; between chunks that come back
+from the last rank (^); and between the last rank's two chunks, where a micro-batch turns (@)."""
 
 
 def stage_of(word: str, rank: int, pp: int, *, receives: bool) -> int:
     """Return the virtual stage, counted from the chunk's first, of the rank that receives or sends
-    such a message."""
+    a message with this word."""
     back = word[1:] == "^" or (word[1:] == "@" and (word[0] == "f") == receives)
     return pp - 1 - rank if back else rank
 

@@ -245,7 +245,7 @@ class ActionCosts:
             return self.cost.p2p_s(action.nbytes, rank, other) if action.nbytes else 0.0
         word = action.op.partition("%")[0]
         peer = sum(ends) - rank if word == "tied" else rank + STEP[word]
-        if peer == rank:  # its other chunk
+        if peer == rank:  # the rank's other chunk receives it
             return 0.0
         shared = action.op != "tied" and not self.problem.layout.sp
         return self.cost.p2p_s(action.nbytes, rank, peer % pp, replicated=shared)

@@ -38,7 +38,7 @@ SEED = 7
 
 
 class Machine:
-    """One device: its name and versions, and its state now."""
+    """A device: its name and versions, and its state now."""
 
     def __init__(self, device: Device) -> None:
         from rematbench.worlds.torch.devices import smi_name  # noqa: PLC0415  # torch is optional

@@ -26,7 +26,7 @@ Heading = str | tuple[str, str]
 
 
 def _spec(spec: str) -> Show:
-    """A function that shows a number by a format of Python."""
+    """A function that shows a number in a format of Python."""
     return lambda value: format(float(value), spec)
 
 

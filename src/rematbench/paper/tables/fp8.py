@@ -24,8 +24,8 @@ def build(cells: Path) -> Table:
 
 def fp8_table(rows: Iterable[Row]) -> Table:
     """A line for each model, GPU, stack and recipe: the mean gain over twins, published and ours,
-    the mean error of the speed in FP8, and where both twins print a peak the mean ratio of their
-    bytes, published and ours."""
+    the mean error of the speed in FP8, and, where both twins print a peak, the mean ratio of
+    their bytes, published and ours."""
     timed = [row for row in rows if row[SPEED] and row[f"pred_{SPEED}"]]
     twins = {tuple(row[k] for k in JOB): row for row in timed if row["precision"] == "bf16"}
     found: dict[tuple[str, ...], list[tuple[float | None, ...]]] = {}

@@ -233,8 +233,8 @@ class Engines:
         return ", ".join([*said, "O our executor (`execute`)"])
 
     def _same(self, plan: Plan, first: Table, made: Plan, other: Table) -> bool:
-        """Whether two plans, each with the fates of rank 0's first chunk, are equal; most pairs of
-        plans already differ there."""
+        """Whether two plans are equal; `first` and `other`: their fates of rank 0's first chunk, in
+        which most pairs of plans already differ."""
         if plan.partition != made.partition or first != other or _rest(plan, made, moved=False):
             return False
         return alike(self.problem, plan, made)

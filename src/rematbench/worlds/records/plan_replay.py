@@ -35,7 +35,7 @@ class Replay(Struct, frozen=True, kw_only=True):
 def replay(path: Path, *, cluster: str = "", system: str = "", timeline: bool = False) -> Replay:
     """Evaluate the plan of a record's file; RecordError if the record has no plan or its inputs
     have changed.  `cluster` and `system` are the files of a cluster and a stack that config/ does
-    not have; else they lie beside the record, as NAME.yaml."""
+    not have; without them, NAME.yaml beside the record is read."""
     record = read_record(path)
     own: dict[Kind, str] = {"cluster": record.spec.cluster, "system": record.spec.system}
     found = {"cluster": cluster, "system": system}

@@ -433,7 +433,7 @@ class Messages:
             return
         data = self.memory[span.key(action.reads[0])].data
         if found.channel.sender == found.channel.receiver:
-            with _disable_current_modes():  # transport memory, as of `_post`
+            with _disable_current_modes():  # outside the ledger, as in `_post`
                 self.turning[found.tag] = data.clone(), self.streams.mark(action.stream)
         elif self.groups.buffered:
             self._post(data, found)

@@ -67,8 +67,8 @@ def state_rank(
     place: Coordinates,
     along: Container[str] = DIMENSIONS["dp"],
 ) -> int:
-    """A rank's place among its peers along some dimensions (its state peers), in the order of their
-    communicator."""
+    """A rank's place among its peers along some dimensions (by default its state peers), in the
+    order of their communicator."""
     sizes, number, stride = degrees(layout), 0, 1
     for name in (one for one in order if one in along):
         number += getattr(place, name) * stride

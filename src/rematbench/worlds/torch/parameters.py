@@ -468,8 +468,8 @@ def build(
 
 
 def host_memory(tensor: Tensor, device: torch.device | None = None) -> Tensor:
-    """A copy in host memory, pinned for a GPU as the rank's device (None: the tensor's); a meta
-    tensor gives a meta tensor."""
+    """A copy in host memory, which is pinned if the rank's device (None: the tensor's) is a GPU; a
+    meta tensor gives a meta tensor."""
     if tensor.device.type == "meta":
         return tensor.clone()
     pinned = (device or tensor.device).type == "cuda"

@@ -4,7 +4,7 @@ The parameters of a unit (embedding, layer, head) lie one after another in one b
 has an equal share of it, a range that may begin and end inside a parameter, so that one collective
 serves the unit.  Gathered weights and gradients of a pass are buffers of the program: parameters
 hold ranges of them while they are alive.  Parameters that do not train come first, and are shared
-by themselves, so that a rank's share of the trained weights is that of their gradients.
+separately, so that a rank's share of the trained weights is that of their gradients.
 """
 
 from collections.abc import Callable, Sequence
@@ -64,8 +64,8 @@ class Sharing:
 
 @dataclass
 class UnitStates:
-    """This rank's range [start, stop) of a unit's trained parameters, before which `held` elements
-    do not train.
+    """This rank's range [start, stop) of a unit's trained parameters; the `held` elements before
+    them do not train.
 
     `weights`: the range in compute precision, or all weights if they are not gathered.
     `gradients`: the sums of the range, empty if the update is inside the backward.  `arrival`:
@@ -91,8 +91,8 @@ class UnitStates:
         return whole[self.start : self.stop]
 
     def gather(self, whole: Tensor, gather: Callable[[Tensor, Tensor], None]) -> None:
-        """Gather weights into a buffer of the whole unit: the shares of all, or in place those of
-        the trained ones, which alone have changed."""
+        """Gather a unit's weights into its whole buffer.  If ranks keep whole weights, only the
+        trained weights are gathered, in place, because no others have changed."""
         trained = whole[self.held :]
         if not self.sharing.gathers:
             gather(trained, self.part(trained))

@@ -195,7 +195,7 @@ def empty_result(groups: Groups, executor: Executor) -> RankResult:
 def _load(case: Case, executor: Executor, step: int) -> Batch:
     """The batch of a step, after loading this rank's micro-batches of it into the model."""
     model, place, problem = executor.model, executor.groups.place, case.problem
-    sequences = problem.layout.global_batch  # the same on every rank of every layout
+    sequences = problem.layout.global_batch  # every rank draws the same batch in every layout
     batch = make_batch(problem.workload, sequences, case.seed, step, case.ignored)
     ahead = model.kind.mtp_layers > 0
     model.batches = micro_batches(batch, problem.layout, place, model.device, ahead=ahead)

@@ -102,8 +102,8 @@ class ChunkEnds(NamedTuple):
     after: str = ""
 
     def word(self, direction: str, *, receives: bool = False) -> str:
-        """The word of a message of the chunk (see `engine/program/storage.py:STEP`), whose marks
-        are `before` at its input and `after` at its output."""
+        """The word of a message of the chunk (see `engine/program/storage.py:STEP`), with the mark
+        `before` at the chunk's input and `after` at its output."""
         return direction + (self.before if (direction == "f") == receives else self.after)
 
 
@@ -166,7 +166,7 @@ class ChunkOps:
         key = (stage, chunk, layers, facts)
         found = problem.chunks.get(key)
         if not isinstance(found, cls):
-            # The problem refers to the chunk, which refers to the problem weakly.
+            # The chunk refers to the problem weakly, because the problem refers to the chunk.
             weak = problem if isinstance(problem, ProxyType) else cast(Problem, proxy(problem))
             found = problem.chunks[key] = cls(weak, *key)
         return found
@@ -175,7 +175,7 @@ class ChunkOps:
     def of_plan(
         cls, problem: Problem, plan: Plan, rank: int, chunk: int, held: tuple[str, ...] = ()
     ) -> "ChunkOps":
-        """Return a chunk of a plan, with its own tensors."""
+        """Return a new chunk of a plan, which no other plan shares."""
         facts = ChunkFacts(held=held, cuts=plan.cuts, turns=plan.turns)
         return cls(problem, rank, chunk, plan.partition[rank][chunk], facts)
 
@@ -233,7 +233,7 @@ class ChunkOps:
 
     @property
     def _marks(self) -> tuple[str, str]:
-        """The marks of the messages at its input and at its output."""
+        """The marks of the messages at the chunk's input and at its output."""
         if not self.turns:
             return "", ""
         at_last = self.stage == self.problem.layout.pp - 1

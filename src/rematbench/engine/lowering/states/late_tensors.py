@@ -41,7 +41,7 @@ def late_tensors(chunks: Sequence[ChunkOps], plan: Plan, problem: Problem) -> La
     whole = system.states.flat_step and here and optimizer.update == "step"
     flat = flat_update(plan, system, held) if whole else None
     tables = [((chunk.chunk, unit.prefix), unit.table) for chunk in chunks for unit in chunk.units]
-    if plan.schedule in VOCABULARY:  # of the embedding the first stage has learned positions alone
+    if plan.schedule in VOCABULARY:  # every stage has a share in place of the embedding
         tables = [one for one in tables if one[0][1] != EMBEDDING]
         tables.append(((0, SHARE), problem.shared.share))
     for unit, table in tables:
@@ -52,7 +52,7 @@ def late_tensors(chunks: Sequence[ChunkOps], plan: Plan, problem: Problem) -> La
             for op in trained_operators(problem, table)
         ]
         scratch = [n * scratch_bytes for n in updated]
-        if flat is not None:  # with the first unit, all of the rank
+        if flat is not None:  # the first unit has those of the whole rank
             updated, scratch, flat = flat.tensors, flat.scratch, NO_UPDATE
         units[unit] = LateUnit(
             states=tuple(n * state_bytes // MOMENTS for n in updated for _ in range(MOMENTS)),

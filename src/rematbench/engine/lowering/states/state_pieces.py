@@ -132,8 +132,8 @@ def piece_update(
     reads: tuple[Storage, ...] = (),
     event: Event | None = None,
 ) -> Action:
-    """Return the update of a piece: on the host, which ends with `event`, or on the device, which
-    `reads` the piece's states (empty: resident)."""
+    """Return the update of a piece: on the host if it has an `event`, which records its end, or on
+    the device, where it `reads` the piece's states (empty: they are resident)."""
     return Action(
         kind=Kind.OPTIMIZER,
         stream=HOST_UPDATE if event else COMPUTE,
