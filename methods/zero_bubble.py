@@ -42,7 +42,7 @@ class ZeroBubble(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             words = f"pp {lay.pp}, vpp {lay.vpp}, {other}"
             return Unsupported(f"needs {needed} in the order of {of}, not {words}")
         if turns and any(rule.select.stages or rule.select.chunks for rule in base.rules):
-            return Unsupported("the base's rules name chunks, which would have other layers")
+            return Unsupported("the base's rules name chunks, whose layers would change")
         made = replace(base, schedule=self.schedule)
         if self.schedule in SHAPES:
             made = base.turned(self.schedule)

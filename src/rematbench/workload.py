@@ -162,9 +162,9 @@ class Work(Quantised, Part, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     precision: Annotated[Precision, Fact(column="own")] = "bf16"
     """Kernels compute in this precision."""
     document_len: Annotated[NonNegativeInt, Fact(metavar="D")] = 0
-    """Packed documents have so many tokens in the mean; attention stays inside each (0: none)."""
+    """Packed documents have so many tokens on average; attention stays inside each (0: none)."""
     sample_len: Annotated[NonNegativeInt, Fact(metavar="S")] = 0
-    """Samples have so many tokens on average; samples longer than `seq_len` are left out, and a
+    """Samples have so many tokens on average; those longer than `seq_len` are left out, and a
     micro-batch is as long as its longest sample (0: each has `seq_len`)."""
     sample_spread: Annotated[NonNegativeInt, Fact(metavar="S")] = 0
     """The standard deviation of `sample_len` (0: as large as the mean)."""

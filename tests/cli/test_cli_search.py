@@ -62,7 +62,7 @@ def test_each_line_runs_again(tmp_path: Path) -> None:
     [
         ("pipe_offload", "pipe_offload: needs several chunks on a rank, not one"),
         ("zero_bubble:schedule=v-min", "zero_bubble: needs two chunks on each of several stages"),
-        ("vocabulary_parallel", "vocabulary_parallel: its vocabulary is over all stages"),
+        ("vocabulary_parallel", "vocabulary_parallel: all stages share its vocabulary"),
     ],
 )
 def test_a_method_whose_passes_no_bound_covers_is_refused_in_one_line(
@@ -74,7 +74,7 @@ def test_a_method_whose_passes_no_bound_covers_is_refused_in_one_line(
     )
     told = RUN.invoke(app, ["search", *job])
     assert told.exit_code
-    assert f"search bounds no plan of {why}" in str(told.exception)
+    assert f"search has no bound for {why}" in str(told.exception)
     assert str(told.exception).endswith(f"use compare --also {method.partition(':')[0]}")
 
 
@@ -181,13 +181,13 @@ def test_the_rank_and_the_base_that_fit_are_at_the_edge() -> None:
         "--method full_recompute --lora-rank"
     )]  # fmt: skip
     base = RUN.invoke(app, [*words, "16", "--find", "base"]).output.splitlines()
-    assert base[-1].startswith("ANSWER: 8 bits a weight")
+    assert base[-1].startswith("ANSWER: 8 bits per frozen weight")
     assert any(line.startswith("16 bits") and "no plan" in line for line in base)
     packed = ("--base-dtype", "int8")
     lines = RUN.invoke(app, [*words, "16", "--find", "rank", *packed]).output.splitlines()
     rank = int(lines[-1].removeprefix("ANSWER: ").split()[0])
     tried = {
-        int(line.split()[0]): "no plan" in line for line in lines if " columns of" in line[:20]
+        int(line.split()[0]): "no plan" in line for line in lines if " columns per" in line[:20]
     }
     assert min(one for one, none in tried.items() if none) <= rank + max(1, rank // 16)
     assert "FASTEST" in RUN.invoke(app, [*words, str(rank), *packed]).output
@@ -272,7 +272,7 @@ def test_price_tags_only_buy() -> None:
             "--find 'speed': expected one of gpus, context, batch, memory, rank, base",
         ),
         (("--find", "gpus"), "give the tokens/s of all GPUs with --speed"),
-        (("--find", "rank"), "every weight trains (give --lora-rank)"),
+        (("--find", "rank"), "every weight trains; give --lora-rank"),
         (("--find", "batch"), "give the seconds of a step with --step"),
         (("--attention", "fa9"), "'flash', 'unfused', 'fa1'"),
         (("--find", "context", "--json"), "--json cannot be used with --find"),

@@ -204,7 +204,7 @@ def test_frozen_layers_have_no_backward_and_norms_can_train_alone() -> None:
             },
             "latent att.* 2,668,032 weights, 0.04 GiB",
         ),
-        ({"frozen_layers": 32}, "must be below the 32 layers"),
+        ({"frozen_layers": 32}, "must be below the model's 32 layers"),
     ],
 )
 def test_what_is_not_modelled_is_one_line(facts: dict[str, Any], words: str) -> None:

@@ -80,7 +80,7 @@ def test_differing_lengths_reserve_more_and_have_no_seconds() -> None:
     [
         ({"sample_len": 9, "document_len": 64}, "not packed"),
         ({"sample_len": 9, "seq_len": 1022}, "multiple of 4"),
-        ({"sample_spread": 9}, "which is 0"),
+        ({"sample_spread": 9}, "sample_len above 0"),
     ],
 )
 def test_contradictions_are_one_line(facts: dict[str, Any], words: str) -> None:

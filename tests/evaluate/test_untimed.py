@@ -290,12 +290,12 @@ def test_experts_that_drop_tokens_have_a_range_for_a_verdict() -> None:
     fewer = rematbench.simulate(rematbench.Problem(**job | {"capacity_factor": 0.75}), "keep_all")
     assert (whole.status, whole.fits, fewer.fits) == ("dropping", False, True)
     assert whole.reason.startswith(f"{fewer.headroom_bytes / GIB:.2f} GiB of headroom if experts")
-    assert "(it fits from 25% on)" in whole.reason
+    assert "(25% is enough)" in whole.reason
     room = int(1.3 * GIB)  # the next share needs less than this on top
     less = rematbench.simulate(
         rematbench.Problem(**job, hbm_bytes=whole.problem.cluster.hbm_bytes + room), "keep_all"
     )
-    assert "(it fits from 20% on)" in less.reason
+    assert "(20% is enough)" in less.reason
     for others in ({"expert_padding": "capacity"}, {"global_batch": 256, "micro_batch": 2}):
         found = rematbench.simulate(rematbench.Problem(**job | others), "keep_all")
         assert found.status == "oom"

@@ -288,7 +288,8 @@ def test_a_margin_has_sources_of_equal_weight_and_counts_no_overestimate() -> No
     assert widest(parts) == (pytest.approx(math.log(3)), {"b": [pytest.approx(math.log(3))]})
     assert not widest([])[1]
     (_, said) = of_sources(parts)
-    assert said.startswith("weights, device, a: 2 rows, 75.0 % off; 100 % inside +200.0 %")
+    words = "weights, device, a: 2 rows, 75.0 % off in the median, 100 % inside the margin of the"
+    assert said == f"{words} other sources, +200.0 %"
 
 
 def test_totals_of_jobs_without_adapters_are_near() -> None:

@@ -29,7 +29,7 @@ from rematbench.host.table import GIB
 from rematbench.workload import Work
 
 UNITS = {"gpus": "GPUs", "context": "tokens", "batch": "sequences a step", "memory": "GiB"}
-UNITS |= {"rank": "columns of an adapter", "base": "bits a weight that does not train"}
+UNITS |= {"rank": "columns per adapter", "base": "bits per frozen weight"}
 ANY_FIT = ("context", "rank", "base")
 """Questions for which a plan only has to fit, however long its step is."""
 
@@ -49,7 +49,7 @@ class Inverse(Struct, frozen=True, kw_only=True):
             known = ", ".join(get_args(Question))
             raise CommandError(f"--find {self.find!r}: expected one of {known}")
         if self.find in ("rank", "base") and not work.partly:
-            raise CommandError(f"--find {self.find}: every weight trains (give --lora-rank)")
+            raise CommandError(f"--find {self.find}: every weight trains; give --lora-rank")
         if self.find == "gpus" and self.speed <= 0:
             raise CommandError("--find gpus: give the tokens/s of all GPUs with --speed")
         if self.find == "batch" and self.step <= 0:
@@ -77,7 +77,7 @@ def ask(out: Console, job: SearchJob, inverse: Inverse, run: Rounds) -> None:
         word = "ANSWER" if ended else "best so far"
         out.print(plain(f"{word}: {_line(inverse.find, best)}"), style="bold", soft_wrap=True)
     elif ended:
-        ends = {"context": "length of --seq-len", "rank": "first rank", "base": "fewest bits"}
+        ends = {"context": "length of --seq-len", "rank": "smallest rank", "base": "fewest bits"}
         end = ends.get(inverse.find)
         none = f"NOTHING FITS, even at the {end}" if end else "NO PLAN reaches the target"
         out.print(plain(none), style="bold")

@@ -208,7 +208,7 @@ def untiled_of(problem: Problem) -> tuple[str, ...]:
 def _packed(problem: Problem) -> str:
     """Words on the documents of a sequence, or on samples of differing lengths; else empty."""
     if mean := problem.workload.sample_len:
-        return f" at most ({mean:,} in the mean of all samples)"
+        return f" at most ({mean:,} on average over all samples)"
     whole = "" if problem.attention == "flash" else " (the kernel computes the whole square)"
     packing = problem.workload.packing
     return f"{packing}, attention inside each{whole}" if packing else ""
@@ -398,7 +398,8 @@ def _segments(result: Result) -> str:
 
 def tight_line() -> str:
     """What `tight` means."""
-    return f"tight: fits, but the headroom is below what tuned plans leave free, {left_free()}"
+    free = f"what tuned plans leave free ({left_free()} of the device total)"
+    return f"tight: fits, but the headroom is below {free} or below the bytes that no total counts"
 
 
 def covers() -> str:

@@ -210,7 +210,7 @@ def _measured_rates() -> str:
     """The host rates of shipped clusters, in words."""
     rates = {name: load_cluster(name).host_update_parameters_per_s for name in names("cluster")}
     known = [f"{rate:.1e} on {name}" for name, rate in rates.items() if rate is not None]
-    return f"measured: {', '.join(known)}"
+    return f"measured rates in parameters/s: {', '.join(known)}"
 
 
 def program_bytes(problem: Problem, plan: Plan, program: Program) -> tuple[RankBytes, ...]:

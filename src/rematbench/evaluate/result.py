@@ -417,7 +417,7 @@ def _told_dropping(result: Result, problem: Problem, plan: Plan) -> Result:
         return result
     least = next(share for share in SHARES if _dropping(problem, plan, share).fits)
     left = f"{verdict.headroom_bytes / 2**30:.2f} GiB of headroom"
-    reason = f"{left} if experts drop {DROPPED:.0%} of their tokens (it fits from {least:.0%} on)"
+    reason = f"{left} if experts drop {DROPPED:.0%} of their tokens ({least:.0%} is enough)"
     return replace(result, status="dropping", reason=f"{reason}; if none, {result.reason}")
 
 

@@ -110,7 +110,7 @@ def graphs(problem: Problem) -> str:
     if not problem.system.kernels.captures:
         return ""
     gb = unknown_bytes(problem) / 1e9
-    held = f" (its {gb:g} GB or more are in no total)" if gb else ""
+    held = f" ({gb:g} GB or more, which no total counts)" if gb else ""
     return f"{problem.system.kernels.cuda_graphs}{held}"
 
 

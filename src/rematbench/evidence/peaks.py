@@ -94,9 +94,10 @@ def of_sources(lines: Iterable[Row]) -> list[str]:
             width, _ = widest(others, quantity)
             inside = sum(error <= width for error in errors) / len(errors)
             off = 100 * median(abs(math.expm1(-error)) for error in errors)
-            said = f"{100 * inside:.0f} % inside +{100 * math.expm1(width):.1f} % of the others"
+            others_give = f"the margin of the other sources, +{100 * math.expm1(width):.1f} %"
             which = f"{trains}, {quantity}, {source[:48]}"
-            found.append(f"{which}: {len(errors)} rows, {off:.1f} % off; {said}")
+            said = f"{off:.1f} % off in the median, {100 * inside:.0f} % inside {others_give}"
+            found.append(f"{which}: {len(errors)} rows, {said}")
     return found
 
 

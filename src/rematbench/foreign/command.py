@@ -216,8 +216,8 @@ def _device_map(reading: Reading, script: Script, words: list[str]) -> None:
     processes = " ".join(script.variables.get("NPROC_PER_NODE", ["1"]))
     own = reading.package == "ms-swift" and words[:1] == ["swift"] and processes.isdigit()
     if own and len(visible) > int(processes):
-        text = f"{len(visible)} devices for {processes} processes (NPROC_PER_NODE)"
-        reading.refused.append(f"CUDA_VISIBLE_DEVICES: {text}, as device_map is not modelled")
+        text = f"{len(visible)} devices for NPROC_PER_NODE={processes} split layers (device_map)"
+        reading.refused.append(f"CUDA_VISIBLE_DEVICES: {text}, which is not modelled")
 
 
 def _document(reading: Reading, script: Script) -> None:

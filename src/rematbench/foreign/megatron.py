@@ -81,7 +81,7 @@ def read_megatron(script: Script, words: list[str]) -> Reading:
     for word in words:
         parts = {*re.split(r"[/_]", word.removesuffix(".py"))} & OTHERS
         if word.endswith(".py") and parts:
-            reading.refused.append(f"{word}: trains another model than one of decoder layers")
+            reading.refused.append(f"{word}: trains a model that is not a plain decoder")
     return reading
 
 
@@ -131,7 +131,7 @@ def _read(options: Options, script: Script) -> Reading:
         tokens = whole(first_value(options, SLIME), script.file, f"--{SLIME}")
         reading.put("seq_len", tokens * reading.get("cp", 1), f"--{SLIME}")
         reading.put("micro_batch", 1, f"--{SLIME}")
-        reading.notes.append(f"--{SLIME}: a rank's micro-batch holds so many tokens at most")
+        reading.notes.append(f"--{SLIME}: a rank's micro-batch holds at most this many tokens")
     _layout(reading, options)
     _attention(reading, options, script)
     _model(reading, options)
@@ -298,7 +298,7 @@ def _layout(reading: Reading, options: Options) -> None:
         reading.put("stages", stages, f"--{name}")
     for name in GROUPS:
         if options.get(name, [group := str(reading.get("pp", 1))]) != [group]:
-            reading.refused.append(f"--{name}: other than pp {group} is not modelled")
+            reading.refused.append(f"--{name}: only {group}, the value of pp, is modelled")
     for word in ("bf16", "fp16"):
         if word in options:
             reading.put("precision", word, f"--{word}")
@@ -425,14 +425,14 @@ def _offloaded(
     if switch not in options:
         return name, settings
     modules = [name for text in options.get("offload-modules", []) for name in text.split(",")]
-    if lacking := sorted({*modules} - {*OFFLOADED}) or ["none"] * (not modules):
+    if lacking := sorted({*modules} - {*OFFLOADED}) or ["no modules"] * (not modules):
         allowed = ", ".join(OFFLOADED)
         reading.refused.append(f"--{switch}: {' '.join(lacking)} (allowed: {allowed})")
         return name, settings
     moved: dict[str, object] = {"offload_modules": f"[{','.join(modules)}]"}
     if name == "full_recompute":
         reading.refused.append(
-            "--offload-modules: with full recomputation (megatron-core has none)"
+            "--offload-modules: no baseline offloads modules with full recomputation"
         )
     elif name == "selective_recompute":
         moved |= {"recompute": "selective", **settings}

@@ -185,7 +185,7 @@ def _unread(script: Script) -> str:
     path = beside(script.file, named[-1]) if named else None
     if path and path.is_file():
         package = package_of(_mapping(path, str(path)))
-        words = pointer(package, str(path)) if package in REFUSED else "not a job that is read"
+        words = pointer(package, str(path)) if package in REFUSED else "which is not a job"
         return f"the command names {named[-1]}, {words}"
     if named:
         return f"the command names {named[-1]}, which is not beside it: read that file"

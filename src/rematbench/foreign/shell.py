@@ -184,9 +184,9 @@ def _for(script: Script, node: Node) -> bool | None:
     loop = node["Loop"]
     if loop["Type"] == "WordIter":
         items = [text for word in loop.get("Items", ()) for text in _words(script, [word])]
-        script.variables[loop["Name"]["Value"]] = items[:1]
+        script.variables[name := loop["Name"]["Value"]] = items[:1]
         if len(items) > 1:
-            script.loops.append(f"{loop['Name']['Value']} is {items[0]}, the first of {len(items)}")
+            script.loops.append(f"{name} is {items[0]}, the first of {len(items)} values")
     elif "Init" in loop:
         calculate(loop["Init"], script.variables)
     _run(script, node["Do"])

@@ -85,8 +85,8 @@ def note_cap(reading: Reading) -> None:
     """Say that a length is an upper bound where nothing packs."""
     if "seq_len" in reading.values:
         reading.notes.append(
-            f"{reading.keys['seq_len']}: nothing packs, so this is a cap, and shorter sequences "
-            "need less (--seq-len, --sample-len)"
+            f"{reading.keys['seq_len']}: samples are not packed, so this is a cap, and "
+            "shorter samples need less (--seq-len, --sample-len)"
         )
 
 
@@ -176,10 +176,10 @@ def _task(reading: Reading, data: Mapping[str, Any]) -> None:
         reading.refused.append(f"stage: {stage} (only pt and sft have one model and one loss)")
     kind = str(data.get("model_type") or "")
     if kind.startswith("AutoModel") and kind != "AutoModelForCausalLM":
-        reading.refused.append(f"model_type: {kind} has another head than a language model")
+        reading.refused.append(f"model_type: the head of {kind} is not that of a language model")
     for key in ("distributed_type", "deepspeed_config"):
         if data.get(key):
-            reading.refused.append(f"{key}: a key of accelerate, whose own file is read")
+            reading.refused.append(f"{key}: belongs in accelerate's own file")
 
 
 def _nested(reading: Reading, value: Any) -> None:
@@ -187,7 +187,7 @@ def _nested(reading: Reading, value: Any) -> None:
     if isinstance(value, Mapping):
         merge(reading, read_deepspeed(value, reading.file))
     elif value is True:
-        reading.refused.append("deepspeed: the program makes its configuration (--zero)")
+        reading.refused.append("deepspeed: the program makes its own configuration; give --zero")
     else:
         reading.files.append(Path(str(value)))
 

@@ -43,8 +43,8 @@ def _graph_rules(work: Workload, system: System) -> Iterator[str]:
         yield f"{said} moe_preprocess cuda graph is only supported with moe_router cuda graph"
     if whole and routed and not sized:
         yield (
-            f"{said} {kernels.cuda_graphs} holds experts of known sizes: expert_padding, or the "
-            "dispatcher hybridep, whose sizes stay on the device"
+            f"{said} {kernels.cuda_graphs} needs experts of known sizes: give expert_padding, or "
+            "the dispatcher hybridep, whose sizes stay on the device"
         )
     if {"layer", "moe", "mlp"} & {*parts} and system.experts.ep_overlap != "none":
         yield (
@@ -179,7 +179,7 @@ def _shard_rules(lay: Layout, system: System) -> Iterator[str]:
 def _sample_rules(lay: Layout, work: Workload) -> Iterator[str]:
     if not work.sample_len:
         if work.sample_spread:
-            yield "sample_spread is that of sample_len, which is 0"
+            yield "sample_spread needs a sample_len above 0"
         return
     if work.document_len or work.seq_len % 4:
         yield (
@@ -187,7 +187,7 @@ def _sample_rules(lay: Layout, work: Workload) -> Iterator[str]:
             "multiple of 4"
         )
     if lay.tp * lay.cp * lay.pp > 1:
-        yield "sample_len over ranks of tp, cp or pp is not modelled"
+        yield "sample_len with tp, cp or pp above 1 is not modelled"
 
 
 def _ulysses_rules(lay: Layout, work: Workload, system: System) -> Iterator[str]:

@@ -213,8 +213,8 @@ class Kernels(Part, frozen=True, kw_only=True, forbid_unknown_fields=True):
     compiled: bool = False
     """If true, a compiler fuses the elementwise operators of a layer (torch.compile)."""
     cuda_graphs: Graphs = "none"
-    """CUDA graphs capture this, and the host issues each with one launch.  Graphs of layers and of
-    their parts are one for each pass of a layer; embedding and head are in none.  A layer with
+    """CUDA graphs capture this, and the host issues each with one launch.  Each pass of a layer has
+    a graph, of the layer or of its parts; embedding and head are in none.  A layer with
     experts is in its graph up to the counts of their tokens, or whole if experts are padded."""
     tf32: bool = False
     """If true, fp32 matrix products run in TF32 (torch: set_float32_matmul_precision; its default,
@@ -286,8 +286,8 @@ class Zero(Part, frozen=True, kw_only=True, forbid_unknown_fields=True):
     ahead in the backward, its root keeps embedding and head whole until the end, and its hooks of
     frozen layers keep the input of each and its gradient."""
     waiting_frees: Annotated[int, Meta(ge=0, le=8)] = 0
-    """The gathered parameters of so many units, and as many of their gradients, keep their memory
-    after their free until the device reaches it, so the next take other memory (record_stream,
+    """The host frees the gathered parameters of so many units, and as many of their gradients,
+    before the device is done with them, so that the next units take other memory (record_stream,
     whose blocks torch does not count as allocated; FSDP's limit_all_gathers lets two wait)."""
     whole_buckets: bool = False
     """If true, gradients are copied under ZeRO into buckets that are allocated whole

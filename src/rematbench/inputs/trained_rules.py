@@ -45,7 +45,8 @@ def _frozen_rules(lay: Layout, work: Workload) -> Iterator[str]:
     if work.frozen_layers > 0 and lay.pp > 1:
         yield f"pp = {lay.pp} with frozen_layers: not modelled"
     if work.frozen_layers >= work.model.num_layers:
-        yield f"frozen_layers {work.frozen_layers} must be below the {work.model.num_layers} layers"
+        layers = f"the model's {work.model.num_layers} layers"
+        yield f"frozen_layers {work.frozen_layers} must be below {layers}"
     if work.trained_parts == "head" and lay.pp > 1:
         yield f"pp = {lay.pp} where no layer trains: not modelled"
 

@@ -18,7 +18,8 @@ def refused(problem: Problem, base: Plan, count: int = 2, *, interleaved: bool =
     """Why a base is not cut into `count` slices; empty if it can be."""
     usual = ("interleaved_1f1b",) if interleaved else ("1f1b", "gpipe")
     if base.schedule not in usual or base.orders or base.slices:
-        return f"needs the passes of {usual[0]}, not {base.schedule} or others"
+        other = "an order of its own" if base.orders or base.slices else base.schedule
+        return f"needs the passes of {' or '.join(usual)}, not {other}"
     probe = replace(base, slices=(problem.workload.seq_len,) * (count > 1))
     of_job = problem.system, problem.layout, problem.workload, problem.attention
     return slices_refusal(probe, *of_job)

@@ -94,7 +94,7 @@ def test_balance_is_an_assumption_unless_it_was_forced() -> None:
     [
         ({"attention_kind": "mla: q_lora 1536"}, "attention_kind: mla: Object missing required"),
         ({"ep_overlap": "shared"}, "ep_overlap: 'shared' is not modelled"),
-        ({"cuda_graph": "full_iteration"}, "cuda_graphs: full_iteration holds experts of known"),
+        ({"cuda_graph": "full_iteration"}, "cuda_graphs: full_iteration needs experts of known"),
         ({"cuda_graph": "moe_preprocess"}, "cuda_graph: 'moe_preprocess': CUDA graphs of this"),
         ({"router": "token drop"}, "router: 'token drop': the capacity factor of dropped"),
         ({"router": "token dropping"}, "is not modelled; did you mean 'token drop'?"),

@@ -374,7 +374,7 @@ class Prober:
         if isinstance(plan, Unsupported):
             return Refused(plan.reason)
         if plan.schedule in VOCABULARY:
-            return Refused(f"{method.text}: its vocabulary is over all stages")
+            return Refused(f"{method.text}: all stages share its vocabulary")
         fewest = sizes[0] - self.dense
         if fewest < (layers := _rhythm(plan.transfers)):
             return Refused(f"copies by layer have no rhythm yet after {fewest}", layers)

@@ -122,7 +122,7 @@ class SearchJob(SearchSpace):
             refused = [reply.reason for reply in every if isinstance(reply, Refused)]
             if len(refused) == len(every):
                 raise MethodError(
-                    f"search bounds no plan of {refused[0]}; use compare --also {name}"
+                    f"search has no bound for {refused[0]}; use compare --also {name}"
                 )
         return self
 

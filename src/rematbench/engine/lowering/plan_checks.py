@@ -215,7 +215,7 @@ def graph_conflict(plan: Plan, problem: Problem) -> str:
         "an optimizer in the backward": plan.state("optimizer").update == "backward",
     }
     scope = {"layer": "layers"}.get(kernels.cuda_graphs, kernels.cuda_graphs)
-    return refusal(f"CUDA graphs of {scope} ({problem.system.name}) with", reasons)
+    return refusal(f"CUDA graphs of {scope} ({problem.system.name}) do not allow", reasons)
 
 
 def _moves(fate: Fate) -> bool:
