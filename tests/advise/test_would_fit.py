@@ -90,6 +90,13 @@ def test_the_bytes_are_those_of_simulate_and_add_up() -> None:
     assert str(answer).splitlines()[0].startswith("OUT OF MEMORY: ")
 
 
+def test_a_tight_plan_beyond_its_margin_says_what_is_called_tight() -> None:
+    facts = {"cluster": "h100-80gb", "gpus": 8, "seq_len": 12288}
+    answer = rematbench.estimate("llama-3.1-8b", method="full_recompute", **facts)
+    assert answer.margin_bytes < answer.headroom_bytes
+    assert re.search(r"FITS, TIGHT: .*; below [.\d]+ GiB a plan is called tight", answer.verdict)
+
+
 def test_options_fit_when_they_are_tried() -> None:
     answer = rematbench.estimate("llama-3.1-8b", **JOB)
     tried = [
