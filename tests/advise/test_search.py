@@ -259,7 +259,7 @@ def test_pieces_free_what_a_family_seems_to_keep(tmp_path: Path) -> None:
     )
     spec = Job(
         model="llama-3.1-8b", cluster="h100-80gb", system=str(stack), gpus=8, cp=8,
-        seq_len=1 << 20, global_batch=1,
+        seq_len=7 << 17, global_batch=1,
     )  # fmt: skip
     only = ("full_recompute", "mst")
     found = last(SearchRequest(spec=spec, fixed=Fixed(cp=8, zero_stage=3), only=only)).results

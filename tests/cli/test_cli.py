@@ -145,7 +145,7 @@ def test_a_command_loads_no_library_that_draws_or_fits_and_no_other_command() ->
         (["fit", "llama-7b", "--cuda-graphs", "x", *FIT], "'x': expected some of none, layer, "),
         (
             ["fit", "llama-7b", "--hbm-bytes", "80", *FIT],
-            "'80' must be greater than or equal to 268435456",
+            "'80' must be greater than or equal to 1048576",
         ),
         (["fit", "llama-7b", "--gpus", "8k", *FIT], "'--gpus': '8k' must be a valid integer"),
         (["search", *DEMO, "--explain", "1"], "search: Option '--explain' requires 2"),

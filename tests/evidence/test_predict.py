@@ -99,7 +99,11 @@ BAD: list[tuple[dict[str, str], str, str]] = [
     (row(gpus="16"), "failed", "gpus 16 is not tp x cp x pp x dp = 8"),
     (row(tp="3"), "failed", "layout: "),
     (row(vpp="2", pp="1"), "failed", "layout: vpp = 2 needs pp > 1"),
-    (row(vpp="2", global_batch="6"), "failed", "layout: interleaved 1F1B needs"),
+    (
+        row(vpp="2", global_batch="6"),
+        "failed",
+        "layout: interleaved 1F1B: 6 micro-batches must be a multiple of pp = 4",
+    ),
     (row(global_batch="15", dp="2"), "failed", "layout: global_batch 15"),
     (row(pp="64", vpp="1", global_batch="64"), "failed", "layers cannot fill"),
     (row(zero_stage="4"), "failed", "zero_stage: 4 is not 0, 1, 2 or 3"),

@@ -28,7 +28,7 @@ SPECS = st.fixed_dictionaries(
         "sp": st.sampled_from([None, False]),
         "attention": st.sampled_from(["flash", "unfused"]),
         "precision": st.sampled_from(["bf16", "fp16", "fp32", "fp64"]),
-        "hbm_bytes": st.none() | st.integers(1 << 28, 1 << 60),
+        "hbm_bytes": st.none() | st.integers(1 << 20, 1 << 60),
         "optimizer": st.sampled_from([None, "device", "host"]),
     }
 ).map(lambda facts: Job(**facts))

@@ -193,7 +193,7 @@ def _mistyped(error: TyperException, command: str) -> None:
     context, text = getattr(error, "ctx", None), error.format_message()
     if wrong := getattr(error.__cause__, "errors", None):  # pydantic's message lacks the value
         value = wrong()[0]["input"]
-        text = re.sub(r"Input should be ([^,]*).*", rf"{value!r} must be \1", text)
+        text = re.sub(r"Input should be ([^,]*).*", lambda m: f"{value!r} must be {m[1]}", text)
     if type(error).__name__ == "NoArgsIsHelpError":
         sys.stderr.write(f"{text}\n")
         sys.exit(2)

@@ -14,7 +14,7 @@ StateBytes = Annotated[int, Meta(ge=0, le=1 << 10)]
 """Bytes of one parameter (or, for `held_logit_bytes`, of one logit)."""
 Multiple = Annotated[int, Meta(gt=0, le=1 << 24)]
 Bytes = Annotated[int, Meta(ge=0, le=1 << 60)]
-DeviceBytes = Annotated[int, Meta(ge=1 << 28, le=1 << 60)]
+DeviceBytes = Annotated[int, Meta(ge=1 << 20, le=1 << 60)]
 Workspaces = Annotated[int, Meta(ge=0, le=64)]
 Parameters = Annotated[int, Meta(ge=0, le=1 << 50)]
 """A number of parameters."""
