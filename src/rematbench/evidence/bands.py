@@ -27,7 +27,6 @@ from msgspec.structs import replace
 
 from rematbench.evaluate.evaluator import same_plan
 from rematbench.evaluate.result import Band, Fit, Result
-from rematbench.evaluate.verdict import unknown_bytes
 from rematbench.evidence.job_evidence import (
     JobProperties,
     LeftOutCell,
@@ -39,7 +38,7 @@ from rematbench.evidence.job_evidence import (
     log_error,
 )
 from rematbench.evidence.open_causes import widened
-from rematbench.evidence.peaks import fits_word
+from rematbench.evidence.peaks import fit_of
 from rematbench.evidence.published.sheets import SPEED, Row, number
 from rematbench.evidence.quantiles import Errors, quantile, source_quantile
 from rematbench.plugins.registry import IDENTITY
@@ -311,7 +310,7 @@ def with_band(result: Result, family: str = "") -> Result:
         family = IDENTITY if idle else result.family
     fit: Fit = "no"
     if verdict is not None and verdict.fits:
-        fit = fits_word(verdict.headroom_bytes, problem.room_bytes, unknown_bytes(problem))
+        fit = fit_of(problem, verdict.headroom_bytes)
     elif verdict is not None and verdict.expandable:
         fit = "expandable"
     band = None if result.not_timed else band_of(problem, family)

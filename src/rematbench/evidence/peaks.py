@@ -20,6 +20,7 @@ from statistics import median
 from typing import get_args
 
 from rematbench.evaluate.result import Fit
+from rematbench.evaluate.verdict import unknown_bytes
 from rematbench.evidence.job_evidence import (
     BYTES,
     PEAK,
@@ -167,6 +168,11 @@ def reserve_bytes(room_bytes: int) -> int:
 def leaving_reserve(problem: Problem) -> Problem:
     """The problem whose tuned plans leave `reserve_bytes` of the device free."""
     return dataclasses.replace(problem, reserve_bytes=reserve_bytes(problem.room_bytes))
+
+
+def fit_of(problem: Problem, headroom_bytes: float) -> Fit:
+    """`fits_word` of a job."""
+    return fits_word(headroom_bytes, problem.room_bytes, unknown_bytes(problem))
 
 
 def fits_word(headroom_bytes: float, room_bytes: float, unknown: int = 0) -> Fit:

@@ -16,7 +16,7 @@ from typing import Any
 from rematbench.foreign.deepspeed import read_deepspeed
 from rematbench.foreign.keys import declared, is_off, read_keys
 from rematbench.foreign.megatron import ENGINE, read_factory
-from rematbench.foreign.reading import LAUNCHER, Options, Reading, beside, first_value
+from rematbench.foreign.reading import LAUNCHER, Options, Reading, first_value, named_file
 from rematbench.foreign.shell import Script, options_of
 from rematbench.foreign.trainers import merge, read_accelerate_deepspeed, read_trainer
 from rematbench.inputs.configfile import ConfigError, read_mapping
@@ -167,7 +167,7 @@ def _with_file(
 def _content(script: Script, words: list[str]) -> dict[str, Any]:
     """The content of the trainer's YAML that a command names, if it is beside the script."""
     for word in words:
-        path = beside(script.file, word)
+        path = named_file(script.file, word)
         if word.endswith(FILES) and path.is_file():
             content = read_mapping(path, str(path))
             if package_of(content) in TRAINERS:

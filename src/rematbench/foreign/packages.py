@@ -21,7 +21,7 @@ from rematbench.foreign.megatron import (
     read_swift,
 )
 from rematbench.foreign.nanotron import read_nanotron
-from rematbench.foreign.reading import Reading, beside
+from rematbench.foreign.reading import Reading, named_file
 from rematbench.foreign.shell import Script, options_of, read_script
 from rematbench.foreign.torchtitan import read_torchtitan
 from rematbench.foreign.torchtune import read_torchtune
@@ -67,7 +67,7 @@ def read_files(paths: list[Path], variables: Mapping[str, str] | None = None) ->
         if reading is not whole:
             merge(whole, reading)
     for path, named in ((path, named) for path in paths for named in list(whole.files)):
-        other = beside(path, named)
+        other = named_file(path, named)
         if other.is_file() and other.resolve() not in present:
             present.add(other.resolve())
             merge(whole, read_file(other, environment))
@@ -182,7 +182,7 @@ def _unread(script: Script) -> str:
     all_words = [word for words in script.commands for word in words]
     all_words += [text for texts in script.variables.values() for text in texts]
     named = [word for word in all_words if Path(word).suffix in STRUCTURED]
-    path = beside(script.file, named[-1]) if named else None
+    path = named_file(script.file, named[-1]) if named else None
     if path and path.is_file():
         package = package_of(_mapping(path, str(path)))
         words = pointer(package, str(path)) if package in REFUSED else "which is not a job"
@@ -203,7 +203,7 @@ def _configured(script: Script) -> Reading | None:
     config = script.variables.get("CONFIG_FILE", [])
     for words in reversed(script.commands):
         for word in (*words, *config):
-            path = beside(script.file, word.rpartition("=")[2])
+            path = named_file(script.file, word.rpartition("=")[2])
             if path.suffix not in STRUCTURED or not path.is_file():
                 continue
             data = _mapping(path, str(path))

@@ -45,7 +45,7 @@ class Reading(Struct, kw_only=True):
         return self.values.get(name, default)
 
 
-def beside(file: str | Path, named: object) -> Path:
+def named_file(file: str | Path, named: object) -> Path:
     """The file that another file names: at its path from that file, else in the same folder."""
     folder, path = Path(file).parent, Path(str(named))
     return folder / path if (folder / path).is_file() else folder / path.name

@@ -10,7 +10,7 @@ import yaml
 from rematbench.foreign.adapters import read_adapters
 from rematbench.foreign.deepspeed import read_deepspeed, read_zero
 from rematbench.foreign.keys import is_off, read_keys
-from rematbench.foreign.reading import AUTO, Reading, beside, switch
+from rematbench.foreign.reading import AUTO, Reading, named_file, switch
 from rematbench.inputs.configfile import ConfigError, read_mapping
 
 MODELS = ("model_name_or_path", "base_model", "model_name", "model")
@@ -246,7 +246,7 @@ def _fsdp(reading: Reading, data: Mapping[str, Any], flat: Mapping[str, Any]) ->
         reading.refused.append(f"fsdp: {word} ({host if word == 'offload' else 'not read'})")
     section = _mapping(data, "fsdp_config") or data.get("fsdp_config") or {}
     if not isinstance(section, Mapping):
-        path = beside(reading.file, section)
+        path = named_file(reading.file, section)
         if not path.is_file():
             reading.refused.append(f"fsdp_config: {section} is not beside {reading.file}")
         section = read_mapping(path, str(path)) if path.is_file() else {}

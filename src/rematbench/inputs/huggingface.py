@@ -76,7 +76,7 @@ def _left_out(data: Config, known: Architecture) -> list[str]:
 
 
 @cache
-def _known() -> type[msgspec.Struct]:
+def _checked_keys() -> type[msgspec.Struct]:
     """The keys whose values are checked before they are read, each with its type."""
     usual = common()
     types: dict[str, Any] = {}
@@ -102,9 +102,11 @@ def _checked(data: Config, label: str, known: Architecture | None) -> None:
     """ConfigError for a value of a wrong type, for experts in an architecture that is read without
     them, and for quantised (also FP8) checkpoints that are not read as dequantised ones."""
     try:
-        msgspec.convert({key: value for key, value in data.items() if value is not None}, _known())
+        msgspec.convert(
+            {key: value for key, value in data.items() if value is not None}, _checked_keys()
+        )
     except msgspec.ValidationError as error:
-        raise ConfigError(label, *validation_problem(str(error), _known())) from error
+        raise ConfigError(label, *validation_problem(str(error), _checked_keys())) from error
     for key in common().experts if known and "experts.count" not in known.keys else ():
         if isinstance(data.get(key), int) and data[key] > 1:
             kind = data.get("model_type")

@@ -12,7 +12,7 @@ from rematbench.evaluate.evaluation import fullest_rank
 from rematbench.evaluate.problems import make_problem
 from rematbench.evaluate.result import PlannedJob, Result, evaluate_method, told_fragmented
 from rematbench.evidence.bands import with_band
-from rematbench.evidence.peaks import ABOUT, leaving_reserve, margin, reserve_bytes, trains_in
+from rematbench.evidence.peaks import ABOUT, leaving_reserve, margin, trains_in
 from rematbench.host.console import gib
 from rematbench.inputs.configfile import ConfigError
 from rematbench.inputs.job import DEFAULT_SYSTEM, SHARDED_SYSTEM, Job, flag
@@ -73,8 +73,8 @@ def estimate_job(spec: Job, method: str, registry: Registry) -> Estimate:
     room = f"{gib(abs(verdict.headroom_bytes))} GiB {'short' if short else 'left'}"
     margin_bytes = round(total * (exp(margin(ABOUT, trains_in(problem))) - 1))
     said = f"of {gib(problem.room_bytes)} GiB on rank {full}, margin {gib(margin_bytes)} GiB"
-    if margin_bytes <= verdict.headroom_bytes < (reserve := reserve_bytes(problem.room_bytes)):
-        said = f"{said}; below {gib(reserve)} GiB a plan is called tight"
+    if margin_bytes <= verdict.headroom_bytes < problem.reserve_bytes:
+        said = f"{said}; below {gib(problem.reserve_bytes)} GiB a plan is called tight"
     return Estimate(
         verdict=f"{word}: {room} {said}" if result.fits or short else f"{word}: {result.reason}",
         fits=result.fits,

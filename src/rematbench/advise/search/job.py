@@ -25,9 +25,8 @@ from rematbench.evaluate.breakdown import TRAFFIC, parts_of
 from rematbench.evaluate.evaluator import Evaluator
 from rematbench.evaluate.problems import make_problem, stack_of, trained_model
 from rematbench.evaluate.result import PlannedJob, Result
-from rematbench.evaluate.verdict import unknown_bytes
 from rematbench.evidence.bands import band_of, ratio_band
-from rematbench.evidence.peaks import fits_word, leaving_reserve
+from rematbench.evidence.peaks import fit_of, leaving_reserve
 from rematbench.evidence.published.sheets import flag
 from rematbench.host.declared import facts, nested
 from rematbench.inputs.cluster import Cluster
@@ -248,9 +247,7 @@ class SearchSpace:
                     job=replace(item.job, words=self._words(choice)),
                     family=family,
                     error_band=band_of(problem, family),
-                    fit=fits_word(
-                        item.verdict.headroom_bytes, problem.room_bytes, unknown_bytes(problem)
-                    ),
+                    fit=fit_of(problem, item.verdict.headroom_bytes),
                     tied=item is not first and item.fitting_s <= limit_s,
                     parts_s=parts_of(problem, lower(item.plan, problem), item.fitting_s),
                 )

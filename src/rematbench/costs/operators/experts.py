@@ -18,6 +18,7 @@ from rematbench.costs.operators.launches import (
     ROUTER,
     ROUTER_LOSS,
     Launches,
+    copies_of,
     launches_of,
 )
 from rematbench.costs.operators.ops import Comm, Group, memory_kernel
@@ -131,15 +132,15 @@ def _permute(b: Builder, experts: Experts, x: str) -> None:
     saved = _order(b, experts)
     tokens = b.add("permuted", sent, b.model.hidden * b.e)
     probs = b.add("permuted_probs", sent, b.wide_bytes)
-    moved, launched = b.nbytes(tokens), launches_of(b, "permute")
+    copied, back = copies_of(b, "permute", 2 * b.nbytes(tokens) + b.nbytes(saved))
     b.op(
         name="permute",
         inputs=(x, "router_scores", "expert_counts"),
         outputs=(tokens, probs, saved),
         row_local=False,
         saves=(saved,),
-        forward=(Elementwise(2 * moved + b.nbytes(saved), launched.forward),),
-        backward_input=(Elementwise(2 * moved + b.nbytes(saved), launched.backward),),
+        forward=copied,
+        backward_input=back,
     )
 
 
@@ -209,16 +210,15 @@ def _sort(b: Builder, layout: Layout, experts: Experts, names: tuple[str, ...], 
     probs = b.add("expert_probs", rows, b.wide_bytes)
     gathered = b.nbytes(tokens, probs)
     split = layout.expert_tp > 1
-    moved = gathered + (b.nbytes(names[0]) if once else gathered)
-    launched = launches_of(b, "sort")
+    copied, back = copies_of(b, "sort", gathered + (b.nbytes(names[0]) if once else gathered))
     b.op(
         name="sort",
         inputs=names,
         outputs=(tokens, probs, *saved),
         saves=saved,
         row_local=False,
-        forward=(Elementwise(moved, launched.forward),),
-        backward_input=(Elementwise(moved, launched.backward),),
+        forward=copied,
+        backward_input=back,
         gather=Comm("all_gather", "etp", gathered) if split else None,
         grad_reduce=Comm("reduce_scatter", "etp", gathered) if split else None,
         gathered_bytes=gathered if split else 0,
@@ -235,15 +235,16 @@ def _gather(b: Builder, layout: Layout, experts: Experts, x: str) -> int:
     probs = b.add("expert_probs", rows, b.wide_bytes)
     whole = layout.ep * layout.expert_tp * b.nbytes(x)
     group: Group = "ep" if layout.ep > 1 else "etp"
-    launched = launches_of(b, "sort")
+    taken = b.nbytes(tokens, probs)
+    copied, back = copies_of(b, "sort", 2 * taken, taken + whole)
     b.op(
         name="sort",
         inputs=(x, "router_scores", COUNTS),
         outputs=(tokens, probs, saved),
         saves=(saved,),
         row_local=False,
-        forward=(Elementwise(2 * b.nbytes(tokens, probs), launched.forward),),
-        backward_input=(Elementwise(b.nbytes(tokens, probs) + whole, launched.backward),),
+        forward=copied,
+        backward_input=back,
         gather=Comm("all_gather", group, whole),
         grad_reduce=Comm("reduce_scatter", group, whole),
         gathered_bytes=whole,
@@ -257,15 +258,15 @@ def _scatter(b: Builder, layout: Layout, ranks: int, out: str) -> None:
     b.shard(out)
     whole = ranks * b.nbytes(out)
     group: Group = "ep" if layout.ep > 1 else "etp"
-    moved, launched = b.nbytes("expert_out") + whole, launches_of(b, "unsort")
+    copied, back = copies_of(b, "unsort", b.nbytes("expert_out") + whole)
     b.op(
         name="unsort",
         inputs=("expert_out",),
         outputs=(out,),
         saves=("permutation",),
         row_local=False,
-        forward=(Elementwise(moved, launched.forward),),
-        backward_input=(Elementwise(moved, launched.backward),),
+        forward=copied,
+        backward_input=back,
         reduce=Comm("reduce_scatter", group, whole),
         grad_gather=Comm("all_gather", group, whole),
         unreduced_bytes=whole,
@@ -373,16 +374,16 @@ def _combine(b: Builder, layout: Layout, experts: Experts, out: str, once: bool)
     whole, split = b.nbytes("expert_out"), layout.expert_tp > 1
     copies = b.activations["expert_in"].rows // layout.expert_tp
     back = b.add("unsorted", b.activations["dispatched"].rows if once else copies, hidden)
-    moved = whole + (b.nbytes(back) if once else whole)
-    order, launched = ("permutation",), launches_of(b, "unsort")
+    order, moved = ("permutation",), whole + (b.nbytes(back) if once else whole)
+    copied, copied_back = copies_of(b, "unsort", moved)
     b.op(
         name="unsort",
         inputs=("expert_out",),
         outputs=(back,),
         saves=order if once else (),
         row_local=False,
-        forward=(Elementwise(moved, launched.forward),),
-        backward_input=(Elementwise(moved, launched.backward),),
+        forward=copied,
+        backward_input=copied_back,
         reduce=Comm("reduce_scatter", "etp", whole) if split else None,
         grad_gather=Comm("all_gather", "etp", whole) if split else None,
         unreduced_bytes=whole if split else 0,

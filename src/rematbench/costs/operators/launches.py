@@ -6,6 +6,7 @@ Source: Megatron-core 0.16.1, core/transformer/moe, from traces of its layers on
 from typing import NamedTuple
 
 from rematbench.costs.operators.builder import Builder
+from rematbench.costs.operators.kernels import Elementwise
 from rematbench.costs.operators.ops import OpTable
 from rematbench.inputs.system import Kernels
 from rematbench.workload import Workload
@@ -56,6 +57,16 @@ def launches_of(b: Builder, name: str) -> Launches:
     if name == "sort" and facts.fused_indices and dispatcher in FUSED_INDICES:
         return FUSED_INDICES[dispatcher]
     return LAUNCHES[dispatcher].get(name, Launches(1, 1))
+
+
+def copies_of(
+    b: Builder, name: str, nbytes: int, backward_bytes: int | None = None
+) -> tuple[tuple[Elementwise], tuple[Elementwise]]:
+    """The kernels, forward and backward, of an operator that copies rows, with the bytes that they
+    read and write (backward as many as forward, unless stated)."""
+    forward, backward = launches_of(b, name)
+    again = nbytes if backward_bytes is None else backward_bytes
+    return (Elementwise(nbytes, forward),), (Elementwise(again, backward),)
 
 
 BESIDE_ATTENTION = ("shared_fc1", "shared_act", "shared_fc2")

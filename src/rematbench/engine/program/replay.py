@@ -92,9 +92,10 @@ def _requests(
     lines: list[Request] = []
     late = ends is not None
     for index, action in enumerate(actions):
+        pool = _pool(action)
         for alloc in action.allocs:
             if alloc.nbytes and not alloc.slot and alloc.storage.place != HOST:
-                lines.append((alloc.storage, rounded(alloc.nbytes), _pool(action)))
+                lines.append((alloc.storage, rounded(alloc.nbytes), pool))
         if late and _updates(action):
             lines.append(((action.part, ""), UPDATED, 0))
         elif action.scratch:
@@ -144,16 +145,17 @@ def replay(
     reserved."""
     memory = Allocator(capacity_bytes, mode, enough_bytes, rank.waiting_frees)
     late, samples, steps = rank.late, rank.samples, rank.steps
-    if samples is None:
+    lengths = Lengths(rank, samples) if samples else None
+    if lengths is None:
         steps = steps[:num_steps]
     else:
-        passes = math.ceil(len(samples.drawn) / (1 + max(step.micro_batch for step in steps)))
+        passes = math.ceil(len(lengths.samples.drawn) / lengths.per_step)
     chosen = {step.block for step in steps}
     lines = {
         index: CachedRequests(requests(rank.blocks[index], late=late is not None))
         for index in chosen
     }
-    run = _Run(memory, lines, late, Lengths(rank, samples) if samples else None)
+    run = _Run(memory, lines, late, lengths)
     try:
         for nbytes in resident_bytes:
             memory.allocate(rounded(nbytes))
@@ -176,6 +178,7 @@ class Lengths:
     def __init__(self, rank: RankProgram, samples: Samples) -> None:
         self.rank, self.samples, self.late = rank, samples, rank.late is not None
         self.known: dict[int, list[list[Request]]] = {}
+        self.per_step = 1 + max(step.micro_batch for step in rank.steps)
         self.begun = 0  # the micro-batches of earlier steps
 
     def lines(self, step: Step) -> list[Request]:
@@ -237,7 +240,7 @@ class _Run:
             self._run(steps[self.done])
             self.done += 1
         if self.lengths:
-            self.lengths.begun += 1 + max(step.micro_batch for step in steps)
+            self.lengths.begun += self.lengths.per_step
 
     def _known(self, state: object, blocks: list[int]) -> int:
         """The number of next blocks that change nothing.  They repeat a round, or its beginning,
@@ -251,9 +254,8 @@ class _Run:
     def _run(self, step: Step) -> None:
         index, micro_batch, chunk = step
         alive = self.alive.setdefault((micro_batch, chunk), {})
-        if self.lengths:
-            self._lines(self.lengths.lines(step), alive, chunk)
-        for lines, times in () if self.lengths else self.lines[index]:
+        drawn = self.lengths and [RepeatedRequests(self.lengths.lines(step), 1)]
+        for lines, times in drawn or self.lines[index]:
             for _ in range(times - 1):
                 before = self.memory.state
                 self._lines(lines, alive, chunk)
