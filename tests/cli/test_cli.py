@@ -20,7 +20,6 @@ DEMO = [
 ]
 FIT = ["--cluster", "h100-80gb", "--seq-len", "4096"]
 PIPE = [*DEMO, "--system", "megatron-kwai", "--pp", "4", "--vpp", "2"]
-SHARDED = ["--system", "torchtitan"]
 KEYS = """
 allocator_retries band fits step_s tokens_per_s_per_gpu mfu_causal mfu_dense hfu peak_device_bytes
 peak_host_bytes recompute_flop offload_bytes parameters headroom_bytes binds status reason job
@@ -125,12 +124,6 @@ def test_a_command_loads_no_library_that_draws_or_fits_and_no_other_command() ->
         (["simulate", "keep_all", *PIPE, "--gpipe"], "--gpipe needs --vpp 1, but --vpp is 2"),
         (["simulate", "full_recompute:block", *DEMO], "set its num_layers"),
         (["simulate", "full_recompute:block x", *DEMO], "put 'x' before the policy"),
-        (["simulate", "keep_all", *DEMO, "--estimator", "guess"], "'fujii', 'phaze'"),
-        (["simulate", "full_recompute", *DEMO, "--estimator", "fujii"], "every activation is kept"),
-        (
-            ["simulate", "keep_all", *DEMO, "--zero", "3", "--estimator", "fujii", *SHARDED],
-            "not zero 3",
-        ),
         (["simulate", "keep_all", *DEMO, "--zero", "2"], "no ZeRO stage 2 (--zero: 0, 1)"),
         (["simulate", "keep_all", *DEMO, "--pp", "4", "--system", "llm-foundry"], "no pipeline"),
         (["compare"], "missing options: --model, --cluster, --gpus"),

@@ -239,31 +239,6 @@ def test_a_plan_in_a_line_is_whole(tmp_path: Path) -> None:
     assert "no plan missing from the table is faster than a row by more than the gap" in text
 
 
-def test_price_tags_that_are_known_are_printed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ctrl-C loses none of them."""
-
-    def stopped(*_: Any) -> Iterator[tuple[str, float]]:
-        yield "no change", 2.0
-        yield "+1 GiB of device memory", 1.0
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("rematbench.cli.inverse.prices", stopped)
-    told = RUN.invoke(app, ["search", *shlex.split(WORDS), "--price-tags"])
-    assert told.exit_code == 130
-    assert "50.0" in told.output
-    assert "stopped: the remaining" in told.output
-
-
-@pytest.mark.full
-def test_price_tags_only_buy() -> None:
-    """More memory or a faster link makes no step longer by more than the gap."""
-    lines = [line.split("|") for line in ask("--price-tags", "--within", "0").splitlines()]
-    steps = {cell[1].strip(): float(cell[2]) for cell in lines if len(cell) == 5 and "." in cell[2]}
-    first = steps.pop("no change")
-    assert {"+16 GiB of device memory", "+10 % of NVLink"} <= set(steps)
-    assert all(step <= first * (1 + 1e-3) for step in steps.values())
-
-
 @pytest.mark.parametrize(
     ("words", "told"),
     [
@@ -277,8 +252,7 @@ def test_price_tags_only_buy() -> None:
         (("--attention", "fa9"), "'flash', 'unfused', 'fa1'"),
         (("--find", "context", "--json"), "--json cannot be used with --find"),
         (("--find", "context", "-o", "answer.csv"), "-o cannot be used with --find"),
-        (("--price-tags", "--explain", "1", "2"), "--explain cannot be used with --price-tags"),
-        (("--price-tags", "--find", "context"), "--price-tags cannot be used with --find"),
+        (("--find", "context", "--explain", "1", "2"), "--explain cannot be used with --find"),
         (("--json", "--explain", "1", "2"), "--explain cannot be used with --json"),
         (("--speed", "100"), "--speed needs --find gpus"),
         (("--find", "gpus", "--step", "3"), "--step needs --find batch"),
