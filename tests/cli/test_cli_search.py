@@ -19,6 +19,7 @@ from rematbench.cli.options import percents
 from rematbench.evaluate.breakdown import PARTS
 from rematbench.inputs.paths import data_dir
 from rematbench.paper.builders import searched
+from tests.tables import tables
 
 RUN = CliRunner()
 app = command_line()
@@ -264,26 +265,7 @@ def test_price_tags_only_buy() -> None:
     assert all(step <= first * (1 + 1e-3) for step in steps.values())
 
 
-@pytest.mark.parametrize(
-    ("words", "told"),
-    [
-        (
-            ("--find", "speed"),
-            "--find 'speed': expected one of gpus, context, batch, memory, rank, base",
-        ),
-        (("--find", "gpus"), "give the tokens/s of all GPUs with --speed"),
-        (("--find", "rank"), "every weight trains; give --lora-rank"),
-        (("--find", "batch"), "give the seconds of a step with --step"),
-        (("--attention", "fa9"), "'flash', 'unfused', 'fa1'"),
-        (("--find", "context", "--json"), "--json cannot be used with --find"),
-        (("--find", "context", "-o", "answer.csv"), "-o cannot be used with --find"),
-        (("--price-tags", "--explain", "1", "2"), "--explain cannot be used with --price-tags"),
-        (("--price-tags", "--find", "context"), "--price-tags cannot be used with --find"),
-        (("--json", "--explain", "1", "2"), "--explain cannot be used with --json"),
-        (("--speed", "100"), "--speed needs --find gpus"),
-        (("--find", "gpus", "--step", "3"), "--step needs --find batch"),
-    ],
-)
+@pytest.mark.parametrize(("words", "told"), tables(__file__)["wrong"])
 def test_a_wrong_question_is_one_line(words: tuple[str, ...], told: str) -> None:
     """What is allowed is said, and nothing that is asked for is left out in silence."""
     answer = RUN.invoke(app, ["search", *shlex.split(WORDS), *words])

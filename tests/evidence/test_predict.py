@@ -22,7 +22,10 @@ from rematbench.host.table import write_sheet
 from rematbench.inputs.configfile import ConfigError
 from rematbench.inputs.paths import data_dir
 from tests.problems import all_methods
+from tests.tables import tables
 from tests.wrong_inputs import ROW
+
+TABLES = tables(__file__)
 
 REGISTRY = all_methods()
 
@@ -176,17 +179,7 @@ def test_a_known_model_needs_no_shape() -> None:
     assert read_case(without(*shape), REGISTRY) == case()
 
 
-@pytest.mark.parametrize(
-    ("name", "mlp", "position", "biased"),
-    [
-        ("llama-9b", "swiglu", "rope", False),
-        ("gpt-9b", "gelu", "learned", True),
-        ("mpt-9b", "gelu", "learned", True),
-        ("something-new", "swiglu", "rope", False),
-        ("something-new", "gelu", "learned", True),
-        ("", "swiglu", "rope", False),
-    ],
-)
+@pytest.mark.parametrize(("name", "mlp", "position", "biased"), TABLES["columns"])
 def test_an_unknown_model_is_built_from_its_columns(
     name: str, mlp: str, position: str, biased: bool
 ) -> None:
@@ -199,24 +192,7 @@ def test_an_unknown_model_is_built_from_its_columns(
 # -- policies --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("words", "method", "settings"),
-    [
-        ("", "keep_all", {}),
-        ("none", "keep_all", {}),
-        ("Full", "full_recompute", {}),
-        ("full 2", "full_recompute", {"method": "uniform", "num_layers": 2}),
-        ("uniform 2", "full_recompute", {"method": "uniform", "num_layers": 2}),
-        ("block 4", "full_recompute", {"method": "block", "num_layers": 4}),
-        ("block(4)", "full_recompute", {"method": "block", "num_layers": 4}),
-        ("selective", "selective_recompute", {}),
-        ("selective(2)", "full_recompute", {"every": 2}),
-        ("balanced", "balanced_checkpointing", {}),
-        ("balanced_checkpointing", "balanced_checkpointing", {}),
-        ("balanced_checkpointing+pp_offload", "balanced_checkpointing+pp_offload", {}),
-        ("full_recompute+mst:head_chunks=1", "full_recompute+mst:head_chunks=1", {}),
-    ],
-)
+@pytest.mark.parametrize(("words", "method", "settings"), TABLES["policies"])
 def test_policies(words: str, method: str, settings: dict[str, Any]) -> None:
     assert recompute_method(words, REGISTRY) == (method, settings)
 
