@@ -16,6 +16,7 @@ from rematbench.inputs.foreign import package_of, signs
 from rematbench.inputs.load import load_cluster, load_model, load_system
 from rematbench.solve.recompute_modules import MODULES
 from rematbench.workload import Experts
+from tests.tables import tables
 
 JOBS = Path(__file__).parent / "jobs"
 
@@ -25,50 +26,8 @@ def job(*files: str, **given: object) -> tuple[FileJob, Reading]:
     return file_job(reading, dict(given), "", Path(files[0]).stem), reading
 
 
-EXPECTED = {
-    ("megatron_llama.sh",): (
-        "selective_recompute --model llama-3.1-8b --cluster CLUSTER --system megatron-core-0.16 "
-        "--gpus 32 --seq-len 8192 --global-batch 128 --tp 4 --pp 2"
-    ),
-    ("megatron_gpt.sh",): (
-        "full_recompute --model megatron_gpt-model.yaml --cluster CLUSTER "
-        "--system megatron_gpt-stack.yaml --gpus 16 --seq-len 2048 --global-batch 512 --tp 2 "
-        "--micro-batch 4 --zero 0 --no-sp --precision fp16 --set method=block --set num_layers=8"
-    ),
-    ("megatron_experts.sh",): (
-        "selective_recompute --model megatron_experts-model.yaml --cluster CLUSTER "
-        "--system megatron_experts-stack.yaml --gpus 32 --seq-len 4096 --global-batch 128 --tp 2 "
-        "--pp 4 --vpp 4 --ep 4 --etp 1 --ep-overlap on --set modules=[layernorm,moe_act]"
-    ),
-    ("zero2.json", "trl_sft.yaml"): None,  # two values of the micro-batch
-    ("trl_sft.yaml", "accelerate_zero3.yaml"): None,  # two values of the accumulation
-    ("zero3_offload.json", "axolotl_full.yaml"): None,  # two values of the micro-batch
-    ("titan_8b.toml",): (
-        "selective(op) --model llama-3.1-8b --cluster CLUSTER --system torchtitan-compiled "
-        "--gpus 8 --seq-len 8192 --global-batch 8 --zero 3"
-    ),
-    ("titan_70b.toml",): (
-        "full_recompute --model llama-3.1-70b --cluster CLUSTER --system torchtitan --gpus 256 "
-        "--seq-len 8192 --global-batch 64 --tp 8 --pp 4 --vpp 2 --zero 3 --recipe fp8"
-    ),
-    ("axolotl_full.yaml",): (
-        "full_recompute --model mistral-7b --cluster CLUSTER --system torchtitan --gpus GPUS "
-        "--seq-len 4096 --global-batch GLOBAL_BATCH --micro-batch 2 --zero 3 --attention fa2"
-    ),
-    ("accelerate_zero3.yaml",): (
-        "keep_all --model MODEL --cluster CLUSTER --system huggingface-deepspeed --gpus 16 "
-        "--seq-len SEQ_LEN --global-batch GLOBAL_BATCH --zero 3"
-    ),
-    ("zero2.json",): (
-        "keep_all --model MODEL --cluster CLUSTER --system zero2-stack.yaml --gpus GPUS "
-        "--seq-len SEQ_LEN --global-batch 128 --micro-batch 2 --zero 2 --precision fp16"
-    ),
-}
-
-
-@pytest.mark.parametrize("files", EXPECTED, ids="+".join)
-def test_a_file_gives_the_equal_command(files: tuple[str, ...]) -> None:
-    expected = EXPECTED[files]
+@pytest.mark.parametrize(("files", "expected"), tables(__file__)["expected"])
+def test_a_file_gives_the_equal_command(files: list[str], expected: str | None) -> None:
     if expected is None:
         with pytest.raises(ConfigError, match="but"):
             job(*files)
