@@ -173,14 +173,7 @@ def test_states_on_the_host_are_said_beside_those_on_the_device(
     assert "host 0.97 GiB, states 0.93 GiB and 15.69 GiB on the host" in done.output
 
 
-@pytest.mark.parametrize(
-    ("command", "given"),
-    [
-        (["baseline", "run"], ["--partition", "11,13,12,12"]),
-        (["baseline", "predict"], ["--gpipe"]),
-        (["trace"], ["--gpipe"]),
-    ],
-)
+@pytest.mark.parametrize(("command", "given"), tables(__file__)["base_plans"])
 def test_a_base_plan_that_no_package_runs_is_refused(
     command: list[str], given: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -226,16 +226,7 @@ def test_doctor_writes_a_cluster_file_that_loads(tmp_path: Path) -> None:
     assert "(mine)" in ran.out
 
 
-@pytest.mark.parametrize(
-    ("gpu", "told"),
-    [
-        ("NVIDIA A100-SXM4-80GB", "generation: ampere"),
-        ("NVIDIA GH200 480GB", "generation: hopper"),
-        ("NVIDIA B200", "generation: blackwell"),
-        ("Tesla V100-SXM2-32GB", "generation: ampere  # CHECK: no rates of V100-SXM2-16GB"),
-        ("Tesla P100-PCIE-16GB", "generation: CHECK"),
-    ],
-)
+@pytest.mark.parametrize(("gpu", "told"), tables(__file__)["generations"])
 def test_doctor_takes_a_generation_from_files_of_such_gpus(gpu: str, told: str) -> None:
     text = cluster_yaml("mine", [(gpu, 80 << 30)])
     assert told in text

@@ -58,14 +58,7 @@ def test_each_line_runs_again(tmp_path: Path) -> None:
         assert f'"step_s": {float(row["step_s"])}' in again.output
 
 
-@pytest.mark.parametrize(
-    ("method", "why"),
-    [
-        ("pipe_offload", "pipe_offload: needs several chunks on a rank, not one"),
-        ("zero_bubble:schedule=v-min", "zero_bubble: needs two chunks on each of several stages"),
-        ("vocabulary_parallel", "vocabulary_parallel: all stages share its vocabulary"),
-    ],
-)
+@pytest.mark.parametrize(("method", "why"), tables(__file__)["unbounded"])
 def test_a_method_whose_passes_no_bound_covers_is_refused_in_one_line(
     method: str, why: str
 ) -> None:

@@ -296,14 +296,7 @@ def test_other_commas_are_refused(cell: str) -> None:
         read_number(cell)
 
 
-@pytest.mark.parametrize(
-    ("column", "cell", "problem"),
-    [
-        ("peak_device_bytes", "59.6", "59.6 GiB is 63995012710"),
-        ("tokens_per_s_per_gpu", "1,8", "write 1.8"),
-        ("seq_len", "8,192,", "is not a number"),
-    ],
-)
+@pytest.mark.parametrize(("column", "cell", "problem"), TABLES["numbers"])
 def test_numbers_of_another_form_are_named(
     tmp_path: Path, column: str, cell: str, problem: str
 ) -> None:

@@ -80,15 +80,7 @@ def test_a_script_reads_the_script_that_it_starts_with_its_arguments(tmp_path: P
         assert [options[name] for name in names] == ["8", "4", "2", "16"]
 
 
-@pytest.mark.parametrize(
-    ("options", "vocab"),
-    [
-        ("--vocab-file v.json", 50257),
-        ("--merge-file", 50257),
-        ("--patch-tokenizer-type Qwen3Tokenizer", None),
-        ("--tokenizer-type NullTokenizer --vocab-file x", None),
-    ],
-)
+@pytest.mark.parametrize(("options", "vocab"), TABLES["vocabularies"])
 def test_gpt_2s_vocabulary_is_the_default_of_its_files(
     tmp_path: Path, options: str, vocab: int | None
 ) -> None:
@@ -183,16 +175,7 @@ def test_megatron_has_flash_attention_in_16_bits(
     assert "system" in made.options
 
 
-@pytest.mark.parametrize(
-    ("name", "homes"),
-    [
-        ("zero3_bf16.json", []),
-        ("zero3_bf16_cpuoffload_params.json", ["parameters"]),
-        ("zero3_bf16_cpuoffload_all.json", ["optimizer", "parameters"]),
-        ("ds_z2_offload_config.json", ["optimizer"]),
-        ("ds_zero3_no_offload.json", []),
-    ],
-)
+@pytest.mark.parametrize(("name", "homes"), TABLES["names"])
 def test_a_file_that_is_not_here_gives_the_states_of_its_name(
     tmp_path: Path, name: str, homes: list[str]
 ) -> None:
@@ -283,14 +266,7 @@ def test_nanotron_is_read(tmp_path: Path) -> None:
     assert reading.refused == ["parallelism.pp_engine: afab (only 1f1b is modelled)"]
 
 
-@pytest.mark.parametrize(
-    ("zero", "expected"),
-    [
-        ({"offload_param": {"device": "cpu"}}, "--parameters host"),
-        ({"cpu_offload_params": True}, "--parameters host"),
-        ({"sub_group_size": 0, "prefetch_bucket_size": "auto"}, "--zero 3"),
-    ],
-)
+@pytest.mark.parametrize(("zero", "expected"), TABLES["homes"])
 def test_homes_of_parameters_and_old_names_of_deepspeed(
     tmp_path: Path, zero: dict[str, object], expected: str
 ) -> None:
@@ -319,15 +295,7 @@ def test_keys_of_axolotl_are_read_or_named(tmp_path: Path, text: str, words: str
     assert words in " ".join(reading.refused)
 
 
-@pytest.mark.parametrize(
-    "key",
-    [
-        "data_parallel_kind",
-        "sliding_attention_window",
-        "fp8_param_gather",
-        "communication_data_type",
-    ],
-)
+@pytest.mark.parametrize("key", TABLES["harmless"])
 def test_a_key_that_can_change_the_step_is_never_called_harmless(tmp_path: Path, key: str) -> None:
     base = "base_model: Qwen/Qwen3-8B\nsequence_len: 512\n"
     assert job(tmp_path, f"{base}{key}: 1", "axolotl.yaml")[1].unknown == [key]

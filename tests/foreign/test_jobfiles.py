@@ -18,6 +18,8 @@ from rematbench.solve.recompute_modules import MODULES
 from rematbench.workload import Experts
 from tests.tables import tables
 
+TABLES = tables(__file__)
+
 JOBS = Path(__file__).parent / "jobs"
 
 
@@ -264,17 +266,7 @@ def test_what_is_refused_is_not_run(tmp_path: Path) -> None:
     assert done.stderr.startswith("rematbench read: not run: zero_optimization.offload_param")
 
 
-@pytest.mark.parametrize(
-    ("zero", "facts"),
-    [
-        ({"stage3_prefetch_bucket_size": 1e7}, {"prefetch_elements": 10_000_000}),
-        ({"stage3_prefetch_bucket_size": 0}, {"gather_overlap": False}),
-        ({"stage3_max_live_parameters": 3e9}, {"live_elements": 3_000_000_000}),
-        ({"sub_group_size": 1e8}, {"sub_group_parameters": 100_000_000}),
-        ({"contiguous_gradients": False}, {"whole_buckets": False}),
-        ({"contiguous_gradients": True, "sub_group_size": "auto"}, {}),
-    ],
-)
+@pytest.mark.parametrize(("zero", "facts"), TABLES["limits"])
 def test_limits_of_zero_3_are_facts_of_the_stack(
     tmp_path: Path, zero: dict[str, object], facts: dict[str, object]
 ) -> None:
@@ -285,21 +277,7 @@ def test_limits_of_zero_3_are_facts_of_the_stack(
     assert {k: v for k, v in reading.facts.items() if flat(base)[k] != v} == facts
 
 
-@pytest.mark.parametrize(
-    ("text", "degree"),
-    [
-        (
-            "[parallelism]\ndata_parallel_replicate_degree = 4\ndata_parallel_shard_degree = 8\n",
-            "8",
-        ),
-        ("[parallelism]\ndata_parallel_shard_degree = 8\n", None),
-        (
-            "[parallelism]\ndata_parallel_replicate_degree = 4\ndata_parallel_shard_degree = 8\n"
-            "tensor_parallel_degree = 2\ncontext_parallel_degree = 2\n",
-            "16",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("text", "degree"), TABLES["replicas"])
 def test_replicas_of_shards_are_a_sharding_degree(
     tmp_path: Path, text: str, degree: str | None
 ) -> None:

@@ -77,15 +77,7 @@ def test_a_value_of_a_command_can_turn_its_yamls_off(tmp_path: Path) -> None:
     assert (made.options["zero_stage"], reading.files) == ("0", [])
 
 
-@pytest.mark.parametrize(
-    ("text", "package"),
-    [
-        ("policy: {}\nloss_fn: {}", "NeMo-RL"),
-        ("step_scheduler: {}\nmodel: {}", "Automodel"),
-        ("model: m\nmodel_class: llm\ndist_config: {name: fsdp2}", "LLaMA-Factory v1"),
-        ("actor_rollout_ref: {}\ndata: {}", "verl"),
-    ],
-)
+@pytest.mark.parametrize(("text", "package"), TABLES["packages"])
 def test_a_file_of_a_package_that_is_not_read_is_named(
     tmp_path: Path, text: str, package: str
 ) -> None:
@@ -187,16 +179,7 @@ def test_accelerates_options_about_fsdp_are_read(tmp_path: Path) -> None:
     assert any("offload_params" in text for text in refused)
 
 
-@pytest.mark.parametrize(
-    ("text", "stage", "refused"),
-    [
-        ("fsdp: shard_grad_op auto_wrap\nfsdp_config: {transformer_layer_cls_to_wrap: X}", "2", ""),
-        ("fsdp: full_shard auto_wrap offload", "3", "fsdp: offload"),
-        ("fsdp: [full_shard, auto_wrap]", "3", ""),
-        ("fsdp: full_shard\nfsdp_config: here.json", "3", ""),
-        ("fsdp: full_shard\nfsdp_config: other.json", "3", "other.json is not beside"),
-    ],
-)
+@pytest.mark.parametrize(("text", "stage", "refused"), TABLES["fsdp"])
 def test_words_and_section_of_fsdp_are_one_strategy(
     tmp_path: Path, text: str, stage: str, refused: str
 ) -> None:
@@ -266,14 +249,7 @@ def test_a_torchtitan_command_reads_its_toml(tmp_path: Path) -> None:
         assert reading.unknown == ["bogus"]
 
 
-@pytest.mark.parametrize(
-    ("line", "word"),
-    [
-        ("tune run full_finetune_distributed --config llama3_1/8B_full", "torchtune"),
-        ("torchrun -m torchtitan.train --module llama3 --config llama3_8b", "torchtitan"),
-        ("python scripts/performance/setup_experiment.py -m llama3 -s 8b", "Bridge"),
-    ],
-)
+@pytest.mark.parametrize(("line", "word"), TABLES["recipes"])
 def test_a_recipe_in_a_package_is_named(tmp_path: Path, line: str, word: str) -> None:
     with pytest.raises(ConfigError, match=rf"{word}.*not read"):
         job(tmp_path, line)

@@ -71,14 +71,7 @@ def test_states_of_megatron_have_the_types_of_the_line(
     assert [stack.get("grad_bytes"), stack.get("optimizer_bytes")] == expected
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ('[optimizer]\nimplementation = "fused_opt_states_bf16"', {"optimizer_bytes": 4}),
-        ('mixed_precision_reduce = "bfloat16"', {"reduce_bytes": 2}),
-        ('dtype = "bfloat16"', {"param_bytes": 2, "optimizer_bytes": 4}),
-    ],
-)
+@pytest.mark.parametrize(("text", "expected"), TABLES["torchtitan"])
 def test_states_of_torchtitan_have_the_types_of_the_file(
     tmp_path: Path, text: str, expected: dict[str, int]
 ) -> None:
@@ -231,15 +224,7 @@ def test_a_loss_without_logits_divides_the_head(tmp_path: Path, text: str, piece
     assert method == ("full_recompute+mst:mlp_chunks=1" if pieces else "full_recompute")
 
 
-@pytest.mark.parametrize(
-    ("text", "method"),
-    [
-        ("tiled_mlp: true", "mst:head_chunks=1"),
-        ("tiled_mlp: true\ntiled_mlp_num_shards: 8", "mst:mlp_chunks=8,head_chunks=1"),
-        ("tiled_mlp: true\ncut_cross_entropy: true", "mst"),
-        ("tiled_mlp: false\ntiled_mlp_num_shards: 8", ""),
-    ],
-)
+@pytest.mark.parametrize(("text", "method"), TABLES["tiles"])
 def test_tiles_of_an_mlp_are_computed_again(tmp_path: Path, text: str, method: str) -> None:
     made = job(tmp_path, AXOLOTL + text, "job.yaml")[0]
     assert made.method == f"full_recompute{'+' if method else ''}{method}"
@@ -274,19 +259,7 @@ def test_only_megatrons_own_optimizer_on_the_host_leaves_a_copy_on_the_device(
     assert (made.options["optimizer"], "resident_bytes" in facts(made)) == ("host", False)
 
 
-SWITCHES = [
-    "use_liger_kernel: true",
-    "torch_compile: true",
-    "fp16: true",
-    "dtype: float32",
-    "fsdp: full_shard",
-    "deepspeed: {zero_optimization: {stage: 2, overlap_comm: true, contiguous_gradients: false}}",
-    "activation_offloading: true",
-    "liger_rms_norm: true",
-]
-
-
-@pytest.mark.parametrize("pair", [*combinations(SWITCHES, 2)])
+@pytest.mark.parametrize("pair", [*combinations(TABLES["switches"], 2)])
 def test_a_written_stack_of_a_trainer_loads(tmp_path: Path, pair: tuple[str, str]) -> None:
     text = TRL.replace("bf16: true\n", "" if "fp16: true" in pair else "bf16: true\n")
     loads(tmp_path, job(tmp_path, text + "\n".join(pair), "job.yaml")[0])
@@ -308,20 +281,7 @@ def test_graphs_of_a_line_are_a_choice_of_the_run(
     assert not reading.unknown
 
 
-OPTIONS = [
-    "--bf16 --grad-reduce-in-bf16 --use-precision-aware-optimizer --exp-avg-dtype bf16",
-    "--bf16 --cuda-graph-impl local",
-    "--bf16 --tp-comm-overlap --no-rope-fusion",
-    "--bf16 --cross-entropy-loss-fusion --make-vocab-size-divisible-by 1",
-    "--bf16 --cp-comm-type a2a --context-parallel-size 2",
-    "--fp16 --transformer-impl local",
-    "--fp16 --model-parallel-size 2 --DDP-impl local --checkpoint-activations",
-    "--num-experts 4 --bf16 --overlap-moe-expert-parallel-comm --moe-token-dispatcher-type flex",
-    "--fp16 --deepspeed --zero-stage 1",
-]
-
-
-@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("options", TABLES["options"])
 def test_a_written_stack_of_megatron_loads(tmp_path: Path, options: str) -> None:
     loads(tmp_path, job(tmp_path, f"x.py {SIZES} {options}", cluster="h100-80gb")[0])
 
