@@ -9,6 +9,7 @@ from baselines.megatron_core.options import recipe_words
 from rematbench.workload import Work, Workload
 from tests.foreign.small_jobs import SIZES, job
 from tests.problems import LLAMA
+from tests.tables import tables
 
 FACTS = ("recipe", "fp8_params", "bf16_ends")
 
@@ -18,25 +19,7 @@ def stated(reading: Any) -> dict[str, Any]:
     return {name: reading.get(name) for name in FACTS if reading.get(name) is not None}
 
 
-@pytest.mark.parametrize(
-    ("words", "facts"),
-    [
-        ("--fp8-format hybrid", {"recipe": "fp8-delayed"}),
-        ("--fp8-recipe tensorwise --fp8-format hybrid", {"recipe": "fp8"}),
-        (
-            "--fp8-format e4m3 --fp8-recipe mxfp8 --fp8-param-gather "
-            "--reuse-grad-buf-for-mxfp8-param-ag",
-            {"recipe": "mxfp8", "fp8_params": True},
-        ),
-        ("--fp8-format e4m3 --fp8-recipe mxfp8 --fp8-param-gather", {"recipe": "mxfp8"}),
-        (
-            "--fp8-format hybrid --fp8-recipe tensorwise --first-last-layers-bf16",
-            {"recipe": "fp8", "bf16_ends": 1},
-        ),
-        ("--fp4-format e2m1", {"recipe": "nvfp4"}),
-        ("--fp8-recipe mxfp8", {}),
-    ],
-)
+@pytest.mark.parametrize(("words", "facts"), tables(__file__)["options"])
 def test_megatrons_options_state_a_recipe(
     tmp_path: Path, words: str, facts: dict[str, Any]
 ) -> None:

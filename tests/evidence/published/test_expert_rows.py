@@ -29,6 +29,7 @@ from rematbench.plugins.discover import discover
 from rematbench.problem import Problem
 from rematbench.workload import Experts
 from tests.predicted import read_of
+from tests.tables import tables
 
 REGISTRY = discover(())
 ROWS = read_sheet(data_dir("published") / "moe.csv")
@@ -89,24 +90,7 @@ def test_balance_is_an_assumption_unless_it_was_forced() -> None:
     assert case(router="natural, dropless").assumed.endswith("experts balanced")
 
 
-@pytest.mark.parametrize(
-    ("changed", "words"),
-    [
-        ({"attention_kind": "mla: q_lora 1536"}, "attention_kind: mla: Object missing required"),
-        ({"ep_overlap": "shared"}, "ep_overlap: 'shared' is not modelled"),
-        ({"cuda_graph": "full_iteration"}, "cuda_graphs: full_iteration needs experts of known"),
-        ({"cuda_graph": "moe_preprocess"}, "cuda_graph: 'moe_preprocess': CUDA graphs of this"),
-        ({"router": "token drop"}, "router: 'token drop': the capacity factor of dropped"),
-        ({"router": "token dropping"}, "is not modelled; did you mean 'token drop'?"),
-        ({"optimizer": "muon"}, "optimizer: 'muon': is not modelled"),
-        ({"recompute_modules": "gdn_norm"}, "recompute_modules: 'gdn_norm' is not modelled"),
-        ({"dispatcher": "mori"}, "dispatcher: 'mori' is not modelled"),
-        ({"recompute": "", "recompute_modules": ""}, "recomputation not published"),
-        ({"dispatcher": "deep-ep"}, "is not modelled; did you mean 'deepep'?"),
-        ({"cuda_graph": "full_iteration", "offload": "x"}, "offload: 'x': is not modelled"),
-        ({"ep": "7"}, "layout: "),
-    ],
-)
+@pytest.mark.parametrize(("changed", "words"), tables(__file__)["refused"])
 def test_what_is_not_modelled_is_refused_by_its_column(changed: Cell, words: str) -> None:
     with pytest.raises(RowError) as refused:
         case(**changed).problem()
