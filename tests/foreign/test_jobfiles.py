@@ -44,7 +44,7 @@ EXPECTED = {
     ("trl_sft.yaml", "accelerate_zero3.yaml"): None,  # two values of the accumulation
     ("zero3_offload.json", "axolotl_full.yaml"): None,  # two values of the micro-batch
     ("titan_8b.toml",): (
-        "selective(op) --model llama-3.1-8b --cluster CLUSTER --system torchtitan-compiled "
+        "selective(op) --model llama-3.1-8b --cluster CLUSTER --system torchtitan-2025-06 "
         "--gpus 8 --seq-len 8192 --global-batch 8 --zero 3"
     ),
     ("titan_70b.toml",): (
