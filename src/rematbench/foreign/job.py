@@ -27,7 +27,7 @@ SIZES = ("num_layers", "hidden", "num_heads", "num_kv_heads", "head_dim", "ffn")
 UNSHARDED = "huggingface-flash"
 """The stack of a trainer without DeepSpeed and FSDP, where every rank holds all states."""
 COMPILED = {"compiled": True, "fused_swiglu": True}
-COMPILED_LOSS = {"fused_loss": True, "logits_fp32": False, "loss_in_place": True}
+COMPILED_LOSS: dict[str, Any] = {"fused_loss": True, "logits_fp32": False, "loss_in_place": True}
 COMPILED_LOSS |= {"held_logit_bytes": 2, "expandable_segments": True}
 ROTATING: dict[str, dict[str, Any]] = {
     "torchtitan": {},

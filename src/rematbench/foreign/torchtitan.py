@@ -79,7 +79,7 @@ def _compiled(reading: Reading, data: Mapping[str, Any]) -> str:
     """The stack of a compiled model; empty if it is eager.  Files with a section for it are of
     versions that compile the loss too, unless `components` leaves it out."""
     section = data.get("compile")
-    new = section if isinstance(section, Mapping) else {"enable": section}
+    new: Mapping[str, Any] = section if isinstance(section, Mapping) else {"enable": section}
     components = new.get("components", ["model", "loss"])
     if not new.get("enable"):
         return "torchtitan-compiled" if (data.get("training") or {}).get("compile") else ""
