@@ -22,7 +22,7 @@ from rematbench.evaluate.evaluation import PlanEvaluation
 from rematbench.evaluate.perfetto import write_timeline
 from rematbench.evaluate.result import Result, evaluate_method, told_fragmented
 from rematbench.evaluate.verdict import retries
-from rematbench.evidence.bands import with_band
+from rematbench.evidence.bands import with_host_rates
 from rematbench.host.console import (
     CommandError,
     align_left,
@@ -85,7 +85,7 @@ def simulate(
 
 def _with_errors(result: Result) -> Result:
     """The result with its band, its allocator retries, and what expandable segments change."""
-    result = with_band(told_fragmented(result))
+    result = with_host_rates(told_fragmented(result))
     plan, evaluation = result.plan, result.evaluation
     if plan is None or evaluation is None:
         return result

@@ -125,8 +125,6 @@ def read_case(row: Row, registry: Registry) -> PublishedCase:
         if method != IDENTITY:
             raise RowError("unsupported", f"{passes} with {method} is not predicted from rows")
         method, settings = passes, {}
-    if system.kernels.compiled and "held" in settings:
-        settings = {key: value for key, value in settings.items() if key != "held"}
     cluster = words.job.pop("cluster", text(row, "cluster"))
     if not cluster:
         raise RowError("failed", "column cluster is missing or empty")
