@@ -50,6 +50,8 @@ def value(text: str) -> str:
         ('grep -q a <<< "$X"\nrun --x 4', "4"),
         ("declare -A L=([7b]=32 [13b]=40)\nM=13b\nrun --x ${L[$M]}", "40"),
         ("A=(5 6 7)\nrun --x ${A[1]}", "6"),
+        ('C="run --y --x 5 2>&1 | tee log"\neval $C', "5"),
+        ("A=7\nrun --x $(echo $A)", "7"),
         ("A=(5 6 7)\nrun --x ${#A[@]}", "3"),
         ("f() { run --x $1 --y $#; }\nA=4\nf $A 5\ng() { run --x 9; }", "4"),
         ("A=4\n[ $A = 5 ] && A=6\n[[ -n $A ]] && A=7\nrun --x $A", "7"),
