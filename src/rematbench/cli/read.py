@@ -108,7 +108,7 @@ def _words(job: FileJob, output: Path) -> list[str]:
 def _grouped(lines: list[str]) -> list[str]:
     """The lines `key: reason`, those with one reason as one line."""
     keys: dict[str, list[str]] = {}
-    for line in lines:
+    for line in dict.fromkeys(lines):
         key, colon, reason = line.partition(": ")
         keys.setdefault(reason if colon else "", []).append(key)
     return [": ".join(filter(None, (", ".join(keys[reason]), reason))) for reason in keys]
