@@ -80,7 +80,9 @@ class Op(Struct, frozen=True, kw_only=True):
 
     `row_local`: each output row depends on the same input row only. `alias_inputs`: inputs whose
     gradient is the same tensor as the output's gradient (a residual addition), so the backward
-    moves no bytes. `scratch_*` are bytes that exist only during the kernel.
+    moves no bytes. `scratch_*` are bytes that exist only during the kernel. `widened_bytes`: so are
+    those of a packed weight that is widened, in the forward and in the backward of the input; some
+    of the rows need all of them.
 
     `holds`: tensors that the caller of a module keeps until the end of this operator, in a forward.
 
@@ -113,6 +115,7 @@ class Op(Struct, frozen=True, kw_only=True):
     replicated: bool = False
     scratch_forward_bytes: int = 0
     scratch_backward_bytes: int = 0
+    widened_bytes: tuple[int, int] = (0, 0)
 
     @property
     def has_weight(self) -> bool:

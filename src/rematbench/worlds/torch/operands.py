@@ -4,11 +4,13 @@ Every micro-batch and step has the same storages. So they are computed once for 
 chunk; afterwards the host only looks up storages and issues kernels.
 """
 
-from collections.abc import Container
+from collections.abc import Container, Mapping, Sequence
 from itertools import takewhile
 from operator import attrgetter
+from types import MappingProxyType
 from typing import NamedTuple
 
+import torch
 import torch.nn.functional as F
 from msgspec.structs import replace
 from torch import Tensor
@@ -163,7 +165,8 @@ Tensors = dict[str, Tensor]
 class Call(NamedTuple):
     """One call of an operator. A call has a span, the tensors by activation name, the gradients of
     the outputs in order, and the names of the wanted outputs. `grads_are_views`: whether the
-    gradients are views of their storages, so that writes into them persist."""
+    gradients are views of their storages, so that writes into them persist. `wide`: packed weights
+    that are widened, by name."""
 
     model: RankModel
     unit: Unit
@@ -173,6 +176,7 @@ class Call(NamedTuple):
     grads: tuple[Tensor, ...] = ()
     wanted: Container[str] = ()
     grads_are_views: bool = False
+    wide: Mapping[str, Tensor] = MappingProxyType({})
 
     def parameter(self, name: str) -> Parameter:
         return self.model.local[self.span.chunk][self.unit.prefix][name]
@@ -215,10 +219,27 @@ class Call(NamedTuple):
 
     def weight(self, name: str) -> Tensor:
         """The weight `name` as products read it."""
-        return self.narrowed(self.parameter(name).value, weight=True)
+        parameter = self.parameter(name)
+        if not parameter.spec.packing:
+            return self.narrowed(parameter.value, weight=True)
+        known = self.wide.get(name)
+        return self.widened((name,)).wide[name] if known is None else known
+
+    def widened(self, names: Sequence[str]) -> "Call":
+        """The call with the packed weights `names` widened in one matrix."""
+        found = {name: self.parameter(name) for name in names}
+        sizes = [one.shape.numel() for one in found.values()]
+        whole = self.model.where.new_empty(sum(sizes), dtype=self.model.dtype)
+        parts = zip(found.items(), torch.split(whole, sizes), strict=True)
+        return self._replace(wide={name: one.widened(part) for (name, one), part in parts})
+
+    def opened(self, names: Sequence[str]) -> "Call":
+        """The call with the weights of one fused linear, if they are packed, widened together."""
+        fused = self.model.problem.system.kernels.fused_linears
+        opens = fused and all(self.parameter(name).spec.packing for name in names)
+        return self.widened(names) if opens else self
 
     def linear(self, x: Tensor, name: str, bias: Tensor | None) -> Tensor:
         """x times the weight `name` (+ bias); its FLOPs are counted."""
-        weight = self.parameter(name).value
-        self.model.flop += 2.0 * x.shape[0] * weight.numel()
+        self.model.flop += 2.0 * x.shape[0] * self.parameter(name).shape.numel()
         return F.linear(x, self.weight(name), bias)
