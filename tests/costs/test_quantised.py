@@ -117,6 +117,39 @@ def test_experts_gradients_and_gathers_are_quantised() -> None:
     assert {"expert_in_quantised", "expert_fc2_in_quantised"} < {*table.saved}
 
 
+def reductions(problem: Problem) -> dict[str, list[tuple[str, str, int]]]:
+    """The reductions of largest elements in a program: operator, group and bytes, by block."""
+    found: dict[str, list[tuple[str, str, int]]] = {}
+    for block, _ in lower(problem.base_plan, problem).block_runs:
+        for action in block.actions:
+            comm = action.exchange.comm
+            if comm is not None and comm.kind == "amax":
+                assert action.kind.name == "ALL_REDUCE"
+                found.setdefault(block.label, []).append((action.op, comm.group, comm.nbytes))
+    return found
+
+
+def test_largest_elements_are_reduced() -> None:
+    """TransformerEngine: of the input of a linear that gathers it, and of the gradient that a
+    linear gathers, over tensor-parallel ranks; with delayed scales those of a pass over the ranks
+    of the stage, three numbers of each product, then two; of quantised parameters at the end."""
+    facts = {"tp": 2, "gpus": 16, "seq_len": 64, "global_batch": 8}
+    found = reductions(made(recipe="fp8", **facts))
+    copies = ["attn_norm_out_quantised", "mlp_norm_out_quantised"]
+    assert [{*found[label]} for label in "FB"] == [
+        {(name, "tp", 4) for name in names} for names in (copies, ("fc2", "proj"))
+    ]
+    assert [len(found[label]) for label in "FB"] == [2 * LAYERS] * 2
+    products = 4 * LAYERS
+    delayed = reductions(made(recipe="fp8-delayed", fp8_params=True, **facts))
+    sizes = {"F": ("stage", 12), "B": ("stage", 8), "amaxes": ("dp", 4)}
+    assert delayed == {
+        label: [("amaxes", group, each * products)] for label, (group, each) in sizes.items()
+    }
+    for without in ({"recipe": "fp8-block"}, {"recipe": "fp8", "sp": False}):
+        assert reductions(made(**facts, **without)) == {}
+
+
 @pytest.mark.parametrize(("facts", "words"), tables(__file__)["refused"])
 def test_what_has_no_recipe_is_refused(facts: dict[str, Any], words: str) -> None:
     with pytest.raises(RateError, match=words):

@@ -26,6 +26,9 @@ class Recipe(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
       (0: a tensor has one scale).  `rows`: pieces of a tensor are quantised as the whole is if they
       have a multiple of so many rows (0: never, as a piece has another largest element).
     - `amax_passes`: times that a tensor is read for its largest element before it is quantised.
+    - `reduces`: the largest elements that ranks reduce: of a `tensor` that tensor parallelism
+      gathers quantised, before that; of the `history` of a pass, behind it, over all ranks of a
+      stage.
     - `keeps_original`: a linear saves its input in 16 bits where another operator saves that too
       (set_save_original_input of TransformerEngine, which delayed scales do not allow).
     - `gathered_forms`: forms of an output's gradient that tensor parallelism gathers (by rows, and
@@ -42,6 +45,7 @@ class Recipe(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     scale_bytes: int = 4
     rows: int = 0
     amax_passes: int = 0
+    reduces: Literal["", "tensor", "history"] = ""
     keeps_original: bool = True
     gathered_forms: int = 1
     copies: dict[str, float]

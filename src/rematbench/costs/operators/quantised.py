@@ -6,7 +6,9 @@ treat it as any saved tensor.  Where another operator saves the input too, the l
 quantises again in its backward, if the recipe allows it (megatron-core 0.16.1, attention.py and
 shared_experts.py: set_save_original_input).  torchao keeps the input in 16 bits and casts it, and
 the weight, at each use.  Gathers of inputs and of output gradients under sequence parallelism move
-quantised bytes.  Each quantisation reads its tensor in 16 bits and writes its forms.
+quantised bytes, behind a reduction of the largest element where a tensor has one scale from its
+values now (with_amax_reduction of TransformerEngine's linears).  Each quantisation reads its tensor
+in 16 bits and writes its forms.
 Deviations: norms and activations do not write quantised outputs themselves, and the rows of experts
 are not padded to the recipe's multiples.
 """
@@ -23,6 +25,7 @@ from rematbench.inputs.recipes import holds_copies, library_of, recipe_of
 from rematbench.inputs.system import System
 from rematbench.workload import Workload
 
+LARGEST = Comm("amax", "tp", 4)
 PLAIN = ("router", "index", "lm_head", "predict_head", "shared_add")
 
 
@@ -100,12 +103,14 @@ class _Quantiser:
             copy_of=x,
             block_rows=self.recipe.rows,
         )
+        amax, changed = changed.amax, replace(changed, amax=None)
         quantise = Op(
             name=copy,
             inputs=(x,),
             outputs=(copy,),
             forward=cast,
             adapts=op.name,
+            amax=amax,
             row_local=self.recipe.rows > 0,
         )
         return [quantise, changed]
@@ -135,10 +140,16 @@ class _Quantiser:
         def fewer(comm: Comm | None, share: float) -> Comm | None:
             return comm and Comm(comm.kind, comm.group, ceil(comm.nbytes * share))
 
+        def first(comm: Comm | None) -> Comm | None:
+            gathers = comm is not None and (comm.kind, comm.group) == ("all_gather", "tp")
+            return LARGEST if gathers and self.recipe.reduces == "tensor" else None
+
         gathered = min(1.0, self.recipe.gathered_forms * share)
         return {
             "gather": fewer(op.gather, share),
             "regather": fewer(op.regather, share),
             "gathered_bytes": ceil(op.gathered_bytes * share),
             "grad_gather": fewer(op.grad_gather, gathered),
+            "amax": first(op.gather),
+            "grad_amax": first(op.grad_gather),
         }

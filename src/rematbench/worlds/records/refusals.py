@@ -118,6 +118,9 @@ def _refused_of_recipes(problem: Problem) -> dict[str, bool]:
         "a recipe in FP4": work.recipe == "nvfp4",
         "quantised parameters": work.fp8_params,
         "quantised linears with tensor or context parallelism": given and lay.tp * lay.cp > 1,
+        "scales of earlier steps over data-parallel ranks": (
+            work.recipe == "fp8-delayed" and lay.has_peers
+        ),
         "quantised experts": given and work.model.experts is not None,
         "quantised projections of latent attention": given and work.model.latent is not None,
     }
