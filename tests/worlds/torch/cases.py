@@ -68,6 +68,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "cp2": {"cp": 2, "global_batch": 2, "micro_batch": 2},
     "dp2": {"dp": 2, "zero_stage": 1, "global_batch": 4},
     "dp2-zero0": {"dp": 2, "zero_stage": 0, "global_batch": 4},
+    "pp4": {"pp": 4, "global_batch": 8},
     "pp4-vpp2": {"pp": 4, "vpp": 2, "global_batch": 8},
     "pp4-vpp2-one-group": {"pp": 4, "vpp": 2, "global_batch": 4},
     "tp2-pp2": {"tp": 2, "pp": 2, "global_batch": 4},
@@ -224,8 +225,11 @@ HALF_PLANS: dict[str, Callable[[Plan], Plan]] = {
     "v-half-offload": lambda plan: PLANS["offload"](plan).turned("v-half"),
     "v-min-full": lambda plan: PLANS["full"](plan).turned("v-min"),
     "zb-h1-mini": lambda plan: replace(mini_dropped(plan), schedule="zb-h1"),
+    "vocab-1": lambda plan: replace(plan, schedule="vocab-1"),
+    "vocab-2-offload": lambda plan: replace(PLANS["offload"](plan), schedule="vocab-2"),
+    "interlaced-full": lambda plan: replace(PLANS["full"](plan), schedule="interlaced"),
 }
-"""Raw plans with weight gradients in passes of their own."""
+"""Raw plans with weight gradients, or a vocabulary that stages share, in passes of their own."""
 KEYS = Rule(Select(parts=("layer",), activations=("k", "v")), Keep())
 """Slices read the keys and values of earlier ones."""
 SLICE_PLANS: dict[str, Callable[[Plan], Plan]] = {

@@ -79,13 +79,12 @@ def leaving(layout: str, *kinds: str) -> Case:
 
 
 def ordered(layout: str, schedule: str, **changes: object) -> Case:
-    """Passes in an order of their own: weight gradients apart, or the vocabulary everywhere."""
+    """Passes in an order of their own, with weight gradients apart."""
     case = cases.case(layout, "keep", precision="bf16", system_changes=changes)
     return dataclasses.replace(case, plan=replace(case.plan, schedule=schedule))
 
 
 REFUSED: dict[str, Callable[[], Case]] = {
-    "a vocabulary over all stages": lambda: ordered("pp2", "vocab-1"),
     "ring attention": lambda: cases.case(
         "cp2", "keep", precision="bf16", system_changes={"cp_kind": "ring"}
     ),

@@ -39,6 +39,7 @@ RUNTIME: dict[str, tuple[str, ...]] = {
         "streams.CudaStreams.pending: event.record",
         "streams.CudaStreams.share: tensor.record_stream",
     ),
+    "pp2 vocab-1": ("shared_vocabulary.SharedVocabulary._lend: self.streams.share",),
     "pp2 late copies": (
         "movers.Movers.to_host: self.streams.wait",
         "movers.Movers.free: self.streams.mark",

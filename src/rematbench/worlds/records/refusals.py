@@ -31,7 +31,10 @@ def refusals(problem: Problem, plan: Plan) -> list[str]:
         and (model.latent.rope if model.latent else model.head_dim) % 2 != 0,
         "slices of several sequences, or with sequence parallelism": bool(plan.slices)
         and (lay.micro_batch > 1 or lay.sequence_parallel),
-        "a vocabulary over all stages": plan.schedule in VOCABULARY,
+        "a vocabulary over all stages with states in host memory, or updated in the backward": (
+            plan.schedule in VOCABULARY
+            and (plan.state("optimizer").home, plan.state("optimizer").update) != ("device", "step")
+        ),
         "soft caps": model.attention_soft_cap != 0 or model.logit_soft_cap != 0,
         "norms over each head with tensor parallelism and without sequence parallelism": (
             model.qk_norm and lay.tp > 1 and not lay.sequence_parallel

@@ -22,7 +22,7 @@ from rematbench.costs.operators.ops import Activation
 from rematbench.engine.lowering.slices import MARK
 from rematbench.engine.program.action import COMPUTE, Action, Kind
 from rematbench.engine.program.program import Program
-from rematbench.engine.program.storage import STEP, ModelPart, Storage, stage_of
+from rematbench.engine.program.storage import OF_VOCABULARY, STEP, ModelPart, Storage, stage_of
 from rematbench.inputs.layout import Layout
 from rematbench.worlds.torch.groups import Channel, Group, Groups
 from rematbench.worlds.torch.parameters import Parameter
@@ -357,6 +357,11 @@ def message(layout: Layout, stage: int, action: Action, span: tuple[int, int]) -
     the closing links of the rings. A message to the rank's other chunk takes no channel."""
     pp, (micro_batch, chunk) = layout.pp, span
     sends = action.kind is Kind.SEND
+    if action.op[0] in OF_VOCABULARY:
+        word = action.op if sends or not action.event else action.event.message
+        other = int(word[1:] or pp - 1)
+        ends = (stage, other) if sends else (other, stage)
+        return Message(Channel(word[0], *ends), micro_batch)
     if action.op == "tied":
         ends = (stage, pp - 1 - stage) if sends else (pp - 1 - stage, stage)
         return Message(Channel("b" if ends[0] == 0 else "f", *ends), TIED_TAG)
@@ -421,22 +426,27 @@ class Messages:
         mark.messages, self.pending = self.pending, []
         mark.callbacks, self.callbacks = self.callbacks, []
 
-    def _message(self, action: Action, span: Span) -> Message:
+    def message_of(self, action: Action, span: Span) -> Message:
         lay, stage = self.model.problem.layout, self.model.place.pp
         return message(lay, stage, action, (span.micro_batch, span.chunk))
 
     def send(self, action: Action, span: Span) -> None:
         """Start a send; the sent storage stays alive until the event."""
-        found = self._message(action, span)
+        found = self.message_of(action, span)
         if action.op == "tied":
             self._send_tied(found)
             return
         data = self.memory[span.key(action.reads[0])].data
-        if found.channel.sender == found.channel.receiver:
-            with _disable_current_modes():  # outside the ledger, as in `_post`
-                self.turning[found.tag] = data.clone(), self.streams.mark(action.stream)
+        turns = found.channel.sender == found.channel.receiver
+        if turns or self.groups.buffered:
+            # Gloo's send blocks the host until the receiver is ready, whereas a GPU's host would
+            # continue to issue.  The copy is transport memory, outside the ledger.
+            with _disable_current_modes():
+                data = data.clone()
+        if turns:
+            self.turning[found.tag] = data, self.streams.mark(action.stream)
         elif self.groups.buffered:
-            self._post(data, found)
+            self.post(data, found)
         else:
             self._begin(found, self._send(data, found))
 
@@ -447,18 +457,15 @@ class Messages:
         channel = message.channel
         return self.groups.send(data, channel.receiver, channel.direction, message.tag)
 
-    def _receive(self, data: Tensor, message: Message) -> None:
+    def receive_into(self, data: Tensor, message: Message) -> None:
         channel = message.channel
         work = self.groups.receive(data, channel.sender, channel.direction, message.tag)
         self._begin(message, work)
 
-    def _post(self, data: Tensor, message: Message) -> None:
-        """Send a copy on gloo. Gloo's send blocks the host until the receiver is ready, whereas a
-        GPU's host would continue to issue. The copy is transport memory, outside the ledger; the
-        action's event is complete at once."""
-        with _disable_current_modes():
-            copy = data.clone()
-        self.posted.append((self._send(copy, message), copy))
+    def post(self, data: Tensor, message: Message) -> None:
+        """Send what the transport holds until the end of the step; the action's event is complete
+        at once."""
+        self.posted.append((self._send(data, message), data))
 
     def flush(self) -> None:
         while self.posted:
@@ -467,17 +474,17 @@ class Messages:
     def receive(self, action: Action, span: Span) -> None:
         if action.op == "tied":
             assert self.arrival is not None
-            self._receive(self.arrival, self._message(action, span))
+            self.receive_into(self.arrival, self.message_of(action, span))
             return
         columns = action.nbytes // (span.size * self.model.dtype.itemsize)
         data = torch.empty(span.size, columns, dtype=self.model.dtype, device=self.model.device)
-        found = self._message(action, span)
+        found = self.message_of(action, span)
         if found.tag in self.turning:
             copy, mark = self.turning.pop(found.tag)
             self.streams.wait(action.stream, mark)
             self.streams.run(action.stream, partial(data.copy_, copy), data)
         else:
-            self._receive(data, found)
+            self.receive_into(data, found)
         rows = Value(data, span.first, span.size)
         self.memory.put(span.key(action.allocs[0].storage), rows)
 

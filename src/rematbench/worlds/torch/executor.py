@@ -19,6 +19,7 @@ from rematbench.worlds.torch.movers import HostUpdates, Movers
 from rematbench.worlds.torch.operands import Call, Names, Operands
 from rematbench.worlds.torch.parameters import AdamW, Parameter
 from rematbench.worlds.torch.rank_model import SAVED, RankModel
+from rematbench.worlds.torch.shared_vocabulary import SharedVocabulary
 from rematbench.worlds.torch.storages import (
     ExecutionError,
     Memory,
@@ -91,6 +92,16 @@ class Executor:
             Kind.WAIT: self.wait,
             Kind.OPTIMIZER: self.update,
         }
+        self.vocabulary: SharedVocabulary | None = None
+        if model.shares:
+            parts = model, groups, self.memory, self.streams, self.messages
+            self.vocabulary = SharedVocabulary(*parts, self._outside, self.loss)
+            self.table = self.vocabulary.over(self.table)
+
+    def _outside(self, tensor: Tensor) -> None:
+        """Take a tensor of the transport out of the ledger."""
+        if self.tracker is not None:
+            self.tracker.forget(tensor)
 
     def states(self) -> list[Tensor]:
         """The tensors on the device that are not activations."""
@@ -115,6 +126,8 @@ class Executor:
                 parameter.grad_flat.zero_()
         for states in self.model.every_unit():
             states.gradients.zero_()
+        if self.vocabulary is not None:
+            self.vocabulary.look_up()
         self.streams.begin()
         if self.tracker is not None:
             self.tracker.exclude([*self.states(), *self.model.host_states()])
@@ -295,6 +308,8 @@ class Executor:
             parameters = self.model.unit_parameters(span.chunk, action.part)
         if self.model.sharing and self.model.sharing.gradients_on_host:
             self.host_updates.finish()
+        if self.vocabulary is not None:
+            self.vocabulary.spread_gradients()
         # all gradients are summed before the first piece, or before the last in the backward
         seen = pieces.last if pieces and action.part.units else FIRST
         if pieces is None or action.part in ("", seen):
