@@ -62,7 +62,8 @@ def refusals(problem: Problem, plan: Plan) -> list[str]:
         and lay.zero_stage > 0,
         "outputs that a pipeline stage holds": system.parallel.holds_outputs and lay.pp > 1,
         "replicas of sharded states": lay.state_shards < lay.dp * lay.cp,
-        "attention over slices of heads": any(run.of == "heads" for run in plan.mini_sequences),
+        "quantised linears over slices of heads": problem.workload.recipe != "none"
+        and any(run.of == "heads" for run in plan.mini_sequences),
         "a second tensor dimension over data-parallel ranks": lay.tp_columns > 1 and lay.has_peers,
         "memory layers over data-parallel ranks": model.memory is not None and lay.has_peers,
         "KV heads replicated over tp": model.num_kv_heads % lay.tp != 0,

@@ -1,12 +1,4 @@
-"""Collectives and point-to-point messages of actions, on the storages of a rank.
-
-Ulysses (DeepSpeed-Ulysses, arXiv 2309.14509) moves a tensor between two orders by all-to-all. In
-the order of rows a rank has its part of every sequence with all heads: rows x (heads head_dim). In
-the order of heads a rank has all rows with its part of the heads: (ranks rows) x (heads of a rank
-head_dim), the rows of rank 0 first. So a rank's row stands for the same row of every peer, and
-shares of rows mean the same in both orders. With fewer KV heads than ranks, each head goes to
-several ranks, and the gradients of its copies are summed.
-"""
+"""Collectives and point-to-point messages of actions, on the storages of a rank."""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -25,34 +17,12 @@ from rematbench.engine.program.program import Program
 from rematbench.engine.program.storage import OF_VOCABULARY, STEP, ModelPart, Storage, stage_of
 from rematbench.inputs.layout import Layout
 from rematbench.worlds.torch.groups import Channel, Group, Groups
+from rematbench.worlds.torch.heads import heads_to_rows, put, rows_to_heads
 from rematbench.worlds.torch.parameters import Parameter
 from rematbench.worlds.torch.rank_model import RankModel
 from rematbench.worlds.torch.storages import Memory, Span, Value
 from rematbench.worlds.torch.streams import Mark, PendingMessage, Streams
 from rematbench.worlds.torch.unit_states import UnitStates
-
-
-def rows_to_heads(out: Tensor, rows: Tensor, group: Group, head_dim: int) -> None:
-    """Fill `out` in the order of heads from `rows` in the order of rows."""
-    split = rows.view(rows.shape[0], -1, head_dim)
-    if split.shape[1] < group.size:
-        split = split.repeat_interleave(group.size // split.shape[1], 1)
-    parts = split.reshape(rows.shape[0], group.size, -1).transpose(0, 1)
-    group.all_to_all(out, parts.contiguous())
-
-
-def heads_to_rows(out: Tensor, heads: Tensor, group: Group, head_dim: int) -> None:
-    """Fill `out` in the order of rows from `heads` in the order of heads; sum copies of heads."""
-    parts = torch.empty_like(heads)
-    group.all_to_all(parts, heads)
-    rows = parts.view(group.size, out.shape[0], -1).transpose(0, 1)
-    kept = out.shape[1] // head_dim
-    if kept < group.size:
-        summed = rows.reshape(out.shape[0], kept, -1, head_dim).sum(2)
-        out.copy_(summed.view(out.shape))
-    else:
-        out.view(rows.shape).copy_(rows)
-
 
 STATE_PEERS = ("dp", "edp")
 """The groups over which states are shared: of experts, and of everything else."""
@@ -108,6 +78,7 @@ class Exchanges:
         """Send each rank of the group its rows. Under Ulysses, bring tensors into the other order,
         or their gradients back."""
         group, head_dim = self.group(action), self.model.kind.head_dim
+        heads = self.model.heads(action)
         back = action.reads[0].is_gradient
         to_heads = (action.op == "to_heads") != back
         move: Callable[[Tensor, Tensor], None] = group.all_to_all
@@ -116,11 +87,14 @@ class Exchanges:
             move = partial(turn, group=group, head_dim=head_dim)
         for source, target, width in self._pairs(action, span.chunk, back=back):
             sent = self.memory[span.key(source)].rows(span.first, span.size)
-            shape = (sent.shape[0] // group.size, width)
+            if heads and source.piece is None:
+                sent = heads.of("attn_out", sent, 1)
+            columns = width // heads.pieces(target.tensor) if heads else width
+            shape = (sent.shape[0] // group.size, columns)
             if action.op not in ORDERS:
                 shape = (sent.shape[0], sent.shape[1])
             elif to_heads:
-                shape = (sent.shape[0] * group.size, width // group.size)
+                shape = (sent.shape[0] * group.size, columns // group.size)
             with self._output_pool(stays=target in {alloc.storage for alloc in action.allocs}):
                 out = sent.new_empty(shape)
             self.streams.run(action.stream, partial(move, out, sent), out)
@@ -149,8 +123,10 @@ class Exchanges:
             self.memory.put(span.key(target), Value(out, span.first, span.size))
             return
         rows = self.memory[span.key(target)].view(span.first, span.size)
-        write = rows.add_ if target.is_gradient else rows.copy_
-        self.streams.run(action.stream, lambda: write(out.view(rows.shape)))
+        if target.is_gradient:
+            self.streams.run(action.stream, partial(rows.add_, out.view(rows.shape)))
+        else:
+            self.streams.run(action.stream, partial(put, rows, out, self.model.heads(action)))
 
     def _several(self, action: Action, chunk: int) -> list[Activation]:
         """The tensors that an action gathers, or whose gradients it scatters: the operator's inputs

@@ -15,6 +15,7 @@ from rematbench.worlds.torch.dispatch import Tracker
 from rematbench.worlds.torch.ends import finish_loss
 from rematbench.worlds.torch.exchanges import Exchanges, Messages
 from rematbench.worlds.torch.groups import Groups
+from rematbench.worlds.torch.heads import put
 from rematbench.worlds.torch.movers import HostUpdates, Movers
 from rematbench.worlds.torch.operands import Call, Names, Operands
 from rematbench.worlds.torch.parameters import AdamW, Parameter
@@ -177,6 +178,8 @@ class Executor:
             first = ends[number]
             return Span(micro_batch, chunk, first, ends[number + 1] - first)
         rows = self.model.shapes.shard_tokens
+        if self.model.heads(action):
+            return Span(micro_batch, chunk, 0, rows)
         first, count = round(rows * action.rows.offset), round(rows * action.rows.fraction)
         return Span(micro_batch, chunk, first, count)
 
@@ -209,7 +212,8 @@ class Executor:
         for name, storages in operands.context:
             before = [self.memory[span.key(storage)].data for storage in storages]
             tensors[name] = torch.cat([*before, tensors[name]])
-        return Call(self.model, operands.unit, operands.op, span, tensors, wanted=operands.places)
+        of = self.model, operands.unit, operands.op, span, tensors
+        return Call(*of, wanted=operands.places, heads=self.model.heads(action))
 
     def forward(self, action: Action, span: Span) -> None:
         found = self.names.of(action, span.chunk)
@@ -220,7 +224,7 @@ class Executor:
                 self._put(name, span, made[output])
             else:
                 target = self.memory[span.key(name)].view(span.first, span.size)
-                target.copy_(made[output].view(target.shape))
+                put(target, made[output], call.heads)
         if action.op in SAVED:
             name = found.places[SAVED[action.op]][0]
             self.counting[name] = action.kind is Kind.FORWARD

@@ -20,6 +20,7 @@ from rematbench.engine.program.action import Action, Kind
 from rematbench.engine.program.storage import Role, Storage, storage_of
 from rematbench.inputs.recipes import Recipe, recipe_of
 from rematbench.worlds.torch import quantised
+from rematbench.worlds.torch.heads import SPLIT, Heads
 from rematbench.worlds.torch.parameters import Parameter
 from rematbench.worlds.torch.rank_model import SAVED, RankModel
 from rematbench.worlds.torch.storages import Span
@@ -163,7 +164,8 @@ Tensors = dict[str, Tensor]
 class Call(NamedTuple):
     """One call of an operator. A call has a span, the tensors by activation name, the gradients of
     the outputs in order, and the names of the wanted outputs. `grads_are_views`: whether the
-    gradients are views of their storages, so that writes into them persist."""
+    gradients are views of their storages, so that writes into them persist. `heads`: the piece of
+    heads that it computes."""
 
     model: RankModel
     unit: Unit
@@ -173,13 +175,27 @@ class Call(NamedTuple):
     grads: tuple[Tensor, ...] = ()
     wanted: Container[str] = ()
     grads_are_views: bool = False
+    heads: Heads | None = None
 
     def parameter(self, name: str) -> Parameter:
         return self.model.local[self.span.chunk][self.unit.prefix][name]
 
     def bias(self, name: str) -> Tensor | None:
-        found = self.model.local[self.span.chunk][self.unit.prefix].get(f"{name}.bias")
-        return None if found is None else found.value
+        has = f"{name}.bias" in self.model.local[self.span.chunk][self.unit.prefix]
+        return self.value(f"{name}.bias") if has else None
+
+    def value(self, name: str) -> Tensor:
+        """A weight or bias, of a piece of heads its rows."""
+        whole = self.parameter(name).value
+        return self.heads.of(name, whole, 0) if self._split(name) and self.heads else whole
+
+    def sums(self, name: str) -> list[Tensor]:
+        """The sum of a weight's gradients, of a piece of heads its rows, for each rank."""
+        whole = self.parameter(name).grad
+        return self.heads.parts(name, whole, 0) if self._split(name) and self.heads else [whole]
+
+    def _split(self, name: str) -> bool:
+        return name.removesuffix(".bias") in SPLIT
 
     def rows(self, whole: Tensor) -> Tensor:
         """The call's rows of a tensor that has one row per token of the rank."""
@@ -215,10 +231,10 @@ class Call(NamedTuple):
 
     def weight(self, name: str) -> Tensor:
         """The weight `name` as products read it."""
-        return self.narrowed(self.parameter(name).value, weight=True)
+        return self.narrowed(self.value(name), weight=True)
 
     def linear(self, x: Tensor, name: str, bias: Tensor | None) -> Tensor:
         """x times the weight `name` (+ bias); its FLOPs are counted."""
-        weight = self.parameter(name).value
+        weight = self.weight(name)
         self.model.flop += 2.0 * x.shape[0] * weight.numel()
-        return F.linear(x, self.weight(name), bias)
+        return F.linear(x, weight, bias)

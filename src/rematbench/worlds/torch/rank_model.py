@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from functools import cached_property, partial
 from itertools import accumulate
+from math import gcd
 
 import torch
 from torch import Tensor
@@ -10,6 +11,7 @@ from torch import Tensor
 from rematbench.costs.operators.launches import COUNTS
 from rematbench.costs.operators.ops import Activation
 from rematbench.engine.lowering.blocks.chunk_ops import ChunkOps, Unit
+from rematbench.engine.program.action import Action
 from rematbench.engine.program.storage import SHARE, ModelPart
 from rematbench.inputs.shapes import Shapes, shapes
 from rematbench.plan import VOCABULARY, Plan
@@ -20,6 +22,7 @@ from rematbench.worlds.torch.attention_backends import Shape
 from rematbench.worlds.torch.batch import MicroBatch, positions, slices
 from rematbench.worlds.torch.draws import Draws
 from rematbench.worlds.torch.groups import Coordinates, ExpertPlace, Group, expert_place, state_rank
+from rematbench.worlds.torch.heads import Heads
 from rematbench.worlds.torch.parameters import (
     HEAD_NORMS,
     Owner,
@@ -77,6 +80,7 @@ class RankModel:
         self.update_in_backward = plan.state("optimizer").update == "backward"
         self.optimizer_on_host = plan.state("optimizer").home == "host"
         self.chunks = [ChunkOps.of_plan(problem, plan, stage, c, plan.held) for c in range(lay.vpp)]
+        self.of_heads = next((run for run in plan.mini_sequences if run.of == "heads"), None)
         self.shares = plan.schedule in VOCABULARY
         self.looked_up: list[Tensor] = []
         """Of a vocabulary that stages share: the rows of the input table, by micro-batch."""
@@ -230,6 +234,14 @@ class RankModel:
     @cached_property
     def shapes(self) -> Shapes:
         return shapes(self.problem.workload, self.problem.layout, self.problem.system)
+
+    def heads(self, action: Action) -> Heads | None:
+        """The piece of heads on which an action works; None if it works on rows."""
+        run = self.of_heads
+        if run is None or action.op not in run.ops or action.part.letter != "L":
+            return None
+        keys, ranks = gcd(run.count, self.attention.kv_heads), self.problem.layout.ulysses
+        return Heads(round(action.rows.offset * run.count), run.count, keys, ranks)
 
     @property
     def vocab_start(self) -> int:
