@@ -4,6 +4,7 @@ import dataclasses
 import math
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from functools import cache
 
 import pytest
@@ -15,7 +16,7 @@ from torch import Tensor
 from rematbench.engine.lowering.lower import lower
 from rematbench.engine.program.program import Program
 from rematbench.evaluate.proof import check
-from rematbench.worlds.torch import movers, single_rank, worker
+from rematbench.worlds.torch import exchanges, movers, single_rank, worker
 from rematbench.worlds.torch.batch import MicroBatch
 from rematbench.worlds.torch.case import Case
 from rematbench.worlds.torch.exchanges import used_channels
@@ -260,10 +261,19 @@ def opened_channels() -> str:
         return (*recorder.faults, "")[0]
 
 
+def turning() -> str:
+    """Messages to a rank's other chunk, whose copies the recorder sees here."""
+    case = cases.case("pp2-vpp2", "zb-v", precision="bf16")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(exchanges, "_disable_current_modes", nullcontext)
+        return next(filter(None, (first_fault(case, stage) for stage in stages(case))), "")
+
+
 SCENES: dict[str, Callable[[], str]] = {
     "on a CPU": on_a_cpu,
     "sums on the host": sums_on_the_host,
     "waiting from elsewhere": waiting_from_elsewhere,
     "timed steps": timed_steps,
     "opened channels": opened_channels,
+    "turning": turning,
 }

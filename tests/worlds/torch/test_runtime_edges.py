@@ -75,6 +75,10 @@ RUNTIME: dict[str, tuple[str, ...]] = {
         "streams.CudaStreams.clock.stop: end.record",
         "streams.CudaStreams.clock.stop: end.synchronize",
     ),
+    "turning": (
+        "exchanges.Messages.send: self.streams.mark",
+        "exchanges.Messages.receive: self.streams.wait",
+    ),
     "opened channels": ("groups.Groups.connect: start(token, other, channel.direction, 0).wait",),
 }
 """Edges by the case or scene in which it is found that one is missing."""
@@ -83,13 +87,6 @@ NO_ORDER = {
         "before the first step: what NCCL does to open a communicator is no part of any step's time"
     ),
     "streams.stamp: event.record": "a clock, which nothing waits for",
-    **dict.fromkeys(
-        (
-            "exchanges.Messages.send: self.streams.mark",
-            "exchanges.Messages.receive: self.streams.wait",
-        ),
-        "a message to its own rank: a copy outside the ledger, which fake tensors do not see",
-    ),
     "draws.Draws.take: drawn.result": "a weight's values, without which there is no parameter",
     "worker.run: dist.barrier": "between cases, so that each has the whole timeout",
 }
