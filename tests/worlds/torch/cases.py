@@ -173,8 +173,11 @@ HALF_PLANS: dict[str, Callable[[Plan], Plan]] = {
     "v-half-offload": lambda plan: PLANS["offload"](plan).turned("v-half"),
     "v-min-full": lambda plan: PLANS["full"](plan).turned("v-min"),
     "zb-h1-mini": lambda plan: replace(mini_dropped(plan), schedule="zb-h1"),
+    "vocab-1": lambda plan: replace(plan, schedule="vocab-1"),
+    "vocab-2-offload": lambda plan: replace(PLANS["offload"](plan), schedule="vocab-2"),
+    "interlaced-full": lambda plan: replace(PLANS["full"](plan), schedule="interlaced"),
 }
-"""Raw plans with weight gradients in passes of their own."""
+"""Raw plans with weight gradients, or a vocabulary that stages share, in passes of their own."""
 KEYS = Rule(Select(parts=("layer",), activations=("k", "v")), Keep())
 """Slices read the keys and values of earlier ones."""
 SLICE_PLANS: dict[str, Callable[[Plan], Plan]] = {
