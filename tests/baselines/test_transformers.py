@@ -10,15 +10,10 @@ import msgspec
 import pytest
 import torch
 
-from rematbench.inputs.layout import Layout
-from rematbench.worlds.packages.process import PackageJob
-from rematbench.worlds.records.record import RunSpec, decode_record
-from tests.problems import LLAMA
-
 pytest.importorskip("transformers")
 
 from baselines.common.interface import NotRunnable
-from baselines.transformers.families import FAMILIES, config_of, config_of_model
+from baselines.transformers.families import FAMILIES, config_of
 from baselines.transformers.saved import ROPE, SavedTensor
 
 if TYPE_CHECKING:
@@ -258,70 +253,6 @@ def test_a_length_that_is_a_width_is_no_square() -> None:
 def test_a_family_not_modelled_is_refused_by_name(kind: str) -> None:
     with pytest.raises(NotRunnable, match=f"model_type '{kind}' .*traced: gemma, gemma2, llama"):
         config_of({"model_type": kind})
-
-
-def test_a_model_that_a_family_cannot_say_is_refused() -> None:
-    model = msgspec.structs.replace(LLAMA, qkv_bias=True)
-    with pytest.raises(NotRunnable, match="test-llama: qwen3 of Transformers has no mlp_bias"):
-        config_of_model(msgspec.structs.replace(model, mlp_bias=True), "qwen3")
-    config = config_of_model(model, "qwen2")
-    assert (config.hidden_size, config.vocab_size) == (LLAMA.hidden, LLAMA.vocab)
-    assert config_of_model(LLAMA, "qwen3").head_dim == LLAMA.head_dim
-
-
-def job(**changes: Any) -> PackageJob:
-    spec = {
-        "method": "transformers",
-        "parameters": {"transformers": {"family": "qwen3", "checkpointing": True}},
-        "model": LLAMA,
-        "cluster": "a100-80gb-single",
-        "cluster_hash": "",
-        "system": "mst-hf",
-        "system_hash": "",
-        "calibration_hash": "",
-        "layout": Layout(),
-        "seq_len": 64,
-        "precision": "bf16",
-        "world": "traced",
-    }
-    return PackageJob(run=RunSpec(**{**spec, **changes}))
-
-
-@pytest.mark.full  # ten CPU seconds; the other tests trace in this process
-def test_a_job_ends_in_a_record(tmp_path: Path) -> None:
-    """The same JSON in and record out as of the other packages, in a process of its own."""
-    from baselines.transformers.run import stack  # noqa: PLC0415 - slow to collect
-
-    jobs = tmp_path / "jobs.json"
-    jobs.write_bytes(msgspec.json.encode([job(), job(world="executed")]))
-    entry = ROOT / "baselines" / "run.py"
-    command = [sys.executable, str(entry), "transformers", str(jobs), str(tmp_path)]
-    subprocess.run(command, check=True, capture_output=True, timeout=300)
-    first, second = (decode_record((tmp_path / f"{n}.json").read_bytes()) for n in (0, 1))
-    assert (first.status, second.status) == ("ok", "unsupported")
-    assert first.engine.stack == stack()
-    assert first.engine.shim == ("flash", "unpacked")
-    config = config_of_model(LLAMA, "qwen3")
-    alone = run(config, seq_len=64, attention="sdpa", checkpointing=True)
-    (rank,) = first.measured.ranks
-    assert rank.activation_peak_bytes == alone.activation_peak_bytes
-    assert rank.state_bytes == 4 * alone.parameter_bytes
-    assert second.reason == "transformers is traced only: nothing of it is executed here"
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"layout": Layout(dp=2, global_batch=2)}, "on one GPU, not on 2"),
-        ({"precision": "fp64"}, "precision fp64"),
-        ({"world": "executed"}, "traced only"),
-    ],
-)
-def test_a_job_that_is_not_traced_is_refused(changes: dict[str, Any], words: str) -> None:
-    from baselines.transformers.run import refuse  # noqa: PLC0415 - slow to collect
-
-    with pytest.raises(NotRunnable, match=words):
-        refuse(job(**changes))
 
 
 @pytest.mark.full

@@ -233,31 +233,6 @@ def test_a_plan_in_a_line_is_whole(tmp_path: Path) -> None:
     assert "no plan missing from the table is faster than a row by more than the gap" in text
 
 
-def test_price_tags_that_are_known_are_printed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ctrl-C loses none of them."""
-
-    def stopped(*_: Any) -> Iterator[tuple[str, float]]:
-        yield "no change", 2.0
-        yield "+1 GiB of device memory", 1.0
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("rematbench.cli.inverse.prices", stopped)
-    told = RUN.invoke(app, ["search", *shlex.split(WORDS), "--price-tags"])
-    assert told.exit_code == 130
-    assert "50.0" in told.output
-    assert "stopped: the remaining" in told.output
-
-
-@pytest.mark.full
-def test_price_tags_only_buy() -> None:
-    """More memory or a faster link makes no step longer by more than the gap."""
-    lines = [line.split("|") for line in ask("--price-tags", "--within", "0").splitlines()]
-    steps = {cell[1].strip(): float(cell[2]) for cell in lines if len(cell) == 5 and "." in cell[2]}
-    first = steps.pop("no change")
-    assert {"+16 GiB of device memory", "+10 % of NVLink"} <= set(steps)
-    assert all(step <= first * (1 + 1e-3) for step in steps.values())
-
-
 @pytest.mark.parametrize(("words", "told"), tables(__file__)["wrong"])
 def test_a_wrong_question_is_one_line(words: tuple[str, ...], told: str) -> None:
     """What is allowed is said, and nothing that is asked for is left out in silence."""

@@ -14,10 +14,9 @@ from rematbench.evidence.published.words import committed
 from rematbench.inputs.job import Job
 from rematbench.inputs.layout import LayoutError
 from rematbench.inputs.load import load_model
-from rematbench.model import Latent
+from rematbench.model import PACKED_BYTES, Latent
 from rematbench.plan import Plan, Unsupported
 from rematbench.problem import Problem, rank_parameters, rank_states
-from rematbench.workload import PACKED_BYTES
 from rematbench.worlds.packages.limits import setup_of
 from rematbench.worlds.packages.process import baselines
 from tests.predicted import predicted

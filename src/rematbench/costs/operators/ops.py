@@ -12,7 +12,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from rematbench.costs.operators.kernels import Elementwise, Gemm, Kernel
-from rematbench.workload import AdapterTarget
+from rematbench.model import AdapterTarget
 
 CommKind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "ring"]
 Group = Literal[

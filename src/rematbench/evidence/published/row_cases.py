@@ -41,11 +41,12 @@ from rematbench.inputs.load import (
 )
 from rematbench.inputs.stages import partition_of_sizes, stages_of, stages_text
 from rematbench.inputs.system import StackChoice, System, ZeroStage, with_facts
+from rematbench.model import GATED
 from rematbench.plan import Unsupported
 from rematbench.plugins.registry import IDENTITY, MethodError, Registry, Value
 from rematbench.problem import Problem
 from rematbench.solve.recompute_modules import MODULES
-from rematbench.workload import GATED, Experts, Latent, Model, Work
+from rematbench.workload import Experts, Latent, Model, Work
 
 ASSUMED = "unknown model: norms, biases and positions taken from"
 """Start of the remark that a row's model is not in config/models."""

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from rematbench.costs.operators.ops import LINEAR_INPUTS, QUANTISED
-from rematbench.workload import AdapterTarget
+from rematbench.model import AdapterTarget
 from rematbench.worlds.torch import arithmetic, ends, experts, memory, quantised
 from rematbench.worlds.torch import attention_backends as attn
 from rematbench.worlds.torch.groups import Group
