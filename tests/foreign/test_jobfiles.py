@@ -255,6 +255,18 @@ def test_variables_are_given_by_name_and_value(tmp_path: Path) -> None:
     assert (done.returncode, "expected NAME=VALUE" in done.stderr) == (2, True)
 
 
+def test_each_note_has_a_line(tmp_path: Path) -> None:
+    """Lines with one reason are one line; lines without a key stay apart."""
+    file = tmp_path / "run.sh"
+    shape = "--num-layers 32 --hidden-size 4096 --num-attention-heads 32 --seq-length 64"
+    file.write_text(f"x.py {shape} --bf16 --beta 1 --colocate --tensor-model-parallel-size 2\n")
+    words = [sys.executable, "-m", "rematbench", "read", str(file), "-o", str(tmp_path)]
+    done = subprocess.run([*words, "--gpus", "7"], capture_output=True, text=True, check=True)
+    starts = ("not modelled: --beta, --colocate: ", "note: 7 GPUs are not", "note: the vocabulary ")
+    lines = done.stdout.splitlines()
+    assert all(sum(line.startswith(start) for line in lines) == 1 for start in starts), lines
+
+
 def test_what_is_refused_is_not_run(tmp_path: Path) -> None:
     file = tmp_path / "ds.json"
     file.write_text(
