@@ -100,9 +100,13 @@ def test_a_command_loads_no_library_that_draws_or_fits_and_no_other_command() ->
         (["simulate", "keep_all", *DEMO, "--gpus", "6", "--pp", "4"], "multiple of tp x cp x pp"),
         (["simulate", "keep_all", *DEMO, "--tpp", "2"], "No such option: --tpp"),
         (
-            ["simulate", "keep_all", *DEMO, "--lora", "8"],
-            "adapters are --lora-rank and --lora-targets",
+            ["simulate", "keep_all", *DEMO, "--qlora", "8"],
+            "adapters are --lora rank=R,targets=T,base=nf4",
         ),
+        (["simulate", "keep_all", *DEMO, "--lora", "8"], "8: cannot be read"),
+        (["simulate", "keep_all", *DEMO, "--lora", "rnk=8"], "no word 'rnk'; did you mean 'rank'"),
+        (["simulate", "keep_all", *DEMO, "--lora", "rank=x"], "--lora rank=x: Expected `int`"),
+        (["simulate", "keep_all", *DEMO, "--lora", "rank=4,base=nf8"], "nf4_double"),
         (
             ["simulate", "keep_all", *DEMO, "--precision", "fp8-mx"],
             "FP8 is a recipe of linears: --recipe fp8",
