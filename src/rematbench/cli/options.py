@@ -236,8 +236,8 @@ def _fact_options(opened: Collection[str] = (), note: str = "") -> Iterator[insp
         option = Option(*words, min=least, max=most, metavar=described.metavar or None, help=text)
         hint = kind | None if default is None else kind
         yield _parameter(name, Annotated[hint, option], default)
-    words = "Adapters, by words without lora_ (also targets=, base=, dtype=), or PEFT's file."
-    yield _parameter("lora", Annotated[str, Option(metavar="rank=R,..", help=words)], "")
+    about = "Adapters, by words without lora_ (also targets=, base=, dtype=), or PEFT's file."
+    yield _parameter("lora", Annotated[str, Option(metavar="rank=R,..", help=about)], "")
 
 
 def adapters_of(text: str) -> dict[str, Any]:

@@ -40,7 +40,7 @@ class RankBytes(Struct, frozen=True, kw_only=True):
     rank's step with the device peak.  `host_state`: states in host memory, in their pinned blocks
     (`HostStates.held`); `host_update`: a temporary
     copy during their update; `host_rounding`: bytes by which pinned blocks exceed the activations
-    in them."""
+    in them; `absent`: bytes of gradients that the backward has not made at the peak."""
 
     parameter: int
     gradient: int
@@ -52,11 +52,17 @@ class RankBytes(Struct, frozen=True, kw_only=True):
     peak_step: int
     host_rounding: int = 0
     host_update: int = 0
+    absent: int = 0
+
+    @property
+    def gradient_at_peak(self) -> int:
+        return self.gradient - self.absent
 
     @property
     def device_peak(self) -> int:
         """Peak of allocated device bytes."""
-        return self.parameter + self.gradient + self.optimizer + self.activation_peak + self.pools
+        states = self.parameter + self.gradient_at_peak + self.optimizer
+        return states + self.activation_peak + self.pools
 
     def blocks(self, late: Late | None) -> tuple[int, ...]:
         """Return the bytes of the states and pools that are alive throughout, without the tensors
@@ -226,7 +232,8 @@ def program_bytes(problem: Problem, plan: Plan, program: Program) -> tuple[RankB
     if problem.layout.num_micro_batches > 1 or late is None or not late.gradient_bytes:
         return found
     live, gradients, step = fresh_peak(program.ranks[0])
-    return (replace(found[0], activation_peak=live, gradient=gradients, peak_step=step),)
+    absent = late.gradient_bytes - gradients
+    return (replace(found[0], activation_peak=live, absent=absent, peak_step=step),)
 
 
 def fullest(problem: Problem, plan: Plan) -> int:
