@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from rematbench.costs.operators.kernels import Gemm
+from rematbench.costs.operators.kernels import Elementwise, Gemm
 from rematbench.engine.lowering.lower import lower
 from rematbench.engine.lowering.states.state_shards import quantised_bytes, quantised_weights
 from rematbench.evaluate.evaluator import evaluate
@@ -64,9 +64,24 @@ def test_delayed_scales_keep_the_output_of_attention_twice() -> None:
     assert saved(made(recipe="fp8-delayed")) - saved(made(recipe="fp8")) == HIDDEN
 
 
-def test_torchao_saves_nothing() -> None:
+@pytest.mark.parametrize("recipe", ["fp8", "fp8-rows"])
+def test_torchao_saves_nothing(recipe: str) -> None:
     facts = {"system": "torchtitan-compiled", "zero_stage": 3}
-    assert saved(made(**facts)) == saved(made(recipe="fp8", **facts))
+    assert saved(made(**facts)) == saved(made(recipe=recipe, **facts))
+
+
+def test_torchao_casts_kernel_by_kernel_without_a_compiler() -> None:
+    """33 bytes an element in six kernels, with two tensors in fp32; otherwise one kernel."""
+    facts = {"recipe": "fp8", "zero_stage": 3}
+    eager, compiled = (
+        made(system=name, **facts).layer(0).op("fc2")
+        for name in ("torchtitan", "torchtitan-compiled")
+    )
+    elements = 4096 * FFN
+    assert eager.forward[0] == Elementwise(33 * elements, 6)
+    assert compiled.forward[0] == Elementwise(3 * elements)
+    extra = eager.scratch_forward_bytes - compiled.scratch_forward_bytes
+    assert extra == 8 * elements
 
 
 @pytest.mark.parametrize(
@@ -154,6 +169,20 @@ def test_largest_elements_are_reduced() -> None:
 def test_what_has_no_recipe_is_refused(facts: dict[str, Any], words: str) -> None:
     with pytest.raises(RateError, match=words):
         made(**facts)
+
+
+def test_products_are_faster_where_they_are_deep() -> None:
+    """The loop over k runs at the recipe's speed, a tile's prologue as in 16 bits."""
+    found = made(recipe="fp8").cost
+    assert found.recipe is not None
+    half_k, speed = found.gpu.gemm_half_k, found.recipe.gemm["hopper"].value
+    for k in (1024, 8192):
+        wide, narrow = (
+            found.kernel_s(Gemm(8192, 8192, k, narrow=one), "forward") for one in (False, True)
+        )
+        gap = found.stack.gap_s
+        share = (1 / speed + half_k / k) / (1 + half_k / k)
+        assert (narrow - gap) / (wide - gap) == pytest.approx(share)
 
 
 def test_nvfp4_has_bytes_and_no_seconds() -> None:

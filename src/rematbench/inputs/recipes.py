@@ -22,6 +22,7 @@ copies of weights for a step; torchao, which keeps both in 16 bits and casts at 
 class Recipe(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How linears are quantised.
 
+    - `only`: the library that alone has it ("": both).
     - `bits`: of an element; `block`: elements of a row that share a scale of `scale_bytes` bytes
       (0: a tensor has one scale).  `rows`: pieces of a tensor are quantised as the whole is if they
       have a multiple of so many rows (0: never, as a piece has another largest element).
@@ -40,6 +41,7 @@ class Recipe(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """
 
     words: str
+    only: Literal["", "transformer_engine", "torchao"] = ""
     bits: int = 8
     block: int = 0
     scale_bytes: int = 4
@@ -100,6 +102,9 @@ def check_recipe(work: Workload, system: System, generation: str) -> None:
             ),
             f"{named}: no quantised linears are known of stack {system.name}": (
                 library_of(system) is None
+            ),
+            f"{named} is not a recipe of {library_of(system)}, which stack {system.name} has": (
+                recipe.only not in ("", library_of(system))
             ),
             f"{named} with precision {work.precision} is not modelled (bf16)": (
                 work.precision != "bf16"

@@ -25,6 +25,11 @@ from rematbench.inputs.recipes import holds_copies, library_of, recipe_of
 from rematbench.inputs.system import System
 from rematbench.workload import Workload
 
+EAGER_BYTES, EAGER_KERNELS, EAGER_SCRATCH = 33, 6, 8
+"""Of an element that torchao casts outside a compiler: absolute values, their largest, fp32, times
+the scale, between the limits, in 8 bits (torchao 0.9, float8/float8_scaling_utils.py and
+float8_utils.py: bf16 is read twice and copied once, fp32 written and read three times, and two
+tensors of fp32 are alive at a time)."""
 LARGEST = Comm("amax", "tp", 4)
 PLAIN = ("router", "index", "lm_head", "predict_head", "shared_add")
 
@@ -120,12 +125,15 @@ class _Quantiser:
         compiler finds the largest element in the kernel that makes the tensor."""
         passes = 0 if self.compiled else self.recipe.amax_passes
         written = (forms or self.forms) * self.recipe.bits / 8
+        if self.casts and not self.compiled:
+            return (Elementwise(elements * EAGER_BYTES, EAGER_KERNELS, batch),)
         nbytes = elements * (self.e * (1 + passes) + written)
         return (Elementwise(ceil(nbytes), 1 + passes, batch),)
 
     def _beside(self, elements: int, forms: int = 1) -> int:
         """Bytes of further forms of a tensor that exist during the linear."""
-        return ceil(elements * self.recipe.bits / 8) * (forms if self.forms > 1 else 0)
+        made = ceil(elements * self.recipe.bits / 8) * (forms if self.forms > 1 else 0)
+        return made + (EAGER_SCRATCH * elements if self.casts and not self.compiled else 0)
 
     def _narrow(self, kernels: tuple[Kernel, ...]) -> tuple[Kernel, ...]:
         return tuple(replace(one, narrow=True) if isinstance(one, Gemm) else one for one in kernels)

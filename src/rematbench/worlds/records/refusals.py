@@ -120,6 +120,7 @@ def _refused_of_recipes(problem: Problem) -> dict[str, bool]:
     given = work.recipe != "none"
     return {
         "a recipe in FP4": work.recipe == "nvfp4",
+        "scales of whole rows": work.recipe == "fp8-rows",
         "quantised parameters": work.fp8_params,
         "quantised linears with tensor or context parallelism": given and lay.tp * lay.cp > 1,
         "scales of earlier steps over data-parallel ranks": (
