@@ -141,7 +141,6 @@ def test_a_command_loads_no_library_that_draws_or_fits_and_no_other_command() ->
             "'80' must be greater than or equal to 1048576",
         ),
         (["fit", "llama-7b", "--gpus", "8k", *FIT], "'--gpus': '8k' must be a valid integer"),
-        (["search", *DEMO, "--explain", "1"], "search: Option '--explain' requires 2"),
         (["compare", "keep_all", *DEMO], "unexpected extra argument"),
         (["compare", *DEMO, "--limit", "0"], "'--limit'"),
         (["compare", *DEMO, "--methods", "nowhere"], "no such folder of methods"),
