@@ -13,8 +13,7 @@ from typing import ClassVar
 from msgspec import Struct
 from msgspec.structs import replace
 
-from rematbench.plan import Plan, Rule, Scope, Unsupported
-from rematbench.problem import Problem
+from rematbench.method import Plan, Problem, Rule, Scope, Unsupported
 from rematbench.solve.kept import holding_inputs, kept_activations, with_live_rules
 from rematbench.solve.recompute_modules import (
     CORE_ATTENTION,

@@ -43,6 +43,7 @@ from rematbench.inputs.system import FACTS, System, with_facts
 from rematbench.plan import Plan
 from rematbench.problem import Problem, rank_parameters
 from tests.problems import all_methods, make_problem
+from tests.tables import tables
 
 APP = command_line()
 
@@ -439,16 +440,7 @@ def test_sinks_need_a_kernel_that_has_them() -> None:
         made(**job | {"cluster": "a100-80gb"})
 
 
-@pytest.mark.parametrize(
-    ("system", "zero_stage", "twice"),
-    [
-        ("huggingface-flash", 0, True),
-        ("huggingface-flash", 1, False),
-        ("huggingface-deepspeed", 0, False),
-        ("huggingface-fsdp-4.46", 0, False),
-        ("megatron-core", 0, False),
-    ],
-)
+@pytest.mark.parametrize(("system", "zero_stage", "twice"), tables(__file__)["buckets"])
 def test_buckets_of_ddp_hold_the_gradients_again(system: str, zero_stage: int, twice: bool) -> None:
     one, two = (
         made(system=system, layout=Layout(dp=dp, global_batch=dp, zero_stage=zero_stage))

@@ -7,6 +7,7 @@ from functools import cache
 from math import nan
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from rematbench.costs.flops import hfu, mfu
 from rematbench.costs.operators.kernels import Attention, Gemm, Kernel
@@ -16,7 +17,7 @@ from rematbench.engine.lowering.states.held_states import lends_gradients
 from rematbench.engine.lowering.states.host_states import host_states, on_device
 from rematbench.engine.lowering.states.state_shards import quantised_bytes, rank_sharded
 from rematbench.engine.program.action import STATE_COPIES, Kind
-from rematbench.engine.program.ledger import RankLedger, issue_order, pool_bytes
+from rematbench.engine.program.ledger import RankLedger, fresh_peak, issue_order, pool_bytes
 from rematbench.engine.program.program import Late, Program
 from rematbench.engine.simulate.max_plus import simulate_chunks
 from rematbench.engine.simulate.op_level import Simulation, simulate
@@ -42,7 +43,7 @@ class RankBytes(Struct, frozen=True, kw_only=True):
     rank's step with the device peak.  `host_state`: states in host memory, in their pinned blocks
     (`HostStates.held`); `host_update`: a temporary
     copy during their update; `host_rounding`: bytes by which pinned blocks exceed the activations
-    in them."""
+    in them; `absent`: bytes of gradients that the backward has not made at the peak."""
 
     parameter: int
     gradient: int
@@ -54,11 +55,17 @@ class RankBytes(Struct, frozen=True, kw_only=True):
     peak_step: int
     host_rounding: int = 0
     host_update: int = 0
+    absent: int = 0
+
+    @property
+    def gradient_at_peak(self) -> int:
+        return self.gradient - self.absent
 
     @property
     def device_peak(self) -> int:
         """Peak of allocated device bytes."""
-        return self.parameter + self.gradient + self.optimizer + self.activation_peak + self.pools
+        states = self.parameter + self.gradient_at_peak + self.optimizer
+        return states + self.activation_peak + self.pools
 
     def blocks(self, late: Late | None) -> tuple[int, ...]:
         """Return the bytes of the states and pools that are alive throughout, without the tensors
@@ -227,10 +234,16 @@ def program_bytes(problem: Problem, plan: Plan, program: Program) -> tuple[RankB
     """Return the device and host bytes of every pipeline rank of a lowered plan, without
     simulation."""
     pools = [pool_bytes(rank) for rank in program.ranks]
-    return tuple(
+    found = tuple(
         _rank_bytes(problem, plan, rank, ledger, pools[rank])
         for rank, ledger in enumerate(issue_order(program))
     )
+    late = program.ranks[0].late
+    if problem.layout.num_micro_batches > 1 or late is None or not late.gradient_bytes:
+        return found
+    live, gradients, step = fresh_peak(program.ranks[0])
+    absent = late.gradient_bytes - gradients
+    return (replace(found[0], activation_peak=live, absent=absent, peak_step=step),)
 
 
 def fullest(problem: Problem, plan: Plan) -> int:

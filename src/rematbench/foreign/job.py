@@ -8,7 +8,7 @@ from typing import Any
 import yaml
 from msgspec import Struct, convert
 
-from rematbench.foreign.reading import Reading
+from rematbench.foreign.reading import Reading, named_file
 from rematbench.host.declared import facts, flat
 from rematbench.inputs.configfile import ConfigError
 from rematbench.inputs.job import flag
@@ -287,9 +287,9 @@ def shipped_model(text: str, reading: Reading) -> str | None:
     path = Path(text)
     if path.is_file() or (path / "config.json").is_file():
         return text
-    beside = Path(reading.file).parent / text
-    if (beside / "config.json").is_file():
-        return str(beside)
+    beside = named_file(reading.file, path / "config.json")
+    if beside.is_file() and beside.parent.name == path.name:
+        return str(beside.parent)
     stem = SUFFIXES.sub("", text.rsplit("/", 1)[-1].lower()).replace("meta-", "")
     known = names("model")
     others = (stem.replace(*pair) for pair in ALIKE)

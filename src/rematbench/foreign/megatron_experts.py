@@ -13,6 +13,7 @@ from rematbench.inputs.configfile import ConfigError
 WIDTHS = {
     "num-experts": "count",
     "moe-router-topk": "active",
+    "moe-intermediate-size": "ffn",  # of MindSpeed
     "moe-ffn-hidden-size": "ffn",
     "moe-shared-expert-intermediate-size": "shared_ffn",
     "moe-router-num-groups": "groups",

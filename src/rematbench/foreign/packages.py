@@ -25,7 +25,7 @@ from rematbench.foreign.reading import Reading, named_file
 from rematbench.foreign.shell import Script, options_of, read_script
 from rematbench.foreign.torchtitan import read_torchtitan
 from rematbench.foreign.torchtune import read_torchtune
-from rematbench.foreign.trainers import merge, read_accelerate, read_trainer
+from rematbench.foreign.trainers import FSDP_SYSTEM, merge, read_accelerate, read_trainer
 from rematbench.inputs.configfile import ConfigError, read_mapping, read_text
 from rematbench.inputs.foreign import REFUSED, package_of, pointer
 from rematbench.inputs.huggingface import is_huggingface
@@ -49,6 +49,8 @@ RECIPES = {
     "setup_experiment.py": "a Megatron-Bridge recipe",
     "nemo": "a NeMo recipe",
     "nemorun": "a NeMo recipe",
+    "OLMo-sft.py": "an OLMo-core recipe",
+    "main_training.py": "a configuration of fms-fsdp",
     "torchtitan.train": "a torchtitan configuration in Python",
     "run_train.sh": "a torchtitan configuration in Python",
 }
@@ -73,6 +75,9 @@ def read_files(paths: list[Path], variables: Mapping[str, str] | None = None) ->
             merge(whole, read_file(other, environment))
     if whole.system == "huggingface-deepspeed":  # it narrows PEFT's fp32
         whole.values.pop("trained_dtype", None)
+    adapts = "lora_rank" in whole.values and whole.system == FSDP_SYSTEM
+    if adapts and not {"wide_weights", "base_dtype"} & whole.values.keys():
+        whole.put("base_dtype", "bf16", "fsdp")  # accelerate widens only what trains
     names = {path.name for path in present}
     whole.files = [named for named in whole.files if named.name not in names]
     for named in whole.files if "zero_stage" not in whole.values else ():
@@ -156,6 +161,8 @@ def _launch(path: Path, label: str, variables: dict[str, list[str]]) -> Reading:
         raise ConfigError(label, "", _unread(script))
     reading.facts |= _environment(script)
     reading.notes += [f"loop: {words}" for words in dict.fromkeys(script.loops)]
+    if script.absent:
+        reading.notes.append(f"not here, so not read: {', '.join(dict.fromkeys(script.absent))}")
     if script.undecided:
         tests = ", ".join(dict.fromkeys(script.undecided))
         reading.notes.append(
@@ -189,6 +196,8 @@ def _unread(script: Script) -> str:
         return f"the command names {named[-1]}, {words}"
     if named:
         return f"the command names {named[-1]}, which is not beside it: read that file"
+    if script.absent:
+        return f"it sources {', '.join(script.absent)}, which is not beside it"
     for word in all_words:
         if recipe := RECIPES.get(word.rsplit("/", 1)[-1]):
             return f"{recipe}, which is not read: give its values as options of simulate"
