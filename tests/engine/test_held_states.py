@@ -129,6 +129,16 @@ def test_the_reductions_take_their_seconds_after_the_last_pass(vpp: int) -> None
     assert evaluate(made, made.base_plan).step_s == pytest.approx(whole, rel=1e-9)
 
 
+def test_graphs_of_recomputed_layers_release_nothing_twice_in_a_pipeline() -> None:
+    made = piped()
+    plan = plan_of(made, "full_recompute")
+    given = remade(made, system=with_facts(made.system, reentrant=True))
+    check(lower(plan, given))
+    assert [one.optimizer for one in evaluate(given, plan).ranks] == [
+        one.optimizer for one in evaluate(made, plan).ranks
+    ]
+
+
 def test_the_executor_refuses_them_by_name() -> None:
     made = piped()
     assert any("with pipeline stages" in words for words in refusals(made, made.base_plan))
