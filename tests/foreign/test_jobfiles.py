@@ -173,6 +173,14 @@ def test_experts_are_read_from_a_launch_line(tmp_path: Path) -> None:
     assert "ep_overlap" in stack.accepts.features
 
 
+@pytest.mark.parametrize("grouped", [True, False])
+def test_experts_that_run_one_after_another_are_named(tmp_path: Path, grouped: bool) -> None:
+    text = (JOBS / "megatron_experts.sh").read_text()
+    (tmp_path / "run.sh").write_text(text if grouped else text.replace("--moe-grouped-gemm", ""))
+    notes = read_files([tmp_path / "run.sh"]).notes
+    assert any("run one after another" in line for line in notes) is not grouped
+
+
 def test_a_capacity_of_experts_is_read(tmp_path: Path) -> None:
     text = (JOBS / "megatron_experts.sh").read_text()
     file = tmp_path / "capacity.sh"
