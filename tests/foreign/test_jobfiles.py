@@ -181,6 +181,15 @@ def test_experts_that_run_one_after_another_are_named(tmp_path: Path, grouped: b
     assert any("run one after another" in line for line in notes) is not grouped
 
 
+def test_groups_of_queries_without_their_switch_are_named(tmp_path: Path) -> None:
+    shape = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --vocab-size 9"
+    for more, heads in (("", 4), (" --group-query-attention", 2)):
+        (tmp_path / "run.sh").write_text(f"x.py {shape} --num-query-groups 2{more}")
+        reading = read_files([tmp_path / "run.sh"])
+        assert reading.model["num_kv_heads"] == heads
+        assert any("--num-query-groups" in line for line in reading.notes) is not bool(more)
+
+
 def test_a_capacity_of_experts_is_read(tmp_path: Path) -> None:
     text = (JOBS / "megatron_experts.sh").read_text()
     file = tmp_path / "capacity.sh"
