@@ -136,7 +136,7 @@ def read_case(row: Row, registry: Registry) -> PublishedCase:
     model, assumed = _model(row, words.model)
     if model.experts and "forced" not in text(row, "router"):
         assumed = "; ".join(filter(None, (assumed, "experts balanced")))
-    moved = whole(row, "layers_of_last_stage") if words.job.pop("moved", 0) else None
+    moved = whole(row, "layers_of_last_stage", least=0) if words.job.pop("moved", 0) else None
     stages = _stages(row, model.num_layers, layout, words.job.pop("ends", 0), moved)
     return PublishedCase.at(
         replace(layout, stages=stages),
