@@ -8,7 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 import rematbench
-from rematbench.evaluate.evaluation import RankBytes
+from rematbench.evaluate.evaluation import RankBytes, host_rates
 from rematbench.evaluate.problems import make_problem
 from rematbench.evaluate.result import Result, evaluate_method, told_fragmented
 from rematbench.evidence.bands import with_band
@@ -210,17 +210,28 @@ def test_a_sheet_has_the_bytes(tmp_path: Path) -> None:
     assert found["pred_peak_device_bytes"] > 50 * GIB
 
 
-def test_an_optimizer_on_a_node_without_a_rate_has_a_verdict_first() -> None:
-    """72 billion parameters on eight A100 (published: they run)."""
-    words = (
-        "simulate", "full_recompute", "--model", "qwen2-7b", "--cluster", "a100-80gb-roce1600",
-        "--gpus", "8", "--seq-len", "8192", "--global-batch", "16", "--tp", "4",
-    )  # fmt: skip
-    told = " ".join(typed(*words, "--optimizer", "host").out.split())
-    assert "FITS: " in told
-    assert "UNSUPPORTED" not in told
-    assert "(time not modelled: an optimizer in host memory on cluster a100-80gb-roce1600" in told
-    assert "host_update_parameters_per_s (measure: " in told
+@pytest.mark.parametrize("method", ["full_recompute", "optimizer_offload:share=0.5,visiting=0"])
+def test_an_optimizer_on_a_node_without_a_rate_has_the_band_of_measured_rates(method: str) -> None:
+    """72 billion parameters on eight A100 (published: they run): a verdict, what is missing, and a
+    band with the speed at each measured rate."""
+    cluster = load_cluster("a100-80gb-roce1600")
+    words = {
+        "model": "qwen2-7b", "gpus": 8, "seq_len": 8192, "global_batch": 16, "tp": 4,
+        "system": "megatron-core-0.16", "optimizer": "host" if method == "full_recompute" else None,
+    }  # fmt: skip
+    found = rematbench.simulate(rematbench.Problem(cluster=cluster, **words), method)
+    assert (found.fits, found.not_timed) == (True, "")
+    assert found.band is not None
+    assert found.error_band is not None
+    evidence = found.error_band.evidence
+    assert "an optimizer in host memory on cluster a100-80gb-roce1600, whose file has" in evidence
+    assert "host_update_parameters_per_s (measure: " in evidence
+    assert all(name in evidence for name in host_rates())
+    for rate in host_rates().values():
+        node = replace(cluster, host_update_parameters_per_s=rate * cluster.gpus_per_node)
+        known = rematbench.simulate(rematbench.Problem(cluster=node, **words), method)
+        assert found.band[0] < known.tokens_per_s_per_gpu < found.band[1]
+        assert "host rate" not in known.error_band.outside
 
 
 @pytest.mark.parametrize("name", ["TPU-v5p", "tpu v4"])

@@ -10,6 +10,9 @@ from rematbench.foreign.keys import dialect
 from rematbench.foreign.packages import read_files
 from rematbench.inputs.configfile import ConfigError
 from tests.foreign.small_jobs import AXOLOTL, FACTORY, SIZES, SWIFT, TITAN, TRL, facts, job
+from tests.tables import tables
+
+TABLES = tables(__file__)
 
 
 @pytest.mark.parametrize(
@@ -37,27 +40,7 @@ def test_a_file_of_another_job_is_refused(tmp_path: Path, text: str, word: str) 
     assert any(word in line for line in job(tmp_path, text, "job.yaml")[1].refused)
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        "trl dpo --model_name_or_path m --max_length 512",
-        "accelerate launch x/trl/scripts/grpo.py --model_name_or_path m",
-        "python -m verl.trainer.main_ppo data.max_length=1 model.path=m",
-        "swift rlhf --model m --tuner_type full",
-        "NPROC_PER_NODE=8 megatron rlhf --model Qwen/Qwen3-8B",
-        "deepspeed --module openrlhf.cli.train_rm --model.model_name_or_path m",
-        "torchrun -m verl.trainer.sft_trainer model.path=m model.lora_adapter_path=x",
-        "torchrun -m verl.trainer.sft_trainer model.path=m engine=megatron",
-        "accelerate launch open_instruct/dpo_tune_cache.py --model_name_or_path m",
-        "accelerate launch --use_megatron_lm train.py --model_name_or_path m",
-        f"x.py {SIZES} --max-tokens-per-gpu 64 --rollout-batch-size 8 --colocate",
-        f"x.py {SIZES} --max-tokens-per-gpu 64 --rollout-batch-size 8 --loss-type sft_loss",
-        f"x.py {SIZES} --max-tokens-per-gpu 64 --train-backend fsdp",
-        f"torchrun pretrain_bert.py {SIZES} --bf16",
-        f"torchrun examples/multimodal/pretrain_vlm.py {SIZES} --bf16",
-        f"torchrun pretrain_gpt.py {SIZES} --bf16 --lora-rank 8",
-    ],
-)
+@pytest.mark.parametrize("line", TABLES["commands"])
 def test_a_command_of_another_job_is_refused(tmp_path: Path, line: str) -> None:
     assert job(tmp_path, line)[1].refused
 
@@ -95,15 +78,7 @@ def test_a_value_of_a_command_can_turn_its_yamls_off(tmp_path: Path) -> None:
     assert (made.options["zero_stage"], reading.files) == ("0", [])
 
 
-@pytest.mark.parametrize(
-    ("text", "package"),
-    [
-        ("policy: {}\nloss_fn: {}", "NeMo-RL"),
-        ("step_scheduler: {}\nmodel: {}", "Automodel"),
-        ("model: m\nmodel_class: llm\ndist_config: {name: fsdp2}", "LLaMA-Factory v1"),
-        ("actor_rollout_ref: {}\ndata: {}", "verl"),
-    ],
-)
+@pytest.mark.parametrize(("text", "package"), TABLES["packages"])
 def test_a_file_of_a_package_that_is_not_read_is_named(
     tmp_path: Path, text: str, package: str
 ) -> None:
@@ -137,27 +112,7 @@ def test_a_name_of_a_file_chooses_no_task(tmp_path: Path, out: str) -> None:
     assert not job(tmp_path, line)[1].refused
 
 
-@pytest.mark.parametrize(
-    "option",
-    [
-        "--use-megatron-fsdp",
-        "--data-parallel-sharding-strategy optim_grads_params",
-        "--fine-grained-activation-offloading",
-        "--cpu-offloading --cpu-offloading-num-layers 2",
-        "--softmax-type learnable",
-        "--window-attn-skip-freq 2",
-        "--quick-geglu",
-        "--defer-embedding-wgrad-compute",
-        "--remote-device cpu",
-        "--pipeline-model-parallel-size 2 --microbatch-group-size-per-vp-stage 4",
-        "--fp8-format e4m3 --fp8-recipe custom",
-        "--fp8-format hybrid --no-fp8-wgrad --log-throughput",
-        "--fp8-format hybrid --transformer-impl local",
-        "--fp8-dot-product-attention",
-        "--optimizer muon",
-        "--num-experts 4 --moe-token-dispatcher-type other",
-    ],
-)
+@pytest.mark.parametrize("option", TABLES["megatron"])
 def test_an_option_of_megatron_that_changes_the_job_is_refused(tmp_path: Path, option: str) -> None:
     reading = job(tmp_path, f"x.py {SIZES} --bf16 {option}")[1]
     assert any(option.split()[-2 if " " in option else 0] in line for line in reading.refused)
@@ -225,16 +180,7 @@ def test_accelerates_options_about_fsdp_are_read(tmp_path: Path) -> None:
     assert any("offload_params" in text for text in refused)
 
 
-@pytest.mark.parametrize(
-    ("text", "stage", "refused"),
-    [
-        ("fsdp: shard_grad_op auto_wrap\nfsdp_config: {transformer_layer_cls_to_wrap: X}", "2", ""),
-        ("fsdp: full_shard auto_wrap offload", "3", "fsdp: offload"),
-        ("fsdp: [full_shard, auto_wrap]", "3", ""),
-        ("fsdp: full_shard\nfsdp_config: here.json", "3", ""),
-        ("fsdp: full_shard\nfsdp_config: other.json", "3", "other.json is not beside"),
-    ],
-)
+@pytest.mark.parametrize(("text", "stage", "refused"), TABLES["fsdp"])
 def test_words_and_section_of_fsdp_are_one_strategy(
     tmp_path: Path, text: str, stage: str, refused: str
 ) -> None:
@@ -304,14 +250,7 @@ def test_a_torchtitan_command_reads_its_toml(tmp_path: Path) -> None:
         assert reading.unknown == ["bogus"]
 
 
-@pytest.mark.parametrize(
-    ("line", "word"),
-    [
-        ("tune run full_finetune_distributed --config llama3_1/8B_full", "torchtune"),
-        ("torchrun -m torchtitan.train --module llama3 --config llama3_8b", "torchtitan"),
-        ("python scripts/performance/setup_experiment.py -m llama3 -s 8b", "Bridge"),
-    ],
-)
+@pytest.mark.parametrize(("line", "word"), TABLES["recipes"])
 def test_a_recipe_in_a_package_is_named(tmp_path: Path, line: str, word: str) -> None:
     with pytest.raises(ConfigError, match=rf"{word}.*not read"):
         job(tmp_path, line)

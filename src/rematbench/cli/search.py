@@ -82,13 +82,6 @@ def search(  # noqa: PLR0913, PLR0917  # an option of the command line each
             help="For --find memory: percent of the best speed that may be lost.",
         ),
     ] = 5.0,
-    price_tags: Annotated[
-        bool,
-        Option(
-            "--price-tags",
-            help="Show how much faster the step is with more memory and faster links.",
-        ),
-    ] = False,
     by_layer: Annotated[
         bool,
         Option(
@@ -137,9 +130,7 @@ def search(  # noqa: PLR0913, PLR0917  # an option of the command line each
     """
     need_file("-o", output)
     need_figure(plot)
-    _refuse(
-        find, prices=price_tags, speed=speed, step=step, out=(output, json, explain, by_layer, plot)
-    )
+    _refuse(find, speed, step, out=(output, json, explain, by_layer, plot))
     if explain is not None and not all(1 <= place <= top for place in explain):
         raise CommandError(f"--explain: places of 1 to {top} (--top shows more), not {explain}")
     require(facts)
@@ -152,9 +143,9 @@ def search(  # noqa: PLR0913, PLR0917  # an option of the command line each
         engine=engine, reserve_gib=reserve_gib, within=within / 100, by_layer=by_layer,
     )  # fmt: skip
     job = SearchJob(request).ready()
-    if find or price_tags:
+    if find:
         if planners := [name for name in job.planners if name in request.only]:
-            raise CommandError(f"--method {planners[0]}: --find and --price-tags take no planner")
+            raise CommandError(f"--method {planners[0]}: --find takes no planner")
         inverse = Inverse(find=find, speed=speed, step=step, lose=lose / 100)
         inverse.check(spec.work)
         show_assumed(console(), job)
@@ -184,20 +175,16 @@ def _write(answer: SearchAnswer, output: Path | None, plot: Path | None) -> None
         write_plot(answer.pictured, plot)
 
 
-def _refuse(find: str, *, prices: bool, speed: float, step: float, out: Sequence[object]) -> None:
+def _refuse(find: str, speed: float, step: float, *, out: Sequence[object]) -> None:
     """CommandError for options that have no effect together."""
     for option, value, kind in (("--speed", speed, "gpus"), ("--step", step, "batch")):
         if value and find != kind:
             raise CommandError(f"{option} needs --find {kind}")
-    if find and prices:
-        raise CommandError("--price-tags cannot be used with --find")
     for option, given in zip(
         ("-o", "--json", "--explain", "--by-layer", "--plot"), out, strict=True
     ):
-        if given and (find or prices):
-            raise CommandError(
-                f"{option} cannot be used with {'--find' if find else '--price-tags'}"
-            )
+        if given and find:
+            raise CommandError(f"{option} cannot be used with --find")
     if out[1] and out[2]:
         raise CommandError("--explain cannot be used with --json")
 

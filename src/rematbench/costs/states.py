@@ -19,7 +19,8 @@ from rematbench.inputs.constants import Calibration, CommonConstants
 from rematbench.inputs.kernel_rates import Quantity
 from rematbench.inputs.layout import Layout
 from rematbench.inputs.system import System
-from rematbench.workload import PACKED_BYTES, Workload
+from rematbench.model import PACKED_BYTES
+from rematbench.workload import Workload
 
 OPTIMIZER_STAGE, GRADIENT_STAGE, PARAMETER_STAGE = 1, 2, 3
 

@@ -11,6 +11,7 @@ from rematbench.foreign.adapters import read_adapters
 from rematbench.foreign.deepspeed import read_deepspeed, read_zero
 from rematbench.foreign.keys import is_off, read_keys
 from rematbench.foreign.reading import AUTO, Reading, named_file, switch
+from rematbench.foreign.recipes import read_accelerate_recipe
 from rematbench.inputs.configfile import ConfigError, read_mapping
 
 MODELS = ("model_name_or_path", "base_model", "model_name", "model")
@@ -52,6 +53,8 @@ def read_trainer(data: Mapping[str, Any], file: str, package: str) -> Reading:
     read_keys(reading, options, "trainers", "fsdp_config")
     if not is_off(data.get("fsdp")) or data.get("fsdp_config") or data.get("use_fsdp"):
         _fsdp(reading, data, options)
+    if not is_off(data.get("fp8")):
+        read_accelerate_recipe(reading, data, "fp8_")
     _precision(reading, data)
     read_adapters(reading, data)
     optimizer = str(data.get("optim") or data.get("optimizer") or "")
@@ -277,6 +280,8 @@ def read_accelerate(data: Mapping[str, Any], file: str) -> Reading:
     kind = str(data.get("distributed_type", "NO")).upper()
     reading = Reading(file=file, package="accelerate", system="huggingface-flash")
     sections = ("deepspeed_config", "fsdp_config")
+    if str(data.get("mixed_precision")).lower() == "fp8":
+        read_accelerate_recipe(reading, data.get("fp8_config") or {}, "fp8_config.")
     read_keys(reading, {key: data[key] for key in data if key not in sections}, "accelerate")
     if kind == "DEEPSPEED":
         reading.system = "huggingface-deepspeed"

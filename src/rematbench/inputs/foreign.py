@@ -16,8 +16,16 @@ def signs() -> dict[str, list[set[str]]]:
     return {package: [*map(set, every)] for package, every in packages.items()}
 
 
-REFUSED = ("GPT-NeoX", "LLaMA-Factory v1", "LLM-Foundry", "NeMo", "NeMo-RL", "Automodel")
-REFUSED += ("verl", "EasyR1")
+REFUSED = (
+    "GPT-NeoX",
+    "LLaMA-Factory v1",
+    "LLM-Foundry",
+    "NeMo",
+    "NeMo-RL",
+    "Automodel",
+    "verl",
+    "EasyR1",
+)
 """Packages whose files are recognised and not read."""
 
 

@@ -305,6 +305,10 @@ class Zero(Part, frozen=True, kw_only=True, forbid_unknown_fields=True):
     live_elements: Parameters = 0
     """No matrix is requested ahead while so many elements are whole
     (stage3_max_live_parameters)."""
+    hook_s: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.0
+    """At ZeRO stage 3 the host runs hooks for so many seconds around each pass of an operator with
+    weights, also without peers, and for as many at each gather (DeepSpeed: fetch_sub_module,
+    release_sub_module, all_gather_coalesced)."""
     sub_group_parameters: Parameters = 0
     """ZeRO 3 updates so many parameters together, whose gradients are one buffer on the host (0:
     all of a rank)."""

@@ -1,5 +1,6 @@
 """moe.csv: words of rows with experts, and what they mean."""
 
+import re
 from functools import cache
 from math import fsum
 from statistics import median, quantiles
@@ -29,6 +30,7 @@ from rematbench.plugins.discover import discover
 from rematbench.problem import Problem
 from rematbench.workload import Experts
 from tests.predicted import read_of
+from tests.tables import tables
 
 REGISTRY = discover(())
 ROWS = read_sheet(data_dir("published") / "moe.csv")
@@ -89,24 +91,7 @@ def test_balance_is_an_assumption_unless_it_was_forced() -> None:
     assert case(router="natural, dropless").assumed.endswith("experts balanced")
 
 
-@pytest.mark.parametrize(
-    ("changed", "words"),
-    [
-        ({"attention_kind": "mla: q_lora 1536"}, "attention_kind: mla: Object missing required"),
-        ({"ep_overlap": "shared"}, "ep_overlap: 'shared' is not modelled"),
-        ({"cuda_graph": "full_iteration"}, "cuda_graphs: full_iteration needs experts of known"),
-        ({"cuda_graph": "moe_preprocess"}, "cuda_graph: 'moe_preprocess': CUDA graphs of this"),
-        ({"router": "token drop"}, "router: 'token drop': the capacity factor of dropped"),
-        ({"router": "token dropping"}, "is not modelled; did you mean 'token drop'?"),
-        ({"optimizer": "muon"}, "optimizer: 'muon': is not modelled"),
-        ({"recompute_modules": "gdn_norm"}, "recompute_modules: 'gdn_norm' is not modelled"),
-        ({"dispatcher": "mori"}, "dispatcher: 'mori' is not modelled"),
-        ({"recompute": "", "recompute_modules": ""}, "recomputation not published"),
-        ({"dispatcher": "deep-ep"}, "is not modelled; did you mean 'deepep'?"),
-        ({"cuda_graph": "full_iteration", "offload": "x"}, "offload: 'x': is not modelled"),
-        ({"ep": "7"}, "layout: "),
-    ],
-)
+@pytest.mark.parametrize(("changed", "words"), tables(__file__)["refused"])
 def test_what_is_not_modelled_is_refused_by_its_column(changed: Cell, words: str) -> None:
     with pytest.raises(RowError) as refused:
         case(**changed).problem()
@@ -151,6 +136,88 @@ def test_words_without_an_effect_refuse_nothing() -> None:
         {"recompute_modules": "layernorm moe (default)"},
     ):
         assert case(**{"router": "forced balance, dropless", **changed}).key == plain.key, changed
+
+
+SPELLINGS: dict[str, dict[str, list[str]]] = {
+    "system": {"megatron-core-0.16": ["Megatron-Core 0.16", "megatron_core-0.16"]},
+    "cluster": {"h100-80gb": ["H100-80GB", "h100_80gb", "h100-80gb (8 per node)"]},
+    "model": {"qwen3-235b": ["Qwen/Qwen3-235B", "qwen3_235b", "qwen3 235b"]},
+    "precision": {"bf16": ["BF16", "bf16-mixed", "bfloat16"], "fp8_cs": ["fp8-cs", "fp8"]},
+    "attention": {"flash": ["flash-attention-2", "flash_attention_3", "fused", "te", "sdpa"]},
+    "attention_kind": {
+        "gqa: head_dim 128, qk-norm": ["gqa (head dim 128), qk_norm", "QK layernorm; head_dim 128"],
+        "gqa: head_dim 64, sliding window 128": ["sliding_window 128, head-dim 64"],
+    },
+    "mlp": {"swiglu": ["SwiGLU (fused)", "gated silu"], "relu2": ["squared-relu", "relu^2"]},
+    "router": {
+        "dropless": ["drop-less", "no token drop", "not dropped", "natural, capacity factor -1"],
+        "capacity factor 1.25": [
+            "capacity 1.25, token drop",
+            "tokens dropped, capacity_factor 1.25",
+        ],
+        "capacity factor 1, padded to capacity": [
+            "drop_and_pad, CF 1",
+            "pad to capacity; capacity 1",
+        ],
+    },
+    "dispatcher": {
+        "alltoall": ["All-to-All (NCCL)", "all_to_all", "a2a", "nccl alltoall"],
+        "allgather": ["all-gather"],
+        "deepep": ["deep_ep", "DeepEP 1.2", "flex-deepep", "flex (deepep)", "flex: deepep"],
+        "hybridep": ["hybrid-ep", "flex/hybridep"],
+        "": ["not printed", "none", "n/a"],
+    },
+    "ep_overlap": {"yes": ["on", "1f1b", "yes (1f1b)"], "no": ["", "no (not set)", "off"]},
+    "cuda_graph": {
+        "full_iteration": ["local: full_iteration", "full iteration", "full_iteration (local)"],
+        "transformer_engine": ["te", "Transformer Engine", "local"],
+        "attn+moe_router+moe_preprocess": [
+            "te: moe_preprocess, moe_router, attn",
+            "transformer_engine (attn, moe_router, moe_preprocess)",
+        ],
+        "none": ["off", "disabled", "not printed"],
+    },
+    "optimizer": {
+        "adam, fp32 gradients": ["distributed adamw, gradients in fp32", "adam (fp32 grad reduce)"],
+        "adam, precision-aware (bf16 moments)": ["adam, moments bf16", "adam, bf16 exp_avg"],
+        "muon": ["Muon (distributed)"],
+        "adam": ["adam, fp32 master weights, fp32 moments", "adam, no CPU offload"],
+    },
+    "recompute_modules": {"layernorm moe_act": ["layernorm, moe-act", "[layernorm,moe_act]"]},
+    "pp_layout": {
+        "first and last stage one layer fewer": ["one layer fewer in first and last stage"]
+    },
+}
+"""Words of a column, and other spellings of each."""
+
+
+@pytest.mark.parametrize("column", SPELLINGS)
+def test_spellings_of_a_word_mean_the_same(column: str) -> None:
+    base = {"layers": "62", "tp": "1", "cp": "1", "pp": "8", "vpp": "4", "dp": "32"}
+    for word, spellings in SPELLINGS[column].items():
+        wanted = case(**{**base, column: word})
+        for spelling in spellings:
+            assert case(**{**base, column: spelling}).key == wanted.key, spelling
+
+
+@pytest.mark.parametrize("word", ["selective (core_attn)", "full/uniform/1", "Full, every layer"])
+def test_policies_are_read_in_other_spellings(word: str) -> None:
+    kind = re.split(r"\W", word.lower())[0]
+    assert case(recompute=word, recompute_modules="").method == f"{kind}_recompute"
+
+
+def test_versions_of_a_stack_say_what_they_are_taken_for() -> None:
+    found = case(system="megatron-bridge-27.02")
+    assert found.system.name == "megatron-bridge"
+    assert "megatron-bridge-27.02 taken for megatron-bridge" in found.assumed
+    assert "taken for" not in case(system="megatron-bridge-26.02").assumed
+    assert case(system="torchtitan-2026-03").system.name == "torchtitan-2026"
+    assert case(system="megatron-core-0.15").system.name == "megatron-core-0.16"
+
+
+def test_windows_are_those_of_the_words() -> None:
+    found = case(attention_kind="gqa: head_dim 128, every second layer sliding window 128")
+    assert found.model.attention_window == (128, 0) * (found.model.num_layers // 2)
 
 
 def test_an_unknown_word_of_a_shipped_models_mlp_is_the_models() -> None:

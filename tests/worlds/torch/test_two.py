@@ -22,6 +22,9 @@ RAW = {
         "zb-h1",
         "zb-h2-offload",
         "zb-h1-mini",
+        "vocab-1",
+        "vocab-2-offload",
+        "interlaced-full",
     ),
     "cp2": ("rows",),
     "ulysses2": ("full-kept", "rows", "skeletal", "offload-slots", "mini-dropped"),
@@ -33,6 +36,7 @@ VARIANTS = {
     "ends without layers full": cases.case("pp2-vpp2-ends", "full"),
     "tied ends without layers offload": cases.case("pp2-vpp2-ends", "offload", model=cases.TIED),
     "biases and learned positions offload": cases.case("ulysses2", "offload", model=TINY_GPT),
+    "learned positions vocab-2": cases.case("pp2", "vocab-2-offload", model=TINY_GPT),
     "biases zb-h2-full": cases.case("pp2", "zb-h2-full", model=TINY_GPT),
     "unfused attention full": cases.case("ulysses2", "full", attention="unfused"),
 }

@@ -16,7 +16,7 @@ from rematbench.engine.lowering.blocks.fates import Fates
 from rematbench.engine.lowering.blocks.mini_sequences import MiniRun, Piece
 from rematbench.engine.lowering.blocks.pieces import write_pieces
 from rematbench.engine.lowering.blocks.writer import BlockWriter
-from rematbench.engine.lowering.passes.emit_op import emit_alloc
+from rematbench.engine.lowering.passes.emit_op import GRADIENTS, emit_alloc, emit_amax, emit_amaxes
 from rematbench.engine.lowering.passes.emit_recompute import Rebuilder, Recomputer
 from rematbench.engine.lowering.passes.emit_reload import Reloader
 from rematbench.engine.lowering.states.emit_states import GradReducer, ParameterGatherer, Reduced
@@ -142,6 +142,7 @@ class BackwardEmitter:
         last = position == len(order) - 1
         # Why: docs/decisions/engine.md, Where does a collective of states slow compute?
         if last:  # the message to the stage before does not wait for the last reduction
+            emit_amaxes(w, self.chunk, GRADIENTS)
             w.add(Action(kind=Kind.EVENT, stream=COMPUTE, event=ENDED["b"]))
         if self.reducer:
             self.reducer.after(w, unit, last=last)
@@ -248,6 +249,7 @@ class BackwardEmitter:
         if not op.backward_input and not op.backward_weight:
             return
         overlapping = None
+        emit_amax(w, unit, op.name, op.grad_amax, incoming)
         if op.grad_gather is not None:
             full = self._between(unit, op, Role.GATHERED_GRADIENT)
             size = int(op.grad_gather.nbytes * self.rows.fraction)
