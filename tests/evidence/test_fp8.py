@@ -90,7 +90,7 @@ def test_steps_are_predicted() -> None:
 
 
 def test_torchaos_memory_changes_as_published() -> None:
-    """It saves nothing: less than half a per cent on both sides."""
+    """It saves nothing: less than a per cent on both sides, and less with its gather in FP8."""
     peak = "peak_device_bytes"
     twins = {key(row): row for row in read_of("fp8.csv") if row[f"pred_{peak}"] and row[peak]}
     rows = [row for row in read_of("fp8.csv", "fp8") if row[peak] and key(row) in twins]
@@ -98,7 +98,7 @@ def test_torchaos_memory_changes_as_published() -> None:
     for row in rows:
         twin = twins[key(row)]
         assert all(
-            abs(float(row[name]) / float(twin[name]) - 1) < 0.01 for name in (peak, f"pred_{peak}")
+            0.99 < float(row[name]) / float(twin[name]) < 1.0 for name in (peak, f"pred_{peak}")
         )
 
 

@@ -134,6 +134,23 @@ def test_experts_are_read_from_a_launch_line(tmp_path: Path) -> None:
     assert "ep_overlap" in stack.accepts.features
 
 
+@pytest.mark.parametrize("grouped", [True, False])
+def test_experts_that_run_one_after_another_are_named(tmp_path: Path, grouped: bool) -> None:
+    text = (JOBS / "megatron_experts.sh").read_text()
+    (tmp_path / "run.sh").write_text(text if grouped else text.replace("--moe-grouped-gemm", ""))
+    notes = read_files([tmp_path / "run.sh"]).notes
+    assert any("run one after another" in line for line in notes) is not grouped
+
+
+def test_groups_of_queries_without_their_switch_are_named(tmp_path: Path) -> None:
+    shape = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --vocab-size 9"
+    for more, heads in (("", 4), (" --group-query-attention", 2)):
+        (tmp_path / "run.sh").write_text(f"x.py {shape} --num-query-groups 2{more}")
+        reading = read_files([tmp_path / "run.sh"])
+        assert reading.model["num_kv_heads"] == heads
+        assert any("--num-query-groups" in line for line in reading.notes) is not bool(more)
+
+
 def test_a_capacity_of_experts_is_read(tmp_path: Path) -> None:
     text = (JOBS / "megatron_experts.sh").read_text()
     file = tmp_path / "capacity.sh"

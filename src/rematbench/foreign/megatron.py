@@ -356,6 +356,8 @@ def _model(reading: Reading, options: Options) -> None:
     if hidden and heads:
         model.setdefault("head_dim", hidden // heads)
     grouped = "group-query-attention" in options or "num-key-value-heads" in options
+    if not grouped and "num_kv_heads" in model:
+        reading.notes.append("--num-query-groups has no effect without --group-query-attention")
     model["num_kv_heads"] = model.get("num_kv_heads", 1) if grouped else heads
     model |= {
         "mlp": "swiglu" if gated else "relu2" if "squared-relu" in options else "gelu",

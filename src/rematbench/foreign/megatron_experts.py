@@ -62,6 +62,9 @@ def _widths(reading: Reading, options: Options) -> None:
     experts |= _router(options, reading.file)
     if "moe-shared-expert-gate" in options:
         experts["shared_gate"] = True
+    if "moe-grouped-gemm" not in options:
+        text = "the experts of a rank run one after another, which takes longer than predicted"
+        reading.notes.append(f"--moe-grouped-gemm is absent: {text}")
     reading.model["experts"] = experts
 
 

@@ -11,6 +11,7 @@ import yaml
 from rematbench.foreign.adapters import read_peft
 from rematbench.foreign.command import read_command, read_launcher, trainer_of
 from rematbench.foreign.deepspeed import read_deepspeed
+from rematbench.foreign.keys import declared
 from rematbench.foreign.megatron import (
     ENGINE,
     is_launch,
@@ -87,17 +88,23 @@ def read_files(paths: list[Path], variables: Mapping[str, str] | None = None) ->
 
 def _by_name(whole: Reading, named: Path) -> None:
     """Take the states of a file that is not here from its name (`zero3`, `ds_z2_offload.json`,
-    as ms-swift and LLaMA-Factory name theirs)."""
+    as ms-swift and LLaMA-Factory name theirs; what axolotl's do not say is declared)."""
     stage = re.search(r"(?:zero|z|stage)[-_]?([0-3])", named.name.lower())
     if stage is None or "partial" in named.name:
         whole.notes.append(f"{named} is not here: name it after {whole.file}")
         return
     whole.put("zero_stage", int(stage[1]), str(named))
-    word = re.search(r"(no_)?offload(_param|_optim)?", named.name.lower())
-    if word and not word[1]:
+    if whole.package == "axolotl":
+        for name, value in declared("axolotl").defaults.get(named.name, {}).items():
+            whole.put(name, value, str(named))
+    for word in ("compile", "autotp", "fp8"):
+        if word in named.name:
+            whole.refused.append(f"{named}: {word} is in its name, and the file is not here")
+    moves = re.search(r"(no_)?offload(_param|_optim)?", named.name.lower())
+    if moves and not moves[1]:
         homes = ("optimizer", "parameters") if stage[1] == "3" else ("optimizer",)
         for name in homes:
-            if name.startswith((word[2] or "").strip("_")):
+            if name.startswith((moves[2] or "").strip("_")):
                 whole.put(name, "host", str(named))
     if named.suffix:  # ms-swift has these names for files of its own
         whole.notes.append(f"{named} is not here: its states are assumed from its name")
