@@ -7,6 +7,7 @@ import pytest
 
 from rematbench.foreign.job import file_job
 from rematbench.foreign.packages import read_files
+from tests.tables import tables
 
 AXOLOTL = "base_model: m\nsequence_len: 512\nmicro_batch_size: 1\nbf16: true\n"
 TRL = "model_name_or_path: m\nmax_length: 512\nbf16: true\n"
@@ -70,17 +71,7 @@ def test_a_command_without_a_tuner_has_its_packages_default(tmp_path: Path) -> N
     assert read(tmp_path, FACTORY)[0]["lora_rank"] == "8"
 
 
-TUNE = """
-model: {_component_: torchtune.models.llama3_1.qlora_llama3_1_8b, lora_rank: 64,
-        apply_lora_to_mlp: true, lora_attn_modules: [q_proj, v_proj, k_proj, output_proj]}
-tokenizer: {_component_: t, max_seq_len: 2048}
-checkpointer: {_component_: c, checkpoint_dir: Meta-Llama-3.1-8B-Instruct}
-optimizer: {_component_: bitsandbytes.optim.PagedAdamW8bit}
-loss: {_component_: torchtune.modules.loss.LinearCrossEntropyLoss}
-batch_size: 2
-dtype: bf16
-enable_activation_checkpointing: true
-"""
+TUNE = tables(__file__)["tune"]
 
 
 def test_a_configuration_of_torchtune_is_read(tmp_path: Path) -> None:
