@@ -21,8 +21,7 @@ from torch import Tensor
 
 from rematbench.costs.operators.ops import Part
 from rematbench.inputs.layout import Layout
-from rematbench.model import PACKINGS
-from rematbench.workload import Experts, Latent, Memory, Model, Trained
+from rematbench.workload import PACKINGS, Experts, Latent, Memory, Model, Trained
 from rematbench.worlds.torch.arithmetic import fused, wide
 from rematbench.worlds.torch.packed import packed, widen
 
