@@ -24,6 +24,7 @@ from rematbench.plan import (
 )
 from rematbench.problem import Problem
 from tests.problems import all_methods
+from tests.tables import tables
 
 HIDDEN, FFN, QKV, LAYERS = 4096, 14336, 6144, 32
 
@@ -184,23 +185,7 @@ def test_largest_elements_are_reduced() -> None:
         assert reductions(made(**facts, **without)) == {}
 
 
-@pytest.mark.parametrize(
-    ("facts", "words"),
-    [
-        ({"recipe": "mxfp8"}, "recipe mxfp8 .* has no kernels on hopper"),
-        ({"recipe": "fp8", "cluster": "a100-80gb"}, "on ampere .its recipes: none"),
-        ({"recipe": "fp8", "system": "deepspeed"}, "no quantised linears are known of stack deep"),
-        ({"recipe": "fp8", "precision": "fp16"}, "with precision fp16 is not modelled"),
-        ({"recipe": "fp8", "frozen_layers": 4}, "with weights that do not train"),
-        (
-            {"recipe": "fp8-delayed", "bf16_ends": 1},
-            "Delayed scaling does not support first",
-        ),
-        ({"fp8_params": True}, "need a recipe"),
-        ({"recipe": "fp8-rows"}, "is not a recipe of transformer_engine"),
-        ({"recipe": "fp8-delayed", "system": "torchtitan"}, "is not a recipe of torchao"),
-    ],
-)
+@pytest.mark.parametrize(("facts", "words"), tables(__file__)["refused"])
 def test_what_has_no_recipe_is_refused(facts: dict[str, Any], words: str) -> None:
     with pytest.raises(RateError, match=words):
         made(**facts)

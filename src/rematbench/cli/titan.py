@@ -78,7 +78,8 @@ def _inexpressible(problem: Problem) -> Iterator[str]:
 
 
 def _sections(problem: Problem) -> dict[str, Section]:
-    lay, work, kernels = problem.layout, problem.workload, problem.system.kernels
+    lay, work, system = problem.layout, problem.workload, problem.system
+    components = ["model", *(["loss"] if system.loss.fused_loss else [])]
     local = lay.micro_batch * (lay.num_micro_batches if lay.pp > 1 else 1)
     param = {"bf16": "bfloat16", "fp32": "float32"}.get(work.precision, work.precision)
     sections: dict[str, Section] = {
@@ -96,7 +97,7 @@ def _sections(problem: Problem) -> dict[str, Section]:
             "context_parallel_degree": lay.cp,
             "pipeline_parallel_degree": lay.pp,
         },
-        "compile": {"enable": kernels.compiled},
+        "compile": {"enable": system.kernels.compiled, "components": components},
     }
     if lay.pp > 1:
         sections["parallelism"] |= {

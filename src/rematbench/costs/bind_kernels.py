@@ -319,7 +319,7 @@ class KernelCosts:
 def part_of(kernel: Kernel, direction: Direction, rows_fraction: float) -> Kernel:
     """The kernel on a share of its rows; the rows of a weight gradient are its reduction (k).
     Attention needs all rows: it has a share of its heads."""
-    if rows_fraction == 1.0:
+    if rows_fraction == 1.0 or (isinstance(kernel, Elementwise) and kernel.of_weights):
         return kernel
     match kernel:
         case Gemm(m=m, k=k):

@@ -15,7 +15,6 @@ from rematbench.foreign.recipes import read_accelerate_recipe
 from rematbench.inputs.configfile import ConfigError, read_mapping
 
 MODELS = ("model_name_or_path", "base_model", "model_name", "model")
-LIGER_PLUGIN = "axolotl.integrations.liger.LigerPlugin"
 PACKING = {"packing", "sample_packing", "neat_packing", "padding_free", "use_remove_padding"}
 PACKING |= {"batch_flattening"}
 PRECISIONS = {"bf16": "bf16", "pure_bf16": "bf16", "bfloat16": "bf16"}
@@ -28,6 +27,8 @@ PIECES = "mst:mlp_chunks=1"
 """A head in pieces of as many tokens as the vocabulary is wider than the model: TRL's chunks,
 Liger's fused linear loss (Liger-Kernel 0.8.5, ops/fused_linear_cross_entropy.py) and Cut Cross
 Entropy (arXiv 2411.09009), whose pieces are smaller."""
+PLUGINS = {"CutCrossEntropyPlugin": PIECES, **dict.fromkeys(("LigerPlugin", "SwanLabPlugin"), "")}
+"""axolotl's plugins that are known, with the pieces of the head; the others are refused."""
 WIDENS = ("TRL", "LLaMA-Factory")
 """Trainers whose weights are fp32 unless a key says otherwise: TRL 1.16, trainer/model_config.py
 (dtype), LLaMA-Factory 0.9.5, model/adapter.py (init_adapter)."""
@@ -158,10 +159,11 @@ def _kernels(reading: Reading, data: Mapping[str, Any]) -> None:
     if not is_off(data.get("torch_compile")):
         reading.facts |= {"compiled": True, "norm_keeps_steps": False, "fused_swiglu": True}
     for plugin in data.get("plugins") or ():
-        if plugin.rpartition(".")[2] == "CutCrossEntropyPlugin":
-            reading.put("pieces", PIECES, "plugins")
-        elif plugin != LIGER_PLUGIN:
+        name = plugin.rpartition(".")[2]
+        if name not in PLUGINS:
             reading.refused.append(f"plugins: {plugin} is not modelled")
+        elif PLUGINS[name]:
+            reading.put("pieces", PLUGINS[name], "plugins")
     loss = data.get("loss_type")
     usual = loss is None and EARLY not in data
     if reading.package == "TRL" and (loss == "chunked_nll" or usual):

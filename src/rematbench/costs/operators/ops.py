@@ -12,7 +12,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from rematbench.costs.operators.kernels import Elementwise, Gemm, Kernel
-from rematbench.workload import AdapterTarget
+from rematbench.model import AdapterTarget
 
 CommKind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "ring", "amax"]
 """`amax`: an all-reduce of the largest elements of tensors, a few numbers."""
@@ -81,7 +81,9 @@ class Op(Struct, frozen=True, kw_only=True):
 
     `row_local`: each output row depends on the same input row only. `alias_inputs`: inputs whose
     gradient is the same tensor as the output's gradient (a residual addition), so the backward
-    moves no bytes. `scratch_*` are bytes that exist only during the kernel.
+    moves no bytes. `scratch_*` are bytes that exist only during the kernel. `widened_bytes`: so are
+    those of a packed weight that is widened, in the forward and in the backward of the input; some
+    of the rows need all of them.
 
     `holds`: tensors that the caller of a module keeps until the end of this operator, in a forward.
 
@@ -116,6 +118,7 @@ class Op(Struct, frozen=True, kw_only=True):
     replicated: bool = False
     scratch_forward_bytes: int = 0
     scratch_backward_bytes: int = 0
+    widened_bytes: tuple[int, int] = (0, 0)
 
     @property
     def has_weight(self) -> bool:

@@ -151,9 +151,10 @@ class BackwardEmitter:
 
     def _graphs(self) -> set[int]:
         """The places of sharded layers that are rebuilt as graphs of their own (`Zero.reentrant`).
-        FSDP knows of none of them before, and gathers none ahead."""
+        FSDP knows of none of them before, and gathers none ahead.  A pipeline has all gathered."""
         zero, gatherer = self.chunk.problem.system.zero, self.gatherer
-        fsdp = zero.reentrant and zero.data_parallel == "fsdp"
+        alone = self.chunk.problem.layout.pp == 1
+        fsdp = zero.reentrant and zero.data_parallel == "fsdp" and alone
         if not (fsdp and gatherer and gatherer.layerwise and gatherer.peers):
             return set()
         rebuilt = (site for site, fate in self.fates.items() if fate.recompute_bytes)
