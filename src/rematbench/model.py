@@ -25,7 +25,7 @@ BlockKind = Literal["sequential", "parallel", "parallel_shared_norm"]
 HeadNormWeights = Literal["head", "each_head", "width", "none"]
 RouterKind = Literal["softmax", "sigmoid"]
 Precision = Literal["bf16", "fp16", "fp32", "fp64"]
-RecipeName = Literal["none", "fp8", "fp8-delayed", "fp8-block", "mxfp8", "nvfp4"]
+RecipeName = Literal["none", "fp8", "fp8-delayed", "fp8-block", "fp8-rows", "mxfp8", "nvfp4"]
 BaseDtype = Literal[
     "stack", "bf16", "fp32", "nf4", "nf4_double", "int4", "int4_ungrouped", "marlin", "int8"
 ]

@@ -53,16 +53,15 @@ Timeout = Annotated[
 ]
 
 
-def percents(text: str | float, maximum: float = math.inf) -> float:
+def percents(text: str | float, maximum: float = 100) -> float:
     """A percentage from 0 to `maximum`, with or without a percent sign: `1`, `1%`.
     BadParameter for any other text."""
     try:
         number = float(str(text).strip().removesuffix("%"))
     except ValueError:
         number = math.nan
-    if not 0 <= number <= maximum or number == math.inf:
-        allowed = "of 0 or more" if maximum == math.inf else f"from 0 to {maximum:g}"
-        raise BadParameter(f"{text!r} is not a percentage {allowed}, as 1 or 1%")
+    if not 0 <= number <= maximum:
+        raise BadParameter(f"{text!r} is not a percentage from 0 to {maximum:g}, as 1 or 1%")
     return number
 
 

@@ -11,8 +11,9 @@ from rematbench.costs.operators.kernels import Elementwise
 from rematbench.costs.operators.memory import table_traffic
 from rematbench.evaluate.evaluation import evaluate
 from rematbench.inputs.layout import LayoutError
+from rematbench.model import Memory
 from rematbench.problem import Problem, rank_parameters
-from rematbench.workload import Memory, Model
+from rematbench.workload import Model
 from rematbench.worlds.torch.case import Case
 from tests.problems import LLAMA, layers, plan_of, problem
 from tests.worlds.torch import cases, laws

@@ -33,7 +33,10 @@ def refusals(problem: Problem, plan: Plan) -> list[str]:
         and (model.latent.rope if model.latent else model.head_dim) % 2 != 0,
         "slices of several sequences, or with sequence parallelism": bool(plan.slices)
         and (lay.micro_batch > 1 or lay.sequence_parallel),
-        "a vocabulary over all stages": plan.schedule in VOCABULARY,
+        "a vocabulary over all stages with states in host memory, or updated in the backward": (
+            plan.schedule in VOCABULARY
+            and (plan.state("optimizer").home, plan.state("optimizer").update) != ("device", "step")
+        ),
         "soft caps": model.attention_soft_cap != 0 or model.logit_soft_cap != 0,
         "norms over each head with tensor parallelism and without sequence parallelism": (
             model.qk_norm and lay.tp > 1 and not lay.sequence_parallel
@@ -61,7 +64,8 @@ def refusals(problem: Problem, plan: Plan) -> list[str]:
         and lay.zero_stage > 0,
         "outputs that a pipeline stage holds": system.parallel.holds_outputs and lay.pp > 1,
         "replicas of sharded states": lay.state_shards < lay.dp * lay.cp,
-        "attention over slices of heads": any(run.of == "heads" for run in plan.mini_sequences),
+        "quantised linears over slices of heads": problem.workload.recipe != "none"
+        and any(run.of == "heads" for run in plan.mini_sequences),
         "a second tensor dimension over data-parallel ranks": lay.tp_columns > 1 and lay.has_peers,
         "memory layers over data-parallel ranks": model.memory is not None and lay.has_peers,
         "KV heads replicated over tp": model.num_kv_heads % lay.tp != 0,
@@ -116,8 +120,12 @@ def _refused_of_recipes(problem: Problem) -> dict[str, bool]:
     given = work.recipe != "none"
     return {
         "a recipe in FP4": work.recipe == "nvfp4",
+        "scales of whole rows": work.recipe == "fp8-rows",
         "quantised parameters": work.fp8_params,
         "quantised linears with tensor or context parallelism": given and lay.tp * lay.cp > 1,
+        "scales of earlier steps over data-parallel ranks": (
+            work.recipe == "fp8-delayed" and lay.has_peers
+        ),
         "quantised experts": given and work.model.experts is not None,
         "quantised projections of latent attention": given and work.model.latent is not None,
     }

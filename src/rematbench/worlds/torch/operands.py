@@ -22,6 +22,7 @@ from rematbench.engine.program.action import Action, Kind
 from rematbench.engine.program.storage import Role, Storage, storage_of
 from rematbench.inputs.recipes import Recipe, recipe_of
 from rematbench.worlds.torch import quantised
+from rematbench.worlds.torch.heads import SPLIT, Heads
 from rematbench.worlds.torch.parameters import Parameter
 from rematbench.worlds.torch.rank_model import SAVED, RankModel
 from rematbench.worlds.torch.storages import Span
@@ -166,7 +167,7 @@ class Call(NamedTuple):
     """One call of an operator. A call has a span, the tensors by activation name, the gradients of
     the outputs in order, and the names of the wanted outputs. `grads_are_views`: whether the
     gradients are views of their storages, so that writes into them persist. `wide`: packed weights
-    that are widened, by name."""
+    that are widened, by name. `heads`: the piece of heads that it computes."""
 
     model: RankModel
     unit: Unit
@@ -177,13 +178,29 @@ class Call(NamedTuple):
     wanted: Container[str] = ()
     grads_are_views: bool = False
     wide: Mapping[str, Tensor] = MappingProxyType({})
+    heads: Heads | None = None
 
     def parameter(self, name: str) -> Parameter:
         return self.model.local[self.span.chunk][self.unit.prefix][name]
 
     def bias(self, name: str) -> Tensor | None:
-        found = self.model.local[self.span.chunk][self.unit.prefix].get(f"{name}.bias")
-        return None if found is None else found.value
+        has = f"{name}.bias" in self.model.local[self.span.chunk][self.unit.prefix]
+        return self.value(f"{name}.bias") if has else None
+
+    def value(self, name: str) -> Tensor:
+        """A weight or bias, of a piece of heads its rows."""
+        return self._piece(name, self.parameter(name).value)
+
+    def _piece(self, name: str, whole: Tensor) -> Tensor:
+        return self.heads.of(name, whole, 0) if self._split(name) and self.heads else whole
+
+    def sums(self, name: str) -> list[Tensor]:
+        """The sum of a weight's gradients, of a piece of heads its rows, for each rank."""
+        whole = self.parameter(name).grad
+        return self.heads.parts(name, whole, 0) if self._split(name) and self.heads else [whole]
+
+    def _split(self, name: str) -> bool:
+        return name.removesuffix(".bias") in SPLIT
 
     def rows(self, whole: Tensor) -> Tensor:
         """The call's rows of a tensor that has one row per token of the rank."""
@@ -221,9 +238,9 @@ class Call(NamedTuple):
         """The weight `name` as products read it."""
         parameter = self.parameter(name)
         if not parameter.spec.packing:
-            return self.narrowed(parameter.value, weight=True)
+            return self.narrowed(self.value(name), weight=True)
         known = self.wide.get(name)
-        return self.widened((name,)).wide[name] if known is None else known
+        return self._piece(name, self.widened((name,)).wide[name] if known is None else known)
 
     def widened(self, names: Sequence[str]) -> "Call":
         """The call with the packed weights `names` widened in one matrix."""
@@ -241,5 +258,6 @@ class Call(NamedTuple):
 
     def linear(self, x: Tensor, name: str, bias: Tensor | None) -> Tensor:
         """x times the weight `name` (+ bias); its FLOPs are counted."""
-        self.model.flop += 2.0 * x.shape[0] * self.parameter(name).shape.numel()
-        return F.linear(x, self.weight(name), bias)
+        weight = self.weight(name)
+        self.model.flop += 2.0 * x.shape[0] * weight.numel()
+        return F.linear(x, weight, bias)
