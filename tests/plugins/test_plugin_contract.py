@@ -42,7 +42,7 @@ def test_the_plan_is_pure_lowers_and_is_safe(path: Path, name: str) -> None:
     check_plan(method(path), problems()[name])
 
 
-@pytest.mark.parametrize("name", ["pp", "vpp"])
+@pytest.mark.parametrize("name", ["pp", pytest.param("vpp", marks=pytest.mark.full)])
 @pytest.mark.parametrize("base", FILES, ids=lambda path: path.stem)
 def test_methods_compose(path: Path, base: Path, name: str) -> None:
     """On top of any other method: a plan that lowers, or a reason."""
