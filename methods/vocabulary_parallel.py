@@ -15,8 +15,7 @@ from typing import ClassVar, Literal
 from msgspec import Struct
 from msgspec.structs import replace
 
-from rematbench.plan import Plan, Settings, Unsupported, vocabulary_refusal
-from rematbench.problem import Problem
+from rematbench.method import Plan, Problem, Settings, Unsupported, vocabulary_refusal
 
 
 class VocabularyParallel(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

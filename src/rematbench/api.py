@@ -16,7 +16,7 @@ from rematbench.advise.search.job import search_row
 from rematbench.advise.search.request import SearchRequest
 from rematbench.advise.search.rounds import SearchJob, rounds
 from rematbench.evaluate.result import PlannedJob, Result, evaluate_method, told_fragmented
-from rematbench.evidence.bands import with_band
+from rematbench.evidence.bands import with_host_rates
 from rematbench.inputs.configfile import ConfigError, convert
 from rematbench.inputs.job import Job
 from rematbench.plugins.discover import discover, entry_of
@@ -69,7 +69,7 @@ def simulate(problem: Job, method: str | Composition | Method, *, checked: bool 
     result = evaluate_method(
         job.problem, found, job.base, checked=checked, words=job.words, text=named
     )
-    return with_band(told_fragmented(result))
+    return with_host_rates(told_fragmented(result))
 
 
 def estimate(model: str | Path, *, method: str = IDENTITY, **facts: Any) -> Estimate:

@@ -1,7 +1,7 @@
 """A decoder-only transformer, and the types of its numbers and words."""
 
 from fractions import Fraction
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Literal, NamedTuple, get_args
 
 from msgspec import Meta, Struct
 
@@ -26,7 +26,7 @@ BlockKind = Literal["sequential", "parallel", "parallel_shared_norm"]
 HeadNormWeights = Literal["head", "each_head", "width", "none"]
 RouterKind = Literal["softmax", "sigmoid"]
 Precision = Literal["bf16", "fp16", "fp32", "fp64"]
-RecipeName = Literal["none", "fp8", "fp8-delayed", "fp8-block", "mxfp8", "nvfp4"]
+RecipeName = Literal["none", "fp8", "fp8-delayed", "fp8-block", "fp8-rows", "mxfp8", "nvfp4"]
 BaseDtype = Literal[
     "stack", "bf16", "fp32", "nf4", "nf4_double", "int4", "int4_ungrouped", "marlin", "int8"
 ]
@@ -39,18 +39,40 @@ TrainedParts = Annotated[
 ]
 """Parts that train: some of embedding, norms, head between commas."""
 
-PACKED_BYTES: dict[str, Fraction] = {
-    "nf4": Fraction(1, 2) + Fraction(4, 64),
-    "nf4_double": Fraction(1, 2) + Fraction(1, 64) + Fraction(4, 64 * 256),
-    "int4": Fraction(1, 2) + Fraction(2, 128) + Fraction(1, 2 * 128),
-    "int4_ungrouped": Fraction(1, 2),
-    "marlin": Fraction(1, 2) + Fraction(2, 128),
-    "int8": 1 + Fraction(2, 128) + Fraction(1, 128),
+
+class Packing(NamedTuple):
+    """How weights of a linear are packed: codes of `bits`; a scale of `scale_bytes` for each
+    `block` of them (0: none that counts), of which `nested` share an fp32 one (0: none do); a zero
+    of `bits` beside each scale, if there are `zeros`."""
+
+    bits: int
+    block: int = 0
+    scale_bytes: int = 0
+    nested: int = 0
+    zeros: bool = False
+
+    @property
+    def bytes(self) -> Fraction:
+        """Bytes of a weight, with its part of scales and zeros."""
+        if not self.block:
+            return Fraction(self.bits, 8)
+        nested = Fraction(4, self.nested) if self.nested else 0
+        beside = self.scale_bytes + nested + Fraction(self.bits * self.zeros, 8)
+        return Fraction(self.bits, 8) + beside / self.block
+
+
+PACKINGS = {
+    "nf4": Packing(4, 64, 4),
+    "nf4_double": Packing(4, 64, 1, nested=256),
+    "int4": Packing(4, 128, 2, zeros=True),
+    "int4_ungrouped": Packing(4),
+    "marlin": Packing(4, 128, 2),
+    "int8": Packing(8, 128, 2, zeros=True),
 }
-"""Bytes of a weight of a linear, by format, with its scales and zeros.  nf4: blocks of 64, an fp32
-scale or one in 8 bits and one in fp32 for 256 (bitsandbytes, functional.py: quantize_4bit).  int4,
-int8: groups of 128, an fp16 scale and a zero (AutoGPTQ @058fd80a, qlinear_cuda_old.py); ungrouped:
-one for a column, left out.  marlin: groups of 128 without zeros (IST-DASLab/marlin @0f102e1)."""
+"""nf4: fp32 scales, or in 8 bits (bitsandbytes, functional.py: quantize_4bit).  int4, int8: fp16
+scales (AutoGPTQ @058fd80a, qlinear_cuda_old.py); ungrouped: one for a column, left out.  marlin:
+without zeros (IST-DASLab/marlin @0f102e1)."""
+PACKED_BYTES = {name: packing.bytes for name, packing in PACKINGS.items()}
 
 BYTES_PER_ELEMENT: dict[str, int] = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
 

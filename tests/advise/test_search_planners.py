@@ -140,5 +140,5 @@ def test_a_planner_alone_is_no_search() -> None:
         SearchJob(replace(asked(), only=("lynx_heu",)))
     told = RUN.invoke(app, [*shlex.split(WORDS), "--method", "lynx_opt", "--find", "memory"])
     assert isinstance(told.exception, CommandError)
-    refusal = "--method lynx_opt: --find and --price-tags take no planner"
+    refusal = "--method lynx_opt: --find takes no planner"
     assert str(told.exception) == refusal

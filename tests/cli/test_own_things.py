@@ -20,6 +20,7 @@ from rematbench.plugins.discover import entry_of
 from rematbench.plugins.registry import Composition
 from rematbench.worlds.records.suite import load_suite
 from rematbench.worlds.records.suite_cells import cells
+from tests.tables import tables
 from tests.typed import typed
 from tests.wrong_inputs import ROW
 
@@ -236,20 +237,7 @@ def test_a_method_may_be_a_name_a_file_or_an_object(tmp_path: Path) -> None:
         rematbench.load_method(str(own(tmp_path, "return 3"))).plan(run.job.problem)
 
 
-@pytest.mark.parametrize(
-    ("wrong", "told"),
-    [
-        ({"tp": 0}, "tp: 0: expected int >= 1"),
-        ({"tp": "4"}, "tp: '4': expected int, got str"),
-        ({"seq_len": "8192"}, "seq_len: '8192'"),
-        ({"gpus": 2.0}, "gpus: 2.0"),
-        ({"precision": "fp8"}, "allowed: bf16, fp16, fp32, fp64"),
-        ({"zero_stage": 4}, "allowed: 0, 1, 2, 3"),
-        ({"model": 7}, "model: 7"),
-        ({"model": "llama7b"}, "did you mean 'llama-7b'"),
-        ({"gpus": 6, "tp": 4}, "multiple of tp x cp x pp"),
-    ],
-)
+@pytest.mark.parametrize(("wrong", "told"), tables(__file__)["wrong"])
 def test_a_wrong_problem_is_one_line(wrong: dict[str, object], told: str) -> None:
     given = {f: getattr(PROBLEM, f) for f in PROBLEM.__struct_fields__} | wrong
     with pytest.raises(ValueError) as caught:  # noqa: PT011  # told below

@@ -14,10 +14,9 @@ from rematbench.evidence.published.words import committed
 from rematbench.inputs.job import Job
 from rematbench.inputs.layout import LayoutError
 from rematbench.inputs.load import load_model
-from rematbench.model import Latent
+from rematbench.model import PACKED_BYTES, Latent
 from rematbench.plan import Plan, Unsupported
 from rematbench.problem import Problem, rank_parameters, rank_states
-from rematbench.workload import PACKED_BYTES
 from rematbench.worlds.packages.limits import setup_of
 from rematbench.worlds.packages.process import baselines
 from tests.predicted import predicted
@@ -124,7 +123,9 @@ def test_packed_linears_have_the_bytes_of_their_format(dtype: str) -> None:
     found = rank_states(problem, problem.base_plan, 0).parameter
     assert found == pytest.approx(expected, abs=2 * 8 * model.num_layers)
     up = problem.layer(1).op("fc1")
-    assert up.scratch_forward_bytes >= 2 * model.hidden * model.ffn  # widened for each use
+    assert up.widened_bytes == (2 * model.hidden * model.ffn,) * 2  # for each use
+    first = problem.layer(0).op("qkv")  # its input has no gradient
+    assert (first.widened_bytes[1], problem.layer(1).op("qkv").widened_bytes[1] > 0) == (0, True)
     wide = made(lora_rank=RANK)
     assert problem.cost.op_s(up, "forward") > wide.cost.op_s(wide.layer(1).op("fc1"), "forward")
 

@@ -9,6 +9,7 @@ from rematbench.plan import Plan, Unsupported
 from rematbench.plugins.discover import discover
 from rematbench.plugins.registry import MethodError, Registry
 from tests.problems import problem
+from tests.tables import tables
 
 GOOD = '''"""mine: drop the queries.
 
@@ -85,21 +86,7 @@ def test_equal_file_names_in_two_folders_do_not_mix(tmp_path: Path) -> None:
     assert {"mine", "yours"} <= registry.methods.keys()
 
 
-@pytest.mark.parametrize(
-    ("spec", "settings", "words"),
-    [
-        ("keep_al", {}, "did you mean 'keep_all'"),
-        ("keep_all+", {}, "unknown method ''"),
-        ("keep_all+keep_all", {}, "contains the same method twice"),
-        ("pp_offload", {"alhpa": 0.1}, "did you mean 'alpha'"),
-        ("keep_all", {"alpha": 0.1}, "allowed: none"),
-        ("pp_offload", {"alpha": "much"}, "pp_offload.alpha: expected float"),
-        ("pp_offload", {"alpha": 2}, "pp_offload.alpha"),
-        ("pp_offload", {"fit": "papers"}, "'papers' (allowed: paper, ledger)"),
-        ("pp_offload", {"keep_all.alpha": 0.1}, "'keep_all' is not in the method"),
-        ("keep_all+pp_offload", {"keep_all.alpha": 0.1}, "unknown parameter 'alpha' of keep_all"),
-    ],
-)
+@pytest.mark.parametrize(("spec", "settings", "words"), tables(__file__)["wrong_words"])
 def test_wrong_asks_name_what_would_be_right(
     spec: str, settings: dict[str, Any], words: str
 ) -> None:

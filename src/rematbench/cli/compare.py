@@ -6,7 +6,7 @@ from typing import Annotated
 
 import msgspec
 import typer
-from rich.console import Console, ConsoleDimensions
+from rich.console import Console
 from typer import Option
 
 from rematbench.advise.candidates.candidate import load_compare
@@ -47,9 +47,6 @@ from rematbench.problem import Problem
 from rematbench.worlds.packages.process import broken_baselines
 
 Names = list[str] | None
-
-UNBOUNDED = 1000
-"""The terminal width of `--wide`: more columns than any row has."""
 
 RUNS_ON = "runs\non"
 
@@ -94,9 +91,6 @@ def compare(  # noqa: PLR0913, PLR0917  # an option of the command line each
     json: Json = False,
     notes: Notes = False,
     plot: Plot = None,
-    wide: Annotated[
-        bool, Option("--wide", help="Show all columns, even if lines exceed the terminal.")
-    ] = False,
     limit: Annotated[
         int, Option(min=1, metavar="S", help="CPU seconds that each candidate may take.")
     ] = 4,
@@ -127,7 +121,7 @@ def compare(  # noqa: PLR0913, PLR0917  # an option of the command line each
         processes=processes,
         limit_s=limit,
     )
-    printed = Ranking(console(), comparison, order, wide=wide, every=notes)
+    printed = Ranking(console(), comparison, order, every=notes)
     shipped()  # free here, while the workers' server imports its modules
     comparison.quick()
     if not json:
@@ -194,15 +188,11 @@ class Ranking:
         comparison: Comparison,
         order: Order | None = None,
         *,
-        wide: bool = False,
         every: bool = False,
     ) -> None:
         self.out, self.comparison, self.order = out, comparison, order or Order()
         self.every = every
         self.problem = comparison.job.problem
-        if wide:
-            # Width and height, because the width alone of a dumb terminal cannot be set.
-            self.out.size = ConsoleDimensions(UNBOUNDED, self.out.height)
         self.verdict = ""
         gap = 2 if out.width >= WIDE else 1
         self.plans = PlanTable(out, heads(self.problem, self.order), gap=gap)
@@ -250,7 +240,7 @@ class Ranking:
         absent = left_out(results, self.comparison)
         engines = f"runs on: {self.comparison.engines.legend()}"
         more = (
-            self.plans.not_shown("--wide, or -o FILE.csv"),
+            self.plans.not_shown("-o FILE.csv"),
             *job_notes(self.problem),
             engines if RUNS_ON not in self.plans.missing else "",
             world_line(self.problem),

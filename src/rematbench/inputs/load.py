@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Collection
+from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
@@ -314,8 +315,8 @@ def _aliases() -> dict[str, str]:
 
 
 class RowClaim(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The published rows of a stack: rows of one of `systems`, and rows of the family `system`
-    whose note contains `note`.
+    """The published rows of a stack: rows of one of `systems` (a name with * is a pattern, of
+    versions that nobody read), and rows of the family `system` whose note contains `note`.
     `recompute` maps a word in the recompute column of such a row to the stack's method."""
 
     system: str = ""
@@ -331,7 +332,25 @@ def claim_of_row(system: str, note: str) -> tuple[str, dict[str, str]]:
     for stem, claim in _claimed_rows().items():
         if system in claim.systems or (system == claim.system and claim.note in note):
             return stem, claim.recompute
-    return system, {}
+    plain = _plain(system)
+    return version_of(system) or (plain if plain in names("system") else system), {}
+
+
+@cache
+def version_of(system: str) -> str:
+    """The stack with the longest pattern for a published name; empty without one, and for names
+    that a file has as they stand or in another spelling."""
+    claims = _claimed_rows()
+    patterns = {name: stem for stem, claim in claims.items() for name in claim.systems}
+    families = (claim.system for claim in claims.values())
+    if {system, _plain(system)} & {*names("system"), *_aliases(), *patterns, *families}:
+        return ""
+    found = [name for name in patterns if "*" in name and fnmatchcase(_plain(system), name)]
+    return patterns[max(found, key=len)] if found else ""
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[\s_]+", "-", name.lower())
 
 
 @cache

@@ -1,5 +1,6 @@
 """moe.csv: words of rows with experts, and what they mean."""
 
+import re
 from functools import cache
 from math import fsum
 from statistics import median, quantiles
@@ -29,6 +30,7 @@ from rematbench.plugins.discover import discover
 from rematbench.problem import Problem
 from rematbench.workload import Experts
 from tests.predicted import read_of
+from tests.tables import tables
 
 REGISTRY = discover(())
 ROWS = read_sheet(data_dir("published") / "moe.csv")
@@ -89,24 +91,7 @@ def test_balance_is_an_assumption_unless_it_was_forced() -> None:
     assert case(router="natural, dropless").assumed.endswith("experts balanced")
 
 
-@pytest.mark.parametrize(
-    ("changed", "words"),
-    [
-        ({"attention_kind": "mla: q_lora 1536"}, "attention_kind: mla: Object missing required"),
-        ({"ep_overlap": "shared"}, "ep_overlap: 'shared' is not modelled"),
-        ({"cuda_graph": "full_iteration"}, "cuda_graphs: full_iteration needs experts of known"),
-        ({"cuda_graph": "moe_preprocess"}, "cuda_graph: 'moe_preprocess': CUDA graphs of this"),
-        ({"router": "token drop"}, "router: 'token drop': the capacity factor of dropped"),
-        ({"router": "token dropping"}, "is not modelled; did you mean 'token drop'?"),
-        ({"optimizer": "muon"}, "optimizer: 'muon': is not modelled"),
-        ({"recompute_modules": "gdn_norm"}, "recompute_modules: 'gdn_norm' is not modelled"),
-        ({"dispatcher": "mori"}, "dispatcher: 'mori' is not modelled"),
-        ({"recompute": "", "recompute_modules": ""}, "recomputation not published"),
-        ({"dispatcher": "deep-ep"}, "is not modelled; did you mean 'deepep'?"),
-        ({"cuda_graph": "full_iteration", "offload": "x"}, "offload: 'x': is not modelled"),
-        ({"ep": "7"}, "layout: "),
-    ],
-)
+@pytest.mark.parametrize(("changed", "words"), tables(__file__)["refused"])
 def test_what_is_not_modelled_is_refused_by_its_column(changed: Cell, words: str) -> None:
     with pytest.raises(RowError) as refused:
         case(**changed).problem()
@@ -151,6 +136,39 @@ def test_words_without_an_effect_refuse_nothing() -> None:
         {"recompute_modules": "layernorm moe (default)"},
     ):
         assert case(**{"router": "forced balance, dropless", **changed}).key == plain.key, changed
+
+
+SPELLINGS: dict[str, dict[str, list[str]]] = tables(__file__)["spellings"]
+"""Words of a column, and other spellings of each."""
+
+
+@pytest.mark.parametrize("column", SPELLINGS)
+def test_spellings_of_a_word_mean_the_same(column: str) -> None:
+    base = {"layers": "62", "tp": "1", "cp": "1", "pp": "8", "vpp": "4", "dp": "32"}
+    for word, spellings in SPELLINGS[column].items():
+        wanted = case(**{**base, column: word})
+        for spelling in spellings:
+            assert case(**{**base, column: spelling}).key == wanted.key, spelling
+
+
+@pytest.mark.parametrize("word", ["selective (core_attn)", "full/uniform/1", "Full, every layer"])
+def test_policies_are_read_in_other_spellings(word: str) -> None:
+    kind = re.split(r"\W", word.lower())[0]
+    assert case(recompute=word, recompute_modules="").method == f"{kind}_recompute"
+
+
+def test_versions_of_a_stack_say_what_they_are_taken_for() -> None:
+    found = case(system="megatron-bridge-27.02")
+    assert found.system.name == "megatron-bridge"
+    assert "megatron-bridge-27.02 taken for megatron-bridge" in found.assumed
+    assert "taken for" not in case(system="megatron-bridge-26.02").assumed
+    assert case(system="torchtitan-2026-03").system.name == "torchtitan-2026"
+    assert case(system="megatron-core-0.15").system.name == "megatron-core-0.16"
+
+
+def test_windows_are_those_of_the_words() -> None:
+    found = case(attention_kind="gqa: head_dim 128, every second layer sliding window 128")
+    assert found.model.attention_window == (128, 0) * (found.model.num_layers // 2)
 
 
 def test_an_unknown_word_of_a_shipped_models_mlp_is_the_models() -> None:

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from rematbench.cli.sheet import predict
 from rematbench.evidence.accuracy import MORE, Accuracy, Group, load_accuracy, members, validate
 from rematbench.evidence.predict import predict_rows
 from rematbench.evidence.published.sheets import Cell, Row, read_sheet
@@ -161,11 +160,10 @@ def test_without_a_host_errors_are_larger(widest: bool) -> None:
 
 @pytest.mark.full
 def test_the_figure_shows_how_long_devices_wait(tmp_path: Path) -> None:
-    sheet, names = tmp_path / "rows.csv", ("predicted.csv", "instant.csv")
+    names = ("predicted.csv", "instant.csv")
     rows = [row for row in small() if row["pp"] == "1" and row["layers"] == "24"]
-    write_sheet(sheet, rows, list(rows[0]))
-    for name, instant in zip(names, (False, True), strict=True):
-        predict(sheet, tmp_path / name, processes=1, instant_hosts=instant)
+    for name, constants in zip(names, (None, instant_hosts(calibration())), strict=True):
+        write_sheet(tmp_path / name, predict_rows(rows, processes=1, constants=constants))
     slow, fast = (read_sheet(tmp_path / name) for name in names)
     for one, other in zip(slow, fast, strict=True):
         assert float(one["pred_step_s"]) >= float(other["pred_step_s"])

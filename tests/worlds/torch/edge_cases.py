@@ -16,6 +16,8 @@ from torch import Tensor
 from rematbench.engine.lowering.lower import lower
 from rematbench.engine.program.program import Program
 from rematbench.evaluate.proof import check
+from rematbench.inputs.load import load_cluster
+from rematbench.model import RecipeName
 from rematbench.worlds.torch import exchanges, movers, single_rank, worker
 from rematbench.worlds.torch.batch import MicroBatch
 from rematbench.worlds.torch.case import Case
@@ -85,7 +87,19 @@ def ordered(layout: str, schedule: str, **changes: object) -> Case:
     return dataclasses.replace(case, plan=replace(case.plan, schedule=schedule))
 
 
+def narrow(layout: str, recipe: RecipeName) -> Case:
+    """Linears in FP8 whose scales several ranks share."""
+    case = cases.case(layout, "keep", precision="bf16")
+    work = replace(case.problem.workload, recipe=recipe)
+    hopper = load_cluster("h800-80gb")
+    return dataclasses.replace(
+        case, problem=dataclasses.replace(case.problem, workload=work, cluster=hopper)
+    )
+
+
 REFUSED: dict[str, Callable[[], Case]] = {
+    "quantised linears with tensor or context parallelism": lambda: narrow("tp2", "fp8"),
+    "scales of earlier steps over data-parallel ranks": lambda: narrow("dp2", "fp8-delayed"),
     "ring attention": lambda: cases.case(
         "cp2", "keep", precision="bf16", system_changes={"cp_kind": "ring"}
     ),

@@ -12,9 +12,10 @@ from rematbench.costs.operators.memory import table_on_host, table_traffic
 from rematbench.engine.lowering.lower import lower
 from rematbench.evaluate.evaluation import evaluate
 from rematbench.inputs.layout import LayoutError
+from rematbench.model import Memory
 from rematbench.plan import PlanError
 from rematbench.problem import Problem, rank_parameters
-from rematbench.workload import Memory, Model
+from rematbench.workload import Model
 from rematbench.worlds.torch.case import Case
 from tests.problems import LLAMA, layers, plan_of, problem
 from tests.worlds.torch import cases, laws

@@ -11,9 +11,10 @@ from msgspec.structs import replace
 from rematbench.evaluate.evaluation import evaluate
 from rematbench.inputs.load import load_cluster
 from rematbench.inputs.recipes import recipe_of
+from rematbench.model import RecipeName
 from rematbench.plan import MiniSequence
 from rematbench.problem import Problem
-from rematbench.workload import RecipeName, Work
+from rematbench.workload import Work
 from rematbench.worlds.records.refusals import refusals
 from rematbench.worlds.torch import quantised
 from rematbench.worlds.torch.case import Case, Result

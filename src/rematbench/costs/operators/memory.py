@@ -13,7 +13,8 @@ from rematbench.costs.operators.kernels import Elementwise, Gemm
 from rematbench.costs.operators.ops import memory_kernel
 from rematbench.inputs.layout import Layout
 from rematbench.inputs.system import States
-from rematbench.workload import Memory, Workload
+from rematbench.model import Memory
+from rematbench.workload import Workload
 
 INDEX_BYTES = 8
 

@@ -4,6 +4,7 @@ RowError."""
 import re
 from collections.abc import Mapping
 from functools import cache
+from pathlib import Path
 from typing import Any, get_args
 
 import msgspec
@@ -25,27 +26,30 @@ from rematbench.evidence.published.sheets import (
     text,
     whole,
 )
-from rematbench.evidence.published.words import INSIDE, NONE, policies, policy, said
+from rematbench.evidence.published.words import INSIDE, NONE, policies, policy, printed, said
 from rematbench.inputs.configfile import ConfigError, closest
 from rematbench.inputs.constants import Calibration
 from rematbench.inputs.job import Job
 from rematbench.inputs.kernel_rates import RateError
 from rematbench.inputs.layout import Degrees, Layout, LayoutError
 from rematbench.inputs.load import (
+    Kind,
     claim_of_row,
     is_path,
     load_cluster,
     load_model,
     load_system,
     names,
+    version_of,
 )
 from rematbench.inputs.stages import partition_of_sizes, stages_of, stages_text
 from rematbench.inputs.system import StackChoice, System, ZeroStage, with_facts
+from rematbench.model import GATED
 from rematbench.plan import Unsupported
 from rematbench.plugins.registry import IDENTITY, MethodError, Registry, Value
 from rematbench.problem import Problem
 from rematbench.solve.recompute_modules import MODULES
-from rematbench.workload import GATED, Experts, Latent, Model, Work
+from rematbench.workload import Experts, Latent, Model, Work
 
 ASSUMED = "unknown model: norms, biases and positions taken from"
 """Start of the remark that a row's model is not in config/models."""
@@ -124,9 +128,7 @@ def read_case(row: Row, registry: Registry) -> PublishedCase:
         if method != IDENTITY:
             raise RowError("unsupported", f"{passes} with {method} is not predicted from rows")
         method, settings = passes, {}
-    if system.kernels.compiled and "held" in settings:
-        settings = {key: value for key, value in settings.items() if key != "held"}
-    cluster = words.job.pop("cluster", text(row, "cluster"))
+    cluster = _shipped("cluster", words.job.pop("cluster", text(row, "cluster")))
     if not cluster:
         raise RowError("failed", "column cluster is missing or empty")
     try:
@@ -136,6 +138,8 @@ def read_case(row: Row, registry: Registry) -> PublishedCase:
     model, assumed = _model(row, words.model)
     if model.experts and "forced" not in text(row, "router"):
         assumed = "; ".join(filter(None, (assumed, "experts balanced")))
+    if stack := version_of(text(row, "system")):
+        assumed = "; ".join(filter(None, (assumed, f"{text(row, 'system')} taken for {stack}")))
     moved = whole(row, "layers_of_last_stage", least=0) if words.job.pop("moved", 0) else None
     stages = _stages(row, model.num_layers, layout, words.job.pop("ends", 0), moved)
     return PublishedCase.at(
@@ -181,9 +185,7 @@ def _model(row: Row, words: dict[str, Any]) -> tuple[Model, str]:
     named model with the row's shape columns, a model of a file, or a model whose shapes are all in
     the row.  Such a model has the norms, biases and kind of positions of a shipped model of its
     family, as many learned positions as the sequence needs, and no windows."""
-    name = text(row, "model")
-    if name.lower().replace("_", "-") in names("model"):
-        name = name.lower().replace("_", "-")
+    name = _shipped("model", text(row, "model"))
     mlp = words.pop("mlp", "")
     known = [column for column in SHAPE_COLUMNS if text(row, column)]
     latent = {k.removeprefix("latent."): words.pop(k) for k in [*words] if "latent." in k}
@@ -217,10 +219,27 @@ def _model(row: Row, words: dict[str, Any]) -> tuple[Model, str]:
     stated = {"tied_embeddings": tied, **words}
     if latent:
         stated["latent"] = _latent(model, latent)
+    for every, column in ((1, "window"), (2, "alternate_window")):
+        if size := stated.pop(column, 0):  # the first layer has it
+            layers = range(shape.get("num_layers", model.num_layers))
+            stated["attention_window"] = tuple(0 if i % every else size for i in layers)
     if text(row, "experts") not in NONE:
         stated["experts"] = _experts(row, model)
     model = _reshaped(model, name, shape, mlp or model.mlp)
     return replace(model, **stated), assumed
+
+
+HUB = re.compile(r"[\w-]+/([\w.-]+)(?<!\.yaml)(?<!\.yml)(?<!\.json)")
+"""A model's name on a hub, ORGANISATION/MODEL."""
+
+
+def _shipped(kind: Kind, name: str) -> str:
+    """The shipped name that a name spells in another case, with other separators, with details in
+    parentheses or with its organisation on a hub; other names as they are."""
+    hub = HUB.fullmatch(name) if kind == "model" and not Path(name).exists() else None
+    name = hub[1] if hub else name
+    plain = re.sub("[ _]", "-", INSIDE.sub("", name).strip().lower())
+    return plain if plain in names(kind) else name
 
 
 def _experts(row: Row, model: Model) -> Experts:
@@ -437,14 +456,14 @@ def _hosted(row: Row, layout: Layout) -> HostedStates:
 def _policy(row: Row, registry: Registry) -> tuple[str, dict[str, Any]]:
     """The method and settings of a row, by its words for recomputation and for its modules; a sheet
     with both columns and words in neither does not publish them."""
-    word, modules = text(row, "recompute"), text(row, "recompute_modules").lower()
+    word, modules = printed(row, "recompute"), printed(row, "recompute_modules").lower()
     claimed = claim_of_row(text(row, "system"), text(row, "note"))[1]
     if word.lower() in claimed:
         return recompute_method(claimed[word.lower()], registry)
     if not word and not modules and "recompute_modules" in row:
         raise RowError("unsupported", "recomputation not published")
-    plain = INSIDE.sub("", modules).split()
-    if not plain or plain[0] in ("none", "full", word.lower()):
+    plain = re.split(r"[\s,;+]+", INSIDE.sub("", modules).replace("-", "_").strip("[ ]"))
+    if plain[0] in (*NONE, "full", word.lower()):
         return recompute_method(modules if len(plain) > 1 else word, registry)
     if modules and (found := policy(modules)):
         return found

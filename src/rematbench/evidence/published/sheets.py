@@ -23,7 +23,7 @@ from rematbench.inputs.job import Job
 Row = Mapping[str, Any]
 """A row of a sheet: texts as they are read, and numbers of predictions."""
 Cell = dict[str, str]
-YES, NO = {"yes", "true", "1", "on"}, {"no", "false", "0", "off"}
+YES, NO = {"yes", "y", "true", "1", "on"}, {"no", "n", "false", "0", "off"}
 
 
 Quantity = Literal["allocated", "reserved", "device"]

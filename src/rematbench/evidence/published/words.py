@@ -4,6 +4,7 @@ A new sheet is its file, an entry under `sheets`, and entries for the words of i
 """
 
 import re
+from collections.abc import Iterable
 from functools import cache
 from typing import Any, get_args
 
@@ -17,10 +18,12 @@ from rematbench.inputs.job import Job
 from rematbench.inputs.load import names
 from rematbench.inputs.paths import data_dir
 
-NONE = ("", "none", "no", "0", "null")
+NONE = ("", "none", "no", "0", "null", "off", "false", "disabled")
 """Words for a feature that is off."""
-NUMBER = r"(\d*\.\d+|[1-9]\d*|0)"
-ORDINAL = re.compile(r"(\d)(?:st|nd|rd|th)\b")
+UNSAID = ("-", "?", "n/a", "not printed", "not published", "not stated", "unknown")
+"""Words of a cell whose source is silent, as if it were empty."""
+NUMBER = re.compile(r"\d*\.\d+|[1-9]\d*|0")
+SEPARATORS = re.compile(r"[\s_:=+/,^()\[\]]+|(?<=\w)-")
 INSIDE = re.compile(r"\(([^()]*)\)")
 
 
@@ -33,6 +36,7 @@ class Meaning(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     stack: dict[str, Any] = {}
     job: dict[str, Any] = {}
     refused: str = ""
+    unless: str = "^$"
 
 
 class Words(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -57,13 +61,10 @@ class Words(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     def meaning(self, word: str) -> str | Meaning | None:
         """What a word means, with the number in it in place of N; None if it is unknown."""
-        for term, meaning in self.terms.items():
-            found = _pattern(term).fullmatch(word)
-            if found and isinstance(meaning, Meaning):
-                return _with_number(meaning, found[1]) if found.groups() else meaning
-            if found:
-                return meaning
-        return None
+        found = spelled(word, self.terms)
+        meaning = self.terms[found[0]] if found else None
+        digits = found[1] if found else ""
+        return _with_number(meaning, digits) if isinstance(meaning, Meaning) else meaning
 
 
 class Policy(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -85,6 +86,7 @@ class Sheet(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 class _File(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     source: str
+    same: dict[str, str]
     sheets: dict[str, Sheet]
     columns: dict[str, Words]
     policies: dict[str, Policy]
@@ -120,14 +122,39 @@ def policies() -> list[str]:
 
 def policy(words: str) -> tuple[str, dict[str, Any]] | None:
     """The method and settings of words for recomputation (`uniform 2`, `selective(2)`), or None."""
-    plain = ORDINAL.sub(r"\1", " ".join(re.sub("[(:)]", " ", words.lower()).split()))
-    for term, one in _file().policies.items():
-        found = _pattern(term).fullmatch(plain)
-        if found and "0" not in found.groups():
-            settings = _numbered(one.settings, found[1]) if found.groups() else one.settings
-            lists = {key: tuple(v) if isinstance(v, list) else v for key, v in settings.items()}
-            return one.method, lists
+    known = _file().policies
+    found = spelled(words.lower(), known)
+    if found is None or found[1] == "0":
+        return None
+    one = known[found[0]]
+    settings = _numbered(one.settings, found[1])
+    lists = {key: tuple(v) if isinstance(v, list) else v for key, v in settings.items()}
+    return one.method, lists
+
+
+def spelled(word: str, terms: Iterable[str]) -> tuple[str, str] | None:
+    """The term that a word spells, and the number in it; None if it spells none.  Spellings differ
+    in separators, in the order of parts, and in parts of equal meaning (`same` of the file)."""
+    parts, known = _parts(word), _index(tuple(terms))
+    for number in ("", *filter(NUMBER.fullmatch, parts)):
+        spelling = ["N" if part == number else part for part in parts]
+        if term := known.get("".join(spelling)) or known.get(" ".join(sorted(spelling))):
+            return term, number
     return None
+
+
+@cache
+def _index(terms: tuple[str, ...]) -> dict[str, str]:
+    """The term of each spelling: its parts without separators, or in the order of the alphabet."""
+    spellings = {term: _parts(term) for term in reversed(terms)}
+    joined = {"".join(parts): term for term, parts in spellings.items()}
+    return {" ".join(sorted(parts)): term for term, parts in spellings.items()} | joined
+
+
+def _parts(word: str) -> list[str]:
+    same = _file().same
+    parts = [same.get(part, part) for part in SEPARATORS.split(word)]
+    return [part for part in parts if part]
 
 
 @cache
@@ -169,7 +196,13 @@ def _cell(row: Row, name: str, column: Words) -> str:
     for other, expression in column.inside.items():
         match = re.search(expression, text(row, other))
         return match[1].lower() if match else ""
-    return text(row, name).lower()
+    return printed(row, name).lower()
+
+
+def printed(row: Row, name: str) -> str:
+    """The text of a cell; empty where its source is silent."""
+    cell = text(row, name)
+    return "" if cell.lower() in UNSAID else cell
 
 
 def _read(found: Said, name: str, column: Words, cell: str, *, shipped: bool) -> list[str]:
@@ -180,11 +213,18 @@ def _read(found: Said, name: str, column: Words, cell: str, *, shipped: bool) ->
     meanings = []
     for word, detail in words:
         meaning = column.meaning(word)
+        if isinstance(meaning, Meaning) and re.search(meaning.unless, cell):
+            continue
         if isinstance(meaning, Meaning) and meaning.refused:
             return [f"column {name}: {word!r}: {meaning.refused}"]
         if isinstance(meaning, Meaning):
             meanings.append(meaning)
-        elif meaning is None and not shipped and _matters(column, word, detail=detail):
+        elif (
+            meaning is None
+            and not shipped
+            and word not in NONE
+            and _matters(column, word, detail=detail)
+        ):
             if column.refused:
                 return [f"column {name}: {cell!r}: {column.refused}"]
             refused.append(f"column {name}: {word!r} is not modelled{closest(word, column.terms)}")
@@ -201,7 +241,7 @@ def _cut(cell: str, column: Words) -> list[str]:
 
 def _matters(column: Words, word: str, *, detail: bool) -> bool:
     if column.matters is None:
-        return not detail
+        return not detail and word not in NONE
     return re.search(column.matters, word) is not None
 
 
@@ -210,11 +250,6 @@ def _is_choice(name: str, column: Words, cell: str) -> bool:
     known = facts(Job).get(name)
     values = get_args(plain_type(known)) if known else ()
     return cell in values and column.meaning(cell) is None
-
-
-@cache
-def _pattern(term: str) -> re.Pattern[str]:
-    return re.compile(re.sub(r"\bN\b", lambda _: NUMBER, re.escape(term)))
 
 
 def _with_number(meaning: Meaning, digits: str) -> Meaning:
@@ -226,5 +261,5 @@ def _with_number(meaning: Meaning, digits: str) -> Meaning:
 
 
 def _numbered(values: dict[str, Any], digits: str) -> dict[str, Any]:
-    number = float(digits) if "." in digits else int(digits)
+    number = float(digits or 0) if "." in digits else int(digits or 0)
     return {key: number if value == "N" else value for key, value in values.items()}

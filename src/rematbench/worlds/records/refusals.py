@@ -3,8 +3,10 @@
 from math import gcd
 
 from rematbench.costs.operators.ops import OpTable
+from rematbench.costs.states import GRADIENT_STAGE
 from rematbench.engine.lowering.states.state_shards import has_whole_gradients
 from rematbench.inputs.shapes import shapes
+from rematbench.model import PACKINGS, Packing
 from rematbench.plan import VOCABULARY, Plan
 from rematbench.problem import Problem, gathered_bytes, trained_operators
 
@@ -94,11 +96,16 @@ def uneven_experts(problem: Problem) -> bool:
 
 def _refused_of_adapters(problem: Problem) -> dict[str, bool]:
     """Refusals of a model of which only a part trains."""
-    work, lay = problem.workload, problem.layout
+    work, lay, model = problem.workload, problem.layout, problem.workload.model
+    packed = work.base_dtype in PACKINGS
     others = bool(work.trained_parts or work.frozen_layers or work.dora or work.bottleneck)
     return {
         "weights that do not train, other than with low-rank adapters": others,
-        f"frozen weights in {work.base_dtype}": work.base_dtype != "stack",
+        f"frozen weights in {work.base_dtype}": work.base_dtype != "stack"
+        and not PACKINGS.get(work.base_dtype, Packing(4)).block,
+        "packed weights that ranks share by unit, of memory layers, or beside a prediction": packed
+        and (lay.zero_stage >= GRADIENT_STAGE or model.memory is not None or model.mtp_layers > 0),
+        "frozen norms in fp32": work.fp32_norms and work.element_bytes < SUM_BYTES["fp32"],
         f"what trains in {work.trained_dtype}": work.trained_dtype != "stack",
         "adapters over tensor-parallel ranks": work.partly and lay.tp > 1,
         "adapters of models with experts": work.partly and work.model.experts is not None,
@@ -113,8 +120,12 @@ def _refused_of_recipes(problem: Problem) -> dict[str, bool]:
     given = work.recipe != "none"
     return {
         "a recipe in FP4": work.recipe == "nvfp4",
+        "scales of whole rows": work.recipe == "fp8-rows",
         "quantised parameters": work.fp8_params,
         "quantised linears with tensor or context parallelism": given and lay.tp * lay.cp > 1,
+        "scales of earlier steps over data-parallel ranks": (
+            work.recipe == "fp8-delayed" and lay.has_peers
+        ),
         "quantised experts": given and work.model.experts is not None,
         "quantised projections of latent attention": given and work.model.latent is not None,
     }

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from rematbench.costs.operators.ops import LINEAR_INPUTS, QUANTISED
-from rematbench.workload import AdapterTarget
+from rematbench.model import AdapterTarget
 from rematbench.worlds.torch import arithmetic, ends, experts, memory, quantised
 from rematbench.worlds.torch import attention_backends as attn
 from rematbench.worlds.torch.groups import Group
@@ -240,6 +240,7 @@ def _whole_side(call: Call, dx: Tensor) -> Tensor:
 def _column(call: Call) -> Tensors:
     x, found = _side(call), Tensors()
     adds = call.model.column == 0  # one of the ranks that sum adds the bias
+    call = call.opened([name for _, name in _weights(call)])
     for out, name in _weights(call):
         if out in call.wanted:
             made = call.linear(x, name, call.bias(name) if adds else None)
@@ -355,6 +356,8 @@ def _column_backward(call: Call) -> Tensors:
     undone in place, because the weight gradient reads this storage next."""
     dx: Tensor | None = None
     x, gradients = call.op.inputs[0], list[tuple[str, Tensor]]()
+    if _differentiable(call, x):
+        call = call.opened([name for _, name in _weights(call)])
     for name, turned in _column_gradients(call):
         grad = _turned(call, name, turned, inverse=True)
         if call.grads_are_views and grad is not turned:

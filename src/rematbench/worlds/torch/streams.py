@@ -149,13 +149,6 @@ def named_stream(device: torch.device, name: Hashable) -> torch.cuda.Stream:
     return CUDA_STREAMS[device, name]
 
 
-def stamp(stream: torch.cuda.Stream) -> torch.cuda.Event:
-    """The time at which a stream has done all work issued so far, for `elapsed_time`."""
-    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-    event.record(stream)
-    return event
-
-
 class CudaStreams(Streams):
     """One CUDA stream for each named stream, and events in place of synchronisation.
 
