@@ -22,6 +22,7 @@ from rematbench.worlds.torch.exchanges import Messages
 from rematbench.worlds.torch.groups import Group
 from rematbench.worlds.torch.operands import Call
 from rematbench.worlds.torch.parameters import Parameter
+from rematbench.worlds.torch.rank_model import NotExecutable
 from rematbench.worlds.torch.storages import Span, Value, compact
 
 Act = Callable[[Action, Span], None]
@@ -39,7 +40,10 @@ class SharedVocabulary:
         self.model, self.memory, self.streams = messages.model, messages.memory, messages.streams
         self.messages, self.outside, self.loss = messages, outside, loss
         self.stage, self.stages = self.model.place.pp, self.model.problem.layout.pp
-        self.sum = messages.groups.by_name["pp"].all_reduce
+        group = messages.groups.by_name.get("pp")
+        if group is None:
+            raise NotExecutable("a stage of a vocabulary that stages share cannot run alone")
+        self.sum = group.all_reduce
         self.vectors: dict[int, Tensor] = {}
         self.parts: dict[tuple[str, int], dict[int, Tensor]] = {}
         self.work: dict[tuple[Kind, str], Act] = {
