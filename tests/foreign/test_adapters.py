@@ -96,16 +96,7 @@ def test_a_configuration_of_torchtune_is_read(tmp_path: Path) -> None:
     assert not reading.unknown
 
 
-@pytest.mark.parametrize(
-    ("line", "packed"),
-    [
-        (
-            "deepspeed --module openrlhf.cli.train_sft --pretrain m --lora_rank 8 --load_in_4bit",
-            True,
-        ),
-        ("torchrun -m verl.trainer.fsdp_sft_trainer model.path=m model.lora_rank=8", False),
-    ],
-)
+@pytest.mark.parametrize(("line", "packed"), tables(__file__)["all_linears"])
 def test_packages_that_adapt_all_linears(tmp_path: Path, line: str, packed: bool) -> None:
     found, refused = read(tmp_path, line, "run.sh")
     assert (found["lora_rank"], found.get("lora_targets"), refused) == ("8", None, [])
