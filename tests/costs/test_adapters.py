@@ -22,6 +22,7 @@ from rematbench.worlds.packages.limits import setup_of
 from rematbench.worlds.packages.process import baselines
 from tests.predicted import predicted
 from tests.problems import all_methods
+from tests.tables import tables
 
 RANK = 16
 LATENT = Latent(kv_rank=512, nope=128, rope=64, v=128)
@@ -214,16 +215,7 @@ def test_what_is_not_modelled_is_one_line(facts: dict[str, Any], words: str) -> 
         made(**facts)
 
 
-@pytest.mark.parametrize(
-    ("kind", "own", "master"),
-    [
-        ("adam8bit", 2, 2),
-        ("adafactor", 0, 0),
-        ("lion", 2, 4),
-        ("momentum", 2, 4),
-        ("adam_bf16", 4, 4),
-    ],
-)
+@pytest.mark.parametrize(("kind", "own", "master"), tables(__file__)["moments"])
 def test_an_optimizer_replaces_the_moments_and_leaves_masters(
     kind: str, own: int, master: int
 ) -> None:
