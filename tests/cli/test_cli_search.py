@@ -86,18 +86,6 @@ def test_stages_that_no_bound_covers_are_tuned_by_layer_without_a_proof() -> Non
     assert "a chunk has no layers (not searched)" in str(without.exception)
 
 
-def test_two_plans_are_explained_by_parts_that_add_up() -> None:
-    """`--explain` names the terms of the difference; a place that is not there is one line."""
-    told = RUN.invoke(app, ["search", *shlex.split(WORDS), "--top", "2", "--explain", "1", "2"])
-    assert told.exit_code == 0, told.output
-    table = told.output.split("part of the step")[1]
-    cells = [line.split("|") for line in table.splitlines() if line.count("|") == 3]
-    terms = {cell[1].strip(): float(cell[2]) for cell in cells}
-    assert sum(terms.values()) - terms["step"] == pytest.approx(terms["step"], abs=1e-3)
-    wrong = RUN.invoke(app, ["search", *shlex.split(WORDS), "--top", "2", "--explain", "1", "9"])
-    assert "--explain: places of 1 to 2" in str(wrong.exception)
-
-
 def test_a_job_that_fits_nowhere_says_what_is_short() -> None:
     """NOTHING FITS, and the bytes that the leanest plan lacks."""
     small = ["--hbm-bytes", str(8 * GIB)]

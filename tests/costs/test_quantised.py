@@ -109,6 +109,26 @@ def test_quantised_weights_are_held_beside_the_parameters(each: float, facts: An
     assert held[0] - held[1] == each * weights
 
 
+def test_gathers_of_quantised_weights_move_and_hold_their_bytes() -> None:
+    """FSDP2 with torchao: the linears of a layer in a byte, the rest in two."""
+    facts = {"system": "torchtitan-compiled", "zero_stage": 3, "recipe": "fp8"}
+    wide, narrow = (made(**facts, fp8_params=one) for one in (False, True))
+    sizes = [
+        {
+            alloc.nbytes
+            for block, _ in lower(each.base_plan, each).block_runs
+            for action in block.actions
+            if (action.kind.name, action.op, action.part.letter)
+            == ("ALL_GATHER", "parameters", "L")
+            for alloc in action.allocs
+            if action.exchange.comm and action.exchange.comm.nbytes == alloc.nbytes
+        }
+        for each in (wide, narrow)
+    ]
+    table = wide.layer(0)
+    assert sizes == [{2 * table.parameters}, {2 * table.parameters - table.quantised}]
+
+
 def test_first_and_last_layers_stay_in_16_bits() -> None:
     found = made(recipe="fp8", bf16_ends=2)
     plain = made()

@@ -26,6 +26,7 @@ CLUSTER = replace(load_cluster("h100-80gb-dos"), gpus_per_node=4)
 HOSTED = {"optimizer_on_host": True, "parameters_on_host": True}
 JOBS: list[dict[str, Any]] = [
     {"stack": "torchtitan", "micro_batch": 8, "global_batch": 16, "facts": {"norm": "eager"}},
+    {"stack": "torchtitan", "pp": 2, "global_batch": 16, "kept": True},
     {"stack": "deepspeed", "dp": 8, "zero_stage": 3, "global_batch": 16},
     {"stack": "internevo", "dp": 8, "zero_stage": 1, "global_batch": 16},
     {"stack": "deepspeed", "zero_stage": 3, "global_batch": 2, "facts": HOSTED},

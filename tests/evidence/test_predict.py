@@ -16,7 +16,6 @@ from rematbench.evidence.published.sheets import (
     read_number,
     read_sheet,
 )
-from rematbench.host.console import CommandError
 from rematbench.host.errors import UserError
 from rematbench.host.table import write_sheet
 from rematbench.inputs.configfile import ConfigError
@@ -378,13 +377,3 @@ def test_a_published_number_that_is_none_is_one_line(tmp_path: Path, cell: str) 
     with pytest.raises(UserError, match=f"row 1, tokens_per_s_per_gpu: '{cell}' is not a number"):
         read_cells(path, "--rows", "source")
     assert len(read_cells(path, "ROWS.csv")) == 1
-
-
-def test_some_rows_alone_are_predicted(tmp_path: Path) -> None:
-    sheet, found = tmp_path / "sheet.csv", tmp_path / "found.csv"
-    rows = [row(tp="1", dp="4"), row(tp="2", dp="2"), row(tp="2", dp="2", seq_len="2048")]
-    write_sheet(sheet, rows, list(rows[0]))
-    predict_sheet(sheet, found, processes=1, only=["tp=2", "seq_len=2048"])
-    assert [(one["tp"], one["seq_len"]) for one in read_sheet(found)] == [("2", "2048")]
-    with pytest.raises(CommandError, match="--only tpp=2: no column 'tpp'; did you mean 'tp'"):
-        predict_sheet(sheet, found, processes=1, only=["tpp=2"])

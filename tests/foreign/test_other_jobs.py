@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -9,34 +10,15 @@ import yaml
 from rematbench.foreign.keys import dialect
 from rematbench.foreign.packages import read_files
 from rematbench.inputs.configfile import ConfigError
-from tests.foreign.small_jobs import AXOLOTL, FACTORY, SIZES, SWIFT, TITAN, TRL, facts, job
+from tests.foreign.small_jobs import AXOLOTL, FACTORY, SIZES, SWIFT, TITAN, TRL, facts, job, small
 from tests.tables import tables
 
 TABLES = tables(__file__)
 
 
-@pytest.mark.parametrize(
-    ("text", "word"),
-    [
-        (TRL + "beta: 0.1", "reinforcement"),
-        (TRL + "num_generations: 8", "reinforcement"),
-        (TRL.replace("nll", "dft"), "loss"),
-        (AXOLOTL + "rl: grpo\ntrl: {use_vllm: true}", "reinforcement"),
-        (AXOLOTL + "reward_model: true", "reinforcement"),
-        (
-            AXOLOTL + "model_type: AutoModelForSequenceClassification",
-            "not that of a language model",
-        ),
-        (TRL + "deepspeed_config: {zero_stage: 3}", "accelerate"),
-        (TRL + "fsdp_config: {reshard_after_forward: 8}", "reshard_after_forward"),
-        (FACTORY.replace("stage: sft", "stage: dpo"), "stage: dpo"),
-        (FACTORY + "use_adam_mini: true", "Adam-mini"),
-        (FACTORY + "use_kt: true", "KTransformers"),
-        (TRL + "label_smoothing_factor: 0.1", "loss"),
-        (TRL + "auto_find_batch_size: true", "searched"),
-    ],
-)
-def test_a_file_of_another_job_is_refused(tmp_path: Path, text: str, word: str) -> None:
+@pytest.mark.parametrize(("base", "more", "word"), TABLES["files"])
+def test_a_file_of_another_job_is_refused(tmp_path: Path, base: str, more: Any, word: str) -> None:
+    text = small(base, more)
     assert any(word in line for line in job(tmp_path, text, "job.yaml")[1].refused)
 
 

@@ -11,6 +11,8 @@ from tests.foreign.small_jobs import SIZES, job
 from tests.problems import LLAMA
 from tests.tables import tables
 
+TABLES = tables(__file__)
+
 FACTS = ("recipe", "fp8_params", "bf16_ends")
 
 
@@ -27,16 +29,7 @@ def test_megatrons_options_state_a_recipe(
     assert (stated(reading), reading.refused) == (facts, [])
 
 
-@pytest.mark.parametrize(
-    "facts",
-    [
-        {"recipe": "fp8", "fp8_params": True, "bf16_ends": 2},
-        {"recipe": "fp8-delayed"},
-        {"recipe": "fp8-block"},
-        {"recipe": "mxfp8", "fp8_params": True},
-        {"recipe": "nvfp4"},
-    ],
-)
+@pytest.mark.parametrize("facts", TABLES["printed"])
 def test_printed_options_are_read_back(tmp_path: Path, facts: dict[str, Any]) -> None:
     words = recipe_words(Workload(model=LLAMA, seq_len=64, **facts))
     _, reading = job(tmp_path, f"x.py {SIZES} --bf16 {' '.join(words)}")
@@ -55,20 +48,7 @@ def test_torchtitans_converters_state_a_recipe(tmp_path: Path) -> None:
     assert stated(reading)["recipe"] == "mxfp8"
 
 
-@pytest.mark.parametrize(
-    ("section", "facts", "words"),
-    [
-        ('recipe_name = "rowwise"', {"recipe": "fp8-rows"}, ""),
-        ('recipe_name = "rowwise_with_gw_hp"', {"recipe": "fp8"}, "rowwise_with_gw_hp is not"),
-        (
-            'recipe_name = "tensorwise"\nenable_fsdp_float8_all_gather = true',
-            {"recipe": "fp8"},
-            "no such gather beside recipe tensorwise",
-        ),
-        ('filter_fqns = ["attention.wk"]', {"recipe": "fp8"}, "without output its projection"),
-        ("emulate = true", {"recipe": "fp8"}, "emulated in 16 bits"),
-    ],
-)
+@pytest.mark.parametrize(("section", "facts", "words"), TABLES["torchao"])
 def test_recipes_of_torchao_are_read_or_refused(
     tmp_path: Path, section: str, facts: dict[str, Any], words: str
 ) -> None:
@@ -87,15 +67,7 @@ ACCELERATE = "distributed_type: FSDP\nmixed_precision: fp8\nnum_processes: 8\nfs
 ACCELERATE += "fp8_config: {{backend: {backend}, fp8_format: HYBRID, {more}}}\n"
 
 
-@pytest.mark.parametrize(
-    ("backend", "more", "facts", "words"),
-    [
-        ("AO", "enable_fsdp_float8_all_gather: true", {"recipe": "fp8", "fp8_params": True}, ""),
-        ("TE", "amax_history_len: 16", {}, "quantises the output projection too"),
-        ("MSAMP", "opt_level: O2", {}, "MS-AMP is not modelled"),
-        ("null", "margin: 0", {}, "accelerate takes what is installed"),
-    ],
-)
+@pytest.mark.parametrize(("backend", "more", "facts", "words"), TABLES["accelerate"])
 def test_fp8_of_accelerate_is_read_or_refused(
     tmp_path: Path, backend: str, more: str, facts: dict[str, Any], words: str
 ) -> None:
@@ -106,19 +78,7 @@ def test_fp8_of_accelerate_is_read_or_refused(
     assert (bool(reading.refused), reading.unknown) == (bool(words), [])
 
 
-@pytest.mark.parametrize(
-    ("text", "name", "recipe"),
-    [
-        ("base_model: x/y\nsequence_len: 64\nfp8: true\n", "axolotl.yaml", "fp8"),
-        ("model_name_or_path: x/y\nstage: sft\nfinetuning_type: full\nfp8: true\n", "f.yaml", ""),
-        (
-            "accelerate launch --mixed_precision fp8 --fp8_backend ao --fp8_format E4M3 train.py "
-            "--model_name_or_path x/y --per_device_train_batch_size 1",
-            "run.sh",
-            "fp8",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("text", "name", "recipe"), TABLES["trainers"])
 def test_trainers_state_fp8_of_accelerate(
     tmp_path: Path, text: str, name: str, recipe: str
 ) -> None:

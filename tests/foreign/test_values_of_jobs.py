@@ -3,6 +3,7 @@
 import json
 from itertools import combinations
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -10,7 +11,7 @@ import yaml
 from rematbench.foreign.job import FileJob
 from rematbench.inputs.configfile import ConfigError
 from rematbench.inputs.load import load_model, load_system
-from tests.foreign.small_jobs import AXOLOTL, FACTORY, SIZES, SWIFT, TITAN, TRL, facts, job
+from tests.foreign.small_jobs import AXOLOTL, SIZES, SWIFT, TITAN, TRL, facts, job, small
 from tests.tables import tables
 
 TABLES = tables(__file__)
@@ -27,24 +28,11 @@ def test_offloaded_inputs_have_a_home(tmp_path: Path, text: str, method: str, re
         assert "activation_offload" in facts(made)["features"]  # type: ignore[operator]
 
 
-@pytest.mark.parametrize(
-    ("text", "wide"),
-    [
-        (FACTORY + "bf16: true", True),
-        (FACTORY + "pure_bf16: true", False),
-        (FACTORY.replace("full", "lora") + "fp16: true", False),
-        (FACTORY + "bf16: true\ndeepspeed: {zero_optimization: {stage: 2}}", False),
-        (TRL, True),
-        (TRL + "dtype: bfloat16", False),
-        (TRL + "model_init_kwargs: {torch_dtype: bfloat16}", False),
-        (AXOLOTL, False),
-        (AXOLOTL.replace("bf16: auto", "fp16: true"), True),
-        (TRL + "fsdp: full_shard", False),
-        (TRL + "deepspeed: zero2.json", False),
-    ],
-)
-def test_weights_have_the_type_that_the_job_gives(tmp_path: Path, text: str, wide: bool) -> None:
-    stack = facts(job(tmp_path, text, "job.yaml")[0])
+@pytest.mark.parametrize(("base", "more", "wide"), TABLES["weights"])
+def test_weights_have_the_type_that_the_job_gives(
+    tmp_path: Path, base: str, more: Any, wide: bool
+) -> None:
+    stack = facts(job(tmp_path, small(base, more), "job.yaml")[0])
     bytes_of = [stack.get(name) for name in ("param_bytes", "grad_bytes", "optimizer_bytes")]
     assert bytes_of == ([4, 4, 8] if wide else [None] * 3)
 
@@ -156,39 +144,22 @@ def test_blocks_of_transformers_own_example_are_full(tmp_path: Path) -> None:
     assert not [line for line in reading.notes if "cap" in line]
 
 
-@pytest.mark.parametrize(
-    ("text", "capped"),
-    [
-        (TRL, True),
-        (TRL + "packing: true", False),
-        (AXOLOTL + "pad_to_sequence_len: true", False),
-        (SWIFT.replace("--packing true", ""), True),
-        (SWIFT, False),
-    ],
-)
-def test_a_cap_is_named_where_nothing_packs(tmp_path: Path, text: str, capped: bool) -> None:
-    name = "run.sh" if text.startswith("NPROC") else "job.yaml"
-    assert any("is a cap" in note for note in job(tmp_path, text, name)[1].notes) == capped
-
-
-@pytest.mark.parametrize(
-    ("text", "name", "system"),
-    [
-        (TITAN + "[parallelism]\ncontext_parallel_degree = 2", "t.toml", "torchtitan-2026"),
-        (
-            TITAN + "[parallelism]\ncontext_parallel_degree = 2\n[compile]\nenable = true",
-            "t.toml",
-            "run-stack.yaml",
-        ),
-        (TRL + "fsdp: full_shard\nparallelism_config: {cp_size: 2}", "j.yaml", "trl"),
-    ],
-)
-def test_context_parallelism_takes_a_stack_that_has_it(
-    tmp_path: Path, text: str, name: str, system: str
+@pytest.mark.parametrize(("base", "more", "capped"), TABLES["caps"])
+def test_a_cap_is_named_where_nothing_packs(
+    tmp_path: Path, base: str, more: Any, capped: bool
 ) -> None:
-    made = job(tmp_path, text, name)[0]
+    name = "run.sh" if base == "SWIFT" else "job.yaml"
+    notes = job(tmp_path, small(base, more), name)[1].notes
+    assert any("is a cap" in note for note in notes) == capped
+
+
+@pytest.mark.parametrize(("base", "more", "name", "system"), TABLES["context_parallel"])
+def test_context_parallelism_takes_a_stack_that_has_it(
+    tmp_path: Path, base: str, more: Any, name: str, system: str
+) -> None:
+    made = job(tmp_path, small(base, more), name)[0]
     assert (made.options["cp"], made.options["system"]) == ("2", system)
-    if "compile" in text:
+    if "compile" in more:
         assert yaml.safe_load(made.files["run-stack.yaml"])["base"] == "torchtitan-2026"
 
 
@@ -203,24 +174,11 @@ def test_transformer_engine_prefers_cudnn_from_hopper_on(
     assert yaml.safe_load(made.files["run-stack.yaml"])["base"] == "megatron-core-0.16"
 
 
-@pytest.mark.parametrize(
-    ("text", "pieces"),
-    [
-        (TRL, False),
-        (TRL.replace("nll", "chunked_nll"), True),
-        (TRL.replace("loss_type: nll\n", ""), True),
-        (TRL + "use_liger_kernel: true", True),
-        (
-            TRL + "use_liger_kernel: true\n"
-            "liger_kernel_config: {fused_linear_cross_entropy: false}",
-            False,
-        ),
-        (AXOLOTL + "plugins: [axolotl.integrations.cut_cross_entropy.CutCrossEntropyPlugin]", True),
-        (AXOLOTL + "liger_fused_linear_cross_entropy: true", True),
-    ],
-)
-def test_a_loss_without_logits_divides_the_head(tmp_path: Path, text: str, pieces: bool) -> None:
-    method = job(tmp_path, text, "job.yaml")[0].method
+@pytest.mark.parametrize(("base", "more", "pieces"), TABLES["losses"])
+def test_a_loss_without_logits_divides_the_head(
+    tmp_path: Path, base: str, more: Any, pieces: bool
+) -> None:
+    method = job(tmp_path, small(base, more), "job.yaml")[0].method
     assert method == ("full_recompute+mst:mlp_chunks=1" if pieces else "full_recompute")
 
 

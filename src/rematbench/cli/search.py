@@ -19,7 +19,7 @@ from rematbench.cli.options import Within, percents, require, takes_search
 from rematbench.cli.plan_table import as_cells
 from rematbench.cli.plots import Plot, need_figure, write_plot
 from rematbench.cli.search_answer import SearchAnswer
-from rematbench.cli.search_output import show_assumed, show_difference, show_space
+from rematbench.cli.search_output import show_assumed, show_space
 from rematbench.cli.targets import Json, Methods, Notes, need_file
 from rematbench.host.console import CommandError, console
 from rematbench.host.table import write_sheet
@@ -56,10 +56,6 @@ def search(  # noqa: PLR0913, PLR0917  # an option of the command line each
     ] = None,
     within: Within = 2.0,
     top: Annotated[int, Option(min=1, max=1000, metavar="N", help="Number of plans to show.")] = 10,
-    explain: Annotated[
-        tuple[int, int] | None,
-        Option(metavar="A B", help="Explain why plan B of the table is slower than plan A."),
-    ] = None,
     find: Annotated[
         str,
         Option(
@@ -130,9 +126,7 @@ def search(  # noqa: PLR0913, PLR0917  # an option of the command line each
     """
     need_file("-o", output)
     need_figure(plot)
-    _refuse(find, speed, step, out=(output, json, explain, by_layer, plot))
-    if explain is not None and not all(1 <= place <= top for place in explain):
-        raise CommandError(f"--explain: places of 1 to {top} (--top shows more), not {explain}")
+    _refuse(find, speed, step, out=(output, json, by_layer, plot))
     require(facts)
     if not facts["system"]:
         facts["system"] = package_system(engine, DEFAULT_SYSTEM)
@@ -162,8 +156,6 @@ def search(  # noqa: PLR0913, PLR0917  # an option of the command line each
     _write(answer, output, plot)
     if json:
         typer.echo(answer.json())
-    if explain is not None:
-        show_difference(console(), answer.results, explain)
     if not ended:
         raise typer.Exit(130)
 
@@ -180,13 +172,9 @@ def _refuse(find: str, speed: float, step: float, *, out: Sequence[object]) -> N
     for option, value, kind in (("--speed", speed, "gpus"), ("--step", step, "batch")):
         if value and find != kind:
             raise CommandError(f"{option} needs --find {kind}")
-    for option, given in zip(
-        ("-o", "--json", "--explain", "--by-layer", "--plot"), out, strict=True
-    ):
+    for option, given in zip(("-o", "--json", "--by-layer", "--plot"), out, strict=True):
         if given and find:
             raise CommandError(f"{option} cannot be used with --find")
-    if out[1] and out[2]:
-        raise CommandError("--explain cannot be used with --json")
 
 
 def _run(job: SearchJob, shown: int, processes: int) -> tuple[Progress, bool]:

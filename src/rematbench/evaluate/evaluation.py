@@ -43,7 +43,8 @@ class RankBytes(Struct, frozen=True, kw_only=True):
     rank's step with the device peak.  `host_state`: states in host memory, in their pinned blocks
     (`HostStates.held`); `host_update`: a temporary
     copy during their update; `host_rounding`: bytes by which pinned blocks exceed the activations
-    in them; `absent`: bytes of gradients that the backward has not made at the peak."""
+    in them; `absent`: bytes of gradients that are not there at the peak: those by which it is below
+    the peak of activations with all gradients."""
 
     parameter: int
     gradient: int
@@ -241,9 +242,8 @@ def program_bytes(problem: Problem, plan: Plan, program: Program) -> tuple[RankB
     late = program.ranks[0].late
     if problem.layout.num_micro_batches > 1 or late is None or not late.gradient_bytes:
         return found
-    live, gradients, step = fresh_peak(program.ranks[0])
-    absent = late.gradient_bytes - gradients
-    return (replace(found[0], activation_peak=live, absent=absent, peak_step=step),)
+    both = late.gradient_bytes + found[0].activation_peak
+    return (replace(found[0], absent=both - fresh_peak(program.ranks[0])),)
 
 
 def fullest(problem: Problem, plan: Plan) -> int:
@@ -270,6 +270,7 @@ def _rank_bytes(
     standing = reduce_buckets(count, problem.layout, system).standing + problem.workspace_bytes
     standing += dummy_gradient_bytes(problem, plan, rank)
     standing += gathered_chunks_bytes(problem, plan, rank)
+    standing += returned_bytes(problem, plan, rank, ledger.device_peak_bytes)
     exact = has_exact_pins(system, plan)
     host = host_states(problem, plan, rank)
     for kind in device:
@@ -293,6 +294,20 @@ def _rank_bytes(
         host_rounding=0 if exact else ledger.pinned_peak_bytes - ledger.host_peak_bytes,
         peak_step=ledger.peak_step,
     )
+
+
+def returned_bytes(problem: Problem, plan: Plan, rank: int, activations: int) -> int:
+    """Device bytes of the logits that a pipeline's last stage keeps, above the `activations` at its
+    peak: those of all other micro-batches, or, at the end of the step, of all and of their merged
+    copy.  Source: torch 2.13, distributed/pipelining/stage.py, forward_one_chunk (output_chunks),
+    schedules.py, _merge_outputs; pytorch/pytorch issue 159251."""
+    work, lay, system = problem.workload, problem.layout, problem.system
+    if lay.pp == 1 or rank != plan.head_rank or not system.parallel.returns_outputs:
+        return 0
+    vocab = system.padded_vocab(work.model.vocab, lay.tp) // lay.tp
+    tokens = lay.micro_batch * work.seq_len // (lay.cp * lay.ulysses)
+    each, count = tokens * vocab * work.element_bytes, lay.num_micro_batches
+    return max((count - 1) * each, 2 * count * each - activations)
 
 
 def gathered_chunks_bytes(problem: Problem, plan: Plan, rank: int) -> int:

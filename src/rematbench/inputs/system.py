@@ -264,6 +264,9 @@ class Parallel(Part, frozen=True, kw_only=True, forbid_unknown_fields=True):
     holds_outputs: bool = False
     """If true, a pipeline stage keeps its output until the backward of the micro-batch; otherwise
     until it is sent."""
+    returns_outputs: bool = False
+    """If true, the last stage of a pipeline keeps the logits of every micro-batch of a step and
+    merges them at its end (torch.distributed.pipelining with return_outputs)."""
 
 
 class Zero(Part, frozen=True, kw_only=True, forbid_unknown_fields=True):

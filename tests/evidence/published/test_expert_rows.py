@@ -138,56 +138,7 @@ def test_words_without_an_effect_refuse_nothing() -> None:
         assert case(**{"router": "forced balance, dropless", **changed}).key == plain.key, changed
 
 
-SPELLINGS: dict[str, dict[str, list[str]]] = {
-    "system": {"megatron-core-0.16": ["Megatron-Core 0.16", "megatron_core-0.16"]},
-    "cluster": {"h100-80gb": ["H100-80GB", "h100_80gb", "h100-80gb (8 per node)"]},
-    "model": {"qwen3-235b": ["Qwen/Qwen3-235B", "qwen3_235b", "qwen3 235b"]},
-    "precision": {"bf16": ["BF16", "bf16-mixed", "bfloat16"], "fp8_cs": ["fp8-cs", "fp8"]},
-    "attention": {"flash": ["flash-attention-2", "flash_attention_3", "fused", "te", "sdpa"]},
-    "attention_kind": {
-        "gqa: head_dim 128, qk-norm": ["gqa (head dim 128), qk_norm", "QK layernorm; head_dim 128"],
-        "gqa: head_dim 64, sliding window 128": ["sliding_window 128, head-dim 64"],
-    },
-    "mlp": {"swiglu": ["SwiGLU (fused)", "gated silu"], "relu2": ["squared-relu", "relu^2"]},
-    "router": {
-        "dropless": ["drop-less", "no token drop", "not dropped", "natural, capacity factor -1"],
-        "capacity factor 1.25": [
-            "capacity 1.25, token drop",
-            "tokens dropped, capacity_factor 1.25",
-        ],
-        "capacity factor 1, padded to capacity": [
-            "drop_and_pad, CF 1",
-            "pad to capacity; capacity 1",
-        ],
-    },
-    "dispatcher": {
-        "alltoall": ["All-to-All (NCCL)", "all_to_all", "a2a", "nccl alltoall"],
-        "allgather": ["all-gather"],
-        "deepep": ["deep_ep", "DeepEP 1.2", "flex-deepep", "flex (deepep)", "flex: deepep"],
-        "hybridep": ["hybrid-ep", "flex/hybridep"],
-        "": ["not printed", "none", "n/a"],
-    },
-    "ep_overlap": {"yes": ["on", "1f1b", "yes (1f1b)"], "no": ["", "no (not set)", "off"]},
-    "cuda_graph": {
-        "full_iteration": ["local: full_iteration", "full iteration", "full_iteration (local)"],
-        "transformer_engine": ["te", "Transformer Engine", "local"],
-        "attn+moe_router+moe_preprocess": [
-            "te: moe_preprocess, moe_router, attn",
-            "transformer_engine (attn, moe_router, moe_preprocess)",
-        ],
-        "none": ["off", "disabled", "not printed"],
-    },
-    "optimizer": {
-        "adam, fp32 gradients": ["distributed adamw, gradients in fp32", "adam (fp32 grad reduce)"],
-        "adam, precision-aware (bf16 moments)": ["adam, moments bf16", "adam, bf16 exp_avg"],
-        "muon": ["Muon (distributed)"],
-        "adam": ["adam, fp32 master weights, fp32 moments", "adam, no CPU offload"],
-    },
-    "recompute_modules": {"layernorm moe_act": ["layernorm, moe-act", "[layernorm,moe_act]"]},
-    "pp_layout": {
-        "first and last stage one layer fewer": ["one layer fewer in first and last stage"]
-    },
-}
+SPELLINGS: dict[str, dict[str, list[str]]] = tables(__file__)["spellings"]
 """Words of a column, and other spellings of each."""
 
 

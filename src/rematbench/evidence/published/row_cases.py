@@ -140,7 +140,7 @@ def read_case(row: Row, registry: Registry) -> PublishedCase:
         assumed = "; ".join(filter(None, (assumed, "experts balanced")))
     if stack := version_of(text(row, "system")):
         assumed = "; ".join(filter(None, (assumed, f"{text(row, 'system')} taken for {stack}")))
-    moved = whole(row, "layers_of_last_stage") if words.job.pop("moved", 0) else None
+    moved = whole(row, "layers_of_last_stage", least=0) if words.job.pop("moved", 0) else None
     stages = _stages(row, model.num_layers, layout, words.job.pop("ends", 0), moved)
     return PublishedCase.at(
         replace(layout, stages=stages),
