@@ -67,6 +67,18 @@ def test_states_of_torchtitan_have_the_types_of_the_file(
     assert {key: stack.get(key) for key in expected} == expected
 
 
+@pytest.mark.parametrize(
+    ("more", "modelled"),
+    [("", True), ("disable_loss_parallel = true", False), ("enable_loss_parallel = false", False)],
+)
+@pytest.mark.parametrize("tp", [1, 2])
+def test_logits_of_tensor_parallel_ranks_are_divided(
+    tmp_path: Path, tp: int, more: str, modelled: bool
+) -> None:
+    text = f"{TITAN}[parallelism]\ntensor_parallel_degree = {tp}\n{more}"
+    assert (not job(tmp_path, text, "t.toml")[1].refused) == (modelled or tp == 1)
+
+
 def test_a_pipeline_that_gathers_again_is_refused(tmp_path: Path) -> None:
     text = TITAN + '[parallelism]\nfsdp_reshard_after_forward = "always"\n'
     assert not job(tmp_path, text, "titan.toml")[1].refused
