@@ -159,7 +159,10 @@ def test_words_without_an_effect_refuse_nothing() -> None:
 
 
 SPELLINGS: dict[str, dict[str, list[str]]] = {
-    "system": {"megatron-core-0.16": ["Megatron-Core 0.16", "megatron_core-0.16"]},
+    "system": {
+        "megatron-core-0.16": ["Megatron-Core 0.16", "megatron_core-0.16"],
+        "megatron-bridge-26.02": ["Megatron-Bridge 26.02"],
+    },
     "cluster": {"h100-80gb": ["H100-80GB", "h100_80gb", "h100-80gb (8 per node)"]},
     "model": {"qwen3-235b": ["Qwen/Qwen3-235B", "qwen3_235b", "qwen3 235b"]},
     "precision": {"bf16": ["BF16", "bf16-mixed", "bfloat16"], "fp8_cs": ["fp8-cs", "fp8"]},
