@@ -12,15 +12,7 @@ from typing import ClassVar, Literal
 
 from msgspec import Struct
 
-from rematbench.plan import (
-    Fraction,
-    Plan,
-    Recompute,
-    Scope,
-    Settings,
-    Unsupported,
-)
-from rematbench.problem import Problem
+from rematbench.method import Fraction, Plan, Problem, Recompute, Scope, Settings, Unsupported
 from rematbench.solve.kept import holding_inputs, kept_activations, rule_of
 from rematbench.solve.pareto import candidates, cheapest_within, front
 from rematbench.solve.recompute_modules import with_copies

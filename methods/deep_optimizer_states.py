@@ -13,10 +13,17 @@ from typing import Annotated, ClassVar
 
 from msgspec import Meta, Struct
 
-from rematbench.plan import Fraction, Pieces, Place, Plan, Settings, Unsupported
-from rematbench.problem import Problem
+from rematbench.method import (
+    Fraction,
+    Pieces,
+    Place,
+    Plan,
+    PositiveInt,
+    Problem,
+    Settings,
+    Unsupported,
+)
 from rematbench.solve.state_pieces import even, piece_size, placed, refusal
-from rematbench.workload import PositiveInt
 
 
 class DeepOptimizerStates(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -14,14 +14,7 @@ from typing import ClassVar, Literal
 from msgspec import Struct
 from msgspec.structs import replace
 
-from rematbench.plan import (
-    Offload,
-    Plan,
-    Recompute,
-    Transfers,
-    Unsupported,
-)
-from rematbench.problem import Problem
+from rematbench.method import Offload, Plan, PositiveInt, Problem, Recompute, Transfers, Unsupported
 from rematbench.solve.kept import (
     holding_inputs,
     kept_activations,
@@ -35,7 +28,6 @@ from rematbench.solve.recompute_modules import (
     rebuilding_groups,
     rebuilding_layers,
 )
-from rematbench.workload import PositiveInt
 
 
 class FullRecompute(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -21,15 +21,16 @@ from typing import ClassVar, Literal
 from msgspec import Struct
 from msgspec.structs import replace
 
-from rematbench.plan import (
+from rematbench.method import (
     Fate,
+    NonNegativeInt,
     Offload,
     Plan,
+    Problem,
     Recompute,
     Transfers,
     Unsupported,
 )
-from rematbench.problem import Problem
 from rematbench.solve.kept import (
     holding_inputs,
     kept_activations,
@@ -41,7 +42,6 @@ from rematbench.solve.kept import (
 )
 from rematbench.solve.layer_costs import backward_s, forward_s
 from rematbench.solve.recompute_modules import chunks_of
-from rematbench.workload import NonNegativeInt
 
 Word = Literal["stay", "swap", "redo"]
 

@@ -9,8 +9,7 @@ from typing import ClassVar
 
 from msgspec import Struct
 
-from rematbench.plan import Plan
-from rematbench.problem import Problem
+from rematbench.method import Plan, Problem
 
 
 class KeepAll(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -15,8 +15,7 @@ from typing import ClassVar
 
 from msgspec import Struct
 
-from rematbench.plan import Plan, Unsupported
-from rematbench.problem import Problem
+from rematbench.method import Plan, Problem, Unsupported
 from rematbench.solve.stage_times import relocated
 
 

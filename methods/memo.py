@@ -25,17 +25,19 @@ from typing import ClassVar
 from msgspec import Struct
 from msgspec.structs import replace
 
-from rematbench.plan import (
+from rematbench.method import (
     Fate,
     Fraction,
+    NonNegativeInt,
     Offload,
     Plan,
+    PositiveInt,
+    Problem,
     Settings,
     Split,
     Transfers,
     Unsupported,
 )
-from rematbench.problem import Problem
 from rematbench.solve.kept import (
     holding_inputs,
     kept_activations,
@@ -45,7 +47,6 @@ from rematbench.solve.kept import (
     with_live_rules,
 )
 from rematbench.solve.swap import SwapShare, swap_share
-from rematbench.workload import NonNegativeInt, PositiveInt
 
 WHOLE = ("layer_input", "attn_out", "attn_heads", "lse", "permutation", "expert_in", "expert_probs")
 

@@ -21,9 +21,11 @@ from typing import ClassVar
 from msgspec import Struct
 from msgspec.structs import replace
 
-from rematbench.plan import (
+from rematbench.method import (
     MiniSequence,
     Plan,
+    PositiveInt,
+    Problem,
     Recompute,
     Rule,
     Select,
@@ -32,9 +34,8 @@ from rematbench.plan import (
     Unsupported,
     refusal,
 )
-from rematbench.problem import Problem, completed_after_backward
+from rematbench.problem import completed_after_backward
 from rematbench.solve.kept import kept_activations, parted_activations
-from rematbench.workload import PositiveInt
 
 MLP = ("fc1", "act", "mul", "fc2")
 HEAD = ("lm_head", "loss")

@@ -15,10 +15,17 @@ from typing import Annotated, ClassVar, Literal
 
 from msgspec import Meta, Struct
 
-from rematbench.plan import Fraction, Pieces, Place, Plan, Settings, Unsupported
-from rematbench.problem import Problem
+from rematbench.method import (
+    Fraction,
+    Pieces,
+    Place,
+    Plan,
+    PositiveInt,
+    Problem,
+    Settings,
+    Unsupported,
+)
 from rematbench.solve.state_pieces import even, piece_size, placed, refusal, smallest_share
-from rematbench.workload import PositiveInt
 
 REFUSED = {
     "rollback": "updates that a rollback undoes after the norm (SuperOffload) are not modelled",

@@ -17,9 +17,12 @@ from typing import ClassVar
 from msgspec import Struct
 from msgspec.structs import replace
 
-from rematbench.plan import (
+from rematbench.method import (
+    NonNegativeInt,
     Offload,
     Plan,
+    PositiveInt,
+    Problem,
     Rule,
     Select,
     Settings,
@@ -27,10 +30,8 @@ from rematbench.plan import (
     Unsupported,
     passes_refusal,
 )
-from rematbench.problem import Problem
 from rematbench.solve.kept import no_offload, refused_in_pieces, smallest_fitting, with_live_rules
 from rematbench.solve.orders import grouped_orders, smallest_group
-from rematbench.workload import NonNegativeInt, PositiveInt
 
 
 class PipeOffload(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -21,18 +21,20 @@ from typing import Annotated, ClassVar, Literal
 from msgspec import Meta, Struct
 from msgspec.structs import replace
 
-from rematbench.plan import (
+from rematbench.method import (
     MIB,
     ByteBudget,
     Fraction,
+    NonNegativeInt,
     Plan,
+    PositiveInt,
+    Problem,
     Rule,
     Select,
     Settings,
     Transfers,
     Unsupported,
 )
-from rematbench.problem import Problem
 from rematbench.solve.kept import (
     kept_layer_bytes,
     no_offload,
@@ -40,7 +42,6 @@ from rematbench.solve.kept import (
     smallest_fitting,
     with_live_rules,
 )
-from rematbench.workload import NonNegativeInt, PositiveInt
 
 
 class PpOffload(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

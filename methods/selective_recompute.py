@@ -13,8 +13,7 @@ from typing import ClassVar
 from msgspec import Struct
 from msgspec.structs import replace
 
-from rematbench.plan import Plan, Rule, Scope, Unsupported
-from rematbench.problem import Problem
+from rematbench.method import Plan, Problem, Rule, Scope, Unsupported
 from rematbench.solve.kept import holding_inputs, kept_activations, with_live_rules
 from rematbench.solve.recompute_modules import (
     CORE_ATTENTION,
@@ -36,8 +35,8 @@ class SelectiveRecompute(Struct, frozen=True, kw_only=True, forbid_unknown_field
     whose saved outputs are dropped; `keep`: drop all activations of a layer except these and its
     input.  If all are empty: drop the internals of unfused attention.  `scope`: rebuild before each
     consumer, or at the start of the layer's backward.  `held`: outputs that the policy caches
-    although no backward reads them.  `layers`, `per_chunk`: only in these layers (`0-5,20`),
-    or in the first so many of each chunk in pipeline order (`6,5,4,4`)."""
+    although no backward reads them; a compiler drops them.  `layers`, `per_chunk`: only in these
+    layers (`0-5,20`), or in the first so many of each chunk in pipeline order (`6,5,4,4`)."""
 
     name: ClassVar[str] = "selective_recompute"
     modules: tuple[Module, ...] = ()
@@ -87,7 +86,8 @@ class SelectiveRecompute(Struct, frozen=True, kw_only=True, forbid_unknown_field
             return base.noting(selective_recompute=f"no-op: {_why(problem, wanted)}")
         base = holding_inputs(problem, base, dropped, whole=False)
         again = self._sent_back(problem)
-        held = tuple(dict.fromkeys((*base.held, *self.held, *again)))
+        cached = () if problem.system.kernels.compiled else self.held
+        held = tuple(dict.fromkeys((*base.held, *cached, *again)))
         base = replace(base, held=held)
         norm = () if "mlp" in self.modules else routed
         rules = self._rules((*dropped, *again), norm, layers)

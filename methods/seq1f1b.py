@@ -14,10 +14,8 @@ from typing import ClassVar
 from msgspec import Struct
 from msgspec.structs import replace
 
-from rematbench.plan import Plan, Settings, Unsupported
-from rematbench.problem import Problem
+from rematbench.method import Plan, PositiveInt, Problem, Settings, Unsupported
 from rematbench.solve.slices import equal_work, even, refused
-from rematbench.workload import PositiveInt
 
 
 class Seq1F1B(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -15,19 +15,20 @@ from typing import ClassVar
 
 from msgspec import Struct
 
-from rematbench.plan import (
+from rematbench.method import (
     ByteBudget,
     Fraction,
+    NonNegativeInt,
     Plan,
+    PositiveInt,
+    Problem,
     Rule,
     Select,
     Settings,
     Unsupported,
 )
-from rematbench.problem import Problem
 from rematbench.solve.kept import kept_activations, no_offload, smallest_fitting, with_live_rules
 from rematbench.solve.slices import equal_work, refused
-from rematbench.workload import NonNegativeInt, PositiveInt
 
 KEYS = ("k", "v")
 

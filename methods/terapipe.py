@@ -15,10 +15,8 @@ from typing import ClassVar
 from msgspec import Struct
 from msgspec.structs import replace
 
-from rematbench.plan import Plan, Settings, Unsupported
-from rematbench.problem import Problem
+from rematbench.method import Plan, PositiveInt, Problem, Settings, Unsupported
 from rematbench.solve.slices import even, least_time, refused, unit_tokens
-from rematbench.workload import PositiveInt
 
 
 class TeraPipe(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -12,10 +12,8 @@ from typing import ClassVar
 
 from msgspec import Struct
 
-from rematbench.plan import Fraction, Pieces, Plan, Settings, Unsupported
-from rematbench.problem import Problem
+from rematbench.method import Fraction, Pieces, Plan, PositiveInt, Problem, Settings, Unsupported
 from rematbench.solve.state_pieces import even, piece_size, placed, refusal, smallest_share
-from rematbench.workload import PositiveInt
 
 
 class Twinflow(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

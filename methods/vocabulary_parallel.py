@@ -7,8 +7,7 @@ and its artifact sail-sg/VocabularyParallelism.  vocab-1 is Algorithm 1 with two
 micro-batch (rank r keeps pp - r + 2 micro-batches), vocab-2 Algorithm 2 with one (pp - r + 1);
 interlaced is nnScaler's pipeline, whose stages wait for each other in every such pass (1.5 pp).
 Deviations: the passes of a vocabulary have fixed places in the order, where the artifact walks an
-estimate; the sum of the input lookup runs with the softmax's.  Our runtime
-refuses these passes.
+estimate; the sum of the input lookup runs with the softmax's.
 """
 
 from typing import ClassVar, Literal
@@ -16,8 +15,7 @@ from typing import ClassVar, Literal
 from msgspec import Struct
 from msgspec.structs import replace
 
-from rematbench.plan import Plan, Settings, Unsupported, vocabulary_refusal
-from rematbench.problem import Problem
+from rematbench.method import Plan, Problem, Settings, Unsupported, vocabulary_refusal
 
 
 class VocabularyParallel(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -20,8 +20,7 @@ from typing import ClassVar, Literal
 from msgspec import Struct
 from msgspec.structs import replace
 
-from rematbench.plan import SHAPES, Plan, Settings, Shape, Unsupported, passes_refusal
-from rematbench.problem import Problem
+from rematbench.method import SHAPES, Plan, Problem, Settings, Shape, Unsupported, passes_refusal
 
 
 class ZeroBubble(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -11,10 +11,8 @@ from typing import ClassVar
 
 from msgspec import Struct
 
-from rematbench.plan import Pieces, Plan, Unsupported
-from rematbench.problem import Problem
+from rematbench.method import Pieces, Plan, PositiveInt, Problem, Unsupported
 from rematbench.solve.state_pieces import piece_size, placed, refusal
-from rematbench.workload import PositiveInt
 
 
 class ZeroOffload(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

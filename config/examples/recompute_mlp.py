@@ -9,8 +9,7 @@ from typing import ClassVar
 
 from msgspec import Struct
 
-from rematbench.plan import Plan, Recompute, Rule, Select
-from rematbench.problem import Problem
+from rematbench.method import Plan, Problem, Recompute, Rule, Select
 from rematbench.solve.kept import with_live_rules
 
 MLP = ("gate_out", "up_out", "act_out", "fc2_in")

@@ -15,8 +15,7 @@ from typing import ClassVar
 from msgspec import Struct
 from msgspec.structs import replace
 
-from rematbench.plan import Pass, Plan, Unsupported
-from rematbench.problem import Problem
+from rematbench.method import Pass, Plan, Problem, Unsupported
 
 OBJECTIVE = "another objective, not lossless"
 

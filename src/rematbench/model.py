@@ -1,6 +1,5 @@
 """A decoder-only transformer, and the types of its numbers and words."""
 
-from fractions import Fraction
 from typing import Annotated, Literal, get_args
 
 from msgspec import Meta, Struct
@@ -26,7 +25,7 @@ BlockKind = Literal["sequential", "parallel", "parallel_shared_norm"]
 HeadNormWeights = Literal["head", "each_head", "width", "none"]
 RouterKind = Literal["softmax", "sigmoid"]
 Precision = Literal["bf16", "fp16", "fp32", "fp64"]
-RecipeName = Literal["none", "fp8", "fp8-delayed", "fp8-block", "mxfp8", "nvfp4"]
+RecipeName = Literal["none", "fp8", "fp8-delayed", "fp8-block", "fp8-rows", "mxfp8", "nvfp4"]
 BaseDtype = Literal[
     "stack", "bf16", "fp32", "nf4", "nf4_double", "int4", "int4_ungrouped", "marlin", "int8"
 ]
@@ -38,19 +37,6 @@ TrainedParts = Annotated[
     str, Meta(pattern=r"^((embedding|norms|head)(,(embedding|norms|head))*)?$")
 ]
 """Parts that train: some of embedding, norms, head between commas."""
-
-PACKED_BYTES: dict[str, Fraction] = {
-    "nf4": Fraction(1, 2) + Fraction(4, 64),
-    "nf4_double": Fraction(1, 2) + Fraction(1, 64) + Fraction(4, 64 * 256),
-    "int4": Fraction(1, 2) + Fraction(2, 128) + Fraction(1, 2 * 128),
-    "int4_ungrouped": Fraction(1, 2),
-    "marlin": Fraction(1, 2) + Fraction(2, 128),
-    "int8": 1 + Fraction(2, 128) + Fraction(1, 128),
-}
-"""Bytes of a weight of a linear, by format, with its scales and zeros.  nf4: blocks of 64, an fp32
-scale or one in 8 bits and one in fp32 for 256 (bitsandbytes, functional.py: quantize_4bit).  int4,
-int8: groups of 128, an fp16 scale and a zero (AutoGPTQ @058fd80a, qlinear_cuda_old.py); ungrouped:
-one for a column, left out.  marlin: groups of 128 without zeros (IST-DASLab/marlin @0f102e1)."""
 
 BYTES_PER_ELEMENT: dict[str, int] = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
 
@@ -112,16 +98,18 @@ class Latent(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return q + kv + index + (self.q_rank or hidden) * self.index_heads * self.index_dim
 
 
-class Memory(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Memory(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """Layers whose MLP is a lookup in one table of keys x keys rows, each of the hidden columns.
     `layers`: global indices, ascending; the first has the table.  `heads`: queries of a token, of
-    `key_dim` columns each; `keys`: sub-keys of each half of a head; `top`: rows that it reads."""
+    `key_dim` columns each; `keys`: sub-keys of each half of a head; `top`: rows that it reads.
+    `home`: where the table and its states are; on the host it is refused with its bytes."""
 
     layers: Annotated[tuple[NonNegativeInt, ...], Meta(min_length=1)]
     heads: Width
     keys: Width
     key_dim: Width
     top: Width
+    home: Literal["device", "host"] = "device"
 
     @property
     def rows(self) -> int:

@@ -153,22 +153,36 @@ def tried(model: Model, system: str = "megatron-core-0.16") -> set[str]:
 def test_policies_of_trainers_are_tried_on_their_stacks_with_the_keys_that_set_them() -> None:
     model = load_model("llama-7b")
     trainers = {policy.name: policy for policy in load_compare().policies if policy.keys}
-    assert trainers.keys() == {"full_recompute:inputs=host", "selective_recompute:op"}
+    ours = {f"megatron_core:offload={more}core_attn,attn_proj" for more in ("", "qkv_linear,")}
+    assert trainers.keys() == {"full_recompute:inputs=host", "selective_recompute:op", *ours}
     found = {
         system: tried(model, system) & trainers.keys()
-        for system in ("trl", "torchtitan", "huggingface-deepspeed", "megatron-core-0.16")
+        for system in (
+            "trl",
+            "torchtitan",
+            "huggingface-deepspeed",
+            "megatron-core-0.16",
+            "rematbench",
+        )
     }
     assert found == {
-        "trl": {*trainers},
+        "trl": {*trainers} - ours,
         "torchtitan": {"selective_recompute:op"},
         "huggingface-deepspeed": {"full_recompute:inputs=host"},
-        "megatron-core-0.16": set(),
+        "megatron-core-0.16": ours,
+        "rematbench": {"full_recompute:inputs=host"},
     }
     op = trainers["selective_recompute:op"]
     named, settings = recompute_method("selective(op)", all_methods())
     assert (named, {key: [*value] for key, value in settings.items() if key != "scope"}) == (
         op.method, {key: op.settings[key] for key in ("keep", "held")}
     )  # fmt: skip
+    on = make_problem(
+        model=model, system="megatron-core-0.16", layout=Layout(), seq_len=64, cluster="h100-80gb"
+    )
+    for name in ours:  # the keys are those that the package's own options print
+        method: Any = all_methods().resolve(name, None, on).methods[0]
+        assert trainers[name].keys in method.flags(on)
     assert not any(policy.applies(model) for policy in trainers.values())  # none of the search
 
 

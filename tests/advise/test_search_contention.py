@@ -26,8 +26,7 @@ from rematbench.advise.bounds.schedule_walk import (
     Turns,
     events,
     shortened,
-    walk_passes,
-    walk_with_copies,
+    walk,
 )
 from rematbench.advise.candidates.candidate import Candidate, Variant
 from rematbench.advise.candidates.layouts import Fixed
@@ -155,8 +154,8 @@ def test_a_long_schedule_takes_as_long_as_without_a_leap(turns: Turns, data: st.
     )
 
     def both() -> list[float]:
-        alone = walk_passes(turns, pieces, rules)
-        return alone + walk_with_copies(turns, copies, pieces, beside, rules)
+        alone = walk(turns, pieces, rules)
+        return alone + walk(turns, pieces, rules, copies, beside)
 
     found = both()
     with pytest.MonkeyPatch.context() as patch:
@@ -177,7 +176,7 @@ def test_equal_stages_leap_over_all_but_five_groups(monkeypatch: pytest.MonkeyPa
         return leaps[-1]
 
     monkeypatch.setattr(schedule_walk.Clocks, "leap", noted)
-    ends = walk_passes(turns, pieces, Rules(False, False))
+    ends = walk(turns, pieces, Rules(False, False))
     assert leaps == [True]
     assert max(ends) == pytest.approx(400 * 2 * 2 + 3 * 2)
 

@@ -100,18 +100,32 @@ def test_what_a_package_reaches_alone_is_a_line() -> None:
     assert not list(tie.of_packages(other, [best], ALONE))
 
 
-def test_a_trainer_has_its_best_setting_and_the_keys_to_paste() -> None:
+@pytest.mark.parametrize(
+    ("system", "length", "method", "keys"),
+    [
+        ("torchtitan", 2048, "keep_all", '[activation_checkpoint] mode = "none"'),
+        ("torchtitan", 65536, "full_recompute", '[activation_checkpoint] mode = "full"'),
+        pytest.param(
+            *("trl", 98304, "full_recompute:inputs=host"),
+            "gradient_checkpointing: true, activation_offloading: true",
+            marks=pytest.mark.full,
+        ),
+    ],
+)
+def test_a_trainer_has_its_best_setting_and_the_keys_to_paste(
+    system: str, length: int, method: str, keys: str
+) -> None:
+    """The policies of other packages that have a method's name are none of a trainer's."""
     spec = Job(
-        model="gpt-1.3b", cluster="a800-80gb", system="torchtitan", gpus=2, seq_len=2048,
-        global_batch=4,
+        model="gpt-1.3b", cluster="h100-80gb", system=system, gpus=2, seq_len=length,
+        global_batch=2,
     )  # fmt: skip
     made = SearchJob(SearchRequest(spec=spec, fixed=Fixed(cp=1, tp=1, pp=1, micro_batch=1))).ready()
     best = best_of(made)
-    ((names, keys, alone),) = tie.of_trainers(made, [best], ALONE)
-    assert names == ("torchtitan",)
+    found = {name: (said, item) for (name, *_), said, item in tie.of_trainers(made, [best], ALONE)}
+    said, alone = found[system]
     assert alone is not None
-    assert alone.method == "keep_all"
-    assert keys == 'torchtitan: [activation_checkpoint] mode = "none"'
+    assert (alone.method, said) == (method, f"{system}: {keys}")
     assert alone.fitting_s >= best.fitting_s * (1 - 1e-9)
     kwai = SearchJob(TIGHT).ready()
     assert not list(tie.of_trainers(kwai, [best], ALONE))  # a stack of no trainer

@@ -26,6 +26,7 @@ from rematbench.worlds.records.record import Record
 from rematbench.worlds.torch.case import Case, Result
 from rematbench.worlds.torch.rank_processes import execute_cases
 from tests.problems import problem, remade
+from tests.tables import tables
 from tests.worlds.torch.cases import TINY as TWO_LAYERS
 from tests.worlds.torch.cases import TINY_GPT as TWO_LAYERS_GPT
 
@@ -39,28 +40,7 @@ PATIENCE_S = 240.0
 LEFT_OUT = 0.035
 """Of a peak, states and all: what of Megatron-core is not replayed moves none of 100 drawn jobs by
 more (docs/packages.md)."""
-LAYOUTS: dict[str, dict[str, Any]] = {
-    "one": {"micro_batch": 2},
-    "tp2": {"tp": 2},
-    "tp2-no-sp": {"tp": 2, "sp": False},
-    "cp2": {"cp": 2},
-    "pp2": {"pp": 2},
-    "pp2-vpp2": {"pp": 2, "vpp": 2},
-    "pp2-vpp2-one-group": {"pp": 2, "vpp": 2, "global_batch": 2},
-    "dp2-zero0": {"dp": 2, "zero_stage": 0},
-    "dp2": {"dp": 2},
-    "dp2-ep2": {"dp": 2, "ep": 2},
-    "dp2-zero2": {"dp": 2, "zero_stage": 2},
-    "dp2-zero3": {"dp": 2, "zero_stage": 3},
-    "ulysses2": {"dp": 2, "ulysses": 2, "zero_stage": 1},
-    "ulysses2-zero3": {"dp": 2, "ulysses": 2, "zero_stage": 3},
-    "ulysses2-zero3-dp4": {"dp": 4, "ulysses": 2, "zero_stage": 3},
-    "ulysses2-dp4": {"dp": 4, "ulysses": 2, "zero_stage": 1},
-    "tp2-pp2": {"tp": 2, "pp": 2},
-    "tp2-cp2": {"tp": 2, "cp": 2},
-    "pp4": {"pp": 4},
-    "tp2-dp2": {"tp": 2, "dp": 2},
-}
+LAYOUTS: dict[str, dict[str, Any]] = tables(__file__)["layouts"]
 
 
 class Asked(NamedTuple):

@@ -15,6 +15,7 @@ from rematbench.host import ranks as host_ranks
 from rematbench.host.ranks import RankError
 from rematbench.worlds.records.record import Record, read_record
 from tests.installed import needs
+from tests.tables import tables
 
 needs("megatron.core")
 
@@ -191,19 +192,7 @@ def test_a_single_process_of_an_allocation_starts_the_ranks_itself(tmp_path: Pat
     assert len(seen.ranks) == 2
 
 
-@pytest.mark.parametrize(
-    ("given", "words"),
-    [
-        (
-            {"SLURM_PROCID": "0", "SLURM_NTASKS": "2", "SLURM_LOCALID": "0"},
-            "set MASTER_ADDR and MASTER_PORT (torchrun does; srun does not)",
-        ),
-        (
-            {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"},
-            "--gpus 2: the launcher started 4 processes",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("given", "words"), tables(__file__)["apart"])
 def test_ranks_that_cannot_meet_are_one_line(given: dict[str, str], words: str) -> None:
     code, _, said = ended(started(given, *WORDS))
     assert (code, said) == (2, f"rematbench baseline: {words}\n")

@@ -18,6 +18,7 @@ from rematbench.worlds.records.plan_replay import spec_problem
 from rematbench.worlds.records.record import Record, read_record, write_record
 from rematbench.worlds.records.suite import Variant
 from rematbench.worlds.reruns import differences
+from tests.tables import tables
 
 APP = command_line()
 
@@ -172,14 +173,7 @@ def test_states_on_the_host_are_said_beside_those_on_the_device(
     assert "host 0.97 GiB, states 0.93 GiB and 15.69 GiB on the host" in done.output
 
 
-@pytest.mark.parametrize(
-    ("command", "given"),
-    [
-        (["baseline", "run"], ["--partition", "11,13,12,12"]),
-        (["baseline", "predict"], ["--gpipe"]),
-        (["trace"], ["--gpipe"]),
-    ],
-)
+@pytest.mark.parametrize(("command", "given"), tables(__file__)["base_plans"])
 def test_a_base_plan_that_no_package_runs_is_refused(
     command: list[str], given: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -191,20 +185,7 @@ def test_a_base_plan_that_no_package_runs_is_refused(
     )
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (
-            ["megatron_core", "--zero", "3", "--system", "rematbench"],
-            "megatron_core: zero_stage 3 is Megatron-FSDP",
-        ),
-        (
-            ["deepspeed", "--zero", "0", "--set", "offload_param=true"],
-            "deepspeed: offload_param needs zero_stage 3, not 0",
-        ),
-        (["deepspeed", "--set", "loss_tiles=90"], "deepspeed: loss_tiles 90: 2044 rows make 89"),
-    ],
-)
+@pytest.mark.parametrize(("words", "said"), tables(__file__)["refused"])
 def test_what_does_not_run_is_not_predicted(words: list[str], said: str) -> None:
     job = ["--model", "tiny-llama", "--cluster", "this-machine", "--gpus", "2"]
     size = ["--seq-len", "2044", "--global-batch", "2", "--precision", "fp32"]

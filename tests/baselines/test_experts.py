@@ -19,6 +19,7 @@ from rematbench.worlds.packages.stack import stack_of
 from tests.baselines.cases import SEQ, TINY
 from tests.installed import needs
 from tests.problems import problem, remade
+from tests.tables import tables
 
 EXPERTS = Experts(count=8, active=2, ffn=48)
 ROUTED = replace(TINY, name="tiny-experts", vocab=1024, experts=EXPERTS)
@@ -192,17 +193,7 @@ def test_one_more_layer_weighs_what_the_stack_says(grid: list[Layered], tmp_path
     check_layers(grid, tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("layout", "changes", "settings", "words"),
-    [
-        ({"tp": 2}, {}, {}, "latent attention under tp"),
-        ({"cp": 2}, {}, {}, "latent attention under cp"),
-        ({}, {"norm": "layernorm"}, {}, "latent attention with LayerNorm"),
-        ({}, {"qkv_bias": True, "proj_bias": True, "mlp_bias": True}, {}, "biases of latent"),
-        ({}, {"mtp_layers": 1}, {}, "layers that predict more tokens"),
-        ({}, {"latent": None}, {"recompute": "selective", "modules": ("mla_up_proj",)}, "no layer"),
-    ],
-)
+@pytest.mark.parametrize(("layout", "changes", "settings", "words"), tables(__file__)["refused"])
 def test_what_is_not_traced_is_refused(
     layout: dict[str, int], changes: dict[str, Any], settings: dict[str, Any], words: str
 ) -> None:

@@ -35,6 +35,9 @@ from rematbench.worlds.torch.rank_processes import execute_cases
 from tests.baselines.cases import LEFT_OUT, PATIENCE_S, STEPS, TINY, Asked, asked_problem, weighed
 from tests.installed import needs
 from tests.problems import plan_of
+from tests.tables import tables
+
+TABLES = tables(__file__)
 
 FP32 = 1e-5
 ONE = Asked("one")
@@ -266,33 +269,11 @@ def test_options_are_of_facts_that_change_numbers(options: Any) -> None:
     assert given <= {*STACK_FACTS} - {*NO_FACTS, *Accepts.__struct_fields__}
 
 
-FACTS: list[tuple[dict[str, Any], str]] = [
-    ({"attention": "cudnn"}, "--attention-backend fused"),
-    ({"fused_loss": True}, "--cross-entropy-loss-fusion"),
-    ({"rope": "eager"}, "--no-rope-fusion"),
-    ({"norm": "eager"}, "--transformer-impl local"),
-    ({"optimizer_bytes": 8}, "--use-precision-aware-optimizer --exp-avg-dtype bf16"),
-    ({"grad_bytes": 2, "reduce_bytes": 2}, "--grad-reduce-in-bf16"),
-    ({"tp_overlap": "gemm"}, "--tp-comm-overlap"),
-    ({"p2p_overlap": "none"}, "--no-overlap-p2p-communication"),
-    ({"reduce_overlap": True}, "--overlap-grad-reduce"),
-    ({"gather_overlap": True}, "--overlap-param-gather"),
-    ({"reduce_overlap": True, "bucket_bytes": 4 * 10**6}, "--ddp-bucket-size 1000000"),
-    ({"vocab_multiple": 64}, "--make-vocab-size-divisible-by 64"),
-    ({"cuda_graphs": "layer"}, "--cuda-graph-impl local"),
-    ({"optimizer_on_host": True}, "--optimizer-cpu-offload"),
-    ({"rank_order": ("tp", "cp", "pp", "dp")}, "--use-tp-pp-dp-mapping"),
-    ({"dispatcher": "deepep"}, "--moe-token-dispatcher-type flex"),
-    ({"cp_kind": "allgather"}, "--cp-comm-type all_gather"),
-    ({"ep_overlap": "interleaved"}, "--overlap-moe-expert-parallel-comm"),
-    ({"delayed_wgrad": True}, "--delay-wgrad-compute"),
-]
-
-
-@pytest.mark.parametrize(("facts", "words"), FACTS, ids=lambda value: str(value)[:24])
+@pytest.mark.parametrize(("facts", "words"), TABLES["facts"], ids=lambda value: str(value)[:24])
 def test_a_fact_of_the_stack_is_printed_as_its_option(facts: dict[str, Any], words: str) -> None:
     """With its option; and without it where the stack says otherwise, as the default does."""
-    system = with_facts(load_system("megatron-core"), **facts)
+    values = {name: tuple(v) if isinstance(v, list) else v for name, v in facts.items()}
+    system = with_facts(load_system("megatron-core"), **values)
     (fact, *_) = facts
     assert words in (megatron_options.OPTIONS[fact](system) or "") or "bucket" in words
     if "bucket" in words:
@@ -349,21 +330,7 @@ def test_uneven_stages_are_printed_and_not_run() -> None:
 END_WORDS = ("decoder-first-pipeline-num-layers 3", "decoder-last-pipeline-num-layers 2")
 
 
-@pytest.mark.parametrize(
-    ("sizes", "layout", "words"),
-    [
-        (
-            [3, 4, 4, 2],
-            {},
-            ["decoder-first-pipeline-num-layers 3", "decoder-last-pipeline-num-layers 2"],
-        ),
-        ([4, 4, 4, 4], {}, []),
-        ([4, 4, 4, 4], {"vpp": 2}, ["num-layers-per-virtual-pipeline-stage 4"]),
-        ([4, 3, 4, 4], {}, ["pipeline-model-parallel-layout 'Etttt|ttt|tttt|ttttL'"]),
-        ([2, 3, 3, 0], {"vpp": 2}, ["pipeline-model-parallel-layout 'Ett|(ttt|)*2L'"]),
-        ([0, 4, 4, 4], {}, ["pipeline-model-parallel-layout 'E|(tttt|)*2ttttL'"]),
-    ],
-)
+@pytest.mark.parametrize(("sizes", "layout", "words"), TABLES["partitions"])
 def test_every_partition_has_options(
     sizes: list[int], layout: dict[str, int], words: list[str]
 ) -> None:

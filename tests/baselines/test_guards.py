@@ -2,9 +2,10 @@
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 import pytest
+from msgspec import convert
 from msgspec.structs import replace
 
 from baselines.common.interface import NotRunnable
@@ -13,13 +14,13 @@ from baselines.deepspeed import configuration as deepspeed
 from baselines.deepspeed.plan import DeepSpeed, pieces
 from baselines.megatron_core import guards as megatron
 from baselines.megatron_core.arguments import policy_of
-from baselines.megatron_core.modules import OffloadModule
 from baselines.megatron_core.plan import MegatronCore
 from rematbench.inputs.system import StackChoice
 from rematbench.workload import Experts, Latent
 from rematbench.worlds.packages.limits import setup_of
 from rematbench.worlds.packages.process import PackageJob
 from tests.baselines.cases import GPT, TINY, Asked, asked_job, asked_problem
+from tests.tables import tables
 
 Changes = Mapping[str, Any]
 TRACED: Changes = {"world": "traced"}
@@ -32,7 +33,14 @@ LATENT: Changes = {
     **{"latent": Latent(kv_rank=16, nope=8, rope=8, v=8), "head_dim": 16},
     "num_kv_heads": TINY.num_heads,
 }
-AWAY: Changes = {"offload_modules": ("core_attn",)}
+NAMED: dict[str, Changes] = {
+    "away": {"offload_modules": ("core_attn",)},
+    "biased gelu": {"mlp": "gelu", **BIASED},
+    "experts": {"experts": EXPERTS},
+    "latent": LATENT,
+    "traced": TRACED,
+    "unfused": UNFUSED,
+}
 
 
 class Broken(NamedTuple):
@@ -60,120 +68,23 @@ def changed(baseline: str, case: Broken) -> PackageJob:
     return replace(job, run=replace(spec, parameters=named), **given)
 
 
-MEGATRON = [
-    Broken("biases of some linears", model={"mlp_bias": True}),
-    Broken("ALiBi", model={"position": "alibi"}),
-    Broken("post-norms", model={"post_norm": True}),
-    Broken("sliding-window", model={"attention_window": (8, 0, 8, 0)}),
-    Broken("soft caps", model={"attention_soft_cap": 50.0}),
-    Broken("geglu", model={"mlp": "geglu"}),
-    Broken("norms over heads", model={"qk_norm": True}),
-    Broken("packed documents", run={"document_len": 8}),
-    Broken("precision fp16", run={"precision": "fp16"}),
-    Broken("zero_stage 2", layout={"zero_stage": 2}),
-    Broken("hybrid sharding", layout={"dp": 4, "shard_degree": 2}),
-    Broken("Ulysses", layout={"ulysses": 2}),
-    Broken("KV heads replicated", model={"num_kv_heads": 1}, layout={"tp": 2}),
-    Broken("only even ones", layout={"pp": 3}),
-    Broken(
-        "unfused attention under context",
-        layout={"cp": 2},
-        run=UNFUSED,
-    ),
-    Broken("micro-batches must be a multiple of pp", layout={"pp": 2, "vpp": 2, "global_batch": 6}),
-    Broken("wrong gradients", policy={"batch_p2p": True}, layout={"pp": 2, "vpp": 2}),
-    Broken("coalesced collectives", policy={"overlap_grad_reduce": True}, run=TRACED),
-    Broken("wrong losses", policy={"overlap_p2p": True}, layout={"pp": 4, "vpp": 1}),
-    Broken(
-        "exclude each other",
-        policy={"batch_p2p": True, "overlap_p2p": True},
-        layout={"pp": 2},
-        job={"device": "cuda"},
-    ),
-    Broken(
-        "is for the interleaved",
-        policy={"overlap_p2p": True},
-        layout={"pp": 2},
-        job={"device": "cuda"},
-    ),
-    Broken(
-        "never ends",
-        policy={"recompute": "selective", "modules": ("mlp",)},
-        model={"mlp": "gelu", **BIASED},
-    ),
-    Broken("without modules", policy={"recompute": "selective", "modules": ()}),
-    Broken("more than a chunk's 4", policy={"recompute": "full", "num_layers": 5}),
-    Broken("num_layers 2 without", policy={"num_layers": 2}),
-    Broken("method block without", policy={"recompute": "selective", "method": "block"}),
-    Broken("modules mlp without", policy={"modules": ("mlp",)}),
-    Broken("do not divide a chunk's 4", policy={"recompute": "full", "num_layers": 3}),
-    Broken("attn_proj without", policy={"offload_modules": ("attn_proj", "mlp_norm")}),
-    Broken("all five", policy={"offload_modules": get_args(OffloadModule)}),
-    Broken("offloading with full", policy={"offload_modules": ("core_attn",), "recompute": "full"}),
-    Broken(
-        "tanh approximation",
-        policy={"bias_activation_fusion": True},
-        model={"mlp": "gelu", **BIASED},
-    ),
-    Broken(
-        "GELU without biases",
-        policy={"bias_activation_fusion": True},
-        model={"mlp": "gelu", "qkv_bias": False, "proj_bias": False, "mlp_bias": False},
-        run=TRACED,
-    ),
-    Broken("dropout", model={"dropout": 0.1}),
-    Broken("without bias_activation_fusion", model={"experts": EXPERTS}),
-    Broken(
-        "experts are traced here",
-        policy={"bias_activation_fusion": True},
-        model={"experts": EXPERTS},
-    ),
-    Broken("offloads of latent attention", policy=AWAY, model=LATENT),
-    Broken("latent attention is traced here", model=LATENT),
-    Broken(
-        f"latent attention, which {TINY.name} does not",
-        job={"options": "--multi-latent-attention"},
-    ),
-    Broken(
-        r"num_layers is 2, but the options say 1; modules is \('mlp',\), but the options say "
-        r"\('core_attn',\)",
-        job={"options": "--bf16", "settings": {"num_layers": 2, "modules": ["mlp"]}},
-    ),
-]
-DEEPSPEED = [
-    Broken("tensor parallelism", layout={"tp": 2}),
-    Broken("set ulysses", layout={"cp": 2}),
-    Broken("pipeline parallelism", layout={"pp": 2}),
-    Broken("hybrid sharding", layout={"dp": 4, "shard_degree": 2}),
-    Broken("packed documents", run={"document_len": 8}),
-    Broken("dropout", model={"dropout": 0.1}),
-    Broken("ALiBi", model={"position": "alibi"}),
-    Broken("sliding-window", model={"attention_window": (8, 0, 8, 0)}),
-    Broken("soft caps", model={"logit_soft_cap": 30.0}),
-    Broken("norms over heads", model={"qk_norm": True}),
-    Broken("precision fp16", run={"precision": "fp16"}),
-    Broken("unfused attention", run=UNFUSED),
-    Broken("ZeRO 0 with Ulysses", layout={"dp": 4, "ulysses": 2, "zero_stage": 0}),
-    Broken("share out evenly", model={"num_kv_heads": 1}, layout={"dp": 2, "ulysses": 2}),
-    Broken("needs zero_stage 3", policy={"offload_param": True}, layout={"zero_stage": 2}),
-    Broken("needs zero_stage 1 to 3", policy={"offload_optimizer": True}, layout={"zero_stage": 0}),
-    Broken("overlap_comm has no effect", policy={"overlap_comm": True}, layout={"zero_stage": 0}),
-    Broken("tiled MLP with post-norms", policy={"mlp_tiles": 2}, model={"post_norm": True}),
-    Broken("mlp_tiles 7: 24 rows make 6 tiles.*set 6 or 8", {"mlp_tiles": 7}, run={"seq_len": 12}),
-    Broken("loss_tiles 90: 64 rows make 64 tiles.*set 64$", policy={"loss_tiles": 90}),
-    Broken(
-        "loss_tiles with tied embeddings",
-        policy={"loss_tiles": 2},
-        model={"tied_embeddings": True},
-        layout={"zero_stage": 2},
-    ),
-]
+def broken(baseline: str) -> list[Broken]:
+    """The cases of the table; a word in place of changes is one of NAMED."""
+    return [
+        Broken(
+            words, **{part: NAMED[to] if isinstance(to, str) else to for part, to in cell.items()}
+        )
+        for words, cell in tables(__file__)[baseline]
+    ]
+
+
+MEGATRON, DEEPSPEED = broken("megatron"), broken("deepspeed")
 
 
 @pytest.mark.parametrize("case", MEGATRON, ids=[case.words for case in MEGATRON])
 def test_megatron_core_refuses(case: Broken) -> None:
     with pytest.raises(NotRunnable, match=case.words) as refusal:
-        megatron.check(changed("megatron_core", case), MegatronCore(**case.policy))
+        megatron.check(changed("megatron_core", case), convert({**case.policy}, MegatronCore))
     assert str(refusal.value).startswith("megatron_core: ")
     assert "\n" not in str(refusal.value)
 

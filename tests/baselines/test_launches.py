@@ -61,6 +61,15 @@ FAMILIES = {
         attention_window=(16,),
     ),
 }
+SIZES = {
+    "hidden_size": TINY.hidden,
+    "num_attention_heads": TINY.num_heads,
+    "num_key_value_heads": TINY.num_kv_heads,
+    "head_dim": TINY.head_dim,
+    "intermediate_size": TINY.ffn,
+    "vocab_size": TINY.vocab,
+}
+KEYS = {"gemma2": {"sliding_window": 16}}  # of every other layer, as in the first and the third
 
 
 @pytest.mark.full  # a package's import; the same count in this process: Transformers', below
@@ -146,14 +155,14 @@ def of_transformers(family: str, attention: str) -> dict[str, float]:
     from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: PLC0415
 
     from baselines.transformers import flash_shim  # noqa: PLC0415
-    from baselines.transformers.families import config_of_model  # noqa: PLC0415
+    from baselines.transformers.families import config_of  # noqa: PLC0415
     from baselines.transformers.traced_step import Setup, build  # noqa: PLC0415
 
     def whole(num_layers: int) -> Counter[str]:
-        model = replace(FAMILIES[family], num_layers=num_layers, qk_norm=False, norm_offset=False)
+        config = {**SIZES, **KEYS.get(family, {}), "num_hidden_layers": num_layers}
         setup: Any = {"seq_len": 24, "attention": attention}
         with FakeTensorMode(allow_non_fake_inputs=True):
-            made = build(config_of_model(model, family), Setup(**setup))
+            made = build(config_of({"model_type": family, **config}), Setup(**setup))
             ids = torch.zeros(2, 24, dtype=torch.int64)
             with flash_shim.installed(attention, fake=True):
                 made(input_ids=ids, labels=ids).loss.backward()

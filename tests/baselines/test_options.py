@@ -12,36 +12,9 @@ from baselines.deepspeed.plan import DeepSpeed
 from baselines.megatron_core.arguments import parse, policy_of
 from baselines.megatron_core.plan import MegatronCore
 from tests.baselines.cases import GPT, Asked, asked_job, asked_problem
+from tests.tables import tables
 
-TP2 = Asked("tp2")
-ARGUMENTS = [
-    (Asked(), "+--bf16", r"--bf16, the job has precision fp32$"),
-    (Asked(), "+--fp16", r"--fp16, the job has precision fp32$"),
-    (Asked(precision="bf16"), "---bf16", r"--bf16 is missing, the job has precision bf16$"),
-    (TP2, "---tensor-model-parallel-size 2", "--tensor-model-parallel-size is missing.* has 2$"),
-    (TP2, "---sequence-parallel", "is missing, the job has tp 2 with sequence parallelism$"),
-    (Asked(), "+--sequence-parallel", "the job has tp 1 without sequence parallelism$"),
-    (Asked(), "---use-distributed-optimizer", "is missing, the job has zero_stage 1$"),
-    (Asked(), "---seq-length 32", "--seq-length is missing, the job has 32$"),
-    (Asked("pp2-vpp2"), "---num-layers-per-virtual-pipeline-stage 1", "missing.* has vpp 2$"),
-    (Asked(), "+--attention-backend unfused", "the job has flash attention$"),
-    (Asked(), "+--seq-length=64", "--seq-length 64, the job has 32$"),
-    (
-        Asked(),
-        "+--offload-modules core_attn",
-        "--offload-modules does nothing without --fine-grained-activation-offloading$",
-    ),
-    (
-        Asked(),
-        "+--recompute-method block",
-        "--recompute-method does nothing without --recompute-granularity full$",
-    ),
-    (
-        Asked(),
-        "+--recompute-granularity selective --recompute-modules gdn_norm_out",
-        r"--recompute-modules gdn_norm_out is not run here \(allowed: core_attn, layernorm, mlp,",
-    ),
-]
+TABLES = tables(__file__)
 
 
 def arguments(asked: Asked, change: str) -> str:
@@ -53,8 +26,9 @@ def arguments(asked: Asked, change: str) -> str:
     return own.replace(change[1:], "")
 
 
-@pytest.mark.parametrize(("asked", "change", "words"), ARGUMENTS)
-def test_arguments_of_another_job_are_refused(asked: Asked, change: str, words: str) -> None:
+@pytest.mark.parametrize(("job", "change", "words"), TABLES["arguments"])
+def test_arguments_of_another_job_are_refused(job: Any, change: str, words: str) -> None:
+    asked = Asked(**job)
     run = asked_job("megatron_core", asked).run
     policy_of(MegatronCore().flags(asked_problem(asked)), MegatronCore(), run)
     with pytest.raises(NotRunnable, match=words) as refusal:
@@ -92,36 +66,6 @@ def test_the_activation_is_fused_unless_an_argument_says_no(
     assert policy_of(text, MegatronCore(), run) == policy
 
 
-CONFIGURED: list[tuple[Asked, dict[str, Any], str]] = [
-    (Asked("dp2"), {"zero_optimization": {"stage": 3}}, "zero_optimization.stage 3, the job has 1"),
-    (Asked("dp2"), {"bf16": {"enabled": True}}, "bf16.enabled true, the job has false"),
-    (Asked("dp2", precision="bf16"), {"bf16": None}, "bf16.enabled false, the job has true"),
-    (Asked("dp2"), {"bf16": None, "bfloat16": {"enabled": True}}, "bfloat16.enabled true"),
-    (Asked("dp2"), {"fp16": {"enabled": True}}, "fp16.enabled true, the job has false"),
-    (Asked("dp2"), {"gradient_accumulation_steps": 1}, "gradient_accumulation_steps 1.* has 2"),
-    (
-        Asked("dp2"),
-        {"gradient_accumulation_steps": None, "train_batch_size": None},
-        "gradient_accumulation_steps 1, the job has 2",
-    ),
-    (Asked("dp2"), {"train_batch_size": 2}, "train_batch_size 2, the job has 4"),
-    (
-        Asked("one"),
-        {"train_micro_batch_size_per_gpu": None, "train_batch_size": None},
-        "train_batch_size null, the job has 4",
-    ),
-    (Asked("dp2"), {"gradient_clipping": 0.1}, "gradient_clipping 0.1, the job has 0.0"),
-    (Asked("ulysses2"), {"sequence_parallel_size": None}, "sequence_parallel_size 1.* has 2"),
-    (Asked("dp2"), {"scheduler": {"type": "OneCycle"}}, "scheduler .*, the job has null"),
-    (
-        Asked("dp2-zero3"),
-        {"zero_optimization": {"offload_optimizer": {"device": "nvme"}}},
-        r"offload_optimizer to 'nvme' is not run here \(allowed: none, cpu\)",
-    ),
-    (Asked("dp2"), {"bf16": True}, "bf16 True: expected an object"),
-]
-
-
 def configuration(asked: Asked, changes: dict[str, Any], policy: DeepSpeed) -> str:
     """What `flags` prints, with some of it replaced (None: left out)."""
     made: dict[str, Any] = msgspec.json.decode(policy.flags(asked_problem(asked)))
@@ -130,10 +74,11 @@ def configuration(asked: Asked, changes: dict[str, Any], policy: DeepSpeed) -> s
     return msgspec.json.encode({k: v for k, v in made.items() if v is not None}).decode()
 
 
-@pytest.mark.parametrize(("asked", "changes", "words"), CONFIGURED)
+@pytest.mark.parametrize(("given", "changes", "words"), TABLES["configured"])
 def test_a_configuration_of_another_job_is_refused(
-    asked: Asked, changes: dict[str, Any], words: str
+    given: dict[str, Any], changes: dict[str, Any], words: str
 ) -> None:
+    asked = Asked(**given)
     job = asked_job("deepspeed", asked)
     own = configuration(asked, {}, DeepSpeed())
     assert configured(replace(job, options=own), DeepSpeed()) == DeepSpeed()

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterable
@@ -12,6 +13,7 @@ import pytest
 from rematbench.cli.app import COMMANDS, WORKFLOW, word
 from rematbench.cli.doctor import cluster_yaml
 from rematbench.worlds.records.record import read_record
+from tests.tables import tables
 from tests.typed import typed
 
 DEMO = [
@@ -20,7 +22,6 @@ DEMO = [
 ]
 FIT = ["--cluster", "h100-80gb", "--seq-len", "4096"]
 PIPE = [*DEMO, "--system", "megatron-kwai", "--pp", "4", "--vpp", "2"]
-SHARDED = ["--system", "torchtitan"]
 KEYS = """
 allocator_retries band fits step_s tokens_per_s_per_gpu mfu_causal mfu_dense hfu peak_device_bytes
 peak_host_bytes recompute_flop offload_bytes parameters headroom_bytes binds status reason job
@@ -88,83 +89,10 @@ def test_a_command_loads_no_library_that_draws_or_fits_and_no_other_command() ->
     assert loaded.isdisjoint({"rematbench.cli.table", "rematbench.cli.make"})
 
 
-@pytest.mark.parametrize(
-    ("words", "told"),
-    [
-        (["simul"], "Did you mean 'simulate'"),
-        (["simulate"], "METHOD"),
-        (["simulate", "keep_all"], "missing options: --model, --cluster, --gpus"),
-        (["simulate", "kep_all", *DEMO], "did you mean 'keep_all'"),
-        (["simulate", "keep_all", *DEMO, "--model", "llama-8b"], "unknown model 'llama-8b'"),
-        (["simulate", "keep_all", *DEMO, "--model", "no.json"], "no.json: no such model file"),
-        (["simulate", "keep_all", *DEMO, "--gpus", "6", "--pp", "4"], "multiple of tp x cp x pp"),
-        (["simulate", "keep_all", *DEMO, "--tpp", "2"], "No such option: --tpp"),
-        (
-            ["simulate", "keep_all", *DEMO, "--lora", "8"],
-            "adapters are --lora-rank and --lora-targets",
-        ),
-        (
-            ["simulate", "keep_all", *DEMO, "--precision", "fp8-mx"],
-            "FP8 is a recipe of linears: --recipe fp8",
-        ),
-        (["simulate", "keep_all", *DEMO, "--tp", "0"], "'--tp'"),
-        (["simulate", "keep_all", *DEMO, "--zero", "4"], "less than or equal to 3"),
-        (["simulate", "keep_all", *DEMO, "--attention", "big"], "'flash', 'unfused'"),
-        (["simulate", "pp_offload", *PIPE, "--set", "alpha"], "expected KEY=VALUE"),
-        (["simulate", "keep_all", *PIPE, "--partition", "4,4"], "pp x vpp = 8 chunks with 32"),
-        (["simulate", "keep_all", *PIPE, "--partition", "4,x"], "whole numbers"),
-        (["plan", "keep_all", *PIPE, "--rank", "4"], "ranks 0 to 3"),
-        (["timeline", "no.json", "-o", "t.json"], "no.json: cannot be read"),
-        (["predict", "no.csv", "-o", "p.csv"], "no.csv: cannot be read"),
-        (
-            ["validate", "--rows", "a.csv", "--predictions", "b.csv"],
-            "give only one of these options",
-        ),
-        (["table", "clams"], "unknown table 'clams'"),
-        (["table", "pareto", "--input", "suit=x"], "pareto.py has suite"),
-        (["simulate", "keep_all", *PIPE, "--gpipe"], "--gpipe needs --vpp 1, but --vpp is 2"),
-        (["simulate", "full_recompute:block", *DEMO], "set its num_layers"),
-        (["simulate", "full_recompute:block x", *DEMO], "put 'x' before the policy"),
-        (["simulate", "keep_all", *DEMO, "--estimator", "guess"], "'fujii', 'phaze'"),
-        (["simulate", "full_recompute", *DEMO, "--estimator", "fujii"], "every activation is kept"),
-        (
-            ["simulate", "keep_all", *DEMO, "--zero", "3", "--estimator", "fujii", *SHARDED],
-            "not zero 3",
-        ),
-        (["simulate", "keep_all", *DEMO, "--zero", "2"], "no ZeRO stage 2 (--zero: 0, 1)"),
-        (["simulate", "keep_all", *DEMO, "--pp", "4", "--system", "llm-foundry"], "no pipeline"),
-        (["compare"], "missing options: --model, --cluster, --gpus"),
-        (["fit", "llama-7b"], "missing options: --cluster, --seq-len"),
-        (["fit", "llama-7b", "--fp8-params", *FIT], "need a recipe"),
-        (["fit", "llama-7b", "--recipe", "fp8", "--bf16-ends", "16", *FIT], "none of the 32"),
-        (["fit", "llama-7b", "--lora-targets", "q", *FIT], "lora_targets needs adapters"),
-        (
-            ["fit", "llama-7b", "--lora-targets", "x", *FIT],
-            "'x': expected some of all, q, k, ",
-        ),
-        (["fit", "llama-7b", "--cuda-graphs", "x", *FIT], "'x': expected some of none, layer, "),
-        (
-            ["fit", "llama-7b", "--hbm-bytes", "80", *FIT],
-            "'80' must be greater than or equal to 1048576",
-        ),
-        (["fit", "llama-7b", "--gpus", "8k", *FIT], "'--gpus': '8k' must be a valid integer"),
-        (["search", *DEMO, "--explain", "1"], "search: Option '--explain' requires 2"),
-        (["compare", "keep_all", *DEMO], "unexpected extra argument"),
-        (["compare", *DEMO, "--limit", "0"], "'--limit'"),
-        (["compare", *DEMO, "--methods", "nowhere"], "no such folder of methods"),
-        (["compare", *DEMO, "-o", "/dev/null/x.csv"], "cannot be written"),
-        (["compare", *DEMO, "-o", "."], "-o .: cannot be written (Is a directory)"),
-        (["compare", *DEMO, "--pp", "4", "--partition", "8,8,8,9"], "33 layers"),
-        (["compare", *DEMO, "--only", "kep_all"], "did you mean 'keep_all'"),
-        (["compare", *DEMO, "--also", "memo:alfa=1"], "did you mean 'alpha'"),
-        (["compare", *DEMO, "--plot", "a.doc"], ".pdf, .png, .svg"),
-        (["compare", *DEMO, "--plot", "nowhere/a.png"], "no folder nowhere"),
-        (["compare", *DEMO, "--price", "2"], "price: has no cost without tokens"),
-    ],
-    ids=lambda value: " ".join(value[:2] + value[-2:]) if isinstance(value, list) else "",
-)
-def test_a_mistake_is_one_line_and_exit_code_2(words: list[str], told: str) -> None:
-    ran = typed(*words)
+@pytest.mark.parametrize(("line", "told"), tables(__file__)["mistakes"])
+def test_a_mistake_is_one_line_and_exit_code_2(line: str, told: str) -> None:
+    short = {"DEMO": DEMO, "FIT": FIT, "PIPE": PIPE}
+    ran = typed(*(each for word in shlex.split(line) for each in short.get(word, [word])))
     assert (ran.code, ran.out, ran.err.count("\n")) == (2, "", 1)
     assert told in ran.err
     assert ran.err.startswith("rematbench")
@@ -298,16 +226,7 @@ def test_doctor_writes_a_cluster_file_that_loads(tmp_path: Path) -> None:
     assert "(mine)" in ran.out
 
 
-@pytest.mark.parametrize(
-    ("gpu", "told"),
-    [
-        ("NVIDIA A100-SXM4-80GB", "generation: ampere"),
-        ("NVIDIA GH200 480GB", "generation: hopper"),
-        ("NVIDIA B200", "generation: blackwell"),
-        ("Tesla V100-SXM2-32GB", "generation: ampere  # CHECK: no rates of V100-SXM2-16GB"),
-        ("Tesla P100-PCIE-16GB", "generation: CHECK"),
-    ],
-)
+@pytest.mark.parametrize(("gpu", "told"), tables(__file__)["generations"])
 def test_doctor_takes_a_generation_from_files_of_such_gpus(gpu: str, told: str) -> None:
     text = cluster_yaml("mine", [(gpu, 80 << 30)])
     assert told in text

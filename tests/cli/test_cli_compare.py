@@ -1,4 +1,4 @@
-"""`rematbench compare` and `simulate --estimator` as typed: results, mistakes, my own files."""
+"""`rematbench compare` as typed: results, mistakes, my own files."""
 
 import json
 import re
@@ -16,7 +16,6 @@ from rematbench.cli.compare import runnable
 from rematbench.cli.options import Request, RunOptions, request
 from rematbench.evaluate.breakdown import PARTS
 from rematbench.evaluate.result import Result
-from rematbench.evidence.published.estimators import fujii_estimate
 from rematbench.evidence.published.sheets import read_sheet
 from rematbench.inputs.paths import data_dir
 from rematbench.paper.studies.rule80 import scored_cells
@@ -162,23 +161,6 @@ def test_where_nothing_fits_the_last_line_says_what_would() -> None:
     assert "GiB more memory on each device" in last
     assert "the optimizer's states in host memory" in last
     assert "on 2 GPUs at tp 2 cp 1 pp 1 dp 1" in last
-
-
-# -- estimators -------------------------------------------------------------------------------
-
-
-def test_fujii_stands_beside_the_ledger() -> None:
-    words = ["keep_all", *DEMO, "--pp", "2", "--tp", "2", "--estimator", "fujii"]
-    ran = typed("simulate", *words)
-    assert ran.code == 0
-    assert "80 % rule: " in ran.out
-    found = json.loads(typed("simulate", *words, "--json").out)["estimate"]
-    asked = asked_of(model="llama-7b", cluster="a800-80gb", gpus=4, seq_len=4096, global_batch=8,
-                     pp=2, tp=2)  # fmt: skip
-    form = fujii_estimate(asked.problem.workload.model, asked.problem.layout, 4096)
-    assert found["total_bytes"] == form.total_bytes
-    assert found["state_bytes"] + found["activation_bytes"] == pytest.approx(form.total_bytes)
-    assert f"{form.total_bytes / 2**30:.2f}" in ran.out
 
 
 # -- Fujii's 80 % rule ------------------------------------------------------------------------

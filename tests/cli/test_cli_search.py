@@ -19,6 +19,7 @@ from rematbench.cli.options import percents
 from rematbench.evaluate.breakdown import PARTS
 from rematbench.inputs.paths import data_dir
 from rematbench.paper.builders import searched
+from tests.tables import tables
 
 RUN = CliRunner()
 app = command_line()
@@ -57,14 +58,7 @@ def test_each_line_runs_again(tmp_path: Path) -> None:
         assert f'"step_s": {float(row["step_s"])}' in again.output
 
 
-@pytest.mark.parametrize(
-    ("method", "why"),
-    [
-        ("pipe_offload", "pipe_offload: needs several chunks on a rank, not one"),
-        ("zero_bubble:schedule=v-min", "zero_bubble: needs two chunks on each of several stages"),
-        ("vocabulary_parallel", "vocabulary_parallel: all stages share its vocabulary"),
-    ],
-)
+@pytest.mark.parametrize(("method", "why"), tables(__file__)["unbounded"])
 def test_a_method_whose_passes_no_bound_covers_is_refused_in_one_line(
     method: str, why: str
 ) -> None:
@@ -90,18 +84,6 @@ def test_stages_that_no_bound_covers_are_tuned_by_layer_without_a_proof() -> Non
     assert [row["step_s"] for row in answer["rows"]] == sorted(r["step_s"] for r in answer["rows"])
     without = RUN.invoke(app, words[:-1])
     assert "a chunk has no layers (not searched)" in str(without.exception)
-
-
-def test_two_plans_are_explained_by_parts_that_add_up() -> None:
-    """`--explain` names the terms of the difference; a place that is not there is one line."""
-    told = RUN.invoke(app, ["search", *shlex.split(WORDS), "--top", "2", "--explain", "1", "2"])
-    assert told.exit_code == 0, told.output
-    table = told.output.split("part of the step")[1]
-    cells = [line.split("|") for line in table.splitlines() if line.count("|") == 3]
-    terms = {cell[1].strip(): float(cell[2]) for cell in cells}
-    assert sum(terms.values()) - terms["step"] == pytest.approx(terms["step"], abs=1e-3)
-    wrong = RUN.invoke(app, ["search", *shlex.split(WORDS), "--top", "2", "--explain", "1", "9"])
-    assert "--explain: places of 1 to 2" in str(wrong.exception)
 
 
 def test_a_job_that_fits_nowhere_says_what_is_short() -> None:
@@ -141,9 +123,9 @@ def test_percents_may_have_their_sign() -> None:
     for text in ("-1", "51%", "nan", "a", "%"):
         with pytest.raises(BadParameter, match=f"'{text}' is not a percentage from 0 to 50"):
             percents(text, 50)
-    assert percents("200%") == 200.0  # a plan may take three times as long: `--lose 200`
-    with pytest.raises(BadParameter, match="'inf' is not a percentage of 0 or more"):
-        percents("inf")
+    for text in ("200", "inf"):  # `--lose 200`: more than all of the speed
+        with pytest.raises(BadParameter, match=f"'{text}' is not a percentage from 0 to 100"):
+            percents(text)
 
 
 def test_the_least_memory_is_bisected() -> None:
@@ -239,51 +221,7 @@ def test_a_plan_in_a_line_is_whole(tmp_path: Path) -> None:
     assert "no plan missing from the table is faster than a row by more than the gap" in text
 
 
-def test_price_tags_that_are_known_are_printed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ctrl-C loses none of them."""
-
-    def stopped(*_: Any) -> Iterator[tuple[str, float]]:
-        yield "no change", 2.0
-        yield "+1 GiB of device memory", 1.0
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("rematbench.cli.inverse.prices", stopped)
-    told = RUN.invoke(app, ["search", *shlex.split(WORDS), "--price-tags"])
-    assert told.exit_code == 130
-    assert "50.0" in told.output
-    assert "stopped: the remaining" in told.output
-
-
-@pytest.mark.full
-def test_price_tags_only_buy() -> None:
-    """More memory or a faster link makes no step longer by more than the gap."""
-    lines = [line.split("|") for line in ask("--price-tags", "--within", "0").splitlines()]
-    steps = {cell[1].strip(): float(cell[2]) for cell in lines if len(cell) == 5 and "." in cell[2]}
-    first = steps.pop("no change")
-    assert {"+16 GiB of device memory", "+10 % of NVLink"} <= set(steps)
-    assert all(step <= first * (1 + 1e-3) for step in steps.values())
-
-
-@pytest.mark.parametrize(
-    ("words", "told"),
-    [
-        (
-            ("--find", "speed"),
-            "--find 'speed': expected one of gpus, context, batch, memory, rank, base",
-        ),
-        (("--find", "gpus"), "give the tokens/s of all GPUs with --speed"),
-        (("--find", "rank"), "every weight trains; give --lora-rank"),
-        (("--find", "batch"), "give the seconds of a step with --step"),
-        (("--attention", "fa9"), "'flash', 'unfused', 'fa1'"),
-        (("--find", "context", "--json"), "--json cannot be used with --find"),
-        (("--find", "context", "-o", "answer.csv"), "-o cannot be used with --find"),
-        (("--price-tags", "--explain", "1", "2"), "--explain cannot be used with --price-tags"),
-        (("--price-tags", "--find", "context"), "--price-tags cannot be used with --find"),
-        (("--json", "--explain", "1", "2"), "--explain cannot be used with --json"),
-        (("--speed", "100"), "--speed needs --find gpus"),
-        (("--find", "gpus", "--step", "3"), "--step needs --find batch"),
-    ],
-)
+@pytest.mark.parametrize(("words", "told"), tables(__file__)["wrong"])
 def test_a_wrong_question_is_one_line(words: tuple[str, ...], told: str) -> None:
     """What is allowed is said, and nothing that is asked for is left out in silence."""
     answer = RUN.invoke(app, ["search", *shlex.split(WORDS), *words])

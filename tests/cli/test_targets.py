@@ -16,6 +16,7 @@ from rematbench.host.console import CommandError
 from rematbench.inputs.paths import data_dir
 from rematbench.paper.builders import answers
 from rematbench.worlds import executed, traced
+from tests.tables import tables
 from tests.typed import typed
 
 CONFIG = data_dir("config")
@@ -119,19 +120,7 @@ def test_an_error_of_the_system_is_one_line(
     assert line == "rematbench make: [Errno 28] No space left on device"
 
 
-@pytest.mark.parametrize(
-    ("words", "told"),
-    [
-        ((), "give a TARGET, or use --list"),
-        (("results/paper/nothing.csv",), "results/paper/nothing.csv: no such target (see --list)"),
-        (
-            ("results/paper/studies/nosuch.json",),
-            "missing input config/study/nosuch.yaml: create it with "
-            "`snakemake --cores 1 results/paper/studies/nosuch.json`",
-        ),
-        (("results/paper/tables/pareto.csv",), "missing input config/paper.yaml"),
-    ],
-)
+@pytest.mark.parametrize(("words", "told"), tables(__file__)["wrong"])
 def test_a_target_that_cannot_be_made_is_one_line(
     words: tuple[str, ...], told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

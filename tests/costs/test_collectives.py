@@ -109,6 +109,13 @@ def test_all_reduce_is_a_reduce_scatter_and_an_all_gather() -> None:
     assert costs.comm_s(Comm("all_reduce", "tp", GB), 0) == pytest.approx(2 * once)
 
 
+def test_a_few_numbers_go_up_and_down_a_tree() -> None:
+    """Eight ranks of a node are a chain; four nodes of eight are a tree of chains."""
+    assert c.tree_s(8, 1) == pytest.approx(6.8e-6 + 2 * 7 * 0.6e-6)
+    assert c.tree_s(32, 4) == pytest.approx(6.8e-6 + 2 * (7 * 1.8 * 0.6e-6 + 2 * 5e-6))
+    assert model(tp=8).comm_s(Comm("amax", "tp", 4), 0) == c.tree_s(8, 1)
+
+
 def test_lonely_groups_cost_nothing() -> None:
     costs = model(tp=1, dp=1)
     for kind in get_args(CommKind):

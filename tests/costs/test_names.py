@@ -17,8 +17,9 @@ from rematbench.costs.operators.ops import ACTIVATIONS
 from rematbench.inputs.layout import Layout
 from rematbench.inputs.load import load_model, load_system, names
 from rematbench.inputs.system import with_facts
+from rematbench.model import Memory
 from rematbench.problem import Problem
-from rematbench.workload import Experts, Latent, Memory, Workload
+from rematbench.workload import Experts, Latent, Workload
 from tests.problems import BLOCKS, LLAMA, problem, remade
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from rematbench.costs.operators.kernels import Gemm
+from rematbench.costs.operators.kernels import Elementwise, Gemm
 from rematbench.engine.lowering.lower import lower
 from rematbench.engine.lowering.states.state_shards import quantised_bytes, quantised_weights
 from rematbench.evaluate.evaluator import evaluate
@@ -24,6 +24,7 @@ from rematbench.plan import (
 )
 from rematbench.problem import Problem
 from tests.problems import all_methods
+from tests.tables import tables
 
 HIDDEN, FFN, QKV, LAYERS = 4096, 14336, 6144, 32
 
@@ -75,9 +76,24 @@ def test_a_current_scale_has_three_launches_in_front_of_the_cast() -> None:
         assert found.cost.calls(ops["mlp_norm_out_quantised"], "forward") == launches
 
 
-def test_torchao_saves_nothing() -> None:
+@pytest.mark.parametrize("recipe", ["fp8", "fp8-rows"])
+def test_torchao_saves_nothing(recipe: str) -> None:
     facts = {"system": "torchtitan-compiled", "zero_stage": 3}
-    assert saved(made(**facts)) == saved(made(recipe="fp8", **facts))
+    assert saved(made(**facts)) == saved(made(recipe=recipe, **facts))
+
+
+def test_torchao_casts_kernel_by_kernel_without_a_compiler() -> None:
+    """33 bytes an element in six kernels, with two tensors in fp32; otherwise one kernel."""
+    facts = {"recipe": "fp8", "zero_stage": 3}
+    eager, compiled = (
+        made(system=name, **facts).layer(0).op("fc2")
+        for name in ("torchtitan", "torchtitan-compiled")
+    )
+    elements = 4096 * FFN
+    assert eager.forward[0] == Elementwise(33 * elements, 6)
+    assert compiled.forward[0] == Elementwise(3 * elements)
+    extra = eager.scratch_forward_bytes - compiled.scratch_forward_bytes
+    assert extra == 8 * elements
 
 
 @pytest.mark.parametrize(
@@ -105,6 +121,26 @@ def test_quantised_weights_are_held_beside_the_parameters(each: float, facts: An
     assert held[0] - held[1] == each * weights
 
 
+def test_gathers_of_quantised_weights_move_and_hold_their_bytes() -> None:
+    """FSDP2 with torchao: the linears of a layer in a byte, the rest in two."""
+    facts = {"system": "torchtitan-compiled", "zero_stage": 3, "recipe": "fp8"}
+    wide, narrow = (made(**facts, fp8_params=one) for one in (False, True))
+    sizes = [
+        {
+            alloc.nbytes
+            for block, _ in lower(each.base_plan, each).block_runs
+            for action in block.actions
+            if (action.kind.name, action.op, action.part.letter)
+            == ("ALL_GATHER", "parameters", "L")
+            for alloc in action.allocs
+            if action.exchange.comm and action.exchange.comm.nbytes == alloc.nbytes
+        }
+        for each in (wide, narrow)
+    ]
+    table = wide.layer(0)
+    assert sizes == [{2 * table.parameters}, {2 * table.parameters - table.quantised}]
+
+
 def test_first_and_last_layers_stay_in_16_bits() -> None:
     found = made(recipe="fp8", bf16_ends=2)
     plain = made()
@@ -128,24 +164,57 @@ def test_experts_gradients_and_gathers_are_quantised() -> None:
     assert {"expert_in_quantised", "expert_fc2_in_quantised"} < {*table.saved}
 
 
-@pytest.mark.parametrize(
-    ("facts", "words"),
-    [
-        ({"recipe": "mxfp8"}, "recipe mxfp8 .* has no kernels on hopper"),
-        ({"recipe": "fp8", "cluster": "a100-80gb"}, "on ampere .its recipes: none"),
-        ({"recipe": "fp8", "system": "deepspeed"}, "no quantised linears are known of stack deep"),
-        ({"recipe": "fp8", "precision": "fp16"}, "with precision fp16 is not modelled"),
-        ({"recipe": "fp8", "frozen_layers": 4}, "with weights that do not train"),
-        (
-            {"recipe": "fp8-delayed", "bf16_ends": 1},
-            "Delayed scaling does not support first",
-        ),
-        ({"fp8_params": True}, "need a recipe"),
-    ],
-)
+def reductions(problem: Problem) -> dict[str, list[tuple[str, str, int]]]:
+    """The reductions of largest elements in a program: operator, group and bytes, by block."""
+    found: dict[str, list[tuple[str, str, int]]] = {}
+    for block, _ in lower(problem.base_plan, problem).block_runs:
+        for action in block.actions:
+            comm = action.exchange.comm
+            if comm is not None and comm.kind == "amax":
+                assert action.kind.name == "ALL_REDUCE"
+                found.setdefault(block.label, []).append((action.op, comm.group, comm.nbytes))
+    return found
+
+
+def test_largest_elements_are_reduced() -> None:
+    """TransformerEngine: of the input of a linear that gathers it, and of the gradient that a
+    linear gathers, over tensor-parallel ranks; with delayed scales those of a pass over the ranks
+    of the stage, three numbers of each product, then two; of quantised parameters at the end."""
+    facts = {"tp": 2, "gpus": 16, "seq_len": 64, "global_batch": 8}
+    found = reductions(made(recipe="fp8", **facts))
+    copies = ["attn_norm_out_quantised", "mlp_norm_out_quantised"]
+    assert [{*found[label]} for label in "FB"] == [
+        {(name, "tp", 4) for name in names} for names in (copies, ("fc2", "proj"))
+    ]
+    assert [len(found[label]) for label in "FB"] == [2 * LAYERS] * 2
+    products = 4 * LAYERS
+    delayed = reductions(made(recipe="fp8-delayed", fp8_params=True, **facts))
+    sizes = {"F": ("stage", 12), "B": ("stage", 8), "amaxes": ("dp", 4)}
+    assert delayed == {
+        label: [("amaxes", group, each * products)] for label, (group, each) in sizes.items()
+    }
+    for without in ({"recipe": "fp8-block"}, {"recipe": "fp8", "sp": False}):
+        assert reductions(made(**facts, **without)) == {}
+
+
+@pytest.mark.parametrize(("facts", "words"), tables(__file__)["refused"])
 def test_what_has_no_recipe_is_refused(facts: dict[str, Any], words: str) -> None:
     with pytest.raises(RateError, match=words):
         made(**facts)
+
+
+def test_products_are_faster_where_they_are_deep() -> None:
+    """The loop over k runs at the recipe's speed, a tile's prologue as in 16 bits."""
+    found = made(recipe="fp8").cost
+    assert found.recipe is not None
+    half_k, speed = found.gpu.gemm_half_k, found.recipe.gemm["hopper"].value
+    for k in (1024, 8192):
+        wide, narrow = (
+            found.kernel_s(Gemm(8192, 8192, k, narrow=one), "forward") for one in (False, True)
+        )
+        gap = found.stack.gap_s
+        share = (1 / speed + half_k / k) / (1 + half_k / k)
+        assert (narrow - gap) / (wide - gap) == pytest.approx(share)
 
 
 def test_nvfp4_has_bytes_and_no_seconds() -> None:

@@ -391,7 +391,7 @@ def test_late_tensors_are_the_states_and_gradients_of_the_ledger(facts: dict[str
 def test_no_late_tensor_without_a_fact_or_on_the_host() -> None:
     made, plan = accumulated(late_state_bytes=0, fresh_gradients=False)
     assert lower(plan, made).ranks[0].late is None
-    host = on_one_gpu(512, 1, optimizer_on_host=True)
+    host = on_one_gpu(512, 1, optimizer_on_host=True, fresh_gradients=False)
     assert lower(host.base_plan, host).ranks[0].late is None
 
 
@@ -409,7 +409,12 @@ def test_reserved_bytes_hold_the_live_bytes(seq_len: int, m: int, *, early: bool
         assert found.reserved_bytes >= max(found.peak_device_bytes)
         results.append(found)
     assert results[0].step_s == results[1].step_s
-    assert results[0].peak_device_bytes == results[1].peak_device_bytes
+    (fresh,), (throughout,) = (found.ranks for found in results)
+    if m > 1 or early:
+        assert fresh.device_peak == throughout.device_peak
+        return
+    all_alive = throughout.device_peak - throughout.activation_peak
+    assert all_alive <= fresh.device_peak <= throughout.device_peak
 
 
 # -- streams --------------------------------------------------------------------------------------

@@ -25,6 +25,7 @@ from tests.cost_constants import ROUND
 from tests.engine.test_experts import MIXTURE
 from tests.engine.test_host_clock import timed, with_host
 from tests.problems import BALANCED, FULL, all_methods, half, problem, refusal, remade, transfers
+from tests.tables import tables
 
 LAYOUTS: list[dict[str, Any]] = [
     {"global_batch": 3},
@@ -200,20 +201,7 @@ def test_an_iteration_is_one_graph_and_waits_for_no_counts() -> None:
     assert "CUDA graphs full_iteration (4 GB or more, which no total counts)" in assumed(given)
 
 
-@pytest.mark.parametrize(
-    ("scope", "facts", "said"),
-    [
-        ("full_iteration", {"dispatcher": "alltoall"}, "needs experts of known sizes"),
-        ("moe", {"dispatcher": "deepep"}, "needs experts of known sizes"),
-        ("moe,moe_router", {}, "both moe and moe_router"),
-        ("moe_preprocess", {}, "only supported with moe_router"),
-        (
-            "moe",
-            {"ep_overlap": "always", "features": ("ep_overlap",)},
-            "not supported with ep_",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("scope", "facts", "said"), tables(__file__)["refused"])
 def test_scopes_that_megatron_refuses(scope: str, facts: dict[str, Any], said: str) -> None:
     with pytest.raises(LayoutError, match=said):
         routed(scope, **facts)

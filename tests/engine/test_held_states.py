@@ -129,6 +129,16 @@ def test_the_reductions_take_their_seconds_after_the_last_pass(vpp: int) -> None
     assert evaluate(made, made.base_plan).step_s == pytest.approx(whole, rel=1e-9)
 
 
+def test_graphs_of_recomputed_layers_release_nothing_twice_in_a_pipeline() -> None:
+    made = piped()
+    plan = plan_of(made, "full_recompute")
+    given = remade(made, system=with_facts(made.system, reentrant=True))
+    check(lower(plan, given))
+    assert [one.optimizer for one in evaluate(given, plan).ranks] == [
+        one.optimizer for one in evaluate(made, plan).ranks
+    ]
+
+
 def test_the_executor_refuses_them_by_name() -> None:
     made = piped()
     assert any("with pipeline stages" in words for words in refusals(made, made.base_plan))
@@ -140,7 +150,7 @@ def test_a_fourth_chunk_is_gathered_again_and_three_stay(stage: int) -> None:
     few, many = (
         problem(
             model=layers(16), system="torchtitan", pp=2, vpp=vpp, dp=2, zero_stage=stage,
-            global_batch=8,
+            global_batch=8, system_changes={"returns_outputs": False},
         )
         for vpp in (2, 4)
     )  # fmt: skip
@@ -214,3 +224,22 @@ def test_181b_on_384_gpus_as_measured(micro_batch: int, measured: float) -> None
     found = evaluate(given, plan_of(given, "full_recompute"))
     predicted = (max(found.peak_device_bytes) + given.non_torch_bytes) / GB
     assert predicted == pytest.approx(measured, rel=0.08)
+
+
+@pytest.mark.parametrize("vpp", [1, 2])
+@pytest.mark.parametrize("micro_batches", [4, 32])
+def test_the_last_stage_keeps_the_logits_of_all_micro_batches(vpp: int, micro_batches: int) -> None:
+    """Beside its activations those of all others, or at the end of the step all and their copy."""
+
+    def pools(*, returned: bool) -> tuple[list[int], int]:
+        made = piped(vpp=vpp, global_batch=2 * micro_batches)
+        system = with_facts(made.system, returns_outputs=returned)
+        made = remade(made, system=system)
+        ranks = evaluate(made, made.base_plan).ranks
+        return [rank.pools for rank in ranks], ranks[-1].activation_peak
+
+    (first, last), activations = pools(returned=True)
+    assert ([first, 0], activations) == pools(returned=False)
+    logits = 2 * 32 * piped().workload.model.vocab
+    others, merged = (micro_batches - 1) * logits, 2 * micro_batches * logits - activations
+    assert last == max(others, merged) > 0

@@ -1,10 +1,12 @@
 """The host's clock: it issues a rank's list, leads the device, and never makes a step faster."""
 
+import json
 import random
 from collections.abc import Iterator
 from dataclasses import replace as replaced
 from itertools import pairwise
 from math import fsum
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,15 +22,25 @@ from rematbench.engine.simulate.op_level import ORDERING, TIMELESS, Timing, simu
 from rematbench.engine.simulate.seconds import DIRECTION, ActionCosts, action_seconds
 from rematbench.evaluate.breakdown import host_wait_s
 from rematbench.evaluate.evaluation import evaluate
-from rematbench.inputs.constants import Calibration, instant_hosts
+from rematbench.inputs.constants import Calibration
 from rematbench.inputs.layout import Layout
 from rematbench.inputs.load import load_cluster, load_model, load_system
 from rematbench.inputs.system import with_facts
 from rematbench.plan import Plan
 from rematbench.problem import Problem
 from rematbench.workload import Workload
-from tests.cost_constants import ROUND
-from tests.problems import BALANCED, FULL, SKELETAL, half, problem, remade, transfers
+from tests.cost_constants import ROUND, instant_hosts
+from tests.problems import (
+    BALANCED,
+    FULL,
+    SKELETAL,
+    half,
+    make_problem,
+    plan_of,
+    problem,
+    remade,
+    transfers,
+)
 from tests.program_text import parse_program
 from tests.strategies import cases
 
@@ -200,6 +212,62 @@ def test_a_very_slow_host_sets_the_step() -> None:
     issued = sum(costs.issue_s(action, rank) for rank, action in timed(program))
     alone = CELLS["tp 8"][-1]
     assert issued <= simulate_chunks(program, costs).step_s <= issued + alone
+
+
+@pytest.mark.parametrize(("gpus", "gathers"), [(1, 0), (2, 4 * 4 + 2)])
+def test_hooks_of_modules_set_the_step_of_short_samples(gpus: int, gathers: int) -> None:
+    """A micro-batch of 4 layers passes 4 operators with weights 3 times, the embedding once and the
+    head twice.  With peers all matrices are gathered, and so few stay whole until the backward.
+    No other ZeRO stage has hooks."""
+
+    def step_s(hook_s: float, stage: int = 3) -> float:
+        system = with_facts(load_system("huggingface-deepspeed"), hook_s=hook_s)
+        layout = Layout(dp=gpus, zero_stage=stage, global_batch=2 * gpus)
+        made = make_problem(
+            model=replace(load_model("llama-7b"), num_layers=4), cluster="a100-80gb",
+            system=system, seq_len=128, layout=layout,
+        )  # fmt: skip
+        return evaluate(made, plan_of(made, "full_recompute")).step_s
+
+    hooks = (step_s(2.0) - step_s(1.0)) / 2
+    assert hooks == pytest.approx(4 * 4 * 3 + 3 + gathers, abs=1e-6)
+    assert step_s(1.0, stage=2) == step_s(0.0, stage=2)
+
+
+QWEN = {
+    "model_type": "qwen", "hidden_size": 4096, "intermediate_size": 22016, "vocab_size": 151936,
+    "num_hidden_layers": 32, "num_attention_heads": 32, "kv_channels": 128, "no_bias": True,
+    "seq_length": 8192, "max_position_embeddings": 8192, "tie_word_embeddings": False,
+}  # fmt: skip
+SMALL_QWEN = {
+    "hidden_size": 2048, "intermediate_size": 11008, "num_hidden_layers": 24,
+    "num_attention_heads": 16,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changes", "gpus", "seq_len", "published"),
+    [
+        ({}, 2, 256, 4.0),
+        ({}, 2, 512, 4.0),
+        ({}, 2, 1024, 4.5),
+        (SMALL_QWEN, 1, 256, 2.1),
+        (SMALL_QWEN, 1, 1024, 2.2),
+        (SMALL_QWEN, 1, 2048, 2.3),
+    ],
+)
+def test_short_samples_under_zero_3_take_as_long_as_published(
+    tmp_path: Path, changes: dict[str, int], gpus: int, seq_len: int, published: float
+) -> None:
+    """QwenLM/Qwen README.md (03cd81f), full-parameter finetuning: 8 micro-batches of one sample."""
+    (tmp_path / "config.json").write_text(json.dumps(QWEN | changes), encoding="utf-8")
+    made = make_problem(
+        model=load_model(str(tmp_path / "config.json")), cluster="a100-80gb",
+        system="huggingface-deepspeed", seq_len=seq_len,
+        layout=Layout(dp=gpus, zero_stage=3, global_batch=8 * gpus),
+    )  # fmt: skip
+    plan = plan_of(made, "full_recompute")
+    assert evaluate(made, plan).step_s == pytest.approx(published, rel=0.12)
 
 
 def test_messages_hold_a_host_only_where_the_stack_waits_for_them() -> None:

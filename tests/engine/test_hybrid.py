@@ -17,6 +17,7 @@ from rematbench.inputs.system import with_facts
 from rematbench.problem import Problem, rank_parameters
 from rematbench.workload import Experts
 from tests.problems import layers, on, problem, remade
+from tests.tables import tables
 
 ORDER = ("tp", "cp", "dp", "pp")
 
@@ -137,24 +138,7 @@ def test_experts_are_sharded_inside_a_replica(ep: int, tp: int, shards: int, sta
     assert held.optimizer == system.states.optimizer_bytes * (-(-rest // 4) + -(-experts // shards))
 
 
-@pytest.mark.parametrize(
-    ("layout", "facts", "said"),
-    [
-        ({"shard_degree": 3}, {}, "dp x cp = 8 must be a multiple of shard_degree = 3"),
-        ({"shard_degree": 16}, {}, "dp x cp = 8 must be a multiple of shard_degree = 16"),
-        (
-            {"shard_degree": 4},
-            {"features": ()},
-            "has no hybrid sharding (HSDP), but shard_degree = 4",
-        ),
-        ({"shard_degree": 1}, {}, "shard_degree 1 with zero_stage 3 shards nothing"),
-        (
-            {"shard_degree": 4, "zero_stage": 0},
-            {},
-            "shard_degree 4 with zero_stage 0 shards nothing",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("layout", "facts", "said"), tables(__file__)["refused"])
 def test_degrees_that_cannot_be(layout: dict[str, int], facts: dict[str, Any], said: str) -> None:
     made = hybrid(8)
     with pytest.raises(Exception, match=said.replace("(", r"\(").replace(")", r"\)")):

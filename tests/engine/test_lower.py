@@ -39,6 +39,9 @@ from tests.problems import (
 )
 from tests.program_text import parse_storage
 from tests.strategies import grouped
+from tests.tables import tables
+
+TABLES = tables(__file__)
 
 
 def steps(program: Program, rank: int) -> str:
@@ -165,20 +168,12 @@ def test_illegal_rules(case: str, rules: tuple[Rule, ...], message: str) -> None
         lower(given.base_plan.with_rules(*rules), given)
 
 
-@pytest.mark.parametrize(
-    ("partition", "message"),
-    [
-        ((((0, 1),), ((2,),)), "contain every layer once, in order"),
-        ((((0, 1),), ((2, 2, 3),)), "contain every layer once, in order"),
-        ((((2, 3),), ((0, 1),)), "contain every layer once, in order"),
-        ((((0, 1, 2, 3),),), r"\[1\] chunks per rank, but the layout needs \[1, 1\]"),
-        ((((0, 1), (2, 3)), ((), ())), r"\[2, 2\] chunks per rank, but the layout needs \[1, 1\]"),
-    ],
-)
+@pytest.mark.parametrize(("partition", "message"), TABLES["partitions"])
 def test_illegal_partitions(partition: Any, message: str) -> None:
     given = problem(pp=2, global_batch=2)
+    stages = tuple(tuple(map(tuple, rank)) for rank in partition)
     with pytest.raises(PlanError, match=message):
-        lower(replace(given.base_plan, partition=partition), given)
+        lower(replace(given.base_plan, partition=stages), given)
 
 
 def test_a_chunk_holds_something() -> None:
@@ -334,20 +329,10 @@ def test_a_ragged_tail_is_a_smaller_last_piece() -> None:
     assert [str(p.storage) for p in pieces] == ["H.logits%0", "H.logits%1", "H.logits%2"]
 
 
-@pytest.mark.parametrize(
-    ("ops", "count", "message"),
-    [
-        (("attention",), 2, "attention is not row-local"),
-        (("fc1", "fc2"), 2, "operators must be contiguous"),
-        (("lm_head",), 33, "33 pieces of 32 rows"),
-        (("conv",), 2, "matches no operator of this model"),
-        (("fc2", "mlp_add"), 2, "mlp_add returns whole gradients"),
-        (("attn_add", "mlp_norm"), 2, "attn_add returns whole gradients"),
-    ],
-)
-def test_illegal_mini_sequences(ops: tuple[str, ...], count: int, message: str) -> None:
+@pytest.mark.parametrize(("ops", "count", "message"), TABLES["mini_sequences"])
+def test_illegal_mini_sequences(ops: list[str], count: int, message: str) -> None:
     given = problem()
-    plan = replace(given.base_plan, mini_sequences=(MiniSequence(ops, count),))
+    plan = replace(given.base_plan, mini_sequences=(MiniSequence((*ops,), count),))
     with pytest.raises(PlanError, match=message):
         lower(plan, given)
 

@@ -69,7 +69,11 @@ def test_host_bytes_of_every_stack(
     found = problem(
         model=model,
         system=stack,
-        system_changes={**HOSTED, "host_pinned": not exact},
+        system_changes={
+            **HOSTED,
+            "host_pinned": not exact,
+            "resident_bytes": 4 * load_system(stack).host.host_tensors * (micro_batches > 1),
+        },
         dp=dp,
         zero_stage=stage,
         global_batch=dp * micro_batches,
@@ -82,8 +86,9 @@ def test_host_bytes_of_every_stack(
     block = (lambda nbytes: nbytes) if exact else pinned
     if system.host.host_tensors:
         parts = [-(-one // dp) for one in tensors]
-        rest = system.states.optimizer_bytes - 4
-        expected = sum(2 * block(4 * part) + rest * part for part in parts)
+        left = system.host.resident_bytes  # the device's fp32 weights, whose copy is pinned
+        rest = system.states.optimizer_bytes - left
+        expected = sum(block(4 * part) + block(left * part) + rest * part for part in parts)
     elif not system.host.host_gradients:
         expected = system.states.optimizer_bytes * share
     elif stage == 3:  # one sub-group: these models are small

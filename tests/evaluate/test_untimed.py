@@ -5,10 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from msgspec.structs import replace
 
 import rematbench
-from rematbench.evaluate.evaluation import RankBytes
+from rematbench.evaluate.evaluation import RankBytes, host_rates
 from rematbench.evaluate.problems import make_problem
 from rematbench.evaluate.result import Result, evaluate_method, told_fragmented
 from rematbench.evidence.bands import with_band
@@ -19,47 +20,21 @@ from rematbench.inputs.kernel_rates import RateError
 from rematbench.inputs.load import calibration, load_cluster, load_model, load_system
 from rematbench.inputs.system import with_facts
 from tests.problems import all_methods, stacks
+from tests.tables import tables
 from tests.typed import typed
 
 GIB = 2**30
 GENERATIONS = ("volta", "turing", "ada", "cdna3", "rdna3", "xe-hpc", "ampere", "blackwell")
-OWN = {
-    "v100": """
-name: v100-32gb
-base: a100-40gb-abci
-gpu: {value: V100-SXM2-32GB, source: mine}
-generation: {value: volta, source: mine}
-peak_flop_per_s: {value: 1.25e14, source: mine}
-hbm_bytes: {value: 34089730048, source: mine}
-hbm_bytes_per_s: {value: 9.0e11, source: mine}
-""",
-    "rtx4090": """
-name: rtx4090
-base: a100-40gb-pcie
-gpu: {value: GeForce-RTX-4090, source: mine}
-generation: {value: ada, source: mine}
-peak_flop_per_s: {value: 1.65e14, source: mine}
-hbm_bytes: {value: 25769803776, source: mine}
-hbm_bytes_per_s: {value: 1.008e12, source: mine}
-gpus_per_node: {value: 1, source: mine}
-""",
-    "mi300x": """
-name: mi300x
-base: h100-80gb
-gpu: {value: MI300X, source: mine}
-generation: {value: cdna3, source: mine}
-peak_flop_per_s: {value: 1.307e15, source: mine}
-hbm_bytes: {value: 206158430208, source: mine}
-hbm_bytes_per_s: {value: 5.3e12, source: mine}
-""",
-}
+OWN = tables(__file__)["own"]
 """Files of GPUs whose kernels have no rates, with the numbers of their data sheets."""
 SMALL = ("--model", "llama-7b", "--gpus", "1", "--seq-len", "512", "--global-batch", "1")
 
 
-def cluster_file(folder: Path, name: str) -> str:
+def cluster_file(folder: Path, name: str, gpu: str = "") -> str:
+    """A file of OWN, of another GPU if one is named."""
+    named = {"gpu": {"value": gpu, "source": "mine"}} if gpu else {}
     path = folder / f"{name}.yaml"
-    path.write_text(OWN[name], encoding="utf-8")
+    path.write_text(yaml.safe_dump(OWN[name] | named), encoding="utf-8")
     return str(path)
 
 
@@ -210,25 +185,34 @@ def test_a_sheet_has_the_bytes(tmp_path: Path) -> None:
     assert found["pred_peak_device_bytes"] > 50 * GIB
 
 
-def test_an_optimizer_on_a_node_without_a_rate_has_a_verdict_first() -> None:
-    """72 billion parameters on eight A100 (published: they run)."""
-    words = (
-        "simulate", "full_recompute", "--model", "qwen2-7b", "--cluster", "a100-80gb-roce1600",
-        "--gpus", "8", "--seq-len", "8192", "--global-batch", "16", "--tp", "4",
-    )  # fmt: skip
-    told = " ".join(typed(*words, "--optimizer", "host").out.split())
-    assert "FITS: " in told
-    assert "UNSUPPORTED" not in told
-    assert "(time not modelled: an optimizer in host memory on cluster a100-80gb-roce1600" in told
-    assert "host_update_parameters_per_s (measure: " in told
+@pytest.mark.parametrize("method", ["full_recompute", "optimizer_offload:share=0.5,visiting=0"])
+def test_an_optimizer_on_a_node_without_a_rate_has_the_band_of_measured_rates(method: str) -> None:
+    """72 billion parameters on eight A100 (published: they run): a verdict, what is missing, and a
+    band with the speed at each measured rate."""
+    cluster = load_cluster("a100-80gb-roce1600")
+    words = {
+        "model": "qwen2-7b", "gpus": 8, "seq_len": 8192, "global_batch": 16, "tp": 4,
+        "system": "megatron-core-0.16", "optimizer": "host" if method == "full_recompute" else None,
+    }  # fmt: skip
+    found = rematbench.simulate(rematbench.Problem(cluster=cluster, **words), method)
+    assert (found.fits, found.not_timed) == (True, "")
+    assert found.band is not None
+    assert found.error_band is not None
+    evidence = found.error_band.evidence
+    assert "an optimizer in host memory on cluster a100-80gb-roce1600, whose file has" in evidence
+    assert "host_update_parameters_per_s (measure: " in evidence
+    assert all(name in evidence for name in host_rates())
+    for rate in host_rates().values():
+        node = replace(cluster, host_update_parameters_per_s=rate * cluster.gpus_per_node)
+        known = rematbench.simulate(rematbench.Problem(cluster=node, **words), method)
+        assert found.band[0] < known.tokens_per_s_per_gpu < found.band[1]
+        assert "host rate" not in known.error_band.outside
 
 
 @pytest.mark.parametrize("name", ["TPU-v5p", "tpu v4"])
 def test_a_tpu_is_refused(name: str, tmp_path: Path) -> None:
-    path = tmp_path / "tpu.yaml"
-    path.write_text(OWN["mi300x"].replace("MI300X,", f"{name},"), encoding="utf-8")
     with pytest.raises(ConfigError, match="a TPU, on which none of these stacks runs"):
-        load_cluster(path)
+        load_cluster(cluster_file(tmp_path, "mi300x", name))
 
 
 # -- fragmentation -------------------------------------------------------------------------------

@@ -68,6 +68,25 @@ def test_fsdp_and_hsdp_over_nodes_are_as_fast_as_published(
     assert not band.open_cause
 
 
+@pytest.mark.parametrize("reduce_bytes", [2, 4])
+def test_replicas_between_nodes_pay_with_the_width_of_the_reduction(reduce_bytes: int) -> None:
+    """fms-fsdp reduces in bf16, torchtitan in fp32.  One micro-batch hides the all-reduce of a
+    node's shards only in bf16: of shards of s bytes, eight ranks send 16 s through a node's NICs,
+    as many as full sharding with its gathers of all layers, which run in the forward too."""
+    stack = with_facts(load_system("torchtitan"), reduce_bytes=reduce_bytes)
+    full, hybrid = (
+        speed(
+            job(
+                LLAMA_13B, stack, "a100-80gb-roce400", 4096,
+                gpus=128, global_batch=128, shard_degree=degree,
+            ),
+            "keep_all",
+        )[0]
+        for degree in (0, 8)
+    )  # fmt: skip
+    assert (hybrid > full) == (reduce_bytes == 2)
+
+
 @pytest.mark.parametrize(
     ("model", "published", "batch", "ulysses", "seq_len"),
     [

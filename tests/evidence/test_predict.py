@@ -16,21 +16,24 @@ from rematbench.evidence.published.sheets import (
     read_number,
     read_sheet,
 )
-from rematbench.host.console import CommandError
 from rematbench.host.errors import UserError
 from rematbench.host.table import write_sheet
 from rematbench.inputs.configfile import ConfigError
 from rematbench.inputs.paths import data_dir
 from tests.problems import all_methods
+from tests.tables import tables
 from tests.wrong_inputs import ROW
+
+TABLES = tables(__file__)
 
 REGISTRY = all_methods()
 
 
 def row(**changes: Any) -> dict[str, str]:
-    made = {**ROW, **{key: str(value) for key, value in changes.items()}}
+    """A row of the sheet with changes; None takes a column away."""
+    made = {key: str(value) for key, value in {**ROW, **changes}.items() if value is not None}
     if "gpus" not in changes:
-        degrees = [made[key] for key in ("tp", "cp", "pp", "dp")]
+        degrees = [made.get(key, "") for key in ("tp", "cp", "pp", "dp")]
         if all(degree.isdigit() for degree in degrees):
             made["gpus"] = str(eval("*".join(degrees)))
     return made
@@ -84,47 +87,7 @@ def test_a_peak_is_the_quantity_that_the_row_prints() -> None:
 BAD: list[tuple[dict[str, str], str, str]] = [
     ({}, "failed", "column system is missing"),
     ({"system": ""}, "failed", "column system is missing"),
-    (row(system="megatron-9"), "unsupported", "unknown system 'megatron-9'"),
-    (row(cluster="h900"), "unsupported", "unknown cluster 'h900'"),
-    (row(optimizer="muon"), "unsupported", "column optimizer: 'muon': is not modelled"),
-    (row(cluster=""), "failed", "column cluster is missing"),
-    (without("seq_len"), "failed", "column seq_len is missing"),
-    (row(seq_len="long"), "failed", "column seq_len: 'long' is not a number"),
-    (row(seq_len="4096.5"), "failed", "not a positive whole number"),
-    (row(seq_len="0"), "failed", "not a positive whole number"),
-    (row(seq_len="nan"), "failed", "is not a number"),
-    (row(micro_batch="-1"), "failed", "column micro_batch"),
-    (row(tp=""), "unsupported", "layout not published: no value for tp"),
-    (without("tp", "pp"), "unsupported", "layout not published: no value for tp, pp"),
-    (row(gpus="16"), "failed", "gpus 16 is not tp x cp x pp x dp = 8"),
-    (row(tp="3"), "failed", "layout: "),
-    (row(vpp="2", pp="1"), "failed", "layout: vpp = 2 needs pp > 1"),
-    (
-        row(vpp="2", global_batch="6"),
-        "failed",
-        "layout: interleaved 1F1B: 6 micro-batches must be a multiple of pp = 4",
-    ),
-    (row(global_batch="15", dp="2"), "failed", "layout: global_batch 15"),
-    (row(pp="64", vpp="1", global_batch="64"), "failed", "layers cannot fill"),
-    (row(zero_stage="4"), "failed", "zero_stage: 4 is not 0, 1, 2 or 3"),
-    (row(zero_stage="2"), "failed", "layout: zero_stage 2 with pp"),
-    (row(sp="maybe"), "failed", "column sp: 'maybe' is neither yes nor no"),
-    (row(attention="linear"), "unsupported", "column attention: 'linear' is not modelled"),
-    (row(precision="fp8"), "unsupported", "no quantised linears are known of stack megatron-kwai"),
-    (row(precision="fp7"), "unsupported", "column precision: 'fp7'"),
-    (row(mlp="moe", model="new"), "unsupported", "column mlp: 'moe' is not modelled"),
-    (row(recompute="some"), "unsupported", "recompute 'some' is not a known policy"),
-    (row(recompute="block 0"), "unsupported", "recompute 'block 0'"),
-    (row(offload_fraction="1.5"), "failed", "not between 0 and 1"),
-    (row(offload_fraction="half"), "failed", "column offload_fraction: 'half' is not a number"),
-    (row(offload_fraction="0.5", pp="2"), "unsupported", "pp_offload: needs pp >= 3"),
-    (row(system="megatron-lm", offload_fraction=".5"), "unsupported", "no activation offload"),
-    (row(compile="yes"), "unsupported", "system megatron-kwai has no compile"),
-    (row(async_tp="yes"), "unsupported", "system megatron-kwai has no async_tp"),
-    (row(system="torchtitan", cp="2", pp="1"), "failed", "no context parallelism"),
-    ({**without("layers", "ffn"), "model": "new"}, "failed", "no column layers, ffn to build it"),
-    (row(hidden="4000", heads="33"), "failed", "hidden 4000 is not a multiple of heads 33"),
-    (row(kv_heads="5"), "failed", "kv_heads 5 must divide heads 32"),
+    *((row(**changes), status, words) for changes, status, words in TABLES["bad"]),
 ]
 
 
@@ -176,17 +139,7 @@ def test_a_known_model_needs_no_shape() -> None:
     assert read_case(without(*shape), REGISTRY) == case()
 
 
-@pytest.mark.parametrize(
-    ("name", "mlp", "position", "biased"),
-    [
-        ("llama-9b", "swiglu", "rope", False),
-        ("gpt-9b", "gelu", "learned", True),
-        ("mpt-9b", "gelu", "learned", True),
-        ("something-new", "swiglu", "rope", False),
-        ("something-new", "gelu", "learned", True),
-        ("", "swiglu", "rope", False),
-    ],
-)
+@pytest.mark.parametrize(("name", "mlp", "position", "biased"), TABLES["columns"])
 def test_an_unknown_model_is_built_from_its_columns(
     name: str, mlp: str, position: str, biased: bool
 ) -> None:
@@ -199,24 +152,7 @@ def test_an_unknown_model_is_built_from_its_columns(
 # -- policies --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("words", "method", "settings"),
-    [
-        ("", "keep_all", {}),
-        ("none", "keep_all", {}),
-        ("Full", "full_recompute", {}),
-        ("full 2", "full_recompute", {"method": "uniform", "num_layers": 2}),
-        ("uniform 2", "full_recompute", {"method": "uniform", "num_layers": 2}),
-        ("block 4", "full_recompute", {"method": "block", "num_layers": 4}),
-        ("block(4)", "full_recompute", {"method": "block", "num_layers": 4}),
-        ("selective", "selective_recompute", {}),
-        ("selective(2)", "full_recompute", {"every": 2}),
-        ("balanced", "balanced_checkpointing", {}),
-        ("balanced_checkpointing", "balanced_checkpointing", {}),
-        ("balanced_checkpointing+pp_offload", "balanced_checkpointing+pp_offload", {}),
-        ("full_recompute+mst:head_chunks=1", "full_recompute+mst:head_chunks=1", {}),
-    ],
-)
+@pytest.mark.parametrize(("words", "method", "settings"), TABLES["policies"])
 def test_policies(words: str, method: str, settings: dict[str, Any]) -> None:
     assert recompute_method(words, REGISTRY) == (method, settings)
 
@@ -359,14 +295,7 @@ def test_other_commas_are_refused(cell: str) -> None:
         read_number(cell)
 
 
-@pytest.mark.parametrize(
-    ("column", "cell", "problem"),
-    [
-        ("peak_device_bytes", "59.6", "59.6 GiB is 63995012710"),
-        ("tokens_per_s_per_gpu", "1,8", "write 1.8"),
-        ("seq_len", "8,192,", "is not a number"),
-    ],
-)
+@pytest.mark.parametrize(("column", "cell", "problem"), TABLES["numbers"])
 def test_numbers_of_another_form_are_named(
     tmp_path: Path, column: str, cell: str, problem: str
 ) -> None:
@@ -448,13 +377,3 @@ def test_a_published_number_that_is_none_is_one_line(tmp_path: Path, cell: str) 
     with pytest.raises(UserError, match=f"row 1, tokens_per_s_per_gpu: '{cell}' is not a number"):
         read_cells(path, "--rows", "source")
     assert len(read_cells(path, "ROWS.csv")) == 1
-
-
-def test_some_rows_alone_are_predicted(tmp_path: Path) -> None:
-    sheet, found = tmp_path / "sheet.csv", tmp_path / "found.csv"
-    rows = [row(tp="1", dp="4"), row(tp="2", dp="2"), row(tp="2", dp="2", seq_len="2048")]
-    write_sheet(sheet, rows, list(rows[0]))
-    predict_sheet(sheet, found, processes=1, only=["tp=2", "seq_len=2048"])
-    assert [(one["tp"], one["seq_len"]) for one in read_sheet(found)] == [("2", "2048")]
-    with pytest.raises(CommandError, match="--only tpp=2: no column 'tpp'; did you mean 'tp'"):
-        predict_sheet(sheet, found, processes=1, only=["tpp=2"])

@@ -185,3 +185,44 @@ def test_deepspeed_narrows_adapters(tmp_path: Path) -> None:
 def test_what_is_not_modelled_is_refused_by_name(tmp_path: Path, text: str, words: str) -> None:
     (tmp_path / "job.yaml").write_text(text)
     assert any(words in line for line in read_files([tmp_path / "job.yaml"]).refused)
+
+
+FSDP = "distributed_type: FSDP\nmixed_precision: bf16\nnum_processes: 2\nfsdp_config:\n"
+
+
+@pytest.mark.parametrize("text", ["key", "1", "2"])
+def test_frozen_weights_are_narrow_wherever_fsdp_comes_from(tmp_path: Path, text: str) -> None:
+    """accelerate 1.15 widens only what trains (utils/fsdp_utils.py, fsdp2_prepare_model)."""
+    own = tmp_path / "job.yaml"
+    own.write_text(
+        TRL + "use_peft: true\n" + "dtype: bfloat16\nfsdp: full_shard\n" * (text == "key")
+    )
+    files = [own]
+    if text != "key":
+        own.write_text(TRL + "use_peft: true\ndtype: bfloat16\n")
+        files.append(tmp_path / "fsdp.yaml")
+        files[1].write_text(f"{FSDP}  fsdp_version: {text}\n")
+    assert read_files(files).values["base_dtype"] == "bf16"
+
+
+ATTENTION, LINEAR = r"model\.layers\.\d+\.self_attn\.(q|k|v|o)_proj", "(q|k|v|o|up|down|gate)_proj"
+
+
+@pytest.mark.parametrize(
+    ("target", "named"),
+    [
+        ("[self_attn.q_proj, mlp.up_proj]", "q,up"),
+        ("[linear_qkv, linear_fc2]", "q,k,v,down"),
+        (rf"'model.language_model.layers.[\d]+.(mlp|self_attn).{LINEAR}'", "q,k,v,o,gate,up,down"),
+        (f"'{ATTENTION}'", "q,k,v,o"),
+        (r"'.*\.layers\.(3|7)\.self_attn\.(q|k)_proj|.*\.mlp\.(up|gate)_proj'", None),
+        ("[shared_expert.up_proj]", None),
+        ("'(q_proj'", None),
+    ],
+)
+def test_targets_are_names_ends_of_paths_and_patterns(
+    tmp_path: Path, target: str, named: str | None
+) -> None:
+    found, refused = read(tmp_path, f"{TRL}use_peft: true\nlora_target_modules: {target}\n")
+    assert found.get("lora_targets") == named
+    assert bool(refused) is (named is None)

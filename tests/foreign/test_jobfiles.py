@@ -16,6 +16,9 @@ from rematbench.inputs.foreign import package_of, signs
 from rematbench.inputs.load import load_cluster, load_model, load_system
 from rematbench.solve.recompute_modules import MODULES
 from rematbench.workload import Experts
+from tests.tables import tables
+
+TABLES = tables(__file__)
 
 JOBS = Path(__file__).parent / "jobs"
 
@@ -25,50 +28,8 @@ def job(*files: str, **given: object) -> tuple[FileJob, Reading]:
     return file_job(reading, dict(given), "", Path(files[0]).stem), reading
 
 
-EXPECTED = {
-    ("megatron_llama.sh",): (
-        "selective_recompute --model llama-3.1-8b --cluster CLUSTER --system megatron-core-0.16 "
-        "--gpus 32 --seq-len 8192 --global-batch 128 --tp 4 --pp 2"
-    ),
-    ("megatron_gpt.sh",): (
-        "full_recompute --model megatron_gpt-model.yaml --cluster CLUSTER "
-        "--system megatron_gpt-stack.yaml --gpus 16 --seq-len 2048 --global-batch 512 --tp 2 "
-        "--micro-batch 4 --zero 0 --no-sp --precision fp16 --set method=block --set num_layers=8"
-    ),
-    ("megatron_experts.sh",): (
-        "selective_recompute --model megatron_experts-model.yaml --cluster CLUSTER "
-        "--system megatron_experts-stack.yaml --gpus 32 --seq-len 4096 --global-batch 128 --tp 2 "
-        "--pp 4 --vpp 4 --ep 4 --etp 1 --ep-overlap on --set modules=[layernorm,moe_act]"
-    ),
-    ("zero2.json", "trl_sft.yaml"): None,  # two values of the micro-batch
-    ("trl_sft.yaml", "accelerate_zero3.yaml"): None,  # two values of the accumulation
-    ("zero3_offload.json", "axolotl_full.yaml"): None,  # two values of the micro-batch
-    ("titan_8b.toml",): (
-        "selective(op) --model llama-3.1-8b --cluster CLUSTER --system torchtitan-compiled "
-        "--gpus 8 --seq-len 8192 --global-batch 8 --zero 3"
-    ),
-    ("titan_70b.toml",): (
-        "full_recompute --model llama-3.1-70b --cluster CLUSTER --system torchtitan --gpus 256 "
-        "--seq-len 8192 --global-batch 64 --tp 8 --pp 4 --vpp 2 --zero 3 --recipe fp8"
-    ),
-    ("axolotl_full.yaml",): (
-        "full_recompute --model mistral-7b --cluster CLUSTER --system torchtitan --gpus GPUS "
-        "--seq-len 4096 --global-batch GLOBAL_BATCH --micro-batch 2 --zero 3 --attention fa2"
-    ),
-    ("accelerate_zero3.yaml",): (
-        "keep_all --model MODEL --cluster CLUSTER --system huggingface-deepspeed --gpus 16 "
-        "--seq-len SEQ_LEN --global-batch GLOBAL_BATCH --zero 3"
-    ),
-    ("zero2.json",): (
-        "keep_all --model MODEL --cluster CLUSTER --system zero2-stack.yaml --gpus GPUS "
-        "--seq-len SEQ_LEN --global-batch 128 --micro-batch 2 --zero 2 --precision fp16"
-    ),
-}
-
-
-@pytest.mark.parametrize("files", EXPECTED, ids="+".join)
-def test_a_file_gives_the_equal_command(files: tuple[str, ...]) -> None:
-    expected = EXPECTED[files]
+@pytest.mark.parametrize(("files", "expected"), tables(__file__)["expected"])
+def test_a_file_gives_the_equal_command(files: list[str], expected: str | None) -> None:
     if expected is None:
         with pytest.raises(ConfigError, match="but"):
             job(*files)
@@ -171,6 +132,23 @@ def test_experts_are_read_from_a_launch_line(tmp_path: Path) -> None:
     stack = load_system(tmp_path / "megatron_experts-stack.yaml")
     assert stack.experts.dispatcher == "deepep"
     assert "ep_overlap" in stack.accepts.features
+
+
+@pytest.mark.parametrize("grouped", [True, False])
+def test_experts_that_run_one_after_another_are_named(tmp_path: Path, grouped: bool) -> None:
+    text = (JOBS / "megatron_experts.sh").read_text()
+    (tmp_path / "run.sh").write_text(text if grouped else text.replace("--moe-grouped-gemm", ""))
+    notes = read_files([tmp_path / "run.sh"]).notes
+    assert any("run one after another" in line for line in notes) is not grouped
+
+
+def test_groups_of_queries_without_their_switch_are_named(tmp_path: Path) -> None:
+    shape = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --vocab-size 9"
+    for more, heads in (("", 4), (" --group-query-attention", 2)):
+        (tmp_path / "run.sh").write_text(f"x.py {shape} --num-query-groups 2{more}")
+        reading = read_files([tmp_path / "run.sh"])
+        assert reading.model["num_kv_heads"] == heads
+        assert any("--num-query-groups" in line for line in reading.notes) is not bool(more)
 
 
 def test_a_capacity_of_experts_is_read(tmp_path: Path) -> None:
@@ -294,6 +272,18 @@ def test_variables_are_given_by_name_and_value(tmp_path: Path) -> None:
     assert (done.returncode, "expected NAME=VALUE" in done.stderr) == (2, True)
 
 
+def test_each_note_has_a_line(tmp_path: Path) -> None:
+    """Lines with one reason are one line; lines without a key stay apart."""
+    file = tmp_path / "run.sh"
+    shape = "--num-layers 32 --hidden-size 4096 --num-attention-heads 32 --seq-length 64"
+    file.write_text(f"x.py {shape} --bf16 --beta 1 --colocate --tensor-model-parallel-size 2\n")
+    words = [sys.executable, "-m", "rematbench", "read", str(file), "-o", str(tmp_path)]
+    done = subprocess.run([*words, "--gpus", "7"], capture_output=True, text=True, check=True)
+    starts = ("not modelled: --beta, --colocate: ", "note: 7 GPUs are not", "note: the vocabulary ")
+    lines = done.stdout.splitlines()
+    assert all(sum(line.startswith(start) for line in lines) == 1 for start in starts), lines
+
+
 def test_what_is_refused_is_not_run(tmp_path: Path) -> None:
     file = tmp_path / "ds.json"
     file.write_text(
@@ -305,17 +295,7 @@ def test_what_is_refused_is_not_run(tmp_path: Path) -> None:
     assert done.stderr.startswith("rematbench read: not run: zero_optimization.offload_param")
 
 
-@pytest.mark.parametrize(
-    ("zero", "facts"),
-    [
-        ({"stage3_prefetch_bucket_size": 1e7}, {"prefetch_elements": 10_000_000}),
-        ({"stage3_prefetch_bucket_size": 0}, {"gather_overlap": False}),
-        ({"stage3_max_live_parameters": 3e9}, {"live_elements": 3_000_000_000}),
-        ({"sub_group_size": 1e8}, {"sub_group_parameters": 100_000_000}),
-        ({"contiguous_gradients": False}, {"whole_buckets": False}),
-        ({"contiguous_gradients": True, "sub_group_size": "auto"}, {}),
-    ],
-)
+@pytest.mark.parametrize(("zero", "facts"), TABLES["limits"])
 def test_limits_of_zero_3_are_facts_of_the_stack(
     tmp_path: Path, zero: dict[str, object], facts: dict[str, object]
 ) -> None:
@@ -326,21 +306,7 @@ def test_limits_of_zero_3_are_facts_of_the_stack(
     assert {k: v for k, v in reading.facts.items() if flat(base)[k] != v} == facts
 
 
-@pytest.mark.parametrize(
-    ("text", "degree"),
-    [
-        (
-            "[parallelism]\ndata_parallel_replicate_degree = 4\ndata_parallel_shard_degree = 8\n",
-            "8",
-        ),
-        ("[parallelism]\ndata_parallel_shard_degree = 8\n", None),
-        (
-            "[parallelism]\ndata_parallel_replicate_degree = 4\ndata_parallel_shard_degree = 8\n"
-            "tensor_parallel_degree = 2\ncontext_parallel_degree = 2\n",
-            "16",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("text", "degree"), TABLES["replicas"])
 def test_replicas_of_shards_are_a_sharding_degree(
     tmp_path: Path, text: str, degree: str | None
 ) -> None:

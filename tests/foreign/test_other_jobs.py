@@ -2,61 +2,27 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
+from rematbench.foreign.keys import dialect
 from rematbench.foreign.packages import read_files
 from rematbench.inputs.configfile import ConfigError
-from tests.foreign.small_jobs import AXOLOTL, FACTORY, SIZES, SWIFT, TITAN, TRL, facts, job
+from tests.foreign.small_jobs import AXOLOTL, FACTORY, SIZES, SWIFT, TITAN, TRL, facts, job, small
+from tests.tables import tables
+
+TABLES = tables(__file__)
 
 
-@pytest.mark.parametrize(
-    ("text", "word"),
-    [
-        (TRL + "beta: 0.1", "reinforcement"),
-        (TRL + "num_generations: 8", "reinforcement"),
-        (TRL.replace("nll", "dft"), "loss"),
-        (AXOLOTL + "rl: grpo\ntrl: {use_vllm: true}", "reinforcement"),
-        (AXOLOTL + "reward_model: true", "reinforcement"),
-        (
-            AXOLOTL + "model_type: AutoModelForSequenceClassification",
-            "not that of a language model",
-        ),
-        (TRL + "deepspeed_config: {zero_stage: 3}", "accelerate"),
-        (TRL + "fsdp_config: {reshard_after_forward: 8}", "reshard_after_forward"),
-        (FACTORY.replace("stage: sft", "stage: dpo"), "stage: dpo"),
-        (FACTORY + "use_adam_mini: true", "Adam-mini"),
-        (FACTORY + "use_kt: true", "KTransformers"),
-        (TRL + "label_smoothing_factor: 0.1", "loss"),
-        (TRL + "auto_find_batch_size: true", "searched"),
-    ],
-)
-def test_a_file_of_another_job_is_refused(tmp_path: Path, text: str, word: str) -> None:
+@pytest.mark.parametrize(("base", "more", "word"), TABLES["files"])
+def test_a_file_of_another_job_is_refused(tmp_path: Path, base: str, more: Any, word: str) -> None:
+    text = small(base, more)
     assert any(word in line for line in job(tmp_path, text, "job.yaml")[1].refused)
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        "trl dpo --model_name_or_path m --max_length 512",
-        "accelerate launch x/trl/scripts/grpo.py --model_name_or_path m",
-        "python -m verl.trainer.main_ppo data.max_length=1 model.path=m",
-        "swift rlhf --model m --tuner_type full",
-        "NPROC_PER_NODE=8 megatron rlhf --model Qwen/Qwen3-8B",
-        "deepspeed --module openrlhf.cli.train_rm --model.model_name_or_path m",
-        "torchrun -m verl.trainer.sft_trainer model.path=m model.lora_adapter_path=x",
-        "torchrun -m verl.trainer.sft_trainer model.path=m engine=megatron",
-        "accelerate launch open_instruct/dpo_tune_cache.py --model_name_or_path m",
-        "accelerate launch --use_megatron_lm train.py --model_name_or_path m",
-        f"x.py {SIZES} --max-tokens-per-gpu 64 --rollout-batch-size 8 --colocate",
-        f"x.py {SIZES} --max-tokens-per-gpu 64 --rollout-batch-size 8 --loss-type sft_loss",
-        f"x.py {SIZES} --max-tokens-per-gpu 64 --train-backend fsdp",
-        f"torchrun pretrain_bert.py {SIZES} --bf16",
-        f"torchrun examples/multimodal/pretrain_vlm.py {SIZES} --bf16",
-        f"torchrun pretrain_gpt.py {SIZES} --bf16 --lora-rank 8",
-    ],
-)
+@pytest.mark.parametrize("line", TABLES["commands"])
 def test_a_command_of_another_job_is_refused(tmp_path: Path, line: str) -> None:
     assert job(tmp_path, line)[1].refused
 
@@ -94,15 +60,7 @@ def test_a_value_of_a_command_can_turn_its_yamls_off(tmp_path: Path) -> None:
     assert (made.options["zero_stage"], reading.files) == ("0", [])
 
 
-@pytest.mark.parametrize(
-    ("text", "package"),
-    [
-        ("policy: {}\nloss_fn: {}", "NeMo-RL"),
-        ("step_scheduler: {}\nmodel: {}", "Automodel"),
-        ("model: m\nmodel_class: llm\ndist_config: {name: fsdp2}", "LLaMA-Factory v1"),
-        ("actor_rollout_ref: {}\ndata: {}", "verl"),
-    ],
-)
+@pytest.mark.parametrize(("text", "package"), TABLES["packages"])
 def test_a_file_of_a_package_that_is_not_read_is_named(
     tmp_path: Path, text: str, package: str
 ) -> None:
@@ -136,27 +94,7 @@ def test_a_name_of_a_file_chooses_no_task(tmp_path: Path, out: str) -> None:
     assert not job(tmp_path, line)[1].refused
 
 
-@pytest.mark.parametrize(
-    "option",
-    [
-        "--use-megatron-fsdp",
-        "--data-parallel-sharding-strategy optim_grads_params",
-        "--fine-grained-activation-offloading",
-        "--cpu-offloading --cpu-offloading-num-layers 2",
-        "--softmax-type learnable",
-        "--window-attn-skip-freq 2",
-        "--quick-geglu",
-        "--defer-embedding-wgrad-compute",
-        "--remote-device cpu",
-        "--pipeline-model-parallel-size 2 --microbatch-group-size-per-vp-stage 4",
-        "--fp8-format e4m3 --fp8-recipe custom",
-        "--fp8-format hybrid --no-fp8-wgrad --log-throughput",
-        "--fp8-format hybrid --transformer-impl local",
-        "--fp8-dot-product-attention",
-        "--optimizer muon",
-        "--num-experts 4 --moe-token-dispatcher-type other",
-    ],
-)
+@pytest.mark.parametrize("option", TABLES["megatron"])
 def test_an_option_of_megatron_that_changes_the_job_is_refused(tmp_path: Path, option: str) -> None:
     reading = job(tmp_path, f"x.py {SIZES} --bf16 {option}")[1]
     assert any(option.split()[-2 if " " in option else 0] in line for line in reading.refused)
@@ -224,16 +162,7 @@ def test_accelerates_options_about_fsdp_are_read(tmp_path: Path) -> None:
     assert any("offload_params" in text for text in refused)
 
 
-@pytest.mark.parametrize(
-    ("text", "stage", "refused"),
-    [
-        ("fsdp: shard_grad_op auto_wrap\nfsdp_config: {transformer_layer_cls_to_wrap: X}", "2", ""),
-        ("fsdp: full_shard auto_wrap offload", "3", "fsdp: offload"),
-        ("fsdp: [full_shard, auto_wrap]", "3", ""),
-        ("fsdp: full_shard\nfsdp_config: here.json", "3", ""),
-        ("fsdp: full_shard\nfsdp_config: other.json", "3", "other.json is not beside"),
-    ],
-)
+@pytest.mark.parametrize(("text", "stage", "refused"), TABLES["fsdp"])
 def test_words_and_section_of_fsdp_are_one_strategy(
     tmp_path: Path, text: str, stage: str, refused: str
 ) -> None:
@@ -303,14 +232,7 @@ def test_a_torchtitan_command_reads_its_toml(tmp_path: Path) -> None:
         assert reading.unknown == ["bogus"]
 
 
-@pytest.mark.parametrize(
-    ("line", "word"),
-    [
-        ("tune run full_finetune_distributed --config llama3_1/8B_full", "torchtune"),
-        ("torchrun -m torchtitan.train --module llama3 --config llama3_8b", "torchtitan"),
-        ("python scripts/performance/setup_experiment.py -m llama3 -s 8b", "Bridge"),
-    ],
-)
+@pytest.mark.parametrize(("line", "word"), TABLES["recipes"])
 def test_a_recipe_in_a_package_is_named(tmp_path: Path, line: str, word: str) -> None:
     with pytest.raises(ConfigError, match=rf"{word}.*not read"):
         job(tmp_path, line)
@@ -366,3 +288,89 @@ def test_a_key_of_verl_is_named_whatever_its_letters(tmp_path: Path) -> None:
     line = "torchrun --bogus 1 -m verl.trainer.fsdp_sft_trainer model.partial_pretrain=m "
     reading = job(tmp_path, line + "data.Odd2=1 +model.extra=3")[1]
     assert reading.unknown == ["bogus", "data.Odd2", "model.extra"]
+
+
+PLACES = {
+    "its folder": "part/models/m.sh",
+    "a variable that nothing sets": "$HERE/part/models/m.sh",
+    "another checkout": "/root/repo/part/models/m.sh",
+    "the folder above": "../scripts/part/models/m.sh",
+    "the checkout": "scripts/part/models/m.sh",
+}
+
+
+@pytest.mark.parametrize("kind", ["sourced", "deepspeed", "trainer", "fsdp", "model"])
+@pytest.mark.parametrize("place", PLACES)
+def test_files_that_a_file_names_are_found_by_one_rule(
+    tmp_path: Path, place: str, kind: str
+) -> None:
+    models = tmp_path / "scripts/part/models"
+    models.mkdir(parents=True)
+    ends = {"sourced": "m.sh", "deepspeed": "m.json", "trainer": "m.yaml", "fsdp": "m.json"}
+    name = PLACES[place].replace("m.sh", ends.get(kind, "m"))
+    texts = {"sourced": "X=4096\n", "deepspeed": '{"zero_optimization": {"stage": 1}}'}
+    texts |= {"trainer": TRL, "fsdp": '{"reshard_after_forward": false}'}
+    if kind == "model":
+        (models / "m").mkdir()
+        (models / "m/config.json").write_text("{}")
+    else:
+        (models / ends[kind]).write_text(texts[kind])
+    hugging = f"torchrun sft.py --model_name_or_path {name if kind == 'model' else 'q'}"
+    hugging += " --per_device_train_batch_size 1"
+    lines = {"sourced": f"source {name}\ntorchrun p.py {SIZES} --hidden-size $X"}
+    lines |= {"deepspeed": f"{hugging} --deepspeed {name}", "trainer": f"trl sft --config {name}"}
+    lines |= {"fsdp": f"{hugging} --fsdp full_shard --fsdp_config {name}", "model": hugging}
+    made, reading = job(tmp_path / "scripts", lines[kind])
+    assert {
+        "sourced": reading.model.get("hidden") == 4096,
+        "deepspeed": reading.get("zero_stage") == 1,
+        "trainer": reading.get("model") == "Qwen/Qwen3-8B",
+        "fsdp": reading.get("zero_stage") == 2,
+        "model": Path(made.options.get("model", "")).resolve() == models / "m",
+    }[kind], reading
+
+
+def test_a_sourced_script_that_is_nowhere_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"sources /models/m\.sh, which is not beside it"):
+        job(tmp_path, 'source "${D}/models/m.sh"\ntorchrun train.py ${MODEL_ARGS[@]}')
+    assert "models/m.sh" in "".join(job(tmp_path, f"source models/m.sh\nrun {SIZES}")[1].notes)
+
+
+MODEL = [*sorted(dialect("megatron")[""].shapes.keys() - {"num_layers"}), "num_experts"]
+
+
+@pytest.mark.parametrize("option", [*MODEL, "mtp_num_layers"])
+def test_an_option_of_a_named_model_is_never_dropped(tmp_path: Path, option: str) -> None:
+    _, reading = job(tmp_path, f"{SWIFT} --{option} 2")
+    assert any(option.replace("_", "-") in line for line in reading.refused), option
+
+
+@pytest.mark.parametrize("program", ["-m openrlhf.cli.train_sft", "../train_sft.py"])
+def test_openrlhf_is_known_by_its_module_and_by_its_options(tmp_path: Path, program: str) -> None:
+    line = f"deepspeed {program} --pretrain Qwen/Qwen3-8B --micro_train_batch_size 2 --max_len 512"
+    made, reading = job(tmp_path, f"{line} --train_batch_size 16 --ds_tensor_parallel_size 2")
+    expected = {"model": "qwen3-8b", "micro_batch": "2", "seq_len": "512", "tp": "2"}
+    assert {key: made.options.get(key) for key in expected} == expected
+    assert not reading.unknown + reading.refused
+    assert job(tmp_path, f"{line} --backend fsdp2")[1].refused
+
+
+def test_groups_of_a_configuration_of_verl_are_no_values(tmp_path: Path) -> None:
+    line = "torchrun -m verl.trainer.sft_trainer model=hf_model model.path=Qwen/Qwen3-8B "
+    made, reading = job(tmp_path, f"{line} engine=fsdp optim=fsdp engine.fsdp_size=-1")
+    assert made.options["model"] == "qwen3-8b"
+    assert not reading.unknown + reading.refused
+    assert len(job(tmp_path, f"{line} engine=automodel optim=automodel")[1].refused) == 2
+
+
+@pytest.mark.parametrize("key", ["processor_type", "vision_model", "vit_gradient_checkpointing"])
+def test_a_job_with_images_is_refused(tmp_path: Path, key: str) -> None:
+    assert job(tmp_path, f"{AXOLOTL}{key}: AutoProcessor\n", "a.yaml")[1].refused
+
+
+@pytest.mark.parametrize(("plugin", "known"), [("swanlab.SwanLabPlugin", True), ("a.B", False)])
+def test_a_plugin_of_axolotl_is_known_by_its_class(
+    tmp_path: Path, plugin: str, known: bool
+) -> None:
+    text = f"{AXOLOTL}plugins: [axolotl.integrations.{plugin}]\n"
+    assert bool(job(tmp_path, text, "a.yaml")[1].refused) is not known

@@ -3,6 +3,7 @@
 import json
 from itertools import combinations
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -10,19 +11,13 @@ import yaml
 from rematbench.foreign.job import FileJob
 from rematbench.inputs.configfile import ConfigError
 from rematbench.inputs.load import load_model, load_system
-from tests.foreign.small_jobs import AXOLOTL, FACTORY, SIZES, SWIFT, TITAN, TRL, facts, job
+from tests.foreign.small_jobs import AXOLOTL, SIZES, SWIFT, TITAN, TRL, facts, job, small
+from tests.tables import tables
+
+TABLES = tables(__file__)
 
 
-@pytest.mark.parametrize(
-    ("text", "method", "refused"),
-    [
-        ("gradient_checkpointing_kwargs: {offload: true}", "full_recompute", ""),
-        ("activation_offloading: true", "full_recompute", ""),
-        ("activation_offloading: disk", "full_recompute", "disk"),
-        ("activation_offloading: true\ngradient_checkpointing: false", "keep_all", "without check"),
-        ("gradient_checkpointing_kwargs: {use_reentrant: false}", "full_recompute", ""),
-    ],
-)
+@pytest.mark.parametrize(("text", "method", "refused"), TABLES["offloaded_inputs"])
 def test_offloaded_inputs_have_a_home(tmp_path: Path, text: str, method: str, refused: str) -> None:
     trl = TRL.replace("gradient_checkpointing: true\n", "") if "ing: false" in text else TRL
     made, reading = job(tmp_path, trl + text, "job.yaml")
@@ -33,24 +28,11 @@ def test_offloaded_inputs_have_a_home(tmp_path: Path, text: str, method: str, re
         assert "activation_offload" in facts(made)["features"]  # type: ignore[operator]
 
 
-@pytest.mark.parametrize(
-    ("text", "wide"),
-    [
-        (FACTORY + "bf16: true", True),
-        (FACTORY + "pure_bf16: true", False),
-        (FACTORY.replace("full", "lora") + "fp16: true", False),
-        (FACTORY + "bf16: true\ndeepspeed: {zero_optimization: {stage: 2}}", False),
-        (TRL, True),
-        (TRL + "dtype: bfloat16", False),
-        (TRL + "model_init_kwargs: {torch_dtype: bfloat16}", False),
-        (AXOLOTL, False),
-        (AXOLOTL.replace("bf16: auto", "fp16: true"), True),
-        (TRL + "fsdp: full_shard", False),
-        (TRL + "deepspeed: zero2.json", False),
-    ],
-)
-def test_weights_have_the_type_that_the_job_gives(tmp_path: Path, text: str, wide: bool) -> None:
-    stack = facts(job(tmp_path, text, "job.yaml")[0])
+@pytest.mark.parametrize(("base", "more", "wide"), TABLES["weights"])
+def test_weights_have_the_type_that_the_job_gives(
+    tmp_path: Path, base: str, more: Any, wide: bool
+) -> None:
+    stack = facts(job(tmp_path, small(base, more), "job.yaml")[0])
     bytes_of = [stack.get(name) for name in ("param_bytes", "grad_bytes", "optimizer_bytes")]
     assert bytes_of == ([4, 4, 8] if wide else [None] * 3)
 
@@ -69,35 +51,15 @@ def test_gradients_of_fp16_are_fp16_unless_a_switch_widens_them(tmp_path: Path) 
         )
 
 
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [
-        ("", (None, None)),
-        ("--grad-reduce-in-bf16", (2, None)),
-        ("--use-precision-aware-optimizer", (None, 10)),
-        ("--use-precision-aware-optimizer --exp-avg-dtype bf16", (None, 8)),
-        (
-            "--use-precision-aware-optimizer --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16 "
-            "--main-grads-dtype bf16",
-            (2, 6),
-        ),
-    ],
-)
+@pytest.mark.parametrize(("options", "expected"), TABLES["state_types"])
 def test_states_of_megatron_have_the_types_of_the_line(
-    tmp_path: Path, options: str, expected: tuple[int | None, int | None]
+    tmp_path: Path, options: str, expected: list[int | None]
 ) -> None:
     stack = facts(job(tmp_path, f"x.py {SIZES} --bf16 --use-distributed-optimizer {options}")[0])
-    assert (stack.get("grad_bytes"), stack.get("optimizer_bytes")) == expected
+    assert [stack.get("grad_bytes"), stack.get("optimizer_bytes")] == expected
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ('[optimizer]\nimplementation = "fused_opt_states_bf16"', {"optimizer_bytes": 4}),
-        ('mixed_precision_reduce = "bfloat16"', {"reduce_bytes": 2}),
-        ('dtype = "bfloat16"', {"param_bytes": 2, "optimizer_bytes": 4}),
-    ],
-)
+@pytest.mark.parametrize(("text", "expected"), TABLES["torchtitan"])
 def test_states_of_torchtitan_have_the_types_of_the_file(
     tmp_path: Path, text: str, expected: dict[str, int]
 ) -> None:
@@ -122,19 +84,7 @@ def test_stages_of_a_named_model_are_those_of_its_layers(tmp_path: Path) -> None
     assert any("not known" in text for text in reading.refused)
 
 
-@pytest.mark.parametrize(
-    ("options", "partition"),
-    [
-        ("--decoder-first-pipeline-num-layers 1", "1,2,2,2"),
-        ("--decoder-last-pipeline-num-layers 1", "2,2,2,1"),
-        (
-            "--decoder-first-pipeline-num-layers 2 --decoder-last-pipeline-num-layers 1",
-            "2,2,2,1",
-        ),
-        ("--account-for-embedding-in-pipeline-split", "1,2,2,2"),
-        ("--account-for-loss-in-pipeline-split", "2,2,2,1"),
-    ],
-)
+@pytest.mark.parametrize(("options", "partition"), TABLES["stages"])
 def test_stages_at_the_ends_differ(tmp_path: Path, options: str, partition: str) -> None:
     sizes = SIZES.replace("-layers 4", "-layers 7")
     line = f"x.py {sizes} --bf16 --pipeline-model-parallel-size 4 {options}"
@@ -143,16 +93,7 @@ def test_stages_at_the_ends_differ(tmp_path: Path, options: str, partition: str)
         job(tmp_path, line.replace("-layers 7", "-layers 6", 1))
 
 
-@pytest.mark.parametrize(
-    ("options", "partition"),
-    [  # megatron-core 0.16.1, get_num_layers_to_build
-        ("--decoder-first-pipeline-num-layers 2", "1,2,1,2"),
-        (
-            "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split",
-            "1,2,2,1",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("options", "partition"), TABLES["chunks"])
 def test_interleaved_chunks_differ(tmp_path: Path, options: str, partition: str) -> None:
     sizes = SIZES.replace("-layers 4", "-layers 6")
     line = f"x.py {sizes} --bf16 --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline"
@@ -203,55 +144,26 @@ def test_blocks_of_transformers_own_example_are_full(tmp_path: Path) -> None:
     assert not [line for line in reading.notes if "cap" in line]
 
 
-@pytest.mark.parametrize(
-    ("text", "capped"),
-    [
-        (TRL, True),
-        (TRL + "packing: true", False),
-        (AXOLOTL + "pad_to_sequence_len: true", False),
-        (SWIFT.replace("--packing true", ""), True),
-        (SWIFT, False),
-    ],
-)
-def test_a_cap_is_named_where_nothing_packs(tmp_path: Path, text: str, capped: bool) -> None:
-    name = "run.sh" if text.startswith("NPROC") else "job.yaml"
-    assert any("is a cap" in note for note in job(tmp_path, text, name)[1].notes) == capped
-
-
-@pytest.mark.parametrize(
-    ("text", "name", "system"),
-    [
-        (TITAN + "[parallelism]\ncontext_parallel_degree = 2", "t.toml", "torchtitan-2026"),
-        (
-            TITAN + "[parallelism]\ncontext_parallel_degree = 2\n[compile]\nenable = true",
-            "t.toml",
-            "run-stack.yaml",
-        ),
-        (TRL + "fsdp: full_shard\nparallelism_config: {cp_size: 2}", "j.yaml", "trl"),
-    ],
-)
-def test_context_parallelism_takes_a_stack_that_has_it(
-    tmp_path: Path, text: str, name: str, system: str
+@pytest.mark.parametrize(("base", "more", "capped"), TABLES["caps"])
+def test_a_cap_is_named_where_nothing_packs(
+    tmp_path: Path, base: str, more: Any, capped: bool
 ) -> None:
-    made = job(tmp_path, text, name)[0]
+    name = "run.sh" if base == "SWIFT" else "job.yaml"
+    notes = job(tmp_path, small(base, more), name)[1].notes
+    assert any("is a cap" in note for note in notes) == capped
+
+
+@pytest.mark.parametrize(("base", "more", "name", "system"), TABLES["context_parallel"])
+def test_context_parallelism_takes_a_stack_that_has_it(
+    tmp_path: Path, base: str, more: Any, name: str, system: str
+) -> None:
+    made = job(tmp_path, small(base, more), name)[0]
     assert (made.options["cp"], made.options["system"]) == ("2", system)
-    if "compile" in text:
+    if "compile" in more:
         assert yaml.safe_load(made.files["run-stack.yaml"])["base"] == "torchtitan-2026"
 
 
-@pytest.mark.parametrize(
-    ("backend", "cluster", "kernel"),
-    [
-        ("", "h100-80gb", "cudnn"),
-        ("--attention-backend auto", "b200-180gb", "cudnn"),
-        ("--attention-backend fused", None, "cudnn"),
-        ("--attention-backend flash", "h100-80gb", None),
-        ("", "a100-80gb", None),
-        ("NVTE_FUSED_ATTN=0", "h100-80gb", None),
-        ("NVTE_FLASH_ATTN=0", None, "cudnn"),
-        ("", None, None),
-    ],
-)
+@pytest.mark.parametrize(("backend", "cluster", "kernel"), TABLES["transformer_engine"])
 def test_transformer_engine_prefers_cudnn_from_hopper_on(
     tmp_path: Path, backend: str, cluster: str | None, kernel: str | None
 ) -> None:
@@ -262,36 +174,15 @@ def test_transformer_engine_prefers_cudnn_from_hopper_on(
     assert yaml.safe_load(made.files["run-stack.yaml"])["base"] == "megatron-core-0.16"
 
 
-@pytest.mark.parametrize(
-    ("text", "pieces"),
-    [
-        (TRL, False),
-        (TRL.replace("nll", "chunked_nll"), True),
-        (TRL.replace("loss_type: nll\n", ""), True),
-        (TRL + "use_liger_kernel: true", True),
-        (
-            TRL + "use_liger_kernel: true\n"
-            "liger_kernel_config: {fused_linear_cross_entropy: false}",
-            False,
-        ),
-        (AXOLOTL + "plugins: [axolotl.integrations.cut_cross_entropy.CutCrossEntropyPlugin]", True),
-        (AXOLOTL + "liger_fused_linear_cross_entropy: true", True),
-    ],
-)
-def test_a_loss_without_logits_divides_the_head(tmp_path: Path, text: str, pieces: bool) -> None:
-    method = job(tmp_path, text, "job.yaml")[0].method
+@pytest.mark.parametrize(("base", "more", "pieces"), TABLES["losses"])
+def test_a_loss_without_logits_divides_the_head(
+    tmp_path: Path, base: str, more: Any, pieces: bool
+) -> None:
+    method = job(tmp_path, small(base, more), "job.yaml")[0].method
     assert method == ("full_recompute+mst:mlp_chunks=1" if pieces else "full_recompute")
 
 
-@pytest.mark.parametrize(
-    ("text", "method"),
-    [
-        ("tiled_mlp: true", "mst:head_chunks=1"),
-        ("tiled_mlp: true\ntiled_mlp_num_shards: 8", "mst:mlp_chunks=8,head_chunks=1"),
-        ("tiled_mlp: true\ncut_cross_entropy: true", "mst"),
-        ("tiled_mlp: false\ntiled_mlp_num_shards: 8", ""),
-    ],
-)
+@pytest.mark.parametrize(("text", "method"), TABLES["tiles"])
 def test_tiles_of_an_mlp_are_computed_again(tmp_path: Path, text: str, method: str) -> None:
     made = job(tmp_path, AXOLOTL + text, "job.yaml")[0]
     assert made.method == f"full_recompute{'+' if method else ''}{method}"
@@ -306,20 +197,7 @@ def test_compiled_norms_keep_no_steps(tmp_path: Path) -> None:
 ALLOC, GROWS = "PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True"
 
 
-@pytest.mark.parametrize(
-    ("before", "states"),
-    [
-        ("export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True\n", True),
-        ("PYTORCH_CUDA_ALLOC_CONF=max_split_size_mb:128,expandable_segments:True ", True),
-        ("srun --export=ALL,PYTORCH_ALLOC_CONF=expandable_segments:True ", True),
-        (
-            f"""ray job submit --runtime-env-json='{{"env_vars": {{"{ALLOC}": "{GROWS}"}}}}' -- """,
-            True,
-        ),
-        ("PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False ", False),
-        ("", False),
-    ],
-)
+@pytest.mark.parametrize(("before", "states"), TABLES["environment"])
 def test_variables_of_the_environment_state_facts(
     tmp_path: Path, before: str, states: bool
 ) -> None:
@@ -339,19 +217,7 @@ def test_only_megatrons_own_optimizer_on_the_host_leaves_a_copy_on_the_device(
     assert (made.options["optimizer"], "resident_bytes" in facts(made)) == ("host", False)
 
 
-SWITCHES = [
-    "use_liger_kernel: true",
-    "torch_compile: true",
-    "fp16: true",
-    "dtype: float32",
-    "fsdp: full_shard",
-    "deepspeed: {zero_optimization: {stage: 2, overlap_comm: true, contiguous_gradients: false}}",
-    "activation_offloading: true",
-    "liger_rms_norm: true",
-]
-
-
-@pytest.mark.parametrize("pair", [*combinations(SWITCHES, 2)])
+@pytest.mark.parametrize("pair", [*combinations(TABLES["switches"], 2)])
 def test_a_written_stack_of_a_trainer_loads(tmp_path: Path, pair: tuple[str, str]) -> None:
     text = TRL.replace("bf16: true\n", "" if "fp16: true" in pair else "bf16: true\n")
     loads(tmp_path, job(tmp_path, text + "\n".join(pair), "job.yaml")[0])
@@ -363,19 +229,7 @@ def loads(folder: Path, made: FileJob) -> None:
         (load_system if "stack" in name else load_model)(folder / name)
 
 
-@pytest.mark.parametrize(
-    ("options", "scope", "refused"),
-    [
-        ("--enable-cuda-graph", "layer", ""),
-        ("--cuda-graph-impl local --cuda-graph-scope full_iteration", "full_iteration", ""),
-        ("--cuda-graph-impl full_iteration", "full_iteration", ""),
-        ("--cuda-graph-impl transformer_engine --cuda-graph-scope attn mlp", "attn,mlp", ""),
-        ("--cuda-graph-impl none --cuda-graph-scope attn", None, ""),
-        ("--external-cuda-graph --cuda-graph-scope full", "layer", ""),
-        ("--cuda-graph-impl local --cuda-graph-scope mamba", None, "--cuda-graph-scope: mamba"),
-        ("--cuda-graph-impl mine", None, "--cuda-graph-impl: mine"),
-    ],
-)
+@pytest.mark.parametrize(("options", "scope", "refused"), TABLES["graphs"])
 def test_graphs_of_a_line_are_a_choice_of_the_run(
     tmp_path: Path, options: str, scope: str | None, refused: str
 ) -> None:
@@ -385,20 +239,7 @@ def test_graphs_of_a_line_are_a_choice_of_the_run(
     assert not reading.unknown
 
 
-OPTIONS = [
-    "--bf16 --grad-reduce-in-bf16 --use-precision-aware-optimizer --exp-avg-dtype bf16",
-    "--bf16 --cuda-graph-impl local",
-    "--bf16 --tp-comm-overlap --no-rope-fusion",
-    "--bf16 --cross-entropy-loss-fusion --make-vocab-size-divisible-by 1",
-    "--bf16 --cp-comm-type a2a --context-parallel-size 2",
-    "--fp16 --transformer-impl local",
-    "--fp16 --model-parallel-size 2 --DDP-impl local --checkpoint-activations",
-    "--num-experts 4 --bf16 --overlap-moe-expert-parallel-comm --moe-token-dispatcher-type flex",
-    "--fp16 --deepspeed --zero-stage 1",
-]
-
-
-@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("options", TABLES["options"])
 def test_a_written_stack_of_megatron_loads(tmp_path: Path, options: str) -> None:
     loads(tmp_path, job(tmp_path, f"x.py {SIZES} {options}", cluster="h100-80gb")[0])
 

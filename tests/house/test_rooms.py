@@ -8,6 +8,7 @@ from collections.abc import Callable
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
+from statistics import median
 
 import pytest
 
@@ -23,6 +24,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "costs": ("operators", "."),
     "plan": (),
     "problem": (),
+    "method": (),
     "engine": ("program", "lowering", "simulate"),
     "solve": (),
     "foreign": (),
@@ -55,7 +57,7 @@ READERS = {
 """Readers of actions."""
 TORCH = {"worlds.torch", "measure.torch"}
 
-METHOD_MAY_IMPORT = {"model", "plan", "problem", "solve", "workload", "inputs", "spec"}
+METHOD_MAY_IMPORT = {"method", "model", "plan", "problem", "solve", "workload", "inputs", "spec"}
 METHOD_LIBRARIES = {"rematbench", "msgspec", "numpy"} | sys.stdlib_module_names
 OUTSIDE = {"methods", "baselines", "figures"}
 FRAMEWORKS = {"torch", "megatron", "deepspeed"}
@@ -219,6 +221,13 @@ def test_methods_import_only_the_vocabulary(path: Path) -> None:
     ours = {name.split(".")[1] for name in names if name.startswith("rematbench.")}
     assert ours <= METHOD_MAY_IMPORT
     assert "rematbench" not in names or ours, f"{label(path)}: import a module of rematbench"
+
+
+def test_a_shipped_method_needs_two_modules() -> None:
+    """`method`, and one room of solvers: what a person has to know in order to write another."""
+    needed = [len(imports(path) & MODULES.keys()) for path in python_files("methods")]
+    assert median(needed) <= 2
+    assert max(needed) <= 4
 
 
 def test_src_imports_no_method_baseline_or_figure() -> None:

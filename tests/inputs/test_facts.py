@@ -13,42 +13,11 @@ from rematbench.inputs.configfile import ConfigError
 from rematbench.inputs.load import load_cluster, load_system, names
 from rematbench.inputs.system import FACTS, System, with_facts
 from rematbench.worlds.records.record import content_hash
+from tests.tables import tables
 
-STACKS = {
-    "rank_order: [tp, tp, dp, pp]": "rank_order: tp, tp, dp, pp: expected each of tp, cp, dp, pp",
-    "rank_order: [tp, dp]": "rank_order: tp, dp: expected each of tp, cp, dp, pp once",
-    "param_bytes: 0": "param_bytes: 0: must be above 0",
-    "grad_bytes: 3": "grad_bytes: 3 bytes match no training dtype (allowed: 1, 2, 4, 6)",
-    "reduce_bytes: 8": "reduce_bytes: 8 bytes match no training dtype (allowed: 1, 2, 4)",
-    "gather_bytes: 0": "gather_bytes: 0 bytes match no training dtype",
-    "host_grad_bytes: 3": "host_grad_bytes: 3 bytes match no training dtype",
-    "late_state_bytes: 16": "late_state_bytes: must not exceed optimizer_bytes, 12 bytes per "
-    "parameter",
-    "features: [ulyses]": (
-        "features: 'ulyses'; did you mean 'ulysses'? (allowed: activation_offload, async_tp, "
-        "compile, cuda_graphs, ep_overlap, hybrid_sharding, optimizer_offload, param_offload, "
-        "ulysses, ulysses_in_cp)"
-    ),
-    "norm_keeps_steps: true": "norm_keeps_steps: true with norm: fused: only an eager norm",
-    "fused_loss: true\nloss_in_place: false": "loss_in_place: false with fused_loss: true",
-    "data_parallel: fsdp": "bucket_bytes: 160000000 with data_parallel: fsdp",
-    "loss: tiled": "loss: unknown key: set fused_loss, or loss_in_place",
-}
+TABLES = tables(__file__)
+
 COMPILED = "norm_keeps_steps: true with compiled: true: only an eager norm keeps its steps"
-CLUSTERS = {
-    "generation: ampere": "generation: ampere, but the GPU 'H100-SXM5-80GB' is of generation "
-    "hopper",
-    "gpu: B200-SXM6": "generation: hopper, but the GPU 'B200-SXM6' is of generation blackwell",
-    "generation: hoper": ("generation: 'hoper'; did you mean 'hopper'?"),
-    "non_torch_bytes: 90000000000": "non_torch_bytes: must be smaller than hbm_bytes",
-    "peak_flop_per_s: 1979": (
-        "peak_flop_per_s: 1979: expected FLOP/s of a GPU, from 1e+13 to 1e+17"
-    ),
-    "hbm_bytes: 80": "hbm_bytes: 80: expected bytes of a GPU, from 4.29e+09 to 2.2e+12",
-    "nics_per_node: 800": "nics_per_node: 800: expected NICs of a node, from 1 to 64",
-    "dram_bytes_per_s: 200": "dram_bytes_per_s: 200: expected bytes/s of a socket's memory",
-    "pcie_gpus_per_link: 16": "pcie_gpus_per_link: must not exceed the 8 GPUs of a node",
-}
 
 
 def written(folder: Path, base: str, text: str) -> Path:
@@ -61,8 +30,8 @@ def written(folder: Path, base: str, text: str) -> Path:
 @pytest.mark.parametrize(
     ("load", "base", "text", "said"),
     [
-        *((load_system, "megatron-core", text, said) for text, said in STACKS.items()),
-        *((load_cluster, "h100-80gb", text, said) for text, said in CLUSTERS.items()),
+        *((load_system, "megatron-core", text, said) for text, said in TABLES["stacks"].items()),
+        *((load_cluster, "h100-80gb", text, said) for text, said in TABLES["clusters"].items()),
         (load_system, "huggingface", "compiled: true\nnorm_keeps_steps: true", COMPILED),
     ],
 )
@@ -76,18 +45,7 @@ def test_a_file_that_cannot_be_is_one_line(
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "rank_order: [pp, dp, cp, tp]",
-        "grad_bytes: 6",  # bf16, and a sum in fp32
-        "repeats_kv: true\nattention: unfused",  # a run may ask for a fused kernel
-        "fused_loss: true\nlogits_fp32: true",  # a fused loss of fp32 logits
-        "compiled: true\ncuda_graphs: true",  # torch.compile captures graphs too
-        "data_parallel: fsdp\nbucket_bytes: 0",
-        "norm: eager\nnorm_keeps_steps: true",
-    ],
-)
+@pytest.mark.parametrize("text", TABLES["allowed"])
 def test_what_may_be_is_not_refused(tmp_path: Path, text: str) -> None:
     assert load_system(written(tmp_path, "megatron-core", text)).name == "mine"
 

@@ -16,52 +16,11 @@ from rematbench.inputs.load import load_model
 from rematbench.workload import Model, Workload
 from tests.inputs.public_configs import EXPERTS, PUBLIC
 from tests.problems import problem
+from tests.tables import tables
 
-LLAMA = {
-    "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336,
-    "num_attention_heads": 32, "num_key_value_heads": 8, "num_hidden_layers": 32,
-    "vocab_size": 128256, "max_position_embeddings": 131072, "hidden_act": "silu",
-    "tie_word_embeddings": False, "attention_bias": False, "mlp_bias": False,
-}  # fmt: skip
-CONFIGS: dict[str, dict[str, Any]] = {
-    "llama-3.1-8b": LLAMA,
-    "mistral-7b": {
-        **LLAMA, "model_type": "mistral", "vocab_size": 32000, "max_position_embeddings": 32768,
-        "sliding_window": 4096,
-    },
-    "qwen2-7b": {
-        "model_type": "qwen2", "hidden_size": 3584, "intermediate_size": 18944,
-        "num_attention_heads": 28, "num_key_value_heads": 4, "num_hidden_layers": 28,
-        "vocab_size": 152064, "max_position_embeddings": 131072, "sliding_window": 131072,
-        "use_sliding_window": False, "max_window_layers": 28,
-    },
-    "gemma-2-9b": {
-        "model_type": "gemma2", "hidden_size": 3584, "intermediate_size": 14336,
-        "num_attention_heads": 16, "num_key_value_heads": 8, "num_hidden_layers": 42,
-        "head_dim": 256, "vocab_size": 256000, "max_position_embeddings": 8192,
-        "hidden_activation": "gelu_pytorch_tanh", "sliding_window": 4096,
-        "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0,
-    },
-    "internlm-7b": {
-        "model_type": "internlm", "bias": True, "hidden_act": "silu", "hidden_size": 4096,
-        "intermediate_size": 11008, "num_attention_heads": 32, "num_hidden_layers": 32,
-        "vocab_size": 103168, "max_position_embeddings": 2048, "tie_word_embeddings": False,
-    },
-}  # fmt: skip
-GPT2 = {
-    "model_type": "gpt2", "n_embd": 768, "n_head": 12, "n_layer": 12, "n_positions": 1024,
-    "vocab_size": 50257, "activation_function": "gelu_new", "resid_pdrop": 0.1,
-}  # fmt: skip
-MPT = {
-    "model_type": "mpt", "d_model": 4096, "n_heads": 32, "n_layers": 32, "expansion_ratio": 4,
-    "max_seq_len": 2048, "vocab_size": 50432, "no_bias": True,
-    "attn_config": {"alibi": True, "attn_type": "multihead_attention", "qk_ln": False},
-}  # fmt: skip
-NEOX = {
-    "model_type": "gpt_neox", "hidden_size": 768, "intermediate_size": 3072,
-    "num_attention_heads": 12, "num_hidden_layers": 12, "vocab_size": 50304,
-    "max_position_embeddings": 2048, "use_parallel_residual": False,
-}  # fmt: skip
+TABLES = tables(__file__)
+LLAMA, GPT2, MPT, NEOX = (TABLES["bases"][name] for name in ("llama", "gpt2", "mpt", "neox"))
+CONFIGS: dict[str, dict[str, Any]] = {"llama-3.1-8b": LLAMA, **TABLES["public"]}
 
 
 def written(folder: Path, data: dict[str, Any]) -> Path:
@@ -116,100 +75,20 @@ def test_qwen3_norms_the_heads_of_queries_and_keys(tmp_path: Path) -> None:
 
 
 KNOWN = [name for name in architectures() if not name.startswith(".")]
-MODELLED = f"(config/architectures.yaml has {len(KNOWN)} that are){OWN_FILE}"
-REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({**LLAMA, "model_type": "qwen4"}, f"model_type: 'qwen4': is not modelled {MODELLED}"),
-    (
-        {**LLAMA, "model_type": "Llama"},
-        f"model_type: 'Llama': is not modelled; did you mean 'llama'? {MODELLED}",
-    ),
-    (
-        {"architectures": ["T5"], "d_model": 8},
-        "model_type is missing (the architecture, such as llama)",
-    ),
-    (
-        {"hidden_size": 4096, "num_hidden_layers": 32, "attention_bias": False},
-        "model_type is missing (the architecture, such as llama)",
-    ),
-    (
-        {**LLAMA, "num_local_experts": 40},
-        f"num_local_experts: mixture of experts (40 experts) of 'llama' is not modelled{OWN_FILE}",
-    ),
-    (
-        {**LLAMA, "quantization_config": {"quant_method": "fp8"}},
-        "quantization_config: fp8 weights are not modelled (without this key the file is read)",
-    ),
-    (
-        {**LLAMA, "hidden_act": "relu"},
-        f"hidden_act: activation 'relu' in a gated MLP, which is not modelled{OWN_FILE}",
-    ),
-    (
-        {**MPT, "attn_config": {"clip_qkv": 6}},
-        "attn_config.clip_qkv: clipped queries, keys and values, which is not modelled" + OWN_FILE,
-    ),
-    (
-        {**LLAMA, "layer_types": ["linear_attention"] * 32},
-        f"layer_types: layers of the kind 'linear_attention', which is not modelled{OWN_FILE}",
-    ),
-    (
-        {**LLAMA, "model_type": "opt", "activation_function": "relu", "ffn_dim": 16384,
-         "word_embed_proj_dim": 512},
-        f"word_embed_proj_dim: embeddings of another width, which is not modelled{OWN_FILE}",
-    ),
-    (
-        {k: v for k, v in LLAMA.items() if k != "hidden_size"},
-        "hidden_size: required key is missing",
-    ),
-    ({k: v for k, v in GPT2.items() if k != "n_embd"}, "n_embd: required key is missing"),
-    ({**LLAMA, "vocab_size": "many"}, "vocab_size: expected int, got str"),
-    (
-        {"model_type": "qwen3_next", "num_experts": 512, "linear_conv_kernel_dim": 4},
-        "model_type: 'qwen3_next': it has linear-attention layers, which is not modelled "
-        f"{MODELLED}",
-    ),
-    (
-        {"model_type": "longcat_flash", "n_routed_experts": 256, "kv_lora_rank": 512},
-        "model_type: 'longcat_flash': it has latent attention in another block, which is not "
-        f"modelled {MODELLED}",
-    ),
-    (
-        {**LLAMA, "model_type": "hunyuan_v1_moe", "num_experts": 64, "moe_topk": [8, 4]},
-        f"moe_topk: experts that differ from layer to layer, which is not modelled{OWN_FILE}",
-    ),
-    (
-        {"model_type": "qwen2_vl", "vision_config": {"depth": 32}},
-        f"model_type: 'qwen2_vl': it has an image encoder, which is not modelled {MODELLED}",
-    ),
-    (
-        {"model_type": "mllama", "text_config": {"model_type": "mllama_text_model",
-         "cross_attention_layers": [3]}},
-        "model_type: 'mllama_text_model': it has attention to an image encoder, which is not "
-        f"modelled {MODELLED}",
-    ),
-    (
-        {"model_type": "nemotron-nas", "block_configs": [{"ffn": {"ffn_mult": 2.6}}]},
-        "model_type: 'nemotron-nas': it has layers of different widths, which is not modelled "
-        f"{MODELLED.removesuffix(OWN_FILE)}",
-    ),
-    (
-        {"model_type": "dbrx", "ffn_config": {"moe_num_experts": 16}},
-        f"model_type: 'dbrx': is not modelled {MODELLED}",
-    ),
-    (
-        {"model_type": "t5", "is_encoder_decoder": True},
-        f"model_type: 't5': it has an encoder, which is not modelled {MODELLED}",
-    ),
-]  # fmt: skip
+MODELLED = f"(config/architectures.yaml has {len(KNOWN)} that are)"
 
 
-@pytest.mark.parametrize(("data", "line"), REFUSED, ids=[line[:30] for _, line in REFUSED])
+@pytest.mark.parametrize(("base", "changes", "line"), TABLES["refused"])
 def test_what_is_not_modelled_is_refused_by_its_key(
-    tmp_path: Path, data: dict[str, Any], line: str
+    tmp_path: Path, base: str, changes: dict[str, Any], line: str
 ) -> None:
-    path = written(tmp_path, data)
+    """A change to null takes the key away."""
+    data = TABLES["bases"].get(base, {}) | changes
+    path = written(tmp_path, {key: value for key, value in data.items() if value is not None})
     with pytest.raises(ConfigError) as error:
         load_model(path)
-    assert str(error.value) == f"{path}: {line}"
+    words = line.format(MODELLED=MODELLED, OWN_FILE=OWN_FILE)
+    assert str(error.value) == f"{path}: {words}"
 
 
 def test_a_release_in_fp8_alone_is_read_as_fine_tuning_takes_it(tmp_path: Path) -> None:

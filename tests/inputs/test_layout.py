@@ -19,6 +19,9 @@ from rematbench.inputs.stages import (
 )
 from rematbench.workload import Workload
 from tests.problems import LLAMA, problem
+from tests.tables import tables
+
+TABLES = tables(__file__)
 
 LARGE = load_model("llama-65b")
 
@@ -38,84 +41,7 @@ def test_a_published_layout_breaks_no_rule() -> None:
     check({"tp": 2, "cp": 2, "pp": 8, "vpp": 5, "dp": 8, "global_batch": 256}, seq_len=8192)
 
 
-BROKEN: list[tuple[str, dict[str, Any]]] = [
-    (
-        "dp 3 must be a multiple of ulysses = 2 (ulysses groups ranks of dp)",
-        {"layout": {"dp": 3, "ulysses": 2, "global_batch": 6}, "system": "deepspeed"},
-    ),
-    (
-        "global_batch 9 must be a multiple of replicas x micro_batch = 4",
-        {"layout": {"dp": 2, "micro_batch": 2, "global_batch": 9}},
-    ),
-    ("vpp = 2 needs pp > 1", {"layout": {"vpp": 2}}),
-    (
-        "interleaved 1F1B: 6 micro-batches must be a multiple of pp = 4",
-        {"layout": {"pp": 4, "vpp": 2, "global_batch": 6}},
-    ),
-    (
-        "zero_stage 2 with pp = 2: in a pipeline, system megatron-kwai has only ZeRO stages 0, 1",
-        {"layout": {"pp": 2, "zero_stage": 2, "global_batch": 2}},
-    ),
-    (
-        "80 layers cannot fill pp x vpp = 128 chunks",
-        {"layout": {"pp": 16, "vpp": 8, "global_batch": 16}},
-    ),
-    ("64 heads must be a multiple of tp x ulysses = 3", {"layout": {"tp": 3}}),
-    (
-        "seq_len 4096 exceeds the 2048 learned positions of llama-65b",
-        {"layout": {}, "model": {"position": "learned", "max_positions": 2048}},
-    ),
-    (
-        "8 KV heads and tp = 3: one must divide the other",
-        {"layout": {"tp": 3}, "model": {"num_heads": 24, "num_kv_heads": 8}},
-    ),
-    ("ffn 22018 must be a multiple of tp = 4", {"layout": {"tp": 4}, "model": {"ffn": 22018}}),
-    (
-        "seq_len 4098 must be a multiple of 2 x cp = 4 (each cp rank takes two slices)",
-        {"layout": {"cp": 2}, "seq_len": 4098},
-    ),
-    (
-        "cp = 2 around a ring has no sliding windows (TransformerEngine); a stack with cp_kind: "
-        "allgather has",
-        {
-            "layout": {"cp": 2},
-            "model": {"attention_window": (1024,) * LARGE.num_layers},
-            "system": "megatron-core",
-        },
-    ),
-    (
-        "seq_len 4098 must be a multiple of cp x tp = 4 (with sp)",
-        {"layout": {"tp": 4}, "seq_len": 4098},
-    ),
-    (
-        "system torchtitan has no context parallelism, but cp = 2 (another version has it: "
-        "torchtitan-2026)",
-        {"layout": {"cp": 2}, "system": "torchtitan"},
-    ),
-    (
-        "system megatron-kwai has no Ulysses all-to-all, but ulysses = 2",
-        {"layout": {"dp": 2, "ulysses": 2}},
-    ),
-    (
-        "system rematbench has no Ulysses inside context parallelism, but cp = 2 with ulysses = 2",
-        {"layout": {"dp": 2, "ulysses": 2, "cp": 2}, "system": "rematbench"},
-    ),
-    (
-        "seq_len 4098 must be a multiple of ulysses (x tp with sp) = 4",
-        {"layout": {"dp": 4, "ulysses": 4}, "seq_len": 4098, "system": "rematbench"},
-    ),
-    (
-        "6 KV heads per rank and ulysses = 4: one must divide the other",
-        {
-            "layout": {"dp": 4, "ulysses": 4},
-            "model": {"num_heads": 24, "num_kv_heads": 6},
-            "system": "rematbench",
-        },
-    ),
-]
-
-
-@pytest.mark.parametrize(("rule", "case"), BROKEN, ids=[rule for rule, _ in BROKEN])
+@pytest.mark.parametrize(("rule", "case"), TABLES["broken"])
 def test_a_broken_rule_is_named(rule: str, case: dict[str, Any]) -> None:
     with pytest.raises(LayoutError) as error:
         check(**case)
@@ -166,19 +92,7 @@ def test_a_printed_text_has_factors() -> None:
     assert stages_text(read_stages("Ettt|" + "tt|" * 29 + "m|L")) == "Ettt|(tt|)*29m|L"
 
 
-@pytest.mark.parametrize(
-    ("text", "reason"),
-    [
-        ("Exx|L", "'x' is none of E, t, m, L"),
-        ("tE|L", "expected E, t, m"),
-        ("EtmtL", "expected E, t, m"),
-        ("Et||tL", "stage 2 holds nothing"),
-        ("Et*999999999999L", "more than 65,536 letters"),
-        ("Et|tL", "2 layers in 2 stages; 4 layers in pp x vpp = 2 are needed"),
-        ("Ettttmm|L", "4 layers and 2 prediction layers in 2 stages"),
-        ("Etttt|t|L", "5 layers in 3 stages"),
-    ],
-)
+@pytest.mark.parametrize(("text", "reason"), TABLES["wrong_texts"])
 def test_a_wrong_text_has_a_reason(text: str, reason: str) -> None:
     with pytest.raises(LayoutError, match=reason):
         problem(pp=2, stages=text)

@@ -13,6 +13,7 @@ from rematbench.inputs.load import Kind, calibration, load_cluster, load_model, 
 from rematbench.inputs.paths import data_dir
 from rematbench.workload import Model
 from tests.problems import make_problem
+from tests.tables import tables
 
 KINDS: tuple[Kind, ...] = ("model", "cluster", "system")
 LOADERS: dict[Kind, Callable[[str | Path], Any]] = {
@@ -122,52 +123,14 @@ def test_a_fitted_value_says_so(tmp_path: Path) -> None:
     assert cluster.sources["hbm_bytes_per_s"] == "fitted: stream.py"
 
 
-ALLOWED = ", ".join(sorted(Model.__struct_fields__))
-MISTAKES = [
-    (
-        ("hidden: 256", "hiden: 256"),
-        f"hiden: unknown key; did you mean 'hidden'? (allowed: {ALLOWED})",
-    ),
-    (("hidden: 256\n", ""), "hidden: required key is missing"),
-    (("hidden: 256", "hidden: wide"), "hidden: expected int, got str"),
-    (("hidden: 256", "hidden: 0"), "hidden: expected int >= 1"),
-    (
-        ("norm: rmsnorm", "norm: rms"),
-        "norm: invalid enum value 'rms' (allowed: rmsnorm, layernorm)",
-    ),
-    (
-        ("source: a test\n", ""),
-        "num_layers: 4 has no source: "
-        "write {value: ..., source: ...}, or one `source:` for the file",
-    ),
-    (
-        ("vocab: 2048", "vocab: {value: 2048}"),
-        "vocab: expected {value: ..., source: ...} or {value: ..., fitted: ...}",
-    ),
-    (
-        ("vocab: 2048", "vocab: {value: 2048, source: ''}"),
-        "vocab: the source must be a non-empty string",
-    ),
-    (("vocab: 2048", "vocab: 2048\nvocab: 4096"), "line 9: key 'vocab' is given twice"),
-    (("vocab: 2048", "vocab: [2048"), "line 9: expected ',' or ']', but got ':'"),
-    (
-        ("num_kv_heads: 4", "num_kv_heads: 3"),
-        "num_kv_heads: the number of heads (8) must be a multiple of the number of KV heads (3)",
-    ),
-    (
-        ("vocab: 2048", "vocab: 2048\nattention_window: [4096, 0, 0]"),
-        "attention_window: 3 windows do not divide 4 layers",
-    ),
-]
-
-
-@pytest.mark.parametrize(("change", "line"), MISTAKES, ids=[line[:30] for _, line in MISTAKES])
+@pytest.mark.parametrize(("change", "line"), tables(__file__)["mistakes"])
 def test_a_mistake_in_a_model_file_is_one_line(
     tmp_path: Path, change: tuple[str, str], line: str
 ) -> None:
     assert change[0] in MODEL
     path = yaml_file(tmp_path, MODEL.replace(*change))
-    assert error_of("model", path) == f"{path}: {line}"
+    allowed = ", ".join(sorted(Model.__struct_fields__))
+    assert error_of("model", path) == f"{path}: {line.replace('ALLOWED', allowed)}"
 
 
 def test_an_unknown_name_is_one_line_with_the_nearest() -> None:

@@ -10,45 +10,15 @@ from rematbench.inputs.load import load_model, load_system, names
 from rematbench.inputs.paths import data_dir
 from rematbench.workload import Workload
 from tests.problems import problem
+from tests.tables import tables
+
+TABLES = tables(__file__)
 
 # Totals that the public checkpoints report (model cards, safetensors index), to the parameter.
-EXACT = {
-    "llama2-7b": 6_738_415_616,
-    "llama3-8b": 8_030_261_248,
-    "llama-3.1-8b": 8_030_261_248,
-    "llama-3.1-70b": 70_553_706_496,
-    "llama-3.1-405b": 405_853_388_800,
-    "mistral-7b": 7_241_732_096,
-    "qwen2-7b": 7_615_616_512,
-    "gemma-2-9b": 9_241_705_984,
-    "mixtral-8x7b": 46_702_792_704,
-    "qwen3-235b": 235_093_634_560,
-    "deepseek-v2-lite": 15_706_484_224,
-    "deepseek-v2": 235_741_434_880,
-    "deepseek-v3": 671_026_404_352,
-    "kimi-k2": 1_026_408_209_408,
-    "moonlight-16b-a3b": 15_960_108_544,
-    "minicpm3-4b": 4_073_875_968,
-    # The checkpoint's 68,976,648,192 at vocabulary 32000, and 4 more rows in two tables.
-    "llama2-70b": 68_976_648_192 + 2 * 4 * 8192,
-    "tiny-llama": 4_000_000,
-}
+EXACT = TABLES["exact"]
 
 # Totals that papers round: (published, relative tolerance of their last digit).
-ROUNDED = {
-    "llama-7b": (6.74e9, 1e-3),
-    "llama-65b": (65.3e9, 1e-3),
-    "llama-175b": (175e9, 3e-3),
-    "internlm-7b": (7.32e9, 1e-3),
-    "gpt-22b": (22e9, 5e-3),
-    "gpt-175b": (174.6e9, 1e-3),
-    "gpt-530b": (530e9, 1e-3),
-    "gpt-1t": (1008e9, 1e-3),
-    "gpt-3.6b": (3.6e9, 2e-2),
-    "gpt-18.4b": (18.4e9, 5e-3),
-    "gpt-39.1b": (39.1e9, 1e-3),
-    "gpt-175.0b": (175.0e9, 3e-3),
-}
+ROUNDED = TABLES["rounded"]
 
 SHAPE = {
     "layers": "num_layers",

@@ -81,12 +81,11 @@ def test_what_a_part_should_have_left_is_missed(tmp_path: Path) -> None:
 
 def test_a_part_begins_without_its_own_files_of_before(tmp_path: Path) -> None:
     kept = tmp_path / "records" / "large.keep_all.0.json", tmp_path / "agreement" / "old.json"
-    old = tmp_path / "baselines" / "old.json", tmp_path / "actions.jsonl"
+    old = tmp_path / "baselines" / "old.json", tmp_path / "baselines.jsonl"
     for path in (*old, *kept):
         path.parent.mkdir(exist_ok=True)
         path.touch()
-    for part in ("baselines", "actions"):
-        run.forget(part, tmp_path)
+    run.forget("baselines", tmp_path)
     assert [path for path in (*old, *kept) if path.exists()] == [*kept]
 
 
@@ -182,8 +181,8 @@ def test_a_summary_keeps_the_parts_of_earlier_commands_on_the_same_device(
         return [ran.part for ran in found.parts]
 
     assert parts("large") == ["large"]
-    assert parts("actions", only=()) == ["large", "actions"]
-    assert parts("large", "layers") == ["actions", "large", "layers"]
+    assert parts("baselines", only=()) == ["large", "baselines"]
+    assert parts("large", "layers") == ["baselines", "large", "layers"]
     other = replace(checks.read_summary(tmp_path / checks.SUMMARY), device="another")
     (tmp_path / checks.SUMMARY).write_bytes(msgspec.json.encode(other))
     assert parts("large") == ["large"]

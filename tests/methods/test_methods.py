@@ -22,6 +22,9 @@ from rematbench.solve.recompute_modules import chosen_layers, layers_text
 from rematbench.solve.search import brackets, first_true, smallest_feasible, twice
 from rematbench.worlds.records.record import plan_hash
 from tests.problems import GPT, all_methods, layers, make_problem, plan_of, problem, refusal
+from tests.tables import tables
+
+TABLES = tables(__file__)
 
 REGISTRY = all_methods()
 PUBLISHED = ("act_out", "attn_norm_out", "fc2_in", "mlp_norm_out")
@@ -311,19 +314,7 @@ def hashed(text: str) -> str:
     return plan_hash(PIPE, plan_of(PIPE, text))
 
 
-@pytest.mark.parametrize(
-    ("text", "equal"),
-    [
-        ("full_recompute", "full_recompute:layers=0-3"),
-        ("full_recompute", "full_recompute:per_chunk=0,2,2,0"),
-        ("full_recompute:method=block,num_layers=1", "full_recompute:layers=0,2"),
-        ("full_recompute:every=2", "full_recompute:layers=1,3"),
-        (
-            "selective_recompute:modules=[mlp]",
-            "selective_recompute:modules=[mlp],per_chunk=0,2,2,0",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("text", "equal"), TABLES["lists"])
 def test_forms_are_lists(text: str, equal: str) -> None:
     assert hashed(text) == hashed(equal)
 
@@ -340,20 +331,6 @@ def test_a_printed_list_is_read_back(layers: set[int]) -> None:
     assert chosen_layers(whole, layers_text(layers), "") == tuple(sorted(layers))
 
 
-@pytest.mark.parametrize(
-    ("text", "reason"),
-    [
-        ("layers=4", "the layers are 0-3"),
-        ("layers=3-2", "the layers are 0-3"),
-        ("layers=a", "no list of numbers"),
-        ("per_chunk=2,2", "the chunks have 0,2,2,0 layers"),
-        ("per_chunk=0,3,2,0", "the chunks have 0,2,2,0 layers"),
-        ("per_chunk=0,0,0,0", "selects no layer"),
-        ("layers=1,per_chunk=0,1,1,0", "exclude each other"),
-        ("layers=1,num_layers=2", "need method=uniform and num_layers=1"),
-        ("layers=1,every=2", "need every=1"),
-        ("layers=1,inputs=host", "all layers"),
-    ],
-)
+@pytest.mark.parametrize(("text", "reason"), TABLES["wrong_lists"])
 def test_a_wrong_list_has_a_reason(text: str, reason: str) -> None:
     assert reason in refusal(PIPE, f"full_recompute:{text}")

@@ -14,6 +14,7 @@ from rematbench.plan import Plan, Unsupported
 from rematbench.problem import Problem
 from rematbench.solve.state_pieces import shares
 from tests.problems import all_methods, layers, on, problem, remade, tight
+from tests.tables import tables
 
 METHODS = ("zero_offload", "twinflow", "deep_optimizer_states", "optimizer_offload")
 UNDER = ("full_recompute", "memo:alpha=0.5", "balanced_checkpointing", "mst", "lynx_heu")
@@ -125,15 +126,7 @@ def test_without_a_host_rate_ours_visits_and_the_others_are_refused() -> None:
         assert "has no host_update_parameters_per_s" in refused.reason
 
 
-@pytest.mark.parametrize(
-    ("spec", "words"),
-    [
-        ("zero_offload:delayed=true", "not lossless"),
-        ("optimizer_offload:order=rollback", "rollback"),
-        ("optimizer_offload:order=stale", "not lossless"),
-        ("zero_offload+twinflow:ratio=0.5", "already places the optimizer's states"),
-    ],
-)
+@pytest.mark.parametrize(("spec", "words"), tables(__file__)["refused"])
 def test_what_is_not_lossless_or_placed_twice_is_refused(spec: str, words: str) -> None:
     refused = planned(spec, given())
     assert isinstance(refused, Unsupported)

@@ -38,6 +38,7 @@ from rematbench.paper.tables.claims import (
     prediction_answers,
 )
 from tests.problems import all_methods
+from tests.tables import tables
 
 CLAIMS = load_claims()
 ROWS = read_sheet(data_dir("published") / "claims.csv")
@@ -350,17 +351,7 @@ def test_dividing_by_nothing_is_said() -> None:
 # -- mistakes in the file ---------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("- {id: a}", "a: needs either parts or not_comparable"),
-        ("- {id: a, not_comparable: x}\n- {id: a, not_comparable: y}", "a: is declared twice"),
-        ("- {id: a, basis: fitted, tolerance: t, parts: [P]}", "a: basis fitted needs"),
-        ("- {id: a, tolerance: u, parts: [P]}", "a: unknown tolerance 'u' (known: t)"),
-        ("- {id: a, tolerance: t, parts: [R]}", "a: form ratio needs"),
-        ("- {id: a, tolerance: t, parts: [P, P]}", "a: needs one primary question for each number"),
-    ],
-)
+@pytest.mark.parametrize(("text", "words"), tables(__file__)["contradictions"])
 def test_contradictions_are_one_line(
     text: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import pytest
 
+from tests.tables import tables
 from tests.workflow.checkout import ROOT
 
 BENCH = (ROOT / "bench").read_text(encoding="utf-8")
@@ -312,16 +313,7 @@ def found(folder: Path, kinds: dict[str, str], site: str = "", **settings: str) 
     return (done.stdout or done.stderr).strip()
 
 
-@pytest.mark.parametrize(
-    ("kinds", "expected"),
-    [
-        ({"python3": "fast", "distribution": "fast"}, "python3"),
-        ({"python3": "any", "distribution": "fast"}, "distribution"),
-        ({"python3": "any", "python3.12": "fast", "distribution": "fast"}, "python3.12"),
-        ({"python3": "any", "distribution": "none"}, "python3"),
-        ({"python3": "none", "python3.11": "any"}, "python3.11"),
-    ],
-)
+@pytest.mark.parametrize(("kinds", "expected"), tables(__file__)["builds"])
 def test_an_optimised_build_goes_first(
     tmp_path: Path, kinds: dict[str, str], expected: str
 ) -> None:

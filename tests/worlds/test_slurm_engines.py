@@ -16,6 +16,9 @@ from rematbench.worlds.slurm import campaign as cells_module
 from rematbench.worlds.slurm.campaign import Campaign, CampaignCell
 from rematbench.worlds.slurm.campaign_rows import cell_rows, number_rows
 from tests.campaigns import ROOT, campaign
+from tests.tables import tables
+
+TABLES = tables(__file__)
 
 FULL = {"method": "megatron_core", "settings": {"recompute": "full"}}
 
@@ -73,16 +76,7 @@ def test_the_warm_up_is_part_of_a_baselines_key_only(tmp_path: Path) -> None:
     assert differ(before, keys(both(tmp_path, steps=7))) == [True, True, True]
 
 
-@pytest.mark.parametrize(
-    ("file", "changed"),
-    [
-        ("megatron_core/step.py", True),
-        ("megatron_core/requirements.txt", True),
-        ("common/driver.py", True),
-        ("run.py", True),
-        ("deepspeed/engine.py", False),
-    ],
-)
+@pytest.mark.parametrize(("file", "changed"), TABLES["own_keys"])
 def test_the_code_and_pins_of_a_baseline_change_its_own_keys(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str, changed: bool
 ) -> None:
@@ -106,17 +100,7 @@ def test_pins_are_those_that_are_installed() -> None:
         assert text == f"{package.replace('_', '-')}=={pinned[name]}\n"
 
 
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [
-        ("megatron_cor", "unknown method or baseline 'megatron_cor'; did you mean 'megatron_core'"),
-        ("keep_all+nothing", "unknown method or baseline 'nothing'"),
-        (
-            "keep_all+deepspeed",
-            "deepspeed is a baseline and cannot be combined with another method",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("name", "words"), TABLES["unknown"])
 def test_an_unknown_name_is_one_line_with_both_lists(tmp_path: Path, name: str, words: str) -> None:
     with pytest.raises(MethodError) as found:
         _ = campaign(tmp_path, methods=["keep_all", name]).cells

@@ -202,7 +202,7 @@ def _mistyped(error: TyperException, command: str) -> None:
 
 
 OPTIONS_MEANT = {
-    r"--(q?lora|adapter|peft)\b": "adapters are --lora-rank and --lora-targets",
+    r"--(qlora|adapter|peft)\b": "adapters are --lora rank=R,targets=T,base=nf4",
     r"--precision.*'(mx)?fp8": "FP8 is a recipe of linears: --recipe fp8, fp8-block or mxfp8",
     r"--precision.*'(nv|mx)?fp4": "FP4 is a recipe of linears: --recipe nvfp4",
 }

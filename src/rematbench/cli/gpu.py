@@ -76,12 +76,12 @@ def measure_gpu(  # noqa: PLR0913, PLR0917  # an option of the command line each
 
     Each part is a process with its own time limit, and writes each result at once: a crash
     of one loses nothing of the others.  DIR gets `records/` (one for each cell, as `execute`
-    writes them), on demand `baselines/`, `actions.jsonl`, `layers/` and `searched/`,
-    a log of each part and `summary.json`, written again after each part.  What these parts left
+    writes them), on demand `baselines/`, `layers/` and `searched/`, a log of each part
+    and `summary.json`, written again after each part.  What these parts left
     there before goes first (but `layers` and `searched` go on where they ended); what other parts
     left stays and counts, and `summary.json` keeps how they ended.  Exit code 1 unless every part
-    ended well, every cell asked for has a record, and every claim holds (`actions`, `layers`
-    and `searched` make none).
+    ended well, every cell asked for has a record, and every claim holds (`layers` and
+    `searched` make none).
 
     With --predict nothing is measured: the steps of `layers` (seconds, and bytes allocated,
     reserved and pinned) are predicted into DIR/predictions.jsonl; with --part searched the suite's

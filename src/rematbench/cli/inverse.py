@@ -1,7 +1,6 @@
-"""Output of `search --find` and `search --price-tags`: each value tried, and the answer."""
+"""Output of `search --find`: each value tried, and the answer."""
 
 from collections.abc import Iterator
-from math import isfinite
 from typing import get_args
 
 from msgspec import Struct
@@ -17,14 +16,13 @@ from rematbench.advise.search.questions import (
     largest_rank,
     longest_context,
     min_memory,
-    prices,
     widest_base,
 )
 from rematbench.advise.search.request import Rounds, SearchRequest
 from rematbench.advise.search.rounds import SearchJob
 from rematbench.cli.search_output import where
 from rematbench.evaluate.result import Result
-from rematbench.host.console import CommandError, grid, plain
+from rematbench.host.console import CommandError, plain
 from rematbench.host.table import GIB
 from rematbench.workload import Work
 
@@ -35,7 +33,7 @@ ANY_FIT = ("context", "rank", "base")
 
 
 class Inverse(Struct, frozen=True, kw_only=True):
-    """An inverse question: the quantity to find (empty: price tags), and its target: tokens per
+    """An inverse question: the quantity to find, and its target: tokens per
     second, seconds of a step, or a share of the best step that may be lost."""
 
     find: str
@@ -60,9 +58,6 @@ def ask(out: Console, job: SearchJob, inverse: Inverse, run: Rounds) -> None:
     """Print each value as soon as it is tried, then what is not tried and the answer; after Ctrl-C,
     the best so far and exit code 130."""
     request = job.request
-    if not inverse.find:
-        _prices(out, request, run)
-        return
     best: Answer | None = None
     ended = False
     try:
@@ -111,26 +106,3 @@ def _line(find: str, answer: Answer) -> str:
 def in_words(result: Result) -> str:
     """A plan, its layout and its step time in one line."""
     return f"{result.method} at {where(result)}, step {result.fitting_s:.4g} s"
-
-
-def _prices(out: Console, request: SearchRequest, run: Rounds) -> None:
-    """Print the table of price tags; after Ctrl-C, of those finished by then, with exit code
-    130."""
-    table = grid("change", "step s", "shorter by %")
-    first, ended = None, False
-    try:
-        for change, step_s in prices(request, run):
-            first = step_s if first is None else first
-            gain = f"{100 * (1 - step_s / first):.1f}" if isfinite(first) else "-"
-            table.add_row(change, f"{step_s:.4g}" if isfinite(step_s) else "-", gain)
-        ended = True
-    except KeyboardInterrupt:
-        pass
-    out.print(table)
-    within = f"{100 * request.within:g} %"
-    out.print(
-        plain(f"each step time is proved to within {within} of the best; ignore smaller gains")
-    )
-    if not ended:
-        out.print(plain("stopped: the remaining changes were not searched"))
-        raise Exit(130)

@@ -3,6 +3,7 @@
 import dataclasses
 import inspect
 import math
+import re
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ from functools import partial, wraps
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
-from msgspec import Struct
+from msgspec import Struct, ValidationError, convert
 from msgspec.structs import fields, replace
 from typer import Argument, BadParameter, Option
 
@@ -20,8 +21,9 @@ from rematbench.evaluate.problems import make_problem
 from rematbench.evaluate.result import PlannedJob
 from rematbench.evidence.peaks import leaving_reserve
 from rematbench.host.console import CommandError
-from rematbench.host.declared import fact, limits, plain_type, sentences
+from rematbench.host.declared import fact, facts, limits, plain_type, sentences
 from rematbench.host.table import GIB
+from rematbench.inputs.configfile import require_among
 from rematbench.inputs.job import (
     DEFAULT_SYSTEM,
     SHARDED_SYSTEM,
@@ -36,6 +38,7 @@ from rematbench.plan import Plan
 from rematbench.plugins.discover import discover
 from rematbench.plugins.registry import Composition
 from rematbench.problem import Problem
+from rematbench.workload import Trained
 from rematbench.worlds.packages.process import baselines
 
 MAX_TIMEOUT_S = 7 * 86_400.0
@@ -50,16 +53,15 @@ Timeout = Annotated[
 ]
 
 
-def percents(text: str | float, maximum: float = math.inf) -> float:
+def percents(text: str | float, maximum: float = 100) -> float:
     """A percentage from 0 to `maximum`, with or without a percent sign: `1`, `1%`.
     BadParameter for any other text."""
     try:
         number = float(str(text).strip().removesuffix("%"))
     except ValueError:
         number = math.nan
-    if not 0 <= number <= maximum or number == math.inf:
-        allowed = "of 0 or more" if maximum == math.inf else f"from 0 to {maximum:g}"
-        raise BadParameter(f"{text!r} is not a percentage {allowed}, as 1 or 1%")
+    if not 0 <= number <= maximum:
+        raise BadParameter(f"{text!r} is not a percentage from 0 to {maximum:g}, as 1 or 1%")
     return number
 
 
@@ -186,6 +188,8 @@ def _with_options(
     @wraps(command)
     def run(**given: Any) -> None:
         typed = {one.name: given.pop(one.name) for one in options}
+        if text := typed.pop("lora", ""):
+            typed |= adapters_of(text)
         command(gathered(typed), **given)
 
     hints = get_type_hints(command, include_extras=True)
@@ -231,6 +235,35 @@ def _fact_options(opened: Collection[str] = (), note: str = "") -> Iterator[insp
         option = Option(*words, min=least, max=most, metavar=described.metavar or None, help=text)
         hint = kind | None if default is None else kind
         yield _parameter(name, Annotated[hint, option], default)
+    about = "Adapters, by words without lora_ (also targets=, base=, dtype=), or PEFT's file."
+    yield _parameter("lora", Annotated[str, Option(metavar="rank=R,..", help=about)], "")
+
+
+def adapters_of(text: str) -> dict[str, Any]:
+    """The facts of adapters in `rank=16,targets=q,v,base=nf4`, or in PEFT's adapter_config.json;
+    CommandError for a text that is neither.  A word is a fact without its `lora_` or `_dtype`."""
+    if "=" not in text:
+        from rematbench.foreign.packages import read_file  # noqa: PLC0415  # its tables are large
+
+        reading = read_file(Path(text), {})
+        if reading.package != "PEFT" or reading.refused:
+            wrong = reading.refused or ["expected rank=R,.. or PEFT's adapter_config.json"]
+            raise CommandError(f"--lora {text}: {'; '.join(wrong)}")
+        return {name: one for name, one in reading.values.items() if name in facts(Trained)}
+    short = {name.removeprefix("lora_").removesuffix("_dtype"): name for name in facts(Trained)}
+    short |= {"dtype": "trained_dtype", **{name: name for name in facts(Trained)}}
+    found: dict[str, Any] = {}
+    for word in re.split(r",(?=\w+=)", text):
+        key, _, value = word.partition("=")
+        require_among([key.strip()], [*short], ("", "--lora", "word"))
+        name = short[key.strip()]
+        kind = plain_type(facts(Trained)[name])
+        try:
+            number = kind in (int, float, bool)
+            found[name] = convert(value.strip(), kind if number else str, strict=False)
+        except ValidationError as error:
+            raise CommandError(f"--lora {word}: {error}") from error
+    return found
 
 
 def require(given: Mapping[str, Any]) -> None:

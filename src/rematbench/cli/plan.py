@@ -7,7 +7,6 @@ from typing import Annotated, Any, TypeAlias
 import msgspec
 import typer
 from msgspec.structs import replace
-from rich.console import Console
 from rich.table import Table
 from typer import Option
 
@@ -23,18 +22,13 @@ from rematbench.evaluate.evaluation import PlanEvaluation
 from rematbench.evaluate.perfetto import write_timeline
 from rematbench.evaluate.result import Result, evaluate_method, told_fragmented
 from rematbench.evaluate.verdict import retries
-from rematbench.evidence.bands import with_band
-from rematbench.evidence.published.closed_forms import ClosedForm, EstimatorName, closed_form
-from rematbench.evidence.published.estimators import SAFE_SHARE
+from rematbench.evidence.bands import with_host_rates
 from rematbench.host.console import (
     CommandError,
     align_left,
     console,
-    gib,
     grid,
-    percent,
     plain,
-    print_uncut,
     seconds,
     worded,
 )
@@ -56,9 +50,6 @@ def simulate(
         bool, Option("--check", help="Also prove that the lowered plan is safe.")
     ] = False,
     out: Out = None,
-    estimator: Annotated[
-        EstimatorName, Option(help="Also print the memory estimate of a paper's formula.")
-    ] = "ledger",
 ) -> None:
     """Simulate one method on one problem: does it fit, how fast, what does it free?
 
@@ -74,7 +65,6 @@ def simulate(
     need_figure(plot)
     asked = request(run)
     result = evaluate_method(asked.problem, asked.method, asked.base, checked=check)
-    form = estimated(result, estimator)
     if out is not None:
         record = make_record(result, asked.method)
         write_record(record, out)
@@ -83,22 +73,19 @@ def simulate(
         write_ranks(result, "\n".join((*heading(asked.problem), banner(result))), plot)
     twin = without_recipe(run)
     if json:
-        values = as_json(asked, result) | ({"estimate": estimate_result(form)} if form else {})
-        values |= {"without_recipe": twin.row()} if twin else {}
+        values = as_json(asked, result) | ({"without_recipe": twin.row()} if twin else {})
         typer.echo(msgspec.json.format(msgspec.json.encode(values)).decode())
     else:
         show(console(), asked, result, _keep_all(result), every=notes)
         if twin is not None:
             console().print(plain(beside(twin, result)))
-        if form is not None:
-            show_estimate(console(), result, form)
     if result.status == "failed":
         raise typer.Exit(1)
 
 
 def _with_errors(result: Result) -> Result:
     """The result with its band, its allocator retries, and what expandable segments change."""
-    result = with_band(told_fragmented(result))
+    result = with_host_rates(told_fragmented(result))
     plan, evaluation = result.plan, result.evaluation
     if plan is None or evaluation is None:
         return result
@@ -110,60 +97,6 @@ def _keep_all(result: Result) -> PlanEvaluation | None:
         return None
     evaluation = result.problem.cost.evaluate(result.base)
     return evaluation if isinstance(evaluation, PlanEvaluation) else None
-
-
-def estimated(result: Result, name: EstimatorName) -> ClosedForm | None:
-    """The requested closed-form estimate; CommandError names what its formula has no term for."""
-    if name == "ledger" or result.plan is None:
-        return None
-    form = closed_form(name, result.problem, result.plan)
-    if isinstance(form, Unsupported):
-        raise CommandError(f"--estimator {name} {form.reason}")
-    return form
-
-
-def estimate_result(form: ClosedForm) -> dict[str, Any]:
-    """The JSON of an estimate, in bytes of the first pipeline rank."""
-    return {
-        "name": form.name,
-        "rank": 0,
-        "state_bytes": form.state_bytes,
-        "activation_bytes": form.activation_bytes,
-        "total_bytes": form.total_bytes,
-    }
-
-
-def show_estimate(out: Console, result: Result, form: ClosedForm) -> None:
-    """Print bytes of states, activations and both, by the formula (first rank) and by the ledger
-    (every rank)."""
-    evaluation = result.evaluation
-    assert evaluation is not None
-    heads = ("states", "activations", "peak")
-    table = grid(
-        "rank (GiB)",
-        *(f"ledger {head}" for head in heads),
-        *(f"{form.name} {head}" for head in heads),
-        "difference",
-    )
-    for index, rank in enumerate(evaluation.ranks):
-        states = rank.parameter + rank.gradient + rank.optimizer
-        activations = rank.activation_peak + rank.pools
-        theirs: tuple[str, ...] = ("-",) * 4
-        if index == 0:
-            believed = (form.state_bytes, form.activation_bytes, form.total_bytes)
-            off = 100 * (form.total_bytes / rank.device_peak - 1)
-            theirs = (*(gib(nbytes) for nbytes in believed), f"{off:+.1f} %")
-        ours = (gib(nbytes) for nbytes in (states, activations, rank.device_peak))
-        table.add_row(str(index), *ours, *theirs)
-    out.print()
-    print_uncut(out, table)
-    out.print(plain(f"{form.name}: {form.remark}"))
-    if form.name == "fujii":
-        hbm = result.problem.cluster.hbm_bytes
-        share = form.total_bytes / hbm
-        word = "safe" if share < SAFE_SHARE else "not called safe"
-        out.print(plain(f"80 % rule: {percent(share)} of {gib(hbm)} GiB: {word}"))
-    out.print(plain("the formula covers only the first rank and ignores temporary buffers"))
 
 
 @takes_run

@@ -67,7 +67,7 @@ def write_ranks(result: Result, title: str, path: Path) -> None:
     ranks = result.evaluation.ranks if result.evaluation else ()
     kinds = {
         "parameters": (BLUE, [rank.parameter for rank in ranks]),
-        "gradients": (SKY, [rank.gradient for rank in ranks]),
+        "gradients": (SKY, [rank.gradient_at_peak for rank in ranks]),
         "optimizer": (GREEN, [rank.optimizer for rank in ranks]),
         "activations": (ORANGE, [rank.activation_peak for rank in ranks]),
         "buffers": (PINK, [rank.pools for rank in ranks]),

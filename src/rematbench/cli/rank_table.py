@@ -54,7 +54,10 @@ def runs(evaluation: PlanEvaluation, other: PlanEvaluation | None) -> list[tuple
 
 
 def _parts(rank: RankBytes) -> tuple[int, ...]:
-    return (rank.parameter, rank.gradient, rank.optimizer, rank.activation_peak, rank.pools)
+    return (
+        *(rank.parameter, rank.gradient_at_peak, rank.optimizer),
+        *(rank.activation_peak, rank.pools),
+    )
 
 
 def freed_bytes(evaluation: PlanEvaluation, keep_all: PlanEvaluation) -> list[int]:

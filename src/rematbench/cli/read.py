@@ -108,10 +108,13 @@ def _words(job: FileJob, output: Path) -> list[str]:
 def _grouped(lines: list[str]) -> list[str]:
     """The lines `key: reason`, those with one reason as one line."""
     keys: dict[str, list[str]] = {}
-    for line in lines:
-        key, colon, reason = line.partition(": ")
-        keys.setdefault(reason if colon else "", []).append(key)
-    return [": ".join(filter(None, (", ".join(keys[reason]), reason))) for reason in keys]
+    for line in dict.fromkeys(lines):
+        key, _, reason = line.partition(": ")
+        keys.setdefault(reason or line, []).append(key)
+    return [
+        reason if names == [reason] else f"{', '.join(names)}: {reason}"
+        for reason, names in keys.items()
+    ]
 
 
 def _print(job: FileJob, reading: Reading, output: Path) -> None:

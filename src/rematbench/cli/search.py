@@ -19,7 +19,7 @@ from rematbench.cli.options import Within, percents, require, takes_search
 from rematbench.cli.plan_table import as_cells
 from rematbench.cli.plots import Plot, need_figure, write_plot
 from rematbench.cli.search_answer import SearchAnswer
-from rematbench.cli.search_output import show_assumed, show_difference, show_space
+from rematbench.cli.search_output import show_assumed, show_space
 from rematbench.cli.targets import Json, Methods, Notes, need_file
 from rematbench.host.console import CommandError, console
 from rematbench.host.table import write_sheet
@@ -56,10 +56,6 @@ def search(  # noqa: PLR0913, PLR0917  # an option of the command line each
     ] = None,
     within: Within = 2.0,
     top: Annotated[int, Option(min=1, max=1000, metavar="N", help="Number of plans to show.")] = 10,
-    explain: Annotated[
-        tuple[int, int] | None,
-        Option(metavar="A B", help="Explain why plan B of the table is slower than plan A."),
-    ] = None,
     find: Annotated[
         str,
         Option(
@@ -82,13 +78,6 @@ def search(  # noqa: PLR0913, PLR0917  # an option of the command line each
             help="For --find memory: percent of the best speed that may be lost.",
         ),
     ] = 5.0,
-    price_tags: Annotated[
-        bool,
-        Option(
-            "--price-tags",
-            help="Show how much faster the step is with more memory and faster links.",
-        ),
-    ] = False,
     by_layer: Annotated[
         bool,
         Option(
@@ -137,11 +126,7 @@ def search(  # noqa: PLR0913, PLR0917  # an option of the command line each
     """
     need_file("-o", output)
     need_figure(plot)
-    _refuse(
-        find, prices=price_tags, speed=speed, step=step, out=(output, json, explain, by_layer, plot)
-    )
-    if explain is not None and not all(1 <= place <= top for place in explain):
-        raise CommandError(f"--explain: places of 1 to {top} (--top shows more), not {explain}")
+    _refuse(find, speed, step, out=(output, json, by_layer, plot))
     require(facts)
     if not facts["system"]:
         facts["system"] = package_system(engine, DEFAULT_SYSTEM)
@@ -152,9 +137,9 @@ def search(  # noqa: PLR0913, PLR0917  # an option of the command line each
         engine=engine, reserve_gib=reserve_gib, within=within / 100, by_layer=by_layer,
     )  # fmt: skip
     job = SearchJob(request).ready()
-    if find or price_tags:
+    if find:
         if planners := [name for name in job.planners if name in request.only]:
-            raise CommandError(f"--method {planners[0]}: --find and --price-tags take no planner")
+            raise CommandError(f"--method {planners[0]}: --find takes no planner")
         inverse = Inverse(find=find, speed=speed, step=step, lose=lose / 100)
         inverse.check(spec.work)
         show_assumed(console(), job)
@@ -171,8 +156,6 @@ def search(  # noqa: PLR0913, PLR0917  # an option of the command line each
     _write(answer, output, plot)
     if json:
         typer.echo(answer.json())
-    if explain is not None:
-        show_difference(console(), answer.results, explain)
     if not ended:
         raise typer.Exit(130)
 
@@ -184,22 +167,14 @@ def _write(answer: SearchAnswer, output: Path | None, plot: Path | None) -> None
         write_plot(answer.pictured, plot)
 
 
-def _refuse(find: str, *, prices: bool, speed: float, step: float, out: Sequence[object]) -> None:
+def _refuse(find: str, speed: float, step: float, *, out: Sequence[object]) -> None:
     """CommandError for options that have no effect together."""
     for option, value, kind in (("--speed", speed, "gpus"), ("--step", step, "batch")):
         if value and find != kind:
             raise CommandError(f"{option} needs --find {kind}")
-    if find and prices:
-        raise CommandError("--price-tags cannot be used with --find")
-    for option, given in zip(
-        ("-o", "--json", "--explain", "--by-layer", "--plot"), out, strict=True
-    ):
-        if given and (find or prices):
-            raise CommandError(
-                f"{option} cannot be used with {'--find' if find else '--price-tags'}"
-            )
-    if out[1] and out[2]:
-        raise CommandError("--explain cannot be used with --json")
+    for option, given in zip(("-o", "--json", "--by-layer", "--plot"), out, strict=True):
+        if given and find:
+            raise CommandError(f"{option} cannot be used with --find")
 
 
 def _run(job: SearchJob, shown: int, processes: int) -> tuple[Progress, bool]:

@@ -21,14 +21,11 @@ from rematbench.cli.plan_table import (
     over_peaks,
     summary,
 )
-from rematbench.evaluate.breakdown import PARTS
 from rematbench.evaluate.result import ALIKE, Result, assumed
 from rematbench.evidence.bands import ratio_band
 from rematbench.evidence.peaks import about
 from rematbench.host.console import (
-    CommandError,
     gib,
-    grid,
     percent,
     plain,
     rounded,
@@ -232,19 +229,3 @@ def _stopped(at: Progress) -> str:
     if not at.plans:
         return "stopped before any plan was evaluated"
     return f"stopped: {at.simulations} of {at.plans:,} plans simulated, none fits so far"
-
-
-def show_difference(out: Console, results: list[Result], places: tuple[int, int]) -> None:
-    """Print the parts of the step by which two plans differ, in seconds; CommandError for a place
-    that has no plan."""
-    for place in places:
-        if not 1 <= place <= len(results):
-            raise CommandError(
-                f"--explain: there is no plan {place} (the table has plans 1 to {len(results)})"
-            )
-    item, other = (results[place - 1] for place in places)
-    table = grid("part of the step", f"place {places[1]} minus place {places[0]}, s")
-    for part in PARTS:
-        table.add_row(part, f"{other.parts_s[part] - item.parts_s[part]:+.4f}")
-    table.add_row("step", f"{other.fitting_s - item.fitting_s:+.4f}")
-    out.print(table)

@@ -20,8 +20,7 @@ from rematbench.host.console import CommandError, progress_bar, worded
 from rematbench.host.table import write_sheet
 from rematbench.host.workers import collect_rarely
 from rematbench.inputs.configfile import closest, require_among
-from rematbench.inputs.constants import instant_hosts as instant
-from rematbench.inputs.load import calibration, load_system, names
+from rematbench.inputs.load import load_system, names
 from rematbench.plugins.discover import discover
 
 ROWS = Annotated[
@@ -43,16 +42,6 @@ def predict(
     system: Annotated[
         str, Option(metavar="Y", help="Use this stack for every row; replaces the column `system`.")
     ] = "",
-    instant_hosts: Annotated[
-        bool, Option("--instant-hosts", help="Assume that launching a kernel takes no time.")
-    ] = False,
-    only: Annotated[
-        list[str] | None,
-        Option(
-            metavar="COLUMN=VALUE",
-            help="Predict only rows with this value in the column (repeatable).",
-        ),
-    ] = None,
     bundle: Annotated[
         str,
         Option(
@@ -73,12 +62,6 @@ def predict(
     need_file("-o", output)
     collect_rarely()
     sheet = read_cells(rows, "ROWS.csv")
-    for wanted in only or ():
-        column, _, value = wanted.partition("=")
-        if column not in sheet.columns:
-            near = closest(column, sheet.columns)
-            raise CommandError(f"--only {wanted}: no column {column!r}{near}")
-        sheet[:] = [row for row in sheet if row[column] == value]
     columns = sheet.columns
     if bundle:
         by_name = bundles(all_cells(sheet), discover(methods or ()))
@@ -88,15 +71,8 @@ def predict(
         load_system(system)
         for row in sheet:
             row["system"] = system
-    constants = instant(calibration()) if instant_hosts else None
     with progress_bar("predicting") as advance:
-        found = predict_rows(
-            sheet,
-            processes=processes,
-            methods=methods or (),
-            progress=advance,
-            constants=constants,
-        )
+        found = predict_rows(sheet, processes=processes, methods=methods or (), progress=advance)
     write_sheet(output, found, [*columns, *prediction_columns(found)])
     counts: dict[str, int] = {}
     for row in found:

@@ -1,11 +1,8 @@
 """The commands that list what is shipped (`methods` also checks a file), and `examples`."""
 
 import shutil
-import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.table import Table
@@ -20,9 +17,6 @@ from rematbench.inputs.paths import data_dir
 from rematbench.inputs.stackfacts import Fact, chain, defaults, facts, listed
 from rematbench.plugins.discover import discover
 from rematbench.plugins.registry import MethodError, Registry
-
-CHECK_S = 60.0
-"""Limit of CPU seconds of a check; a plan for a tiny problem takes milliseconds."""
 
 
 def methods(
@@ -60,29 +54,11 @@ def _check(path: Path, registry: Registry) -> None:
     if not path.is_file():
         raise CommandError(f"--check {path}: no such file")
     try:
-        with _limited(path):
-            for passed in check_file(path, registry):
-                typer.echo(f"ok: {passed}")
-                signal.setitimer(signal.ITIMER_PROF, CHECK_S)
+        for passed in check_file(path, registry):
+            typer.echo(f"ok: {passed}")
     except MethodError as error:
         typer.echo(f"broken: {error}", err=True)
         raise typer.Exit(1) from error
-
-
-@contextmanager
-def _limited(path: Path) -> Iterator[None]:
-    """MethodError where CHECK_S CPU seconds pass before the timer is set again."""
-
-    def late(*_: Any) -> None:
-        raise MethodError(f"{path}: a check took more than {CHECK_S:g} CPU seconds")
-
-    before = signal.signal(signal.SIGPROF, late)
-    signal.setitimer(signal.ITIMER_PROF, CHECK_S)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        signal.signal(signal.SIGPROF, before)
 
 
 def models() -> None:

@@ -8,7 +8,7 @@ from rich.console import Console
 from typer import Option
 
 from rematbench.cli.sheet import PROCESSES
-from rematbench.cli.targets import Predictions, need_folder
+from rematbench.cli.targets import Predictions
 from rematbench.evidence.accuracy import Report, Sheet, by_source, left_out_errors, load_accuracy
 from rematbench.evidence.accuracy import validate as score
 from rematbench.evidence.job_evidence import out_of_source
@@ -34,10 +34,6 @@ def validate(
         ),
     ] = None,
     predictions: Predictions = None,
-    tables: Annotated[
-        Path | None,
-        Option(metavar="DIR", help="Also write the tables."),
-    ] = None,
     processes: PROCESSES = 2,
 ) -> None:
     """Print errors of predictions by source, next to those of a constant MFU.
@@ -53,8 +49,6 @@ def validate(
     """
     if rows is not None and predictions is not None:
         raise CommandError("--rows and --predictions: give only one of these options")
-    if tables is not None:
-        need_folder("--tables", tables)
     if predictions is not None:
         cells = list(read_cells(predictions, "--predictions", "pred_status"))
     elif rows is not None:
@@ -74,8 +68,6 @@ def validate(
         if table.name != "cells" and table.rows:
             out.print(rich_table(table.printed()))
             out.print()
-    for table in made if tables else ():
-        table.write(tables or Path())
     out.print(plain(how_to_read(calibration())))
     if left_out and strange:
         out.print(plain(out_of_source_means(left_out, strange)))

@@ -88,6 +88,8 @@ class CostModel(KernelCosts):
                     common,
                     self._copies_of(comm),
                 )
+            case "amax":
+                seconds = collectives.tree_s(size, nodes)
             case "ring":
                 seconds = collectives.ring_exchange_s(comm.nbytes, size, nodes, nvlink, nic, common)
         return float(seconds) * self.system.scales.communication

@@ -183,7 +183,8 @@ class KernelCosts:
 
     def _gemm_s(self, kernel: Gemm) -> Quantity:
         """Busy seconds of a GEMM.  Quantised operands are read in their bytes and multiplied at the
-        recipe's speed, and the result is written in 16 bits."""
+        recipe's speed, but a tile's prologue takes as long as in 16 bits, and so does writing the
+        result."""
         shape = (kernel.m, kernel.n, kernel.k, kernel.batch)
         if not kernel.narrow or self.recipe is None:
             return formulas.gemm_s(*shape, self.workload.element_bytes, self._device, self.gpu)
@@ -191,7 +192,8 @@ class KernelCosts:
         device = replace(self._device, peak_flop_per_s=self._device.peak_flop_per_s * speedup)
         operands = e * (kernel.m + kernel.n) * kernel.k
         result = self.workload.element_bytes * kernel.m * kernel.n
-        busy = formulas.gemm_s(*shape, e, device, self.gpu)
+        gpu = replace(self.gpu, gemm_half_k=self.gpu.gemm_half_k * speedup)
+        busy = formulas.gemm_s(*shape, e, device, gpu)
         return max(busy, self._memory_s(kernel.batch * (operands + result)))
 
     def _grouped_s(self, kernel: Gemm, direction: Direction) -> Quantity:
@@ -317,7 +319,7 @@ class KernelCosts:
 def part_of(kernel: Kernel, direction: Direction, rows_fraction: float) -> Kernel:
     """The kernel on a share of its rows; the rows of a weight gradient are its reduction (k).
     Attention needs all rows: it has a share of its heads."""
-    if rows_fraction == 1.0:
+    if rows_fraction == 1.0 or (isinstance(kernel, Elementwise) and kernel.of_weights):
         return kernel
     match kernel:
         case Gemm(m=m, k=k):

@@ -67,6 +67,7 @@ def _ranks(layout: Layout, group: str, stage: int, order: tuple[str, ...]) -> ND
         return _expert_ranks(layout, group, stage, order)
     sizes = degrees(layout)
     wider = {"state": ("cp", "dp"), "replica": ("cp", "dp"), "ulysses": ("cp",), "columns": ("tp",)}
+    wider["stage"] = ("tp", "cp", "dp")
     members = wider.get(group, (group,))
     shape = [sizes[name] for name in order]
     grid = np.arange(int(np.prod(shape))).reshape(shape[::-1])  # slowest first
@@ -206,6 +207,24 @@ def ring_steps_s(
     ]
     fastest: Quantity = np.minimum.reduce(np.broadcast_arrays(*choices))
     return np.where(np.asarray(ranks) > 1, fastest, 0.0)[()]
+
+
+TREE_S = (6.8e-6, 0.6e-6, 5.0e-6)
+"""Seconds of NCCL's tree with its protocol for few bytes (LL): base, hop inside a node, hop between
+nodes (NCCL 2.18 src/graph/tuning.cc, baseLat and hwLat)."""
+
+
+def tree_s(ranks: Quantity, nodes: Quantity) -> Quantity:
+    """Seconds of an all-reduce of a few numbers: up and down a tree of nodes, each of which is a
+    chain of its ranks.
+
+    Source: NCCL 2.18 src/graph/tuning.cc, ncclTopoTuneModel; between nodes LL's hop inside a node
+    takes 1.8 times as long there.
+    """
+    base, near, far = TREE_S
+    inside = np.where(np.asarray(nodes) > 1, 1.8 * near, near)
+    hops = (np.divide(ranks, nodes) - 1) * inside + np.log2(nodes) * far
+    return np.where(np.asarray(ranks) > 1, base + 2 * hops, 0.0)[()]
 
 
 def all_to_all_s(

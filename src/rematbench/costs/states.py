@@ -157,12 +157,15 @@ def pieces_host_bytes(updated: Sequence[int], visiting: Sequence[int], system: S
 
 def tensors_host_bytes(parts: Sequence[int], system: System) -> int:
     """Host bytes of a rank that updates `parts` parameters of each of its tensors on the host: a
-    pinned copy of the weights, pinned gradients, and pageable moments.  Source: megatron-core
-    0.16.1, optimizer/cpu_offloading/hybrid_optimizer.py (_get_sub_optimizer_param_groups,
-    _set_sub_optimizer_grads)."""
-    width = system.host.host_grad_bytes
-    rest = system.states.optimizer_bytes - width
-    return sum(2 * _block(system, width * part) + rest * part for part in parts)
+    copy of the weights, pinned gradients, and pageable moments.  The copy is pinned if the device
+    has the weights in fp32 (`resident_bytes`); of weights in 16 bits a pinned copy is made, of that
+    a pageable one in fp32, and the block of the first serves the next tensor.  Source:
+    megatron-core 0.16.1, optimizer/cpu_offloading/hybrid_optimizer.py
+    (_get_sub_optimizer_param_groups, _set_sub_optimizer_grads)."""
+    width, rest = system.host.host_grad_bytes, system.states.optimizer_bytes
+    pinned = 2 if system.host.resident_bytes else 1
+    rest -= (pinned - 1) * width
+    return sum(pinned * _block(system, width * part) + rest * part for part in parts)
 
 
 def zero1_host_states(

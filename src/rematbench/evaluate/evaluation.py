@@ -7,6 +7,7 @@ from functools import cache
 from math import nan
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from rematbench.costs.flops import hfu, mfu
 from rematbench.costs.operators.kernels import Attention, Gemm, Kernel
@@ -16,7 +17,7 @@ from rematbench.engine.lowering.states.held_states import lends_gradients
 from rematbench.engine.lowering.states.host_states import host_states, on_device
 from rematbench.engine.lowering.states.state_shards import quantised_bytes, rank_sharded
 from rematbench.engine.program.action import STATE_COPIES, Kind
-from rematbench.engine.program.ledger import RankLedger, issue_order, pool_bytes
+from rematbench.engine.program.ledger import RankLedger, fresh_peak, issue_order, pool_bytes
 from rematbench.engine.program.program import Late, Program
 from rematbench.engine.simulate.max_plus import simulate_chunks
 from rematbench.engine.simulate.op_level import Simulation, simulate
@@ -27,6 +28,9 @@ from rematbench.inputs.system import System
 from rematbench.plan import Plan, gathers_by_layer
 from rematbench.problem import NOT_TIMED, Problem, gathered_bytes, rank_parameters
 
+OTHER_HOST_RATES = {"an H100 of NeMo-RL": 6.4e8}
+"""NeMo-RL pull request 3628 (2026-08): the step of Qwen3-0.6B (596 million parameters) on one H100
+takes 0.752 s, and 1.678 s with all of Megatron's optimizer on the host, its copies included."""
 HOST_RATE = (
     "host_update_parameters_per_s (measure: parameters of a node's ranks over the seconds of their "
     "CPU Adam's step, all ranks together; declare it in a file of your own with base:)"
@@ -39,7 +43,8 @@ class RankBytes(Struct, frozen=True, kw_only=True):
     rank's step with the device peak.  `host_state`: states in host memory, in their pinned blocks
     (`HostStates.held`); `host_update`: a temporary
     copy during their update; `host_rounding`: bytes by which pinned blocks exceed the activations
-    in them."""
+    in them; `absent`: bytes of gradients that are not there at the peak: those by which it is below
+    the peak of activations with all gradients."""
 
     parameter: int
     gradient: int
@@ -51,11 +56,17 @@ class RankBytes(Struct, frozen=True, kw_only=True):
     peak_step: int
     host_rounding: int = 0
     host_update: int = 0
+    absent: int = 0
+
+    @property
+    def gradient_at_peak(self) -> int:
+        return self.gradient - self.absent
 
     @property
     def device_peak(self) -> int:
         """Peak of allocated device bytes."""
-        return self.parameter + self.gradient + self.optimizer + self.activation_peak + self.pools
+        states = self.parameter + self.gradient_at_peak + self.optimizer
+        return states + self.activation_peak + self.pools
 
     def blocks(self, late: Late | None) -> tuple[int, ...]:
         """Return the bytes of the states and pools that are alive throughout, without the tensors
@@ -192,35 +203,47 @@ def not_timed(problem: Problem, plan: Plan) -> str:
     in words; empty if there is none."""
     if problem.untimed:
         return problem.untimed
-    cluster, parameter = problem.cluster, plan.state("parameter")
-    optimizer = plan.state("optimizer")
-    places = optimizer.pieces.places if optimizer.pieces else (optimizer.home,)
-    if "host" in places and cluster.host_update_parameters_per_s is None:
+    parameter = plan.state("parameter")
+    if lacks_host_rate(problem, plan):
+        known = ", ".join(f"{rate:.1e} on {name}" for name, rate in host_rates().items())
         return (
-            f"{NOT_TIMED}an optimizer in host memory on cluster {cluster.name}, whose file has no "
-            f"{HOST_RATE}; {_measured_rates()}"
+            f"{NOT_TIMED}an optimizer in host memory on cluster {problem.cluster.name}, whose file "
+            f"has no {HOST_RATE}; measured rates in parameters/s a GPU: {known}"
         )
     if parameter.home == "host" and not gathers_by_layer(parameter, problem.layout):
         return f"{NOT_TIMED}parameters are in host memory but are not gathered per layer"
     return ""
 
 
+def lacks_host_rate(problem: Problem, plan: Plan) -> bool:
+    """Whether the host updates states of the plan at a rate that its cluster does not have."""
+    optimizer = plan.state("optimizer")
+    places = optimizer.pieces.places if optimizer.pieces else (optimizer.home,)
+    return "host" in places and problem.cluster.host_update_parameters_per_s is None
+
+
 @cache
-def _measured_rates() -> str:
-    """The host rates of shipped clusters, in words."""
-    rates = {name: load_cluster(name).host_update_parameters_per_s for name in names("cluster")}
-    known = [f"{rate:.1e} on {name}" for name, rate in rates.items() if rate is not None]
-    return f"measured rates in parameters/s: {', '.join(known)}"
+def host_rates() -> dict[str, float]:
+    """The measured host rates, in parameters/s of each GPU's cores."""
+    clusters = map(load_cluster, names("cluster"))
+    rates = ((one, one.host_update_parameters_per_s) for one in clusters)
+    known = {one.name: rate / one.gpus_per_node for one, rate in rates if rate is not None}
+    return known | OTHER_HOST_RATES
 
 
 def program_bytes(problem: Problem, plan: Plan, program: Program) -> tuple[RankBytes, ...]:
     """Return the device and host bytes of every pipeline rank of a lowered plan, without
     simulation."""
     pools = [pool_bytes(rank) for rank in program.ranks]
-    return tuple(
+    found = tuple(
         _rank_bytes(problem, plan, rank, ledger, pools[rank])
         for rank, ledger in enumerate(issue_order(program))
     )
+    late = program.ranks[0].late
+    if problem.layout.num_micro_batches > 1 or late is None or not late.gradient_bytes:
+        return found
+    both = late.gradient_bytes + found[0].activation_peak
+    return (replace(found[0], absent=both - fresh_peak(program.ranks[0])),)
 
 
 def fullest(problem: Problem, plan: Plan) -> int:
@@ -247,6 +270,7 @@ def _rank_bytes(
     standing = reduce_buckets(count, problem.layout, system).standing + problem.workspace_bytes
     standing += dummy_gradient_bytes(problem, plan, rank)
     standing += gathered_chunks_bytes(problem, plan, rank)
+    standing += returned_bytes(problem, plan, rank, ledger.device_peak_bytes)
     exact = has_exact_pins(system, plan)
     host = host_states(problem, plan, rank)
     for kind in device:
@@ -270,6 +294,20 @@ def _rank_bytes(
         host_rounding=0 if exact else ledger.pinned_peak_bytes - ledger.host_peak_bytes,
         peak_step=ledger.peak_step,
     )
+
+
+def returned_bytes(problem: Problem, plan: Plan, rank: int, activations: int) -> int:
+    """Device bytes of the logits that a pipeline's last stage keeps, above the `activations` at its
+    peak: those of all other micro-batches, or, at the end of the step, of all and of their merged
+    copy.  Source: torch 2.13, distributed/pipelining/stage.py, forward_one_chunk (output_chunks),
+    schedules.py, _merge_outputs; pytorch/pytorch issue 159251."""
+    work, lay, system = problem.workload, problem.layout, problem.system
+    if lay.pp == 1 or rank != plan.head_rank or not system.parallel.returns_outputs:
+        return 0
+    vocab = system.padded_vocab(work.model.vocab, lay.tp) // lay.tp
+    tokens = lay.micro_batch * work.seq_len // (lay.cp * lay.ulysses)
+    each, count = tokens * vocab * work.element_bytes, lay.num_micro_batches
+    return max((count - 1) * each, 2 * count * each - activations)
 
 
 def gathered_chunks_bytes(problem: Problem, plan: Plan, rank: int) -> int:

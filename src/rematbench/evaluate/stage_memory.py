@@ -58,7 +58,7 @@ def stage_bytes(
             StageBytes(
                 rank=rank,
                 parameter=ledger.parameter,
-                gradient=ledger.gradient,
+                gradient=ledger.gradient_at_peak,
                 optimizer=ledger.optimizer,
                 saved=saved,
                 transient=ledger.activation_peak - saved,

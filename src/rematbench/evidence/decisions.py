@@ -12,10 +12,10 @@ from typing import Any
 from msgspec import Struct
 
 from rematbench.costs.states import state_bytes
-from rematbench.evidence.published.closed_forms import fujii_refusal
 from rematbench.evidence.published.estimators import (
     Recomputation,
     fujii_estimate,
+    fujii_refusal,
     korthikanti_activation_bytes,
 )
 from rematbench.evidence.published.row_cases import read_case

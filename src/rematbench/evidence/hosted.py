@@ -1,13 +1,12 @@
 """Published steps with optimizer states in host memory (results/published/offloaded_states.csv:
-DeepSpeed, TwinFlow's ratio, Deep Optimizer States): their phases, updates and host bytes."""
+DeepSpeed, TwinFlow's ratio, Deep Optimizer States): their phases, updates and host bytes.  The
+constants of config/ are fitted to them again by tests (tests/evidence/published/test_hosted.py)."""
 
 from collections import defaultdict
-from collections.abc import Sequence
 from functools import cache
 from statistics import median
 from typing import Any, NamedTuple
 
-import numpy as np
 from msgspec.structs import replace
 
 from rematbench.costs.states import shard, sub_groups, zero3_host_states
@@ -41,15 +40,6 @@ class HostKind(NamedTuple):
 
     cluster: str
     ranks: int
-
-
-class Parts(NamedTuple):
-    """Seconds of the parts of a published update: what the host's pieces take one after another,
-    the copies up of visits, and the published seconds of the whole update."""
-
-    serial_s: float
-    visits_s: float
-    published_s: float
 
 
 class Phases(NamedTuple):
@@ -106,18 +96,6 @@ def _smallest() -> dict[str, int]:
             name, count = str(case.cluster), whole(row, "parameters")
             found[name] = min(count, found.get(name, count))
     return found
-
-
-def fitted_other_bytes(node: str) -> int:
-    """The `host_other_bytes` of a node: the median, over the rows of its smallest model, of the
-    bytes used beyond the states."""
-    return int(
-        median(
-            float(row["host_used_gib"]) * GIB - states_bytes(case)
-            for row, case in hosted_cases()
-            if row["table"] == SERIAL and is_host_fitted(row) and case.cluster == node
-        )
-    )
 
 
 def states_bytes(case: PublishedCase) -> int:
@@ -178,25 +156,6 @@ def fitted_rates() -> dict[HostKind, float]:
             seconds = float(row["update_s"]) - update_s(at_rate(case, AT_ONCE))
             found[kind_of(case)].append(count * kind_of(case).ranks / seconds)
     return {kind: median(rates) for kind, rates in found.items()}
-
-
-def fitted_shares(rows: Sequence[tuple[Cell, PublishedCase]] = ()) -> tuple[float, float]:
-    """(host_beside_share, visit_delay_share): the shares of serial seconds and of visits' copies
-    that add up to the updates of Deep Optimizer States, by least squares of relative errors."""
-    parts = [_parts(*one) for one in rows or hosted_cases() if one[0]["table"] == INTERLEAVED]
-    ratios = np.array([(p.serial_s / p.published_s, p.visits_s / p.published_s) for p in parts])
-    found, *_ = np.linalg.lstsq(ratios, np.ones(len(parts)), rcond=None)
-    return float(found[0]), float(found[1])
-
-
-def _parts(row: Cell, case: PublishedCase) -> Parts:
-    problem = timed(case).problem()
-    plan, count = placed_states(case, problem)
-    counts, cost = plan.state("optimizer").counts(count), problem.cost
-    serial_s = cost.host_update_s(counts["host"]) + cost.host_cast_s(counts["host"])
-    serial_s += cost.copy_s(problem.system.states.param_bytes * counts["host"], "h2d")
-    visits_s = cost.copy_s(problem.system.states.optimizer_bytes * counts["visit"], "h2d")
-    return Parts(serial_s, visits_s, float(row["update_s"]))
 
 
 def phases(problem: Problem, plan: Plan) -> Phases:

@@ -26,8 +26,15 @@ METHODS = ("quant_method", "quantization_method")
 DOUBLE = ("bnb_4bit_use_double_quant", "use_bnb_nested_quant", "double_quantization")
 
 EVERY = {"all", "all-linear", "all_linear"}
-LINEARS = {f"{name}_proj": name for name in ("q", "k", "v", "o", "gate", "up", "down")}
-LINEARS |= {"qkv_proj": "q,k,v", "gate_up_proj": "gate,up"}
+PATHS = dict.fromkeys(("q", "k", "v", "o"), "self_attn") | dict.fromkeys(
+    ("gate", "up", "down"), "mlp"
+)
+"""The module of a layer before each linear."""
+LINEARS = {f"{name}_proj": name for name in PATHS}
+LINEARS |= {"qkv_proj": "q,k,v", "gate_up_proj": "gate,up", "linear_qkv": "q,k,v"}
+LINEARS |= {"linear_proj": "o", "linear_fc1": "gate,up", "linear_fc2": "down"}
+LAYERS = range(100)
+"""Layers of which a pattern names all or none."""
 PARTS = {"embed_tokens": "embedding", "lm_head": "head", "norm": "norms"}
 USUAL: dict[str, dict[str, Any]] = {
     "TRL": {"rank": 16, "dropout": 0.05, "targets": "q,v", "double": False},
@@ -61,8 +68,6 @@ def read_adapters(reading: Reading, data: Mapping[str, Any]) -> None:
     _dtype(reading, data, packed=bool(base))
     if base:
         reading.put("base_dtype", _format(reading, data, base, usual["double"]), base)
-    elif reading.system == "torchtitan" and not reading.get("wide_weights"):
-        reading.put("base_dtype", "bf16", "fsdp")
 
 
 def _dtype(reading: Reading, data: Mapping[str, Any], *, packed: bool) -> None:
@@ -120,8 +125,10 @@ def _targets(reading: Reading, data: Mapping[str, Any], usual: str) -> None:
     """The adapted linears, by the names of their modules."""
     key = _first(data, TARGETS)
     given = data.get(key, []) if key else []
-    words = given if isinstance(given, list) else re.split(r"[,\s]+", str(given).strip("[] "))
-    words = [str(word).strip("'\" ") for word in words]
+    if not isinstance(given, list):
+        pattern = "(" in str(given)
+        given = [given] if pattern else re.split(r"[,\s]+", str(given).strip("[] "))
+    words = [str(word).strip("'\" ") for word in given]
     if not is_off(data.get("lora_target_linear")) or EVERY & {*words}:
         return
     if not words:
@@ -129,12 +136,31 @@ def _targets(reading: Reading, data: Mapping[str, Any], usual: str) -> None:
             reading.put("lora_targets", usual, "lora_target_modules")
             reading.notes.append(f"no target modules: {usual}, PEFT's for Llama, are assumed")
         return
-    unknown = [word for word in words if word not in LINEARS]
+    unknown = [word for word in words if not _named(word)]
     if unknown:
         reading.refused.append(f"{key}: {', '.join(unknown)} (known: {', '.join(LINEARS)})")
-    named = ",".join(LINEARS[word] for word in words if word in LINEARS)
+    named = ",".join(name for word in words for name in _named(word))
     if named:
         reading.put("lora_targets", named, key)
+
+
+def _named(word: str) -> list[str]:
+    """The linears that a target names: by name, by the end of a path, or by a pattern of whole
+    paths, as PEFT takes it (tuners/tuners_utils.py, check_target_module_exists)."""
+    path, dot, name = word.rpartition(".")
+    if name in LINEARS and (not dot or path in PATHS.values()):
+        return [LINEARS[name]]
+    roots = ("model.layers", "model.language_model.layers")
+    try:
+        hits = {
+            one: {any(re.fullmatch(word, f"{root}.{layer}.{block}.{one}_proj") for root in roots)
+                  for layer in LAYERS}
+            for one, block in PATHS.items()
+        }  # fmt: skip
+    except re.error:
+        return []
+    some = any(len(hit) > 1 for hit in hits.values())  # adapters of some layers alone
+    return [] if some else [one for one in PATHS if hits[one] == {True}]
 
 
 def _parts(reading: Reading, data: Mapping[str, Any]) -> None:

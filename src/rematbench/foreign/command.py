@@ -96,7 +96,7 @@ def read_command(script: Script, words: list[str], package: str) -> Reading:
 def _data(words: list[str], options: Options) -> dict[str, Any]:
     """The values of a command by the names of Transformers, and what it trains."""
     data = {name: _value(values) for name, values in options.items() if name not in NAMES}
-    if any("openrlhf" in word for word in words):
+    if "micro_train_batch_size" in data or any("openrlhf" in word for word in words):
         data = _openrlhf(data, words)
     if any(word.startswith("verl.trainer.") for word in words):
         data |= _verl(words)

@@ -8,7 +8,7 @@ from typing import Any
 import yaml
 from msgspec import Struct, convert
 
-from rematbench.foreign.reading import Reading
+from rematbench.foreign.reading import Reading, named_file
 from rematbench.host.declared import facts, flat
 from rematbench.inputs.configfile import ConfigError
 from rematbench.inputs.job import flag
@@ -26,15 +26,20 @@ WIDE |= {"optimizer_bytes": 8, "late_state_bytes": 8}
 SIZES = ("num_layers", "hidden", "num_heads", "num_kv_heads", "head_dim", "ffn")
 UNSHARDED = "huggingface-flash"
 """The stack of a trainer without DeepSpeed and FSDP, where every rank holds all states."""
+COMPILED = {"compiled": True, "fused_swiglu": True}
+COMPILED_LOSS: dict[str, Any] = {"fused_loss": True, "logits_fp32": False, "loss_in_place": True}
+COMPILED_LOSS |= {"held_logit_bytes": 2, "expandable_segments": True}
 ROTATING: dict[str, dict[str, Any]] = {
     "torchtitan": {},
-    "torchtitan-compiled": {"compiled": True, "fused_swiglu": True},
+    "torchtitan-compiled": COMPILED,
+    "torchtitan-2025-06": COMPILED | COMPILED_LOSS,
 }
 """Stacks of which a later one has context parallelism, with the facts that it then needs."""
 SUFFIXES = re.compile(r"-(instruct|thinking|chat|base|hf|it|\d{4})(?=-|$)")
 ALIKE = [("llama-2", "llama2"), ("llama-3-", "llama3-"), ("llama-3.3", "llama-3.1")]
-ALIKE += [("-a22b", ""), ("_", "-")]
-"""Parts of the hub's names, with their words in shipped models; Llama 3.3 has the shape of 3.1."""
+ALIKE += [("-a22b", ""), ("_", "-"), ("qwen2.5-7b", "qwen2-7b")]
+"""Parts of the hub's names, with their words in shipped models; Llama 3.3 has the shape of 3.1,
+and Qwen2.5-7B that of Qwen2-7B."""
 VERSION = re.compile(r"-v\d[\d.]*(?=-|$)")
 
 
@@ -283,9 +288,9 @@ def shipped_model(text: str, reading: Reading) -> str | None:
     path = Path(text)
     if path.is_file() or (path / "config.json").is_file():
         return text
-    beside = Path(reading.file).parent / text
-    if (beside / "config.json").is_file():
-        return str(beside)
+    beside = named_file(reading.file, path / "config.json")
+    if beside.is_file() and beside.parent.name == path.name:
+        return str(beside.parent)
     stem = SUFFIXES.sub("", text.rsplit("/", 1)[-1].lower()).replace("meta-", "")
     known = names("model")
     others = (stem.replace(*pair) for pair in ALIKE)

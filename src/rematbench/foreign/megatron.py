@@ -43,7 +43,19 @@ TODAY = "megatron-core-0.16"
 """The stack of a launch line, which names no version."""
 LAYERS = ("recompute-num-layers", "activations-checkpoint-num-layers", "checkpoint-num-layers")
 """The layers of a recomputed group: today's name, that of 2021 and that of 2020."""
-OTHERS = {"bert", "t5", "vlm", "mamba", "hybrid", "retro", "ict", "vision", "dino", "rl"}
+OTHERS = {
+    "bert",
+    "t5",
+    "multimodal",
+    "vlm",
+    "mamba",
+    "hybrid",
+    "retro",
+    "ict",
+    "vision",
+    "dino",
+    "rl",
+}
 """Words in names of programs that train something other than a language model of equal layers."""
 ADAPTED = {"lora-rank", "lora-dropout", "tuner-type", "train-type", "target-modules"}
 """Options of adapters, which are read only for ms-swift's Megatron."""
@@ -52,6 +64,8 @@ GROUPS = ("microbatch-group-size-per-virtual-pipeline-stage", "microbatch-group-
 OFFLOADED = ("attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm")
 """The modules of --offload-modules whose tensors are modelled; those of experts are not."""
 SWIFT_TASKS = {("megatron", "sft"), ("megatron", "pt"), ("megatron", "rlhf")}
+SIZED = {"num-layers", "hybrid-layer-pattern"}
+"""Options that only a line with the model's sizes has."""
 SLIME = "max-tokens-per-gpu"
 ENGINE = {"tensor_model_parallel_size", "pipeline_model_parallel_size", "use_mca"}
 ENGINE |= {"expert_model_parallel_size", "virtual_pipeline_model_parallel_size"}
@@ -62,14 +76,16 @@ SWIFT_NAMES = {"max_length": "seq-length"}
 def is_launch(words: list[str]) -> bool:
     """Whether a command starts a Megatron."""
     options = options_of(words)
-    return "num-layers" in options and bool(
+    return bool(SIZED & options.keys()) and bool(
         {"seq-length", "micro-batch-size", SLIME} & set(options)
     )
 
 
 def is_swift(words: list[str]) -> bool:
     """Whether a command starts the Megatron of ms-swift."""
-    return any(pair in SWIFT_TASKS for pair in pairwise(words))
+    return any(pair in SWIFT_TASKS for pair in pairwise(words)) or any(
+        "swift/cli/_megatron/" in word for word in words
+    )
 
 
 def read_megatron(script: Script, words: list[str]) -> Reading:
@@ -103,7 +119,8 @@ def read_swift(script: Script, words: list[str]) -> Reading:
     single = {name: words[0] if words else True for name, words in plain.items()}
     targets = {name: plain[name] for name in TARGETS if name in plain}
     read_adapters(reading, {**single, **targets})
-    if ("megatron", "rlhf") in pairwise(words) and "rlhf-type" not in options:
+    preferred = ("megatron", "rlhf") in pairwise(words) or any("tron/rlhf" in one for one in words)
+    if preferred and "rlhf-type" not in options:
         reading.refused.append("rlhf: there is another model beside the one that trains")
     if "packing" in options:
         text = "attention stays inside documents: --document-len, else whole sequences"
@@ -254,9 +271,12 @@ def read_factory(data: Mapping[str, Any], file: str) -> Reading:
 
 def _named_model(reading: Reading, options: Options) -> None:
     """The model of a line that has a name in place of the sizes (ms-swift)."""
-    if "num-layers" in options:
+    if SIZED & options.keys():
         return
     reading.model.clear()
+    sizes = {*dialect("megatron")[""].shapes, "num_experts", "mtp_num_layers"}
+    for option in sorted(option for option in options if option.replace("-", "_") in sizes):
+        reading.refused.append(f"--{option}: the model has a name, whose sizes are taken")
     for option in ("model", "load"):
         name = first_value(options, option)
         if name and "model" not in reading.values:
@@ -336,6 +356,8 @@ def _model(reading: Reading, options: Options) -> None:
     if hidden and heads:
         model.setdefault("head_dim", hidden // heads)
     grouped = "group-query-attention" in options or "num-key-value-heads" in options
+    if not grouped and "num_kv_heads" in model:
+        reading.notes.append("--num-query-groups has no effect without --group-query-attention")
     model["num_kv_heads"] = model.get("num_kv_heads", 1) if grouped else heads
     model |= {
         "mlp": "swiglu" if gated else "relu2" if "squared-relu" in options else "gelu",

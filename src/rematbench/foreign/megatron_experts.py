@@ -13,6 +13,7 @@ from rematbench.inputs.configfile import ConfigError
 WIDTHS = {
     "num-experts": "count",
     "moe-router-topk": "active",
+    "moe-intermediate-size": "ffn",  # of MindSpeed
     "moe-ffn-hidden-size": "ffn",
     "moe-shared-expert-intermediate-size": "shared_ffn",
     "moe-router-num-groups": "groups",
@@ -61,6 +62,9 @@ def _widths(reading: Reading, options: Options) -> None:
     experts |= _router(options, reading.file)
     if "moe-shared-expert-gate" in options:
         experts["shared_gate"] = True
+    if "moe-grouped-gemm" not in options:
+        text = "the experts of a rank run one after another, which takes longer than predicted"
+        reading.notes.append(f"--moe-grouped-gemm is absent: {text}")
     reading.model["experts"] = experts
 
 

@@ -11,6 +11,7 @@ import yaml
 from rematbench.foreign.adapters import read_peft
 from rematbench.foreign.command import read_command, read_launcher, trainer_of
 from rematbench.foreign.deepspeed import read_deepspeed
+from rematbench.foreign.keys import declared
 from rematbench.foreign.megatron import (
     ENGINE,
     is_launch,
@@ -25,7 +26,7 @@ from rematbench.foreign.reading import Reading, named_file
 from rematbench.foreign.shell import Script, options_of, read_script
 from rematbench.foreign.torchtitan import read_torchtitan
 from rematbench.foreign.torchtune import read_torchtune
-from rematbench.foreign.trainers import merge, read_accelerate, read_trainer
+from rematbench.foreign.trainers import FSDP_SYSTEM, merge, read_accelerate, read_trainer
 from rematbench.inputs.configfile import ConfigError, read_mapping, read_text
 from rematbench.inputs.foreign import REFUSED, package_of, pointer
 from rematbench.inputs.huggingface import is_huggingface
@@ -49,6 +50,8 @@ RECIPES = {
     "setup_experiment.py": "a Megatron-Bridge recipe",
     "nemo": "a NeMo recipe",
     "nemorun": "a NeMo recipe",
+    "OLMo-sft.py": "an OLMo-core recipe",
+    "main_training.py": "a configuration of fms-fsdp",
     "torchtitan.train": "a torchtitan configuration in Python",
     "run_train.sh": "a torchtitan configuration in Python",
 }
@@ -73,6 +76,9 @@ def read_files(paths: list[Path], variables: Mapping[str, str] | None = None) ->
             merge(whole, read_file(other, environment))
     if whole.system == "huggingface-deepspeed":  # it narrows PEFT's fp32
         whole.values.pop("trained_dtype", None)
+    adapts = "lora_rank" in whole.values and whole.system == FSDP_SYSTEM
+    if adapts and not {"wide_weights", "base_dtype"} & whole.values.keys():
+        whole.put("base_dtype", "bf16", "fsdp")  # accelerate widens only what trains
     names = {path.name for path in present}
     whole.files = [named for named in whole.files if named.name not in names]
     for named in whole.files if "zero_stage" not in whole.values else ():
@@ -82,17 +88,23 @@ def read_files(paths: list[Path], variables: Mapping[str, str] | None = None) ->
 
 def _by_name(whole: Reading, named: Path) -> None:
     """Take the states of a file that is not here from its name (`zero3`, `ds_z2_offload.json`,
-    as ms-swift and LLaMA-Factory name theirs)."""
+    as ms-swift and LLaMA-Factory name theirs; what axolotl's do not say is declared)."""
     stage = re.search(r"(?:zero|z|stage)[-_]?([0-3])", named.name.lower())
     if stage is None or "partial" in named.name:
         whole.notes.append(f"{named} is not here: name it after {whole.file}")
         return
     whole.put("zero_stage", int(stage[1]), str(named))
-    word = re.search(r"(no_)?offload(_param|_optim)?", named.name.lower())
-    if word and not word[1]:
+    if whole.package == "axolotl":
+        for name, value in declared("axolotl").defaults.get(named.name, {}).items():
+            whole.put(name, value, str(named))
+    for word in ("compile", "autotp", "fp8"):
+        if word in named.name:
+            whole.refused.append(f"{named}: {word} is in its name, and the file is not here")
+    moves = re.search(r"(no_)?offload(_param|_optim)?", named.name.lower())
+    if moves and not moves[1]:
         homes = ("optimizer", "parameters") if stage[1] == "3" else ("optimizer",)
         for name in homes:
-            if name.startswith((word[2] or "").strip("_")):
+            if name.startswith((moves[2] or "").strip("_")):
                 whole.put(name, "host", str(named))
     if named.suffix:  # ms-swift has these names for files of its own
         whole.notes.append(f"{named} is not here: its states are assumed from its name")
@@ -156,6 +168,8 @@ def _launch(path: Path, label: str, variables: dict[str, list[str]]) -> Reading:
         raise ConfigError(label, "", _unread(script))
     reading.facts |= _environment(script)
     reading.notes += [f"loop: {words}" for words in dict.fromkeys(script.loops)]
+    if script.absent:
+        reading.notes.append(f"not here, so not read: {', '.join(dict.fromkeys(script.absent))}")
     if script.undecided:
         tests = ", ".join(dict.fromkeys(script.undecided))
         reading.notes.append(
@@ -189,6 +203,8 @@ def _unread(script: Script) -> str:
         return f"the command names {named[-1]}, {words}"
     if named:
         return f"the command names {named[-1]}, which is not beside it: read that file"
+    if script.absent:
+        return f"it sources {', '.join(script.absent)}, which is not beside it"
     for word in all_words:
         if recipe := RECIPES.get(word.rsplit("/", 1)[-1]):
             return f"{recipe}, which is not read: give its values as options of simulate"

@@ -46,9 +46,14 @@ class Reading(Struct, kw_only=True):
 
 
 def named_file(file: str | Path, named: object) -> Path:
-    """The file that another file names: at its path from that file, else in the same folder."""
+    """The file that another file names: at its path from that file's folder or from one above it
+    (where a command of a checkout starts), else at the longest end of its path that is there, as
+    the folder before it may be a variable.  Its name in that file's folder if it is nowhere."""
     folder, path = Path(file).parent, Path(str(named))
-    return folder / path if (folder / path).is_file() else folder / path.name
+    above = folder.resolve().parents if path.parent.name else ()
+    ends = (Path(*path.parts[start:]) for start in range(1, len(path.parts)))
+    places = [folder / path, *(place / path for place in above), *(folder / end for end in ends)]
+    return next((place for place in places if place.is_file()), folder / path.name)
 
 
 Options = dict[str, list[str]]

@@ -1,4 +1,11 @@
-"""Reads recipes of quantised linears: the options of Megatron-LM, and torchtitan's converters."""
+"""Reads recipes of quantised linears: the options of Megatron-LM, torchtitan's converters, and FP8
+of accelerate and of trainers that start it.
+
+Sources: megatron-core 0.16.1, core/enums.py; torchtitan 0.2, components/quantization/float8.py;
+torchao 0.9, float8/config.py; accelerate 1.11, utils/ao.py, utils/transformer_engine.py and
+accelerator.py; LLaMA-Factory 0.9.5, train/fp8_utils.py; axolotl 0.13,
+monkeypatch/trainer_accelerator_args.py.
+"""
 
 from collections.abc import Mapping
 from typing import Any
@@ -13,15 +20,26 @@ MEGATRON = {
     "mxfp8": "mxfp8",
     "nvfp4": "nvfp4",
 }
-"""Words of --fp8-recipe and --fp4-recipe (megatron-core 0.16.1, core/enums.py)."""
+"""Words of --fp8-recipe and --fp4-recipe."""
 SWITCHES = ("fp8-format", "fp8", "fp8-hybrid", "fp8-e4m3")
 ENDS = ("num-layers-at-start-in-bf16", "num-layers-at-end-in-bf16")
 REUSE = "reuse-grad-buf-for-mxfp8-param-ag"
 CONVERTERS = {"float8": "fp8", "quantize.linear.float8": "fp8"}
 CONVERTERS |= {"mx": "mxfp8", "quantize.linear.mx": "mxfp8"}
 """torchtitan's converters of linears, each with its recipe where a section names no other."""
-TORCHAO = {"": "", "tensorwise": "fp8", "mxfp8": "mxfp8", "mxfp8_cublas": "mxfp8"}
-TORCHAO |= {"mxfp8_emulated": "mxfp8"}
+TORCHAO = {"": "", "tensorwise": "fp8", "rowwise": "fp8-rows"}
+TORCHAO |= {"mxfp8": "mxfp8", "mxfp8_cublas": "mxfp8", "mxfp8_cublas_rceil": "mxfp8"}
+GATHER = "enable_fsdp_float8_all_gather"
+SCALES = "precompute_float8_dynamic_scale_for_fsdp"
+BACKENDS = {
+    "ao": "",
+    "torchao": "",
+    "te": "it quantises the output projection too, which is not modelled",
+    "msamp": "gradients and states in FP8 are not modelled",
+}
+"""The backends of accelerate's FP8, each with why it is not read."""
+ROWWISE = ("LLaMA-Factory",)
+"""Trainers that ask torchao for scales of rows."""
 LEFT_OUT = {"output", "router.gate"}
 """Linears that recipes leave in 16 bits, also without a filter."""
 
@@ -71,14 +89,55 @@ def read_converters(reading: Reading, data: Mapping[str, Any]) -> None:
             continue
         at = name.removeprefix("quantize.linear.")
         section = data.get(at) or ((data.get("quantize") or {}).get("linear") or {}).get(at) or {}
-        word = str(section.get("recipe_name") or "")
-        if word not in TORCHAO:
-            reading.refused.append(f"{at}.recipe_name: {word} is not modelled")
-        reading.put("recipe", TORCHAO.get(word) or CONVERTERS[name], f"{at}.recipe_name")
-        if not is_off(section.get("enable_fsdp_float8_all_gather")):
-            reading.put("fp8_params", True, f"{at}.enable_fsdp_float8_all_gather")
-        listed = section.get("filter_fqns") or []
-        kept = {*([listed] if isinstance(listed, str) else listed)} - LEFT_OUT
-        if kept:
+        _read_torchao(reading, section, at, CONVERTERS[name])
+        listed = section.get("filter_fqns") or (["output"] if at == "mx" or not names else [])
+        filtered = {*([listed] if isinstance(listed, str) else listed)}
+        if kept := filtered - LEFT_OUT:
             linears = ", ".join(sorted(kept))
             reading.refused.append(f"{at}.filter_fqns: {linears} in 16 bits are not modelled")
+        if "output" not in filtered:
+            text = "without output its projection is quantised, which is not modelled"
+            reading.refused.append(f"{at}.filter_fqns: {text}")
+
+
+def _read_torchao(reading: Reading, section: Mapping[str, Any], at: str, usual: str) -> None:
+    """Read torchao's recipe and its gather of parameters."""
+    word = str(section.get("recipe_name") or "")
+    if word not in TORCHAO:
+        reading.refused.append(f"{at}.recipe_name: {word} is not modelled")
+    reading.put("recipe", TORCHAO.get(word) or usual, f"{at}.recipe_name")
+    _read_gather(reading, section.get(GATHER), f"{at}.{GATHER}", word)
+    if at == "float8" and "fp8_params" in reading.values and is_off(section.get(SCALES)):
+        text = f"without {at}.{SCALES} the scale of each weight is reduced at its gather"
+        reading.notes.append(f"{text}, which is not counted")
+
+
+def _read_gather(reading: Reading, value: Any, key: str, named: str) -> None:
+    """Quantised weights that are gathered: torchao has them beside its default recipe alone."""
+    if is_off(value):
+        return
+    if named:
+        reading.refused.append(f"{key}: torchao has no such gather beside recipe {named}")
+    else:
+        reading.put("fp8_params", True, key)
+
+
+def read_accelerate_recipe(reading: Reading, data: Mapping[str, Any], at: str) -> None:
+    """Read FP8 of accelerate (fp8_backend, fp8_enable_fsdp_float8_all_gather; in a section they may
+    be without fp8_): torchao quantises all linears but the first, a query's projection, and the
+    last, the output's.  `at`: what messages have before a key."""
+    rows, plain = reading.package in ROWWISE, {key.removeprefix("fp8_"): data[key] for key in data}
+    word = str(plain.get("backend") or "").lower()
+    usual = {"": "torchao", "auto": "torchao"} if rows or reading.package == "axolotl" else {}
+    word = usual.get(word, word)
+    if word not in BACKENDS:
+        text = f"{word or 'accelerate takes what is installed'} (allowed: {', '.join(BACKENDS)})"
+        reading.refused.append(f"{at}backend: {text}")
+    elif BACKENDS[word]:
+        reading.refused.append(f"{at}backend: {word.upper()}: {BACKENDS[word]}")
+    else:
+        reading.put("precision", "bf16", f"{at}backend")
+        reading.put("recipe", "fp8-rows" if rows else "fp8", f"{at}backend")
+        _read_gather(reading, plain.get(GATHER), f"{at}{GATHER}", "rowwise" * rows)
+        if not rows:
+            reading.notes.append("the first linear, which torchao leaves in 16 bits, counts in FP8")

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from rematbench.foreign.reading import Options
+from rematbench.foreign.reading import Options, named_file
 from rematbench.foreign.shell_values import (
     OPERATIONS,
     Node,
@@ -42,6 +42,8 @@ SHORT = {r"(?<!\S)-N[ =]?": "--nodes=", r"(?<!\S)-n[ =]?": "--ntasks="}
 COMPARED = {"-eq": "==", "-ne": "!=", "-gt": ">", "-ge": ">=", "-lt": "<", "-le": "<="}
 SHELLS = {"bash", "sh", "/bin/bash", "/bin/sh"}
 LAUNCHERS = {"srun", "nohup"}
+ENDS = {"|", "||", "&&", "&", ";"}
+"""Words after which a text that `eval` starts has another command."""
 PREFIXES = {"eval", "exec"}
 """Words before a command that change nothing which is read."""
 GPUS = re.compile(r"(?:[a-zA-Z][\w.-]*:)*(\d+)(?:\([^)]*\))?(?:,.*)?")
@@ -55,7 +57,8 @@ LONGEST = 1 << 20
 class Script(Struct):
     """The commands of a script, each a list of words; its variables; its functions; its
     here-documents by the file into which they are written; the options of its Slurm headers; the
-    conditions on values that are not in the script; the loops of which only the first word is read.
+    conditions on values that are not in the script; the loops of which only the first word is read;
+    the scripts that it sources and that are not here.
 
     `text`: what is read now; `depth`: how many files and functions it may still enter.
     """
@@ -68,6 +71,7 @@ class Script(Struct):
     headers: Options = {}
     undecided: list[str] = []
     loops: list[str] = []
+    absent: list[str] = []
     text: bytes = b""
     depth: int = DEPTH
 
@@ -101,6 +105,8 @@ def options_of(words: list[str]) -> Options:
     for word in words:
         if skipped:
             skipped = False
+        elif word in ENDS:
+            break
         elif redirection := re.fullmatch(r"(?:\d|&)?[<>]+(.*)", word):
             skipped = not redirection[1]
         elif re.match(r"--\w", word):
@@ -366,7 +372,7 @@ def _entered(script: Script, words: list[Node], texts: list[str]) -> bool:
     rest = texts[start + 1 :]
     if not rest or (start < 0 and not texts[0].endswith(".sh")):
         return sources
-    beside = Path(script.file).parent / Path(rest[0]).name
+    beside = named_file(script.file, rest[0])
     if not sources and rest[0].startswith("-") and "c" in rest[0] and rest[1:]:
         text = rest[1]
     elif (sources or rest[0].endswith(".sh")) and beside.is_file():
@@ -374,6 +380,7 @@ def _entered(script: Script, words: list[Node], texts: list[str]) -> bool:
         if not sources:
             _arguments(script, words[start + 2 :])
     else:
+        script.absent += rest[:1] if sources and rest[0].endswith(".sh") else []
         return sources
     options = [] if sources else _words(script, words[: start + 1])
     outer, script.commands = script.commands, []

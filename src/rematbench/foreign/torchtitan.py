@@ -22,8 +22,7 @@ def read_torchtitan(data: Mapping[str, Any], file: str) -> Reading:
         _section(reading, data.get(section) or {}, f"{section}.")
     _model(reading, data.get("model") or {})
     _checkpoint(reading, data.get("activation_checkpoint") or {})
-    if _compiles(reading, data):
-        reading.system = "torchtitan-compiled"
+    reading.system = _compiled(reading, data) or reading.system
     read_converters(reading, data)
     _batch(reading)
     return reading
@@ -76,16 +75,17 @@ def _checkpoint(reading: Reading, section: Mapping[str, Any]) -> None:
         reading.refused.append(f"activation_checkpoint.mode: {mode} is not modelled")
 
 
-def _compiles(reading: Reading, data: Mapping[str, Any]) -> bool:
-    """Whether the model is compiled; it can be the loss alone."""
+def _compiled(reading: Reading, data: Mapping[str, Any]) -> str:
+    """The stack of a compiled model; empty if it is eager.  Files with a section for it are of
+    versions that compile the loss too, unless `components` leaves it out."""
     section = data.get("compile")
-    old = (data.get("training") or {}).get("compile", False)
-    new = section.get("enable", False) if isinstance(section, Mapping) else section
-    if new and isinstance(section, Mapping) and "model" not in section.get("components", ["model"]):
-        reading.refused.append(
-            f"compile.components: {section['components']} (a compiled loss alone)"
-        )
-    return bool(old or new)
+    new: Mapping[str, Any] = section if isinstance(section, Mapping) else {"enable": section}
+    components = new.get("components", ["model", "loss"])
+    if not new.get("enable"):
+        return "torchtitan-compiled" if (data.get("training") or {}).get("compile") else ""
+    if "model" not in components:
+        reading.refused.append(f"compile.components: {components} (a compiled loss alone)")
+    return "torchtitan-2025-06" if "loss" in components else "torchtitan-compiled"
 
 
 def _batch(reading: Reading) -> None:

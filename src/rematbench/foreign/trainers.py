@@ -11,10 +11,10 @@ from rematbench.foreign.adapters import read_adapters
 from rematbench.foreign.deepspeed import read_deepspeed, read_zero
 from rematbench.foreign.keys import is_off, read_keys
 from rematbench.foreign.reading import AUTO, Reading, named_file, switch
+from rematbench.foreign.recipes import read_accelerate_recipe
 from rematbench.inputs.configfile import ConfigError, read_mapping
 
 MODELS = ("model_name_or_path", "base_model", "model_name", "model")
-LIGER_PLUGIN = "axolotl.integrations.liger.LigerPlugin"
 PACKING = {"packing", "sample_packing", "neat_packing", "padding_free", "use_remove_padding"}
 PACKING |= {"batch_flattening"}
 PRECISIONS = {"bf16": "bf16", "pure_bf16": "bf16", "bfloat16": "bf16"}
@@ -27,6 +27,8 @@ PIECES = "mst:mlp_chunks=1"
 """A head in pieces of as many tokens as the vocabulary is wider than the model: TRL's chunks,
 Liger's fused linear loss (Liger-Kernel 0.8.5, ops/fused_linear_cross_entropy.py) and Cut Cross
 Entropy (arXiv 2411.09009), whose pieces are smaller."""
+PLUGINS = {"CutCrossEntropyPlugin": PIECES, **dict.fromkeys(("LigerPlugin", "SwanLabPlugin"), "")}
+"""axolotl's plugins that are known, with the pieces of the head; the others are refused."""
 WIDENS = ("TRL", "LLaMA-Factory")
 """Trainers whose weights are fp32 unless a key says otherwise: TRL 1.16, trainer/model_config.py
 (dtype), LLaMA-Factory 0.9.5, model/adapter.py (init_adapter)."""
@@ -51,6 +53,8 @@ def read_trainer(data: Mapping[str, Any], file: str, package: str) -> Reading:
     read_keys(reading, options, "trainers", "fsdp_config")
     if not is_off(data.get("fsdp")) or data.get("fsdp_config") or data.get("use_fsdp"):
         _fsdp(reading, data, options)
+    if not is_off(data.get("fp8")):
+        read_accelerate_recipe(reading, data, "fp8_")
     _precision(reading, data)
     read_adapters(reading, data)
     optimizer = str(data.get("optim") or data.get("optimizer") or "")
@@ -155,10 +159,11 @@ def _kernels(reading: Reading, data: Mapping[str, Any]) -> None:
     if not is_off(data.get("torch_compile")):
         reading.facts |= {"compiled": True, "norm_keeps_steps": False, "fused_swiglu": True}
     for plugin in data.get("plugins") or ():
-        if plugin.rpartition(".")[2] == "CutCrossEntropyPlugin":
-            reading.put("pieces", PIECES, "plugins")
-        elif plugin != LIGER_PLUGIN:
+        name = plugin.rpartition(".")[2]
+        if name not in PLUGINS:
             reading.refused.append(f"plugins: {plugin} is not modelled")
+        elif PLUGINS[name]:
+            reading.put("pieces", PLUGINS[name], "plugins")
     loss = data.get("loss_type")
     usual = loss is None and EARLY not in data
     if reading.package == "TRL" and (loss == "chunked_nll" or usual):
@@ -275,6 +280,8 @@ def read_accelerate(data: Mapping[str, Any], file: str) -> Reading:
     kind = str(data.get("distributed_type", "NO")).upper()
     reading = Reading(file=file, package="accelerate", system="huggingface-flash")
     sections = ("deepspeed_config", "fsdp_config")
+    if str(data.get("mixed_precision")).lower() == "fp8":
+        read_accelerate_recipe(reading, data.get("fp8_config") or {}, "fp8_config.")
     read_keys(reading, {key: data[key] for key in data if key not in sections}, "accelerate")
     if kind == "DEEPSPEED":
         reading.system = "huggingface-deepspeed"

@@ -16,7 +16,16 @@ def signs() -> dict[str, list[set[str]]]:
     return {package: [*map(set, every)] for package, every in packages.items()}
 
 
-REFUSED = ("GPT-NeoX", "LLaMA-Factory v1", "NeMo", "NeMo-RL", "Automodel", "verl")
+REFUSED = (
+    "GPT-NeoX",
+    "LLaMA-Factory v1",
+    "LLM-Foundry",
+    "NeMo",
+    "NeMo-RL",
+    "Automodel",
+    "verl",
+    "EasyR1",
+)
 """Packages whose files are recognised and not read."""
 
 
@@ -29,7 +38,7 @@ def package_of(data: Mapping[str, Any]) -> str | None:
 
 def pointer(package: str, file: str) -> str:
     """A sentence that names the package and the command that reads the file."""
-    named = f"{'an' if package[0] in 'aA' else 'a'} {package} configuration"
+    named = f"{'an' if package[0] in 'aAE' else 'a'} {package} configuration"
     if package in REFUSED:
         return f"{named}, which is not read: give its values as options"
     return f"{named}; read it with: rematbench read {file}"

@@ -15,7 +15,8 @@ from msgspec import Meta
 
 from rematbench.inputs.architectures import Architecture, Windows, architectures, common
 from rematbench.inputs.configfile import ConfigError, closest, convert, validation_problem
-from rematbench.workload import Cap, Layers, Length, Model, Probability, Width
+from rematbench.model import Cap, Layers, Length, Probability, Width
+from rematbench.workload import Model
 
 Config = Mapping[str, Any]
 

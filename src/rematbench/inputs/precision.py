@@ -6,7 +6,8 @@ Stacks and clusters are described in 16 bits, and fp16 has the bytes and rates o
 from rematbench.inputs.cluster import Cluster
 from rematbench.inputs.constants import Calibration
 from rematbench.inputs.system import OptimizerKind, System, with_facts
-from rematbench.workload import BYTES_PER_ELEMENT, Model, Precision, Trained
+from rematbench.model import BYTES_PER_ELEMENT
+from rematbench.workload import Model, Precision, Trained
 
 WIDE: tuple[Precision, ...] = ("fp32", "fp64")
 """The precisions of more than 16 bits."""

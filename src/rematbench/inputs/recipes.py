@@ -22,10 +22,14 @@ copies of weights for a step; torchao, which keeps both in 16 bits and casts at 
 class Recipe(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How linears are quantised.
 
+    - `only`: the library that alone has it ("": both).
     - `bits`: of an element; `block`: elements of a row that share a scale of `scale_bytes` bytes
       (0: a tensor has one scale).  `rows`: pieces of a tensor are quantised as the whole is if they
       have a multiple of so many rows (0: never, as a piece has another largest element).
     - `amax_passes`: times that a tensor is read for its largest element before it is quantised.
+    - `reduces`: the largest elements that ranks reduce: of a `tensor` that tensor parallelism
+      gathers quantised, before that; of the `history` of a pass, behind it, over all ranks of a
+      stage.
     - `keeps_original`: a linear saves its input in 16 bits where another operator saves that too
       (set_save_original_input of TransformerEngine, which delayed scales do not allow).
     - `gathered_forms`: forms of an output's gradient that tensor parallelism gathers (by rows, and
@@ -37,11 +41,13 @@ class Recipe(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """
 
     words: str
+    only: Literal["", "transformer_engine", "torchao"] = ""
     bits: int = 8
     block: int = 0
     scale_bytes: int = 4
     rows: int = 0
     amax_passes: int = 0
+    reduces: Literal["", "tensor", "history"] = ""
     keeps_original: bool = True
     gathered_forms: int = 1
     copies: dict[str, float]
@@ -96,6 +102,9 @@ def check_recipe(work: Workload, system: System, generation: str) -> None:
             ),
             f"{named}: no quantised linears are known of stack {system.name}": (
                 library_of(system) is None
+            ),
+            f"{named} is not a recipe of {library_of(system)}, which stack {system.name} has": (
+                recipe.only not in ("", library_of(system))
             ),
             f"{named} with precision {work.precision} is not modelled (bf16)": (
                 work.precision != "bf16"

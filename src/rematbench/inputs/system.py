@@ -264,6 +264,9 @@ class Parallel(Part, frozen=True, kw_only=True, forbid_unknown_fields=True):
     holds_outputs: bool = False
     """If true, a pipeline stage keeps its output until the backward of the micro-batch; otherwise
     until it is sent."""
+    returns_outputs: bool = False
+    """If true, the last stage of a pipeline keeps the logits of every micro-batch of a step and
+    merges them at its end (torch.distributed.pipelining with return_outputs)."""
 
 
 class Zero(Part, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -305,6 +308,10 @@ class Zero(Part, frozen=True, kw_only=True, forbid_unknown_fields=True):
     live_elements: Parameters = 0
     """No matrix is requested ahead while so many elements are whole
     (stage3_max_live_parameters)."""
+    hook_s: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.0
+    """At ZeRO stage 3 the host runs hooks for so many seconds around each pass of an operator with
+    weights, also without peers, and for as many at each gather (DeepSpeed: fetch_sub_module,
+    release_sub_module, all_gather_coalesced)."""
     sub_group_parameters: Parameters = 0
     """ZeRO 3 updates so many parameters together, whose gradients are one buffer on the host (0:
     all of a rank)."""

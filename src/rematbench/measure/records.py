@@ -1,4 +1,5 @@
-"""Records of one GPU as JSON lines: predictions, steps by turns, and seconds of actions.
+"""Records of one GPU as JSON lines: predictions, steps by turns, and (of earlier runs) seconds of
+actions.
 
 A line is on disk before the next measurement starts, so that a crash loses no line.
 """
@@ -86,7 +87,6 @@ class Turn(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 OfCell = TypeVar("OfCell", Turn, "ActionSeconds")
-STEP = "STEP"
 
 
 class ActionSeconds(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -1,5 +1,4 @@
-"""Find methods and baselines: files of `methods/`, entry points, files of `--methods DIR`, and
-folders of `baselines/`.
+"""Find methods and baselines: files of `methods/` and of `--methods DIR`, folders of `baselines/`.
 
 This module contains no names of methods.  If a file cannot be loaded, only its methods are
 unavailable, and the registry has the reason.
@@ -9,10 +8,9 @@ import importlib.util
 import sys
 from collections.abc import Callable, Iterable
 from functools import cache
-from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from types import ModuleType
-from typing import Any, cast
+from typing import Any
 
 from msgspec import Struct
 
@@ -21,7 +19,6 @@ from rematbench.plugins.file_checks import CONTRACT_CHECKS, MethodFile, first_pr
 from rematbench.plugins.policies import shipped_policies
 from rematbench.plugins.registry import MethodEntry, MethodError, Registry, build
 
-ENTRY_POINTS = "rematbench.methods"
 BASELINES = "baselines"
 """The package that the folders of baselines form, in a checkout and in a wheel."""
 POLICY_FUNCTIONS = ("candidates", "facts_with_options", "flags", "inexpressible", "partition")
@@ -29,8 +26,8 @@ POLICY_FUNCTIONS = ("candidates", "facts_with_options", "flags", "inexpressible"
 
 
 def discover(extra: Iterable[Path] = ()) -> Registry:
-    """Every method of the shipped folder, of entry points and of the `extra` folders; MethodError
-    for a missing folder."""
+    """Every method of the shipped folder and of the `extra` folders; MethodError for a missing
+    folder."""
     methods: dict[str, MethodEntry] = {}
     broken: dict[str, str] = {}
     shipped = data_dir("methods")
@@ -41,19 +38,8 @@ def discover(extra: Iterable[Path] = ()) -> Registry:
         for path in sorted(folder.glob("*.py")):
             if not path.name.startswith("_"):
                 load_file(path, methods, broken, foreign=folder is not folders[0])
-    for point in _points():
-        try:
-            _enter(cast(type[Any], point.load()), point.value, None, methods)
-        except Exception as error:  # a foreign distribution may fail in any way
-            broken[point.name] = _one_line(error)
     packages = cache(lambda: load_baselines()[0])
     return Registry(dict(sorted(methods.items())), broken, shipped_policies(), packages)
-
-
-@cache
-def _points() -> tuple[EntryPoint, ...]:
-    """Entry points of the installed distributions.  To read them all takes 15 ms."""
-    return tuple(entry_points(group=ENTRY_POINTS))
 
 
 def entry_of(path: Path) -> MethodEntry:

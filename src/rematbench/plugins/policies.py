@@ -21,7 +21,8 @@ class Policy(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     until the plan fits, and a user gives its value after the policy's name (`full_recompute:block
     3`).  Empty: the policy has no parameter to tune.  `needs`: it is tried for models with
     experts, shared experts, latent attention, or this and experts, alone, or on stacks that have
-    inputs of layers on the host with ZeRO 3, or FSDP (empty: for all).  `keys`: how a trainer's
+    inputs of layers on the host with ZeRO 3, Megatron-core's modules on the host, or FSDP (empty:
+    for all).  `keys`: how a trainer's
     file asks for it."""
 
     name: str
@@ -30,14 +31,17 @@ class Policy(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     settings: dict[str, Setting] = {}
     smallest: str = ""
     needs: Literal[
-        "", "experts", "shared_experts", "latent", "latent_experts", "inputs_on_host", "fsdp"
-    ] = ""
+        "", "experts", "shared_experts", "latent", "latent_experts", "inputs_on_host", "fsdp",
+        "offload_modules",
+    ] = ""  # fmt: skip
     keys: str = ""
 
     def applies(self, model: Model, system: System | None = None) -> bool:
         """Whether the policy is tried for a model on a stack (None: on any)."""
         experts = model.experts
         features = system.accepts.features if system else ()
+        megatron = system is not None and "megatron-core" in {system.name, *system.constants}
+        moves = megatron and "activation_offload" in features and model.latent is None
         sharded = system is not None and 3 in system.accepts.zero_stages
         return {
             "": True,
@@ -45,6 +49,7 @@ class Policy(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             "shared_experts": bool(experts and experts.shared_ffn),
             "latent": model.latent is not None,
             "latent_experts": bool(experts and model.latent),
+            "offload_modules": moves,
             "inputs_on_host": sharded and "activation_offload" in features,
             "fsdp": system is not None and system.zero.data_parallel == "fsdp",
         }[self.needs]

@@ -66,7 +66,7 @@ class Method(Protocol):
 
 
 class MethodEntry(Struct, frozen=True):
-    """A discovered method: its class, its docstring, and the file or distribution it came from."""
+    """A discovered method: its class, its docstring, and the file it came from."""
 
     name: str
     cls: type[Any]

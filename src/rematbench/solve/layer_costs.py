@@ -23,12 +23,12 @@ def _part_s(
 
 def forward_s(problem: Problem, table: OpTable) -> float:
     """Seconds of a part's forward when nothing overlaps: kernels and collectives."""
-    return _part_s(problem, table, ("forward",), ("gather", "reduce"))
+    return _part_s(problem, table, ("forward",), ("amax", "gather", "reduce"))
 
 
 def backward_s(problem: Problem, table: OpTable) -> float:
     """Seconds of a part's backward when nothing overlaps: kernels and collectives."""
-    comms = ("grad_gather", "regather", "grad_reduce")
+    comms = ("grad_amax", "grad_gather", "regather", "grad_reduce")
     return _part_s(problem, table, ("backward_input", "backward_weight"), comms)
 
 

@@ -81,7 +81,7 @@ def _job(
     made = {name for op in chain for name in op.outputs}
     read = {name for op in chain for name in op.inputs} - made
     sources = {table.producer(name) for name in read if name in droppable}
-    comms = [c for op in chain for c in (op.gather, op.reduce) if c is not None]
+    comms = [c for op in chain for c in (op.amax, op.gather, op.reduce) if c is not None]
     readers = [order[op.name] for op in table.ops if not set(outputs).isdisjoint(op.saves)]
     return WindowJob(
         op=maker.name,

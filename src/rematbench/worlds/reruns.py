@@ -10,8 +10,9 @@ communicate over gloo are not compared either, because gloo's threads may hold a
 for a moment.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 from msgspec import Struct
@@ -21,7 +22,7 @@ from rematbench.plugins.registry import Registry
 from rematbench.worlds import executed, package, traced
 from rematbench.worlds.agreement import executor_record
 from rematbench.worlds.packages.process import Device, baselines
-from rematbench.worlds.records.measured import BOUNDS
+from rematbench.worlds.records.measured import BOUNDS, Measured
 from rematbench.worlds.records.record import Record, RecordError, make_record, read_record
 from rematbench.worlds.records.suite_cells import Cell
 
@@ -29,9 +30,13 @@ OF_THE_GPU = ("allocated_bytes", "reserved_bytes", "step_s")
 """Fields of a rank that depend on what else ran on the GPU."""
 OF_GLOO = ("activation_peak_bytes", "host_peak_bytes")
 """Fields of a rank that depend on gloo's threads, where a package's ranks exchange over gloo."""
-SIMULATED = ("repeats", "headroom_bytes", "host_headroom_bytes", "binds")
+SIMULATED = (
+    *("status", "reason", "plan_hash"),
+    *("repeats", "headroom_bytes", "host_headroom_bytes", "binds"),
+)
 INPUTS = ("cluster", "system", "calibration")
 RAN = ("label", "shim", "kernels", "backend")
+COMPARED = ("against", "bound", "first_only", "lossless")
 
 
 def verify(path: Path, rerun: Callable[[str, Record], Record]) -> tuple[Record, list[str]]:
@@ -46,26 +51,15 @@ def verify(path: Path, rerun: Callable[[str, Record], Record]) -> tuple[Record, 
 def differences(rerun: Record, committed: Record) -> list[str]:
     """A line for each difference: the field, its new value, its committed value.  If there are
     differences, a last line names the changed inputs of the run."""
-    found = list(_scalars(rerun, committed, ("status", "reason", "plan_hash", *SIMULATED)))
-    found += _of_ranks(rerun.ranks, committed.ranks)
-    found += _of_both(rerun.engine, committed.engine, RAN, "ran a package")
-    new, old = rerun.measured, committed.measured
-    if new is None or old is None:
-        found += [] if new == old else ["only one of the two records has measured numbers"]
-    else:
-        bound = BOUNDS[rerun.spec.precision]
-        exchanges = rerun.engine and rerun.world == "executed" and rerun.spec.layout.gpus > 1
-        loose = (*OF_THE_GPU, *(OF_GLOO if exchanges else ()))
-        found += _scalars(new, old, ("steps", "warmup_steps"))
-        found += _of_ranks(new.ranks, old.ranks, loose)
-        first = 1 if rerun.spec.precision != "fp64" else None
-        found += _of_steps(new.losses, old.losses, "losses", bound)
-        found += _of_steps(
-            new.gradient_norms[:first], old.gradient_norms[:first], "gradient_norms", bound
-        )
-        verdict = ("against", "bound", "first_only", "lossless")
-        compared = "is compared with another method"
-        found += _of_both(new.comparison, old.comparison, verdict, compared)
+    both = bool(rerun.measured) and bool(committed.measured)
+    new, old = (_compared(record, measured=both) for record in (rerun, committed))
+    bound, found = BOUNDS[rerun.spec.precision], []
+    for name in (name for name in old if name in new):  # counts say what one of them lacks
+        now, then, of_step = new[name], old[name], name.endswith(":")
+        if now != then and not (of_step and abs(now - then) <= bound * abs(then)):
+            found.append(f"{name} {_difference(now, then)}{f' (bound {bound:g})' * of_step}")
+    if (rerun.measured is None) != (committed.measured is None):
+        found.append("only one of the two records has measured numbers")
     changed = [what for what in INPUTS if _input(rerun, what) != _input(committed, what)]
     return [*found, f"changed since: {', '.join(changed)}"] if found and changed else found
 
@@ -74,19 +68,25 @@ def _input(record: Record, kind: str) -> str:
     return str(getattr(record.spec, f"{kind}_hash"))
 
 
-def _of_both(new: object, old: object, names: Sequence[str], words: str) -> Iterator[str]:
-    """The differences between a part of two records; `words`: what a record with this part is."""
-    if new is None or old is None:
-        yield from [] if new == old else [f"only one of the two records {words}"]
-    else:
-        yield from _scalars(new, old, names)
-
-
-def _scalars(a: object, b: object, names: Sequence[str]) -> Iterator[str]:
-    for name in names:
-        now, then = getattr(a, name), getattr(b, name)
-        if now != then:
-            yield f"{name} {_difference(now, then)}"
+def _compared(record: Record, *, measured: bool) -> dict[str, Any]:
+    """What of a record is compared, by name; a part that a record lacks is None.  A name that ends
+    with a colon is of a loss or a norm, which rounding may change."""
+    found = {name: getattr(record, name) for name in SIMULATED}
+    found |= {name: getattr(record.engine, name, None) for name in RAN}
+    seen = record.measured if measured and record.measured else Measured()
+    found |= {name: getattr(seen, name) for name in ("steps", "warmup_steps")}
+    found |= {name: getattr(seen.comparison, name, None) for name in COMPARED}
+    found["ranks"] = len(record.ranks) + len(seen.ranks)
+    exchanges = record.engine and record.world == "executed" and record.spec.layout.gpus > 1
+    loose = (*OF_THE_GPU, *(OF_GLOO if exchanges else ()))
+    for number, rank in enumerate((*record.ranks, *seen.ranks)):
+        numbers = msgspec.structs.asdict(rank).items()
+        found |= {f"rank {number}: {key}": value for key, value in numbers if key not in loose}
+    first = 1 if record.spec.precision != "fp64" else None
+    for word, values in (("losses", seen.losses), ("gradient_norms", seen.gradient_norms[:first])):
+        found[word] = len(values)
+        found |= {f"{word} of step {step}:": value for step, value in enumerate(values)}
+    return found
 
 
 def _difference(now: object, then: object) -> str:
@@ -104,30 +104,6 @@ def _difference(now: object, then: object) -> str:
     place, pair = next(iter(apart.items()))
     more = f" ({len(apart)} of {len(places)} differ)" if len(apart) > 1 else ""
     return f"{place} {_difference(*pair)}{more}"
-
-
-def _of_ranks(
-    new: Sequence[Struct], old: Sequence[Struct], loose: Sequence[str] = ()
-) -> Iterator[str]:
-    if len(new) != len(old):
-        yield f"{len(new)} ranks, committed {len(old)}"
-        return
-    for number, (a, b) in enumerate(zip(new, old, strict=True)):
-        names = [n for n in msgspec.structs.asdict(a) if n not in loose]
-        yield from (f"rank {number}: {line}" for line in _scalars(a, b, names))
-
-
-def _of_steps(
-    now: Sequence[float], then: Sequence[float], name: str, bound: float
-) -> Iterator[str]:
-    if len(now) != len(then):
-        yield f"{name} of {len(now)} steps, committed {len(then)}"
-        return
-    pairs = enumerate(zip(now, then, strict=True))
-    apart = [(step, a, b) for step, (a, b) in pairs if abs(a - b) > bound * abs(b)]
-    for step, a, b in apart[:1]:
-        where = f"{name} of step {step}: {a}, committed {b}"
-        yield f"{where} (bound {bound:g}; {len(apart)} of {len(now)} steps differ)"
 
 
 def rerun_record(record: Record, cell_of: Callable[[], Cell], registry: Registry) -> Record:

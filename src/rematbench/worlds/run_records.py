@@ -55,7 +55,7 @@ RUNTIME = "rematbench"
 RUNTIME_FIELDS = (
     *("param_bytes", "grad_bytes", "optimizer_bytes", "step_scratch_bytes"),
     *("fused_loss", "loss_in_place", "loss_keeps_logits"),
-    "dummy_gradients",
+    *("dummy_gradients", "fresh_gradients"),
 )
 """Fields of a problem's stack that the torch runtime replaces by its own: bytes of an element of
 each state, tensors inside the loss and the optimizer step, and buffers in place of gradients.  The

@@ -32,67 +32,26 @@ from tests.problems import (
     LLAMA,
     SKELETAL,
     half,
+    layers,
     problem,
     rule,
     transfers,
 )
 from tests.strategies import grouped
+from tests.tables import tables
 
-HOSTED = {
-    "system": "deepspeed",
-    "system_changes": {"optimizer_on_host": True, "parameters_on_host": True},
-}
 EXPERTS = replace(LLAMA, **BLOCKS["experts"])
 IN_PARTS = ("skeletal", "skeletal by chunk")
 """Cases that rebuild a part of the rows of every tensor, but experts exchange all tokens."""
+MODELS = {
+    "experts": EXPERTS,
+    "gpt": GPT,
+    "gpt of 2 layers": replace(GPT, num_layers=2),
+    "llama of 2 layers with all KV heads": layers(2, replace(LLAMA, num_kv_heads=LLAMA.num_heads)),
+}
 LAYOUTS: dict[str, dict[str, Any]] = {
-    "one rank": {"global_batch": 2},
-    "tp": {"tp": 2, "global_batch": 2},
-    "tp without sp": {"tp": 2, "sp": False},
-    "1f1b": {"pp": 2, "global_batch": 3},
-    "interleaved": {"tp": 2, "cp": 2, "pp": 2, "vpp": 2, "dp": 2, "global_batch": 8},
-    "zero 3": {"dp": 2, "zero_stage": 3, "global_batch": 4},
-    "states on the host": {**HOSTED, "dp": 2, "zero_stage": 3, "global_batch": 4},
-    "one rank, states on the host": {**HOSTED, "zero_stage": 3, "global_batch": 2},
-    "kwai": {"system": "megatron-kwai", "tp": 2, "pp": 2, "vpp": 2, "global_batch": 4},
-    "ring": {"system": "megatron-core", "cp": 2, "tp": 2, "model": replace(GPT, num_layers=2)},
-    "fsdp": {"system": "torchtitan", "dp": 2, "zero_stage": 2, "global_batch": 2},
-    "ulysses in a ring": {
-        **{"system": "megatron-bridge", "cp": 2, "dp": 2, "ulysses": 2},
-        "model": replace(LLAMA, num_layers=2, num_kv_heads=LLAMA.num_heads),
-    },
-    "fsdp in a pipeline": {
-        **{"system": "torchtitan", "pp": 2, "vpp": 2, "dp": 2},
-        **{"zero_stage": 3, "global_batch": 8},
-    },
-    "unfused": {"system": "megatron-lm", "model": GPT, "attention": "unfused", "tp": 2},
-    "experts": {"model": EXPERTS, "dp": 4, "pp": 2, "ep": 4, "global_batch": 8},
-    "split experts": {"model": EXPERTS, "tp": 2, "dp": 2, "ep": 2, "etp": 2, "global_batch": 4},
-    "experts under fsdp": {
-        **{"model": EXPERTS, "system": "torchtitan", "dp": 4, "ep": 2},
-        **{"zero_stage": 3, "global_batch": 8},
-    },
-    "experts under fsdp in a pipeline": {
-        **{"model": EXPERTS, "system": "torchtitan", "dp": 4, "ep": 2, "pp": 2},
-        **{"zero_stage": 3, "global_batch": 8},
-    },
-    "gathered experts": {
-        "model": EXPERTS,
-        "tp": 2,
-        "dp": 2,
-        "ep": 2,
-        "etp": 2,
-        "global_batch": 2,
-        "system_changes": {"dispatcher": "allgather"},
-    },
-    "experts over tp": {
-        "model": EXPERTS,
-        "system": "megatron-core",
-        "tp": 4,
-        "ep": 2,
-        "etp": 1,
-        "global_batch": 2,
-    },
+    name: {key: MODELS[value] if key == "model" else value for key, value in facts.items()}
+    for name, facts in tables(__file__)["layouts"].items()
 }
 WINDOW = Window(op="qkv", direction="backward", layer_offset=1)
 PIECES = (MiniSequence(("mlp_norm", "fc1", "act", "mul", "fc2"), 3),)

@@ -3,19 +3,16 @@
 import pytest
 from msgspec.structs import replace
 
-from rematbench.evidence.published.closed_forms import closed_form
 from rematbench.evidence.published.estimators import (
     fujii_estimate,
     korthikanti_activation_bytes,
     korthikanti_layer_bytes,
-    phaze_estimate,
 )
 from rematbench.evidence.published.row_cases import read_case
 from rematbench.evidence.published.sheets import read_sheet
 from rematbench.inputs.layout import Layout
 from rematbench.inputs.load import load_model
 from rematbench.inputs.paths import data_dir
-from rematbench.plan import Unsupported
 from tests.problems import all_methods, layers, plan_of, problem
 
 GIB = 1 << 30
@@ -85,42 +82,6 @@ def test_korthikanti_first_stage() -> None:
     assert korthikanti_activation_bytes(model, p4, 2048) == 48 * layer + 4 * unit
     woven = korthikanti_activation_bytes(model, replace(p4, vpp=3), 2048)
     assert woven == pytest.approx(48 * layer * (1 + 3 / 12) + 4 * unit)
-
-
-def test_phaze_keeps_a_micro_batch_for_each_stage_or_its_input() -> None:
-    """2 W + W for Adam; s A where all is kept, A + (s - 1) inputs where a stage recomputes."""
-    kept, again = phaze_estimate(10, 100.0, 100.0, 4), phaze_estimate(10, 100.0, 2.0, 4)
-    assert (kept.state_bytes, kept.activation_bytes) == (60, 400)
-    assert (again.state_bytes, again.activation_bytes) == (60, 106)
-
-
-def test_phaze_without_stages_has_the_ledgers_activations_of_layers_and_ends() -> None:
-    """One stage: what every layer and the embedding save for one micro-batch."""
-    p = problem(model=layers(3), system="megatron-kwai")
-    form = closed_form("phaze", p, p.base_plan)
-    assert not isinstance(form, Unsupported)
-    saved = sum(p.layer(n).activations[x].nbytes for n in range(3) for x in p.layer(n).saved)
-    saved += sum(p.embedding.activations[x].nbytes for x in p.embedding.saved)
-    assert form.activation_bytes == saved
-    assert form.state_bytes == 6 * p.workload.model.parameters
-
-
-@pytest.mark.parametrize(
-    ("layout", "method", "words"),
-    [
-        ({"pp": 2, "vpp": 2}, "keep_all", "no term for interleaved stages"),
-        ({"dp": 2, "zero_stage": 3}, "keep_all", "shards no states, not zero 3"),
-        ({}, "balanced_checkpointing", "recomputes whole stages or nothing"),
-        ({}, "full_recompute:every=2", "recomputes whole stages or nothing"),
-        ({}, "mst", "has no term for mini-sequences"),
-    ],
-)
-def test_what_phaze_does_not_cover(layout: dict[str, int], method: str, words: str) -> None:
-    lay = {"global_batch": 4, **layout}
-    p = problem(model=layers(4), system="rematbench", **lay)
-    form = closed_form("phaze", p, plan_of(p, method))
-    assert isinstance(form, Unsupported)
-    assert words in form.reason
 
 
 # -- figure 9 of ATC 2024 --------------------------------------------------------------------------

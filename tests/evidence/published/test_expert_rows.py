@@ -30,6 +30,7 @@ from rematbench.plugins.discover import discover
 from rematbench.problem import Problem
 from rematbench.workload import Experts
 from tests.predicted import read_of
+from tests.tables import tables
 
 REGISTRY = discover(())
 ROWS = read_sheet(data_dir("published") / "moe.csv")
@@ -90,28 +91,7 @@ def test_balance_is_an_assumption_unless_it_was_forced() -> None:
     assert case(router="natural, dropless").assumed.endswith("experts balanced")
 
 
-@pytest.mark.parametrize(
-    ("changed", "words"),
-    [
-        ({"attention_kind": "mla: q_lora 1536"}, "attention_kind: mla: Object missing required"),
-        ({"ep_overlap": "shared"}, "ep_overlap: 'shared' is not modelled"),
-        ({"cuda_graph": "full_iteration"}, "cuda_graphs: full_iteration needs experts of known"),
-        ({"cuda_graph": "moe_preprocess"}, "cuda_graph: 'moe_preprocess': CUDA graphs of this"),
-        ({"router": "token drop"}, "router: 'token drop': the capacity factor of dropped"),
-        ({"router": "token dropping"}, "'token dropping': the capacity factor of dropped"),
-        ({"router": "forced imbalance"}, "router: 'forced imbalance' is not modelled"),
-        ({"optimizer": "shampoo"}, "optimizer: 'shampoo': is not modelled"),
-        ({"optimizer": "adam, offloaded"}, "optimizer: 'adam, offloaded': is not modelled"),
-        ({"cluster": "h100-80gb (EFA)"}, "column cluster: 'efa' is not modelled"),
-        ({"system": "xtuner"}, "unknown system 'xtuner'"),
-        ({"recompute_modules": "gdn_norm"}, "recompute_modules: 'gdn_norm' is not modelled"),
-        ({"dispatcher": "mori"}, "dispatcher: 'mori' is not modelled"),
-        ({"recompute": "", "recompute_modules": ""}, "recomputation not published"),
-        ({"dispatcher": "deepeep"}, "is not modelled; did you mean 'deepep'?"),
-        ({"cuda_graph": "full_iteration", "offload": "x"}, "offload: 'x': is not modelled"),
-        ({"ep": "7"}, "layout: "),
-    ],
-)
+@pytest.mark.parametrize(("changed", "words"), tables(__file__)["refused"])
 def test_what_is_not_modelled_is_refused_by_its_column(changed: Cell, words: str) -> None:
     with pytest.raises(RowError) as refused:
         case(**changed).problem()
@@ -146,68 +126,7 @@ def test_an_overlap_is_a_fact_of_the_stack_and_delays_weights_only_where_a_row_s
     assert not case(note="wgrad delayed").system.experts.delayed_wgrad
 
 
-SPELLINGS: dict[str, dict[str, list[str]]] = {
-    "system": {
-        "megatron-core-0.16": ["Megatron-Core 0.16", "megatron_core-0.16"],
-        "megatron-bridge-26.02": ["Megatron-Bridge 26.02"],
-    },
-    "cluster": {"h100-80gb": ["H100-80GB", "h100_80gb", "h100-80gb (8 per node)"]},
-    "model": {"qwen3-235b": ["Qwen/Qwen3-235B", "qwen3_235b", "qwen3 235b"]},
-    "precision": {"bf16": ["BF16", "bf16-mixed", "bfloat16"], "fp8_cs": ["fp8-cs", "fp8"]},
-    "attention": {"flash": ["flash-attention-2", "flash_attention_3", "fused", "te", "sdpa"]},
-    "attention_kind": {
-        "gqa: head_dim 128, qk-norm": ["gqa (head dim 128), qk_norm", "QK layernorm; head_dim 128"],
-        "gqa: head_dim 64, sliding window 128": ["sliding_window 128, head-dim 64"],
-    },
-    "mlp": {"swiglu": ["SwiGLU (fused)", "gated silu"], "relu2": ["squared-relu", "relu^2"]},
-    "router": {
-        "dropless": ["drop-less", "no token drop", "not dropped", "natural, capacity factor -1"],
-        "forced balance, dropless": ["forced balance, sigmoid scores (group limited), dropless"],
-        "capacity factor 1.25": [
-            "capacity 1.25, token drop",
-            "tokens dropped, capacity_factor 1.25",
-        ],
-        "capacity factor 1, padded to capacity": [
-            "drop_and_pad, CF 1",
-            "pad to capacity; capacity 1",
-        ],
-    },
-    "dispatcher": {
-        "alltoall": ["All-to-All (NCCL)", "all_to_all", "a2a", "nccl alltoall"],
-        "allgather": ["all-gather"],
-        "deepep": [
-            "deep_ep",
-            "DeepEP 1.2",
-            "flex-deepep",
-            "flex: deepep",
-            "deepep (NVSHMEM over EFA)",
-        ],
-        "hybridep": ["hybrid-ep", "flex/hybridep"],
-        "": ["not printed", "none", "n/a"],
-    },
-    "ep_overlap": {"yes": ["on", "1f1b", "yes (1f1b)"], "no": ["", "no (not set)", "off"]},
-    "cuda_graph": {
-        "full_iteration": ["local: full_iteration", "full iteration", "full_iteration (local)"],
-        "transformer_engine": ["te", "Transformer Engine", "local"],
-        "attn+moe_router+moe_preprocess": [
-            "te: moe_preprocess, moe_router, attn",
-            "transformer_engine (attn, moe_router, moe_preprocess)",
-        ],
-        "none": ["off", "disabled", "not printed"],
-    },
-    "optimizer": {
-        "adam, fp32 gradients": ["distributed adamw, gradients in fp32", "adam (fp32 grad reduce)"],
-        "adam, precision-aware (bf16 moments)": ["adam, moments bf16", "adam, bf16 exp_avg"],
-        "muon": ["Muon (distributed)"],
-        "adam": ["adam, fp32 master weights, fp32 moments", "adam, no CPU offload"],
-    },
-    "recompute_modules": {
-        "layernorm moe": ["layernorm, moe", "[layernorm,moe]", "layernorm moe (default)"]
-    },
-    "pp_layout": {
-        "first and last stage one layer fewer": ["one layer fewer in first and last stage"]
-    },
-}
+SPELLINGS: dict[str, dict[str, list[str]]] = tables(__file__)["spellings"]
 """Words of a column, and other spellings of each."""
 
 

@@ -36,6 +36,9 @@ from rematbench.inputs.load import calibration, load_cluster
 from rematbench.inputs.paths import data_dir
 from rematbench.paper.tables.scores import how_to_read
 from tests.problems import problem
+from tests.tables import tables
+
+TABLES = tables(__file__)
 
 FOLDER = data_dir("config") / "kernels"
 PUBLISHED = data_dir("published") / "kernels.csv"
@@ -110,17 +113,7 @@ def test_a_row_off_its_curve_without_a_reason_fails() -> None:
         outliers(DECLARED, [row], {row.line: -1.01 * TOLERANCE})
 
 
-@pytest.mark.parametrize(
-    ("generation", "backend", "s", "forward", "backward"),
-    [
-        # read off SOURCES' documents by hand: shares of the peak at d 128, causal
-        ("hopper", "fa2", 8192, (0.32, 0.37), (0.27, 0.31)),
-        ("hopper", "fa3", 16384, (0.61, 0.69), (0.45, 0.58)),
-        ("hopper", "cudnn", 8192, (0.53, 0.66), (0.42, 0.56)),
-        ("ampere", "fa2", 8192, (0.58, 0.66), (0.50, 0.60)),
-        ("blackwell", "cudnn", 16384, (0.52, 0.72), (0.41, 0.59)),
-    ],
-)
+@pytest.mark.parametrize(("generation", "backend", "s", "forward", "backward"), TABLES["curves"])
 def test_curves_lie_where_documents_do(
     generation: str,
     backend: str,
@@ -281,16 +274,7 @@ def test_notes_confirm_times_turned_into_speeds() -> None:
     assert all(ours == pytest.approx(theirs, abs=1.0, rel=0.005) for ours, theirs in told)
 
 
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("d,gem,i,H100,bf16,m=1,1,ms,,", "line 2: what 'gem' (known: gemm,"),
-        ("d,gemm,i,H100,bf16,m=1,1,s,,", "line 2: unit 's' (known: TFLOP/s,"),
-        ("d,gemm,i,H100,bf16,m=1;m=2,1,ms,,", "line 2: shape 'm=1;m=2' is not key=value"),
-        ("d,gemm,i,H100,bf16,m,1,ms,,", "line 2: shape 'm' is not key=value"),
-        ("d,gemm,i,H100,bf16,m=1,fast,ms,,", "line 2: could not convert"),
-    ],
-)
+@pytest.mark.parametrize(("line", "message"), TABLES["bad"])
 def test_a_bad_row_is_one_line(tmp_path: Path, line: str, message: str) -> None:
     path = tmp_path / "kernels.csv"
     path.write_text(HEAD + line + "\n")

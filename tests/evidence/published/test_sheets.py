@@ -10,31 +10,11 @@ from rematbench.evidence.published.sheets import Cell, RowError
 from rematbench.evidence.published.words import committed, sheets
 from tests.predicted import predicted, published
 from tests.problems import all_methods
+from tests.tables import tables
 
 LAYOUT = "layout not published"
 RECOMPUTATION = "recomputation not published"
-ROWS: dict[str, dict[str, int]] = {
-    "runs.csv": {"read": 453, LAYOUT: 2},
-    "runs_more.csv": {"read": 757},
-    "moe_more.csv": {"read": 19, RECOMPUTATION: 1},
-    "runs_opened.csv": {"read": 17},
-    "nemo_opened.csv": {"read": 8},
-    "mla.csv": {"read": 7, "attention": 3},
-    "fp8.csv": {
-        "read": 105,
-        "precision_recipe": 2,
-        "note": 5,
-        "offload": 10,
-        LAYOUT: 9,
-        RECOMPUTATION: 16,
-    },
-    "offloaded_states.csv": {"read": 106, "cluster is missing or empty": 2},
-    "cards.csv": {"features": 3, "item features": 2, LAYOUT: 4, RECOMPUTATION: 8},
-    "adapters.csv": {"read": 72},
-    "adapters_more.csv": {"read": 83, "note": 13},
-    "pipeline_vocabulary.csv": {"read": 20},
-    "pipeline_slices.csv": {"schedule": 12, LAYOUT: 36},
-}
+ROWS: dict[str, dict[str, int]] = tables(__file__)["rows"]
 """The rows of each sheet that are read, and the columns that refuse the others."""
 MOE = {
     "bf16": {"read": 79, "offload": 7, LAYOUT: 3, RECOMPUTATION: 4},
@@ -100,3 +80,22 @@ def test_one_predictor_has_what_a_row_prints() -> None:
     (other,) = predicted([plain])
     assert "pred_forward_s" not in other
     assert other["pred_step_s"] == found["pred_step_s"]
+
+
+@pytest.mark.parametrize(
+    ("word", "method", "vpp"),
+    [
+        *(("ZB1P", "zb-h1", 1), ("zb-h2", "zb-h2", 1), ("ZBV", "zb-v", 2), ("v-min", "v-min", 2)),
+        *(("vocab-1 (two barriers)", "vocab-1", 1), ("Interlaced", "interlaced", 1)),
+    ],
+)
+def test_words_of_schedules(word: str, method: str, vpp: int) -> None:
+    row = {**committed("pipeline_vocabulary.csv")[0], "schedule": word}
+    case = read_case(row, all_methods())
+    assert case.method.endswith(f":schedule={method}")
+    assert case.layout.vpp == vpp
+
+
+def test_a_last_stage_may_have_the_head_alone() -> None:
+    row = {**committed("pipeline_vocabulary.csv")[1], "layers_of_last_stage": "0"}
+    assert read_case(row, all_methods()).layout.stages.endswith("(t*5|)*4L")

@@ -36,6 +36,9 @@ from tests.problems import (
     rule,
     transfers,
 )
+from tests.tables import tables
+
+TABLES = tables(__file__)
 
 TINY = replace(LLAMA, name="tiny", num_layers=2, hidden=64, head_dim=16, ffn=96, vocab=160)
 TINY_GPT = replace(
@@ -59,63 +62,9 @@ LATENT = replace(
 )
 SEQ = 32
 
-LAYOUTS: dict[str, dict[str, Any]] = {
-    "one": {"global_batch": 4, "micro_batch": 2},
-    "tp2": {"tp": 2, "global_batch": 2},
-    "tp2-no-sp": {"tp": 2, "sp": False, "global_batch": 2},
-    "pp2": {"pp": 2, "global_batch": 4},
-    "pp2-vpp2-ends": {"pp": 2, "vpp": 2, "global_batch": 4, "stages": "E|tt|tt|L"},
-    "cp2": {"cp": 2, "global_batch": 2, "micro_batch": 2},
-    "dp2": {"dp": 2, "zero_stage": 1, "global_batch": 4},
-    "dp2-zero0": {"dp": 2, "zero_stage": 0, "global_batch": 4},
-    "pp4-vpp2": {"pp": 4, "vpp": 2, "global_batch": 8},
-    "pp4-vpp2-one-group": {"pp": 4, "vpp": 2, "global_batch": 4},
-    "tp2-pp2": {"tp": 2, "pp": 2, "global_batch": 4},
-    "tp2-cp2": {"tp": 2, "cp": 2, "zero_stage": 1, "global_batch": 2},
-    "ulysses2": {"dp": 2, "ulysses": 2, "global_batch": 4, "micro_batch": 2},
-    "ulysses2-zero0": {"dp": 2, "ulysses": 2, "zero_stage": 0, "global_batch": 2},
-    "dp2-cp2": {"dp": 2, "cp": 2, "zero_stage": 1, "global_batch": 4, "micro_batch": 2},
-    "pp2-ulysses2": {"pp": 2, "dp": 2, "ulysses": 2, "global_batch": 4},
-    "pp3-ulysses2": {"pp": 3, "dp": 2, "ulysses": 2, "global_batch": 6},
-    "pp4-vpp2-ulysses2": {"pp": 4, "vpp": 2, "dp": 2, "ulysses": 2, "global_batch": 8},
-    "ulysses4": {"dp": 4, "ulysses": 4, "global_batch": 2},
-    "tp2-ulysses2": {"tp": 2, "dp": 2, "ulysses": 2, "global_batch": 4, "micro_batch": 2},
-    "dp2-ulysses2": {"dp": 4, "ulysses": 2, "global_batch": 4},
-    "pp2-vpp2": {"pp": 2, "vpp": 2, "global_batch": 4},
-    "dp2-zero2": {"dp": 2, "zero_stage": 2, "global_batch": 4},
-    "dp2-zero3": {"dp": 2, "zero_stage": 3, "global_batch": 4},
-    "cp2-zero3": {"cp": 2, "zero_stage": 3, "global_batch": 2, "micro_batch": 2},
-    "ulysses2-zero3": {
-        **{"dp": 2, "ulysses": 2, "zero_stage": 3, "global_batch": 4, "micro_batch": 2}
-    },
-    "dp4-zero2": {"dp": 4, "zero_stage": 2, "global_batch": 8},
-    "dp4-zero3": {"dp": 4, "zero_stage": 3, "global_batch": 8},
-    "tp2-dp2-zero2": {"tp": 2, "dp": 2, "zero_stage": 2, "global_batch": 4},
-    "tp2-dp2-zero3": {"tp": 2, "dp": 2, "zero_stage": 3, "global_batch": 4},
-}
+LAYOUTS: dict[str, dict[str, Any]] = TABLES["layouts"]
 """The issue's layouts and a few more, by name."""
-EXPERT_LAYOUTS: dict[str, dict[str, Any]] = {
-    "ep2": {"dp": 2, "ep": 2, "zero_stage": 1, "global_batch": 4},
-    "ep2-zero0": {"dp": 2, "ep": 2, "zero_stage": 0, "global_batch": 4},
-    "dp2-ep2": {"dp": 4, "ep": 2, "zero_stage": 1, "global_batch": 8},
-    "cp2-ep2": {"cp": 2, "ep": 2, "zero_stage": 1, "global_batch": 2, "micro_batch": 2},
-    "tp2-ep2": {"tp": 2, "ep": 2, "etp": 1, "global_batch": 2},
-    "tp2-etp2": {"tp": 2, "ep": 1, "etp": 2, "global_batch": 2},
-    "tp2-etp1": {"tp": 2, "ep": 1, "etp": 1, "zero_stage": 1, "global_batch": 2},
-    "tp2-dp2-ep2": {"tp": 2, "dp": 2, "ep": 2, "etp": 2, "zero_stage": 1, "global_batch": 4},
-    "dp2-ep2-pp2": {"dp": 4, "ep": 2, "pp": 2, "zero_stage": 1, "global_batch": 8},
-    "ep4-pp2": {"dp": 4, "ep": 4, "pp": 2, "zero_stage": 1, "global_batch": 8},
-    "tp2-ep2-pp2": {
-        **{"tp": 2, "dp": 2, "ep": 2, "etp": 2, "pp": 2, "zero_stage": 1, "global_batch": 4}
-    },
-    "tp2-ep2-etp1-pp2": {
-        **{"tp": 2, "dp": 2, "ep": 2, "etp": 1, "pp": 2, "zero_stage": 1, "global_batch": 4}
-    },
-    "tp2-ep2-pp2-vpp2": {
-        **{"tp": 2, "dp": 2, "ep": 2, "etp": 2, "pp": 2, "vpp": 2, "zero_stage": 1},
-        **{"global_batch": 4},
-    },
-}
+EXPERT_LAYOUTS: dict[str, dict[str, Any]] = TABLES["expert_layouts"]
 """Layouts of models with experts."""
 STAGED: dict[str, dict[str, Any]] = {
     "tp2-ep2-pp2-vpp2-stages": EXPERT_LAYOUTS["tp2-ep2-pp2-vpp2"] | {"stages": "Et|ttt|ttt|tmL"}
@@ -224,8 +173,11 @@ HALF_PLANS: dict[str, Callable[[Plan], Plan]] = {
     "v-half-offload": lambda plan: PLANS["offload"](plan).turned("v-half"),
     "v-min-full": lambda plan: PLANS["full"](plan).turned("v-min"),
     "zb-h1-mini": lambda plan: replace(mini_dropped(plan), schedule="zb-h1"),
+    "vocab-1": lambda plan: replace(plan, schedule="vocab-1"),
+    "vocab-2-offload": lambda plan: replace(PLANS["offload"](plan), schedule="vocab-2"),
+    "interlaced-full": lambda plan: replace(PLANS["full"](plan), schedule="interlaced"),
 }
-"""Raw plans with weight gradients in passes of their own."""
+"""Raw plans with weight gradients, or a vocabulary that stages share, in passes of their own."""
 KEYS = Rule(Select(parts=("layer",), activations=("k", "v")), Keep())
 """Slices read the keys and values of earlier ones."""
 SLICE_PLANS: dict[str, Callable[[Plan], Plan]] = {

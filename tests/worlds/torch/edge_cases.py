@@ -4,6 +4,7 @@ import dataclasses
 import math
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from functools import cache
 
 import pytest
@@ -15,7 +16,9 @@ from torch import Tensor
 from rematbench.engine.lowering.lower import lower
 from rematbench.engine.program.program import Program
 from rematbench.evaluate.proof import check
-from rematbench.worlds.torch import movers, single_rank, worker
+from rematbench.inputs.load import load_cluster
+from rematbench.model import RecipeName
+from rematbench.worlds.torch import exchanges, movers, single_rank, worker
 from rematbench.worlds.torch.batch import MicroBatch
 from rematbench.worlds.torch.case import Case
 from rematbench.worlds.torch.exchanges import used_channels
@@ -79,13 +82,24 @@ def leaving(layout: str, *kinds: str) -> Case:
 
 
 def ordered(layout: str, schedule: str, **changes: object) -> Case:
-    """Passes in an order of their own: weight gradients apart, or the vocabulary everywhere."""
+    """Passes in an order of their own, with weight gradients apart."""
     case = cases.case(layout, "keep", precision="bf16", system_changes=changes)
     return dataclasses.replace(case, plan=replace(case.plan, schedule=schedule))
 
 
+def narrow(layout: str, recipe: RecipeName) -> Case:
+    """Linears in FP8 whose scales several ranks share."""
+    case = cases.case(layout, "keep", precision="bf16")
+    work = replace(case.problem.workload, recipe=recipe)
+    hopper = load_cluster("h800-80gb")
+    return dataclasses.replace(
+        case, problem=dataclasses.replace(case.problem, workload=work, cluster=hopper)
+    )
+
+
 REFUSED: dict[str, Callable[[], Case]] = {
-    "a vocabulary over all stages": lambda: ordered("pp2", "vocab-1"),
+    "quantised linears with tensor or context parallelism": lambda: narrow("tp2", "fp8"),
+    "scales of earlier steps over data-parallel ranks": lambda: narrow("dp2", "fp8-delayed"),
     "ring attention": lambda: cases.case(
         "cp2", "keep", precision="bf16", system_changes={"cp_kind": "ring"}
     ),
@@ -261,10 +275,19 @@ def opened_channels() -> str:
         return (*recorder.faults, "")[0]
 
 
+def turning() -> str:
+    """Messages to a rank's other chunk, whose copies the recorder sees here."""
+    case = cases.case("pp2-vpp2", "zb-v", precision="bf16")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(exchanges, "_disable_current_modes", nullcontext)
+        return next(filter(None, (first_fault(case, stage) for stage in stages(case))), "")
+
+
 SCENES: dict[str, Callable[[], str]] = {
     "on a CPU": on_a_cpu,
     "sums on the host": sums_on_the_host,
     "waiting from elsewhere": waiting_from_elsewhere,
     "timed steps": timed_steps,
     "opened channels": opened_channels,
+    "turning": turning,
 }

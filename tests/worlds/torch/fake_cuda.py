@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from rematbench.engine.lowering.lower import lower
+from rematbench.plan import VOCABULARY
 from rematbench.worlds.torch import parameters, single_rank
 from rematbench.worlds.torch.batch import MicroBatch
 from rematbench.worlds.torch.case import Case
@@ -34,7 +35,8 @@ def executor_of(case: Case, stage: int, rank: int) -> Executor:
     problem, lay = case.problem, case.problem.layout
     program = (case.program or lower(case.plan, problem)).ranks[stage]
     experts = problem.workload.model.experts is not None
-    groups = Groups(lay, problem.system.parallel.rank_order, rank, experts=experts)
+    order, shares = problem.system.parallel.rank_order, case.plan.schedule in VOCABULARY
+    groups = Groups(lay, order, rank, experts=experts, vocabulary=shares)
     model = RankModel(problem, case.plan, groups.place, DEVICE, seed=0)
     executor = Executor(program, model, groups, tracker=Tracker(DEVICE))
     ids = torch.zeros(model.shapes.tokens, dtype=torch.int64, device=DEVICE)

@@ -12,6 +12,7 @@ from rematbench.workload import Model
 from rematbench.worlds.torch.arithmetic import IGNORED, NORM_EPS, ROPE_BASE, kept
 from rematbench.worlds.torch.batch import Batch
 from rematbench.worlds.torch.ends import PREDICTED
+from rematbench.worlds.torch.packed import packed, widen
 from rematbench.worlds.torch.parameters import ADAPTED, AdamW, full_weight, specs_by_name
 
 
@@ -187,9 +188,11 @@ def weights_of(problem: Problem, seed: int) -> dict[str, Tensor]:
     last = ChunkOps(problem, lay.pp - 1, lay.vpp - 1, layers)
     places = [(unit.table.part, unit.layer) for unit in (*first.units, *last.units)]
     specs = specs_by_name(model, places, model.vocab, work=problem.workload)
-    return {
-        name: full_weight(spec, seed).requires_grad_(spec.trained) for name, spec in specs.items()
-    }
+    whole = {name: full_weight(spec, seed) for name, spec in specs.items()}
+    for name, spec in specs.items():
+        if spec.packing:
+            widen(packed(whole[name], spec.packing), spec.packing, whole[name])
+    return {name: one.requires_grad_(specs[name].trained) for name, one in whole.items()}
 
 
 def train(

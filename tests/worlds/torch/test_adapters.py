@@ -1,6 +1,7 @@
 """Low-rank adapters on frozen weights, executed: gradients, bytes, and what stays as it was."""
 
 import dataclasses
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -8,13 +9,19 @@ import pytest
 import torch
 from msgspec.structs import replace
 
+from rematbench.engine.lowering.lower import lower
 from rematbench.evaluate.evaluation import evaluate
+from rematbench.inputs.system import with_facts
 from rematbench.problem import Problem
+from rematbench.workload import PACKED_BYTES, PACKINGS
 from rematbench.worlds.records.refusals import refusals
 from rematbench.worlds.torch.case import Case, Result
+from rematbench.worlds.torch.executor import Executor
+from rematbench.worlds.torch.operands import Call
+from rematbench.worlds.torch.packed import nbytes, packed, widen
 from rematbench.worlds.torch.parameters import full_weight
 from rematbench.worlds.torch.rank_model import RankModel
-from tests.problems import problem
+from tests.problems import problem, remade
 from tests.worlds.torch import cases, grid, laws
 
 TOLERANCE = 1e-10
@@ -25,8 +32,11 @@ SETS: dict[str, dict[str, Any]] = {
     "down": {"lora_rank": 4, "lora_targets": "down"},
     "dropped": {"lora_rank": 4, "lora_targets": "q,o,down", "lora_dropout": 0.25},
     "dropped b": {"lora_rank": 4, "lora_train": "b", "lora_dropout": 0.25},
+    "nf4": {"lora_rank": 4, "base_dtype": "nf4"},
+    "int8 b": {"lora_rank": 4, "lora_train": "b", "lora_dropout": 0.25, "base_dtype": "int8"},
 }
 PLANS = ("keep", "full", "offload", "rows", "skeletal", "mini", "mini-dropped")
+FULL = pytest.mark.full
 METHODS = ("balanced_checkpointing", "mst+full_recompute", "mst")
 
 
@@ -56,7 +66,7 @@ def run(name: str, how: str = "keep", *, gpt: bool = False) -> tuple[Case, Resul
 def test_gradients_of_adapters_equal_autograd_and_nothing_else_has_one(
     name: str, gpt: bool
 ) -> None:
-    if gpt and name in ("all", "dropped b"):
+    if gpt and name in ("all", "dropped b", "nf4"):
         return  # an MLP without a gate has fewer linears, of which "down" is one
     case, result = run(name, gpt=gpt)
     trains = {"b"} if name.endswith("b") else {"a", "b"}
@@ -67,7 +77,9 @@ def test_gradients_of_adapters_equal_autograd_and_nothing_else_has_one(
 
 
 @pytest.mark.parametrize("how", [*PLANS[1:], *METHODS])
-@pytest.mark.parametrize("name", ["all", "dropped", pytest.param("b", marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "name", ["all", "dropped", "nf4", *(pytest.param(n, marks=FULL) for n in ("b", "int8 b"))]
+)
 def test_plans_are_lossless_against_keeping_the_same_trained_set(name: str, how: str) -> None:
     case, result = run(name, how)
     assert not laws.bytes_differ(case, result)
@@ -78,11 +90,11 @@ def test_plans_are_lossless_against_keeping_the_same_trained_set(name: str, how:
             assert float((grad - other[key]).norm()) <= TOLERANCE * float(other[key].norm())
 
 
-def test_frozen_weights_stay_bit_by_bit_and_adapters_move() -> None:
+@pytest.mark.parametrize("name", ["all", "nf4"])
+def test_frozen_weights_stay_bit_by_bit_and_adapters_move(name: str) -> None:
     from rematbench.worlds.torch import worker  # noqa: PLC0415 - it starts no process here
 
-    made = adapted("all")
-    case = case_of(made, "keep")
+    case = case_of(adapted(name), "keep")
     kept: list[RankModel] = []
 
     class Seen(RankModel):
@@ -94,9 +106,11 @@ def test_frozen_weights_stay_bit_by_bit_and_adapters_move() -> None:
         patch.setattr(worker, "RankModel", Seen)
         laws.run_here(case)
     (model,) = kept
-    for name, parameter in model.parameters.items():
-        whole = full_weight(parameter.spec, case.seed)
-        assert torch.equal(parameter.value, whole) != parameter.spec.trained, name
+    for parameter in model.parameters.values():
+        whole = full_weight(parameter.spec, case.seed).view(-1)
+        if packing := parameter.spec.packing:
+            whole = packed(whole, packing)
+        assert torch.equal(parameter.flat, whole) != parameter.spec.trained
         assert bool(parameter.grad_flat.numel()) == parameter.spec.trained
 
 
@@ -120,9 +134,13 @@ def test_ranks_that_share_adapters_equal_autograd() -> None:
 
 def test_what_is_not_executed_is_refused_by_name() -> None:
     made = adapted("all")
-    work = replace(made.workload, lora_dropout=0.1, base_dtype="nf4")
-    found = refusals(dataclasses.replace(made, workload=work), made.base_plan)
-    assert found == ["frozen weights in nf4"]
+    for facts, reason in (
+        ({"base_dtype": "int4_ungrouped"}, "frozen weights in int4_ungrouped"),
+        ({"base_dtype": "bf16"}, "frozen weights in bf16"),
+    ):
+        work = replace(made.workload, lora_dropout=0.1, **facts)
+        found = refusals(dataclasses.replace(made, workload=work), made.base_plan)
+        assert found == [reason]
 
 
 def test_a_mask_that_is_left_out_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,3 +165,60 @@ def test_layers_that_share_weights_add_their_gradients(how: str, rank: int) -> N
     assert result.status == "ok", result.reason
     assert laws.gradient_error(case, result) < TOLERANCE
     assert not laws.bytes_differ(case, result)
+
+
+@pytest.mark.parametrize(
+    ("name", "error"),
+    [("nf4", 0.16), ("nf4_double", 0.17), ("int4", 1 / 15), ("marlin", 1 / 14), ("int8", 1 / 255)],
+)
+def test_a_packed_weight_has_the_bytes_of_its_format(name: str, error: float) -> None:
+    """Half a step of the codes is the largest error, against the largest value of a block: half of
+    the widest gap of NF4 (0.152), of 15 or 255 steps from the least to the largest, of 7 steps;
+    and 16 bits round a scale."""
+    weight = torch.randn(128, 128, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    data, packing = packed(weight, name), PACKINGS[name]
+    assert data.numel() == nbytes(weight.numel(), packing) == PACKED_BYTES[name] * weight.numel()
+    wide = widen(data, name, torch.empty_like(weight))
+    blocks = weight.view(-1, packing.block)
+    wrong = (wide - weight).abs().view(blocks.shape).amax(1) / blocks.abs().amax(1)
+    assert 0 < float(wrong.max()) < error + 2**-11
+    ragged = weight[:3, :50]
+    again = widen(packed(ragged, name), name, torch.empty(3, 50, dtype=torch.float64))
+    assert float((again - ragged).abs().max() / ragged.abs().max()) < error + 2**-11
+
+
+@pytest.mark.parametrize("name", ["nf4", "int8 b"])
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("how", ["keep", "mst+full_recompute"])
+def test_a_packed_weight_is_widened_at_each_use_in_the_bytes_of_the_lowering(
+    name: str, fused: bool, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = adapted(name)
+    system = with_facts(made.system, fused_linears=fused)
+    case = dataclasses.replace(case_of(remade(made, system=system), how), steps=1)
+    case = dataclasses.replace(case, plan=grid.plan_by(how, case.problem))
+    program, seen = lower(case.plan, case.problem), list[list[int]]()
+    act, widened = Executor._act, Call.widened
+
+    def acting(self: Executor, *values: Any) -> None:
+        seen.append([])
+        act(self, *values)
+
+    def widening(self: Call, names: Sequence[str]) -> Call:
+        call = widened(self, names)
+        seen[-1] += [sum(one.nbytes for one in call.wide.values())]
+        return call
+
+    monkeypatch.setattr(Executor, "_act", acting)
+    monkeypatch.setattr(Call, "widened", widening)
+    result = laws.run_here(case)
+    assert not laws.bytes_differ(case, result)
+    linears = ("qkv", "proj", "fc1", "fc2")
+    actions = [action for action, _, _ in program.ranks[0].actions()]
+    assert len(actions) == len(seen)
+    wanted = [a.scratch if a.op in linears else 0 for a in actions]
+    if fused:
+        assert [sum(sizes) for sizes in seen] == wanted
+    else:  # q, k and v one after another, and then the sums of adapters
+        assert all(max(sizes, default=0) <= want for sizes, want in zip(seen, wanted, strict=True))
+        assert {len(sizes) for sizes in seen} == {0, 1, 2, 3}

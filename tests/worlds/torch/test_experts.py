@@ -24,8 +24,11 @@ from rematbench.worlds.torch.operands import Call, Tensors
 from rematbench.worlds.torch.rank_model import RankModel
 from rematbench.worlds.torch.single_rank import trace_rank
 from tests.problems import plan_of, problem, remade
+from tests.tables import tables
 from tests.worlds.torch import cases, grid, laws
 from tests.worlds.torch.cases import EXPERTS, LATENT, MIXTURE, SHARED
+
+TABLES = tables(__file__)
 
 assert LATENT.latent is not None
 SIGMOID = structs.replace(EXPERTS, router="sigmoid", shared_ffn=48, dense_layers=(0,))
@@ -172,14 +175,7 @@ def test_layers_of_papers_have_their_ledgers_bytes_traced(
     assert traced.bytes_after == list(live_bytes(lower(plan, given).ranks[stage].actions()))
 
 
-@pytest.mark.parametrize(
-    ("layout", "words"),
-    [
-        ({"pp": 4, "global_batch": 4, "stages": "Et|t|m|L"}, "between the ends of the pipeline"),
-        ({"tp": 2, "sp": False, "global_batch": 2}, "without sequence parallelism"),
-        ({"dp": 2, "zero_stage": 3, "global_batch": 4}, "ZeRO stages 2 and 3 with a prediction"),
-    ],
-)
+@pytest.mark.parametrize(("layout", "words"), TABLES["predictions"])
 def test_a_prediction_that_is_not_executed_is_refused_by_name(
     layout: dict[str, Any], words: str
 ) -> None:
@@ -312,15 +308,7 @@ def test_every_rank_sends_as_many_tokens_to_every_expert(layout: str) -> None:
     assert all(group == set(range(EXPERTS.count)) for group in held.values())
 
 
-REFUSED: dict[str, dict[str, Any]] = {
-    "experts of unequal load (experts of the worst rank receive 1.5 times the balanced tokens)": {
-        "imbalance": 1.5
-    },
-    "experts that the tokens of a rank do not fill evenly": {"count": 96, "active": 2},
-    "the dispatcher allgather": {"dispatcher": "allgather"},
-    "experts with biases": {"mlp_bias": True},
-    "a gate of the shared expert": {"shared_ffn": 32, "shared_gate": True},
-}
+REFUSED: dict[str, dict[str, Any]] = TABLES["refused"]
 
 
 @pytest.mark.parametrize("words", REFUSED)

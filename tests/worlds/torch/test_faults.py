@@ -117,6 +117,18 @@ def test_a_wrong_ledger_is_found() -> None:
     assert laws.bytes_differ(case, run_here(case)) != []
 
 
+def test_parts_of_a_shared_vocabulary_that_are_not_summed_are_found() -> None:
+    """With one barrier the softmax of other stages is missing, too."""
+
+    def alone(action: Action) -> list[Action]:
+        return [replace(action, reads=()) if action.op == "vocabulary" else action]
+
+    plans = ("vocab-1", "vocab-2-offload")
+    every = [edited(cases.case("pp2", plan), alone) for plan in plans]
+    for case, result in zip(every, execute_cases(every, timeout_s=60.0), strict=True):
+        assert laws.gradient_error(case, result) > 1e-3
+
+
 def test_out_of_memory_ends_in_a_result_of_its_own_status() -> None:
     """Really: a vocabulary of ten million million words."""
     result = run(cases.case("one", "keep", model=replace(cases.TINY, vocab=10**13)))

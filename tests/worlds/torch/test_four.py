@@ -19,6 +19,7 @@ CASES = grid.short(
         *grid.method_cases("pp4-vpp2", METHODS),
         *grid.composed_cases("pp4-vpp2-one-group", ("pp_offload+mst",)),  # the head is offloaded
         *grid.raw_cases("tp2-pp2", "windows"),
+        *grid.raw_cases("pp4", "vocab-1", "vocab-2-offload", "interlaced-full"),
         *grid.raw_cases("tp2-ulysses2", "rows"),
         *grid.method_cases("tp2-pp2", METHODS),
     ]

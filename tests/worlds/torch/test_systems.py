@@ -3,11 +3,13 @@
 import dataclasses
 from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
 
 from rematbench.engine.lowering.lower import lower
+from rematbench.engine.program.action import Action, Kind
 from rematbench.evaluate.evaluation import evaluate, program_bytes
 from rematbench.host.declared import flat
 from rematbench.inputs.layout import Layout
@@ -15,13 +17,13 @@ from rematbench.inputs.load import load_model, load_system, names
 from rematbench.inputs.system import with_facts
 from rematbench.plan import Plan, Recompute
 from rematbench.problem import Problem
-from rematbench.worlds.records.refusals import refusals
 from rematbench.worlds.run_records import measured_ranks
 from rematbench.worlds.torch.case import Case, RankResult
 from rematbench.worlds.torch.rank_model import NotExecutable, require_executable
 from rematbench.worlds.torch.single_rank import trace_rank
 from tests.problems import ANY_LAYOUT, FULL, make_problem, plan_of, problem, rule
 from tests.worlds.torch import cases, grid, laws
+from tests.worlds.torch.test_faults import edited
 
 SYSTEMS = ("deepspeed", "megatron-core", "megatron-lm", "torchtitan")
 
@@ -72,7 +74,7 @@ def test_held_outputs_are_executed() -> None:
     assert plain.plan.held == ()
 
 
-EAGER = ("norm_keeps_steps", "eager_operators")
+EAGER = ("norm_keeps_steps", "eager_operators", "held_logit_bytes")
 EVERY = [n for n in names("system") if not any(flat(load_system(n))[fact] for fact in EAGER)]
 """Stacks with eager operators are held to Transformers' own traces instead (tests/baselines): the
 runtime's norms and caps are one operator each."""
@@ -143,6 +145,32 @@ def test_gradients_equal_autograd_and_bytes_the_ledger(spec: str) -> None:
     assert not laws.bytes_differ(case, result)
 
 
-def test_slices_of_heads_are_refused_by_name() -> None:
-    case = tiled("mst", attention_chunks=2)
-    assert refusals(case.problem, case.plan) == ["attention over slices of heads"]
+# -- attention over slices of heads, executed ------------------------------------------------------
+
+SLICES = {"ulysses2": (2,), "one": (2, 4)}
+"""With 4 slices of 2 heads of keys, two slices share a head."""
+
+
+def of_heads(layout: str, slices: int, spec: str = "mst", **changes: Any) -> Case:
+    given = cases.tiny(layout, **changes)
+    plan: Plan = plan_of(given, spec, **{"mst.attention_chunks": slices, "mst.mlp_chunks": 2})
+    return Case(name=f"{layout} {slices}", problem=given, plan=plan, steps=1, gradients=True)
+
+
+@pytest.mark.parametrize(("layout", "slices"), [(lay, n) for lay, ns in SLICES.items() for n in ns])
+def test_slices_of_heads_are_exact(layout: str, slices: int) -> None:
+    spec = "full_recompute+mst" if slices == 2 else "mst"
+    model = cases.TINY if layout == "one" else replace(cases.TINY_GPT, num_kv_heads=2)
+    case = of_heads(layout, slices, spec, model=model)
+    ((_, result),) = laws.launch([case]).values()
+    assert laws.gradient_error(case, result) < 1e-10
+    assert not laws.bytes_differ(case, result)
+
+
+def test_a_dropped_slice_of_heads_is_found() -> None:
+    def drop(action: Action) -> list[Action]:
+        weight = action.kind is Kind.BACKWARD_WEIGHT and action.op == "qkv"
+        return [] if weight and action.rows.offset > 0 else [action]
+
+    case = edited(of_heads("one", 2), drop)
+    assert laws.gradient_error(case, laws.run_here(case)) > 1e-3

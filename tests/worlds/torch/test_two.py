@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from tests.tables import tables
 from tests.worlds.torch import cases, grid, laws
 from tests.worlds.torch.cases import TINY_GPT
 
@@ -11,34 +12,23 @@ LAYOUTS = ("cp2", "ulysses2", "dp2")
 METHODS = ("keep_all", "full_recompute", "memo", "mst")
 """On LAYOUTS; the others have every method."""
 BITWISE = ("tp2",)
-RAW = {
-    "tp2": ("skeletal", "windows", "mini-dropped"),
-    "pp2": (
-        "slices",
-        "slices-gpipe",
-        "slices-full",
-        "slices-offload",
-        "offload",
-        "zb-h1",
-        "zb-h2-offload",
-        "zb-h1-mini",
-    ),
-    "cp2": ("rows",),
-    "ulysses2": ("full-kept", "rows", "skeletal", "offload-slots", "mini-dropped"),
-    "dp2": ("mini",),
-}
 VARIANTS = {
     "tied ends keep": cases.case("pp2", "keep", model=cases.TIED),
     "tied ends offload": cases.case("pp2", "offload", model=cases.TIED),
     "ends without layers full": cases.case("pp2-vpp2-ends", "full"),
     "tied ends without layers offload": cases.case("pp2-vpp2-ends", "offload", model=cases.TIED),
     "biases and learned positions offload": cases.case("ulysses2", "offload", model=TINY_GPT),
+    "learned positions vocab-2": cases.case("pp2", "vocab-2-offload", model=TINY_GPT),
     "biases zb-h2-full": cases.case("pp2", "zb-h2-full", model=TINY_GPT),
     "unfused attention full": cases.case("ulysses2", "full", attention="unfused"),
 }
 CASES = grid.short(
     [
-        *(case for layout, plans in RAW.items() for case in grid.raw_cases(layout, *plans)),
+        *(
+            case
+            for layout, plans in tables(__file__)["raw"].items()
+            for case in grid.raw_cases(layout, *plans)
+        ),
         *(case for layout in ("tp2", "pp2") for case in grid.method_cases(layout)),
         *(case for layout in LAYOUTS for case in grid.method_cases(layout, METHODS)),
         *grid.method_cases("pp2-vpp2", ("pipe_offload",)),

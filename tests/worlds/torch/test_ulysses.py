@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from rematbench.worlds.torch import exchanges
 from rematbench.worlds.torch.groups import Group
+from rematbench.worlds.torch.heads import heads_to_rows, rows_to_heads
 from tests.problems import problem
 
 RANKS, ROWS, WIDTH = 4, 6, 3
@@ -31,7 +31,7 @@ def exchanged(rows: list[Tensor]) -> list[Tensor]:
     """Every rank's order of heads from every rank's order of rows."""
     peers = Peers(len(rows))
     for own in rows:
-        exchanges.rows_to_heads(own.new_empty(0), own, peers, WIDTH)  # type: ignore[arg-type]
+        rows_to_heads(own.new_empty(0), own, peers, WIDTH)  # type: ignore[arg-type]
     return [
         peers.parts_of(rank).view(len(rows) * rows[0].shape[0], -1) for rank in range(len(rows))
     ]
@@ -68,7 +68,7 @@ def test_the_way_back_is_the_transpose(heads: int) -> None:
     back = []
     for rank in range(RANKS):
         out = torch.empty_like(rows[rank])
-        exchanges.heads_to_rows(out, grads[rank], Answer(RANKS, rank, None), WIDTH)
+        heads_to_rows(out, grads[rank], Answer(RANKS, rank, None), WIDTH)
         back.append(out)
     forth = sum(float((a * b).sum()) for a, b in zip(there, grads, strict=True))
     assert sum(float((a * b).sum()) for a, b in zip(rows, back, strict=True)) == pytest.approx(

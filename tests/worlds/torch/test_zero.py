@@ -18,6 +18,7 @@ from rematbench.worlds.torch.rank_model import RankModel
 from rematbench.worlds.torch.rank_processes import execute_cases
 from rematbench.worlds.torch.single_rank import trace_rank
 from tests.problems import FULL, make_problem
+from tests.tables import tables
 from tests.worlds.torch import cases, grid, laws
 from tests.worlds.torch.cases import TIED, TINY_GPT
 
@@ -147,16 +148,7 @@ def test_a_rank_at_paper_scale_lies_within_two_percent_of_the_simulation(
     assert rank.state_bytes == pytest.approx(rank.simulated_state_bytes, rel=1e-3)
 
 
-REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
-    "units whose parameters 3 ranks cannot share evenly": (
-        "dp2-zero3",
-        {"dp": 3, "global_batch": 3},
-    ),
-    "4-byte gathered parameters where it computes with 2": (
-        "dp2-zero3",
-        {"system_changes": {"gather_bytes": 4}},
-    ),
-}
+REFUSED: dict[str, tuple[str, dict[str, Any]]] = tables(__file__)["refused"]
 
 
 @pytest.mark.parametrize("words", REFUSED)

@@ -13,7 +13,7 @@ from rematbench.costs.states import reduce_buckets
 from rematbench.engine.lowering.states.state_shards import shards_experts
 from rematbench.inputs.layout import Layout
 from rematbench.inputs.recipes import resident_bytes
-from rematbench.plan import state_fates
+from rematbench.plan import StateFate, state_fates
 from rematbench.problem import Problem, gathered_bytes, head_parameters
 
 Array = NDArray[np.float64]
@@ -222,6 +222,8 @@ def _held(layout: Layout, problem: Problem) -> tuple[int, int, int]:
     of experts, and in the sums of whole gradients."""
     parameter, gradient, _ = state_fates(layout, problem.system)
     width = gathered_bytes(problem) if parameter.release == "step" else 0
+    if problem.workload.fp8_params:  # at least as many as all would have in quantised copies
+        width = min(width, problem.system.states.gather_bytes)
     here = layout.state_shards == 1 and parameter.home == "device"
     sums = problem.system.states.reduce_bytes if gradient.release == "step" else 0
     return 0 if here else width, width if layout.expert_shards > 1 else 0, sums
@@ -229,17 +231,25 @@ def _held(layout: Layout, problem: Problem) -> tuple[int, int, int]:
 
 def _shards(layout: Layout, problem: Problem) -> list[int]:
     """Ranks over which each kind of state is sharded; 2**60 for a state in host memory, which
-    leaves next to nothing on the device, and for gradients that are sums until the reduction."""
+    leaves next to nothing on the device, and for gradients that come later."""
     fates = state_fates(layout, problem.system)
-    away = [f.home == "host" or (f.kind == "gradient" and f.release == "step") for f in fates]
+    away = [f.home == "host" or _comes_later(f, layout, problem) for f in fates]
     return [1 << 60 if gone else fate.shards for gone, fate in zip(away, fates, strict=True)]
+
+
+def _comes_later(fate: StateFate, layout: Layout, problem: Problem) -> bool:
+    """Whether gradients are sums until the reduction, or the only backward makes them, so that
+    another moment can have the peak."""
+    once = layout.num_micro_batches == 1 and layout.pp == 1
+    fresh = problem.system.states.fresh_gradients and once
+    return fate.kind == "gradient" and (fate.release == "step" or fresh)
 
 
 def _expert_shards(layout: Layout, problem: Problem) -> list[int]:
     """Ranks over which each kind of states of experts is sharded."""
     fates = state_fates(layout, problem.system)
     return [
-        (1 << 60 if fate.release == "step" and fate.kind == "gradient" else layout.expert_shards)
+        (1 << 60 if _comes_later(fate, layout, problem) else layout.expert_shards)
         if shards_experts(fate, layout)
         else 1
         for fate in fates

@@ -27,8 +27,7 @@ from rematbench.advise.bounds.schedule_walk import (
     Turns,
     events,
     shortened,
-    walk_passes,
-    walk_with_copies,
+    walk,
 )
 from rematbench.costs.bind import CopyDirection, CostModel
 from rematbench.costs.copies import CopyTraffic
@@ -404,9 +403,9 @@ def schedule_bound_s(
             held="warmup" in moves.before_send_phases,
         )
         copies = Copies(whole, moves.release_lag)
-        ends = walk_with_copies(frame.turns, copies, pieces, copy_times, rules)
+        ends = walk(frame.turns, pieces, rules, copies, copy_times)
     else:
-        ends = walk_passes(frame.turns, pieces, rules)
+        ends = walk(frame.turns, pieces, rules)
     return max(at + end for at, end in zip(ends, frame.end_s, strict=True))
 
 

@@ -8,7 +8,7 @@ next period, and to the end.  If every clock advances by the same seconds betwee
 all further periods advance the clocks equally (the walk is a (max, +) map), so they are skipped."""
 
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache, partial
 from itertools import chain
 from typing import NamedTuple
@@ -303,72 +303,40 @@ class Clocks:
         return True
 
 
-Walk = Callable[[Events, Clocks], None]
-
-
-def _walked(turns: Turns, copies: Copies | None, walk: Walk) -> list[float]:
-    short, left_out = shortened(turns)
-    if left_out:
-        first, period, rest = events(short, copies, cut=True)
-        clocks = Clocks(short)
-        walk(first, clocks)
-        before = clocks.ranks
-        walk(period, clocks)
-        if clocks.leap(before, period, left_out):
-            walk(rest, clocks)
-            return clocks.compute
-    clocks = Clocks(turns)
-    (order,) = events(turns, copies)
-    walk(order, clocks)
-    return clocks.compute
-
-
 ByPiece = list[tuple[float, float, float, float]]
 """The seconds of `Pieces` by piece."""
 
 
-def walk_passes(turns: Turns, pieces: Pieces, rules: Rules) -> list[float]:
-    """Seconds when each rank's compute ends."""
-    seconds = list(zip(*pieces, strict=True))
-    return _walked(turns, None, partial(_walk, seconds, rules))
-
-
-def _walk(seconds: ByPiece, rules: Rules, order: Events, clocks: Clocks) -> None:
-    compute, host, sent = clocks.compute, clocks.host, clocks.sent
-    waits, held = rules
-    for rank, piece, pass_id, source in zip(
-        order.rank, order.piece, order.pass_id, order.source, strict=True
-    ):
-        at, issued = compute[rank], host[rank]
-        if source != NONE:
-            if (came := sent[source]) > at:
-                at = came
-            if held and at > issued:
-                issued = at
-        taken, from_host, of_host, message_s = seconds[piece]
-        host[rank] = issued + of_host
-        at += taken
-        if (later := issued + from_host) > at:
-            at = later
-        sent[pass_id] = message = at + message_s
-        compute[rank] = message if waits else at
-
-
-def walk_with_copies(
+def walk(
     turns: Turns,
-    copies: Copies,
     pieces: Pieces,
-    copy_times: CopyTimes,
     rules: Rules,
+    copies: Copies | None = None,
+    copy_times: CopyTimes | None = None,
 ) -> list[float]:
-    """Walk passes as `walk_passes` does, with copies during passes.  Copies have separate clocks on
+    """Seconds when each rank's compute ends.  Copies during other passes have separate clocks on
     each rank: a copy to the host begins when its forward has ended, a copy back begins at its entry
     in `events`, and compute waits for both."""
-    seconds = list(zip(*pieces, strict=True))
-    return _walked(turns, copies, partial(_walk_copies, seconds, copy_times, rules))
+    none = [0.0] * turns.stages
+    copy_times = copy_times or CopyTimes(none, none, none, held=False)
+    step = partial(_walk, list(zip(*pieces, strict=True)), copy_times, rules)
+    short, left_out = shortened(turns)
+    if left_out:
+        first, period, rest = events(short, copies, cut=True)
+        clocks = Clocks(short)
+        step(first, clocks)
+        before = clocks.ranks
+        step(period, clocks)
+        if clocks.leap(before, period, left_out):
+            step(rest, clocks)
+            return clocks.compute
+    clocks = Clocks(turns)
+    (order,) = events(turns, copies)
+    step(order, clocks)
+    return clocks.compute
 
 
-def _walk_copies(
+def _walk(
     seconds: ByPiece, copy_times: CopyTimes, rules: Rules, order: Events, clocks: Clocks
 ) -> None:
     compute, host, out, back = clocks.compute, clocks.host, clocks.out, clocks.back

@@ -110,12 +110,14 @@ def variants(
 
 
 def _tuned(registry: Registry, text: str) -> Variant:
-    """A method with settings that the user typed, or a policy by its name."""
+    """A method with settings that the user typed (with a colon and none: as it is, without the
+    policies of its name), or a policy by its name."""
     methods = registry.resolve(text).methods
     if len(methods) > 1:
         raise MethodError(f"{text!r}: name single methods only; search composes them itself")
     entry = registry.entry(methods[0].name)
     cuts, moves = _cuts(entry), entry.moves_passes
+    text = text.removesuffix(":")
     return Variant(entry.name, text, composes="=" in text, cuts=cuts, moves=moves)
 
 

@@ -59,8 +59,8 @@ def estimate_job(spec: Job, method: str, registry: Registry) -> Estimate:
     problem, full = result.problem, fullest_rank(evaluation.ranks)
     total = result.device_total_bytes or 0
     ranks = [
-        dict(zip(KINDS, (rank.parameter, rank.gradient, rank.optimizer, rank.activation_peak,
-                         rank.pools), strict=False))
+        dict(zip(KINDS, (rank.parameter, rank.gradient_at_peak, rank.optimizer,
+                         rank.activation_peak, rank.pools), strict=False))
         for rank in evaluation.ranks
     ]  # fmt: skip
     peak = evaluation.ranks[full].device_peak

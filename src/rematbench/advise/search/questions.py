@@ -1,4 +1,4 @@
-"""Inverse questions and prices of changes, each answered by a series of short searches."""
+"""Inverse questions, each answered by a series of short searches."""
 
 from collections.abc import Iterator
 from contextlib import closing
@@ -39,20 +39,6 @@ A plan that the search returns fits; where it returns none, a plan may still exi
 
 LOOK = 1
 """Rounds of a short look for a plan that fits."""
-
-
-MORE_GIB = (1, 4, 16)
-
-
-RATES = {
-    "PCIe": "pcie_bytes_per_s",
-    "NVLink": "nvlink_bytes_per_s",
-    "NIC": "nic_bytes_per_s",
-    "host DRAM": "dram_bytes_per_s",
-}
-
-
-FASTER = 1.1
 
 
 Answer = tuple[int, Result | None]
@@ -286,34 +272,6 @@ def _enough(reach: Any, least: float, most: int) -> Answer:
     for answer in _answers(reach, low, high, further=twice, most=most, between=between):
         best = answer if answer[1] else best
     return best
-
-
-def prices(request: SearchRequest, run: Rounds) -> Iterator[tuple[str, float]]:
-    """Yield changes of the machine in words, with the seconds of the fastest step after each: first
-    the machine as it is, then a machine with more memory or faster links."""
-    yield "no change", _step_s(request, run)
-    for change, cluster in _changes(request):
-        there = replace(request, spec=request.spec.changed(cluster=cluster, hbm_bytes=None))
-        yield change, _step_s(there, run)
-
-
-def _step_s(request: SearchRequest, run: Rounds) -> float:
-    result = fastest(request, run)
-    return result.fitting_s if result else inf
-
-
-def _changes(request: SearchRequest) -> Iterator[tuple[str, Cluster]]:
-    cluster = _cluster(request)
-    if request.spec.stack.hbm_bytes is not None:
-        cluster = replace(cluster, hbm_bytes=request.spec.stack.hbm_bytes)
-    for name, field in (("device", "hbm_bytes"), ("host", "host_bytes")):
-        for more in MORE_GIB:
-            larger = {field: getattr(cluster, field) + more * GIB}
-            yield f"+{more} GiB of {name} memory", replace(cluster, **larger)
-    for name, field in RATES.items():
-        rate = getattr(cluster, field)
-        if rate is not None:
-            yield f"+10 % of {name}", replace(cluster, **{field: FASTER * rate})
 
 
 def _cluster(request: SearchRequest) -> Cluster:

@@ -97,7 +97,8 @@ def of_trainers(
         if not request.engine and not request.only and _runs(trainer.stacks, job.system):
             alike.setdefault(tuple(trainer.keys), []).append(trainer)
     for methods, trainers in alike.items():
-        found = _fastest(replace(request, only=methods, most_methods=1), run, math.inf, None)
+        exact = tuple(name if ":" in name or name == IDENTITY else f"{name}:" for name in methods)
+        found = _fastest(replace(request, only=exact, most_methods=1), run, math.inf, None)
         best = job.completed([known[0], found[0]])[1] if found else None
         method = best.method if best else ""
         said = [f"{one.name}: {one.keys[method]}" for one in trainers if method in one.keys]

@@ -22,6 +22,7 @@ keeps the input of its linear, so that plans can compute from them again.
 
 from collections.abc import Iterator
 from math import ceil
+from typing import Any
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -82,6 +83,10 @@ def _is_wide(name: str) -> bool:
     return name in WIDE or name.endswith("norm_out")
 
 
+def _reads_weights(kernel: Kernel) -> bool:
+    return isinstance(kernel, Gemm) or (isinstance(kernel, Elementwise) and kernel.of_weights)
+
+
 def _doubled(comm: Comm | None) -> Comm | None:
     """A collective of a linear and of its adapter.  With an all-reduce the adapter's product is
     gathered, at half of an all-reduce's cost."""
@@ -131,8 +136,9 @@ class _Trainer:
         op = replace(op, **self._held(op, whole=whole))
         op = op if whole else self._frozen(op)
         if op.is_matrix and op.inputs[0] not in self.live:
-            inner = tuple(one for one in op.backward_input if not isinstance(one, Gemm))
-            op = replace(op, backward_input=inner if targets else ())
+            inner = tuple(one for one in op.backward_input if not _reads_weights(one))
+            unread = (op.widened_bytes[0], 0)
+            op = replace(op, backward_input=inner if targets else (), widened_bytes=unread)
         for target in targets:
             yield from self._inputs(op, target, split=op.reduce is not None)
         if targets:
@@ -158,7 +164,7 @@ class _Trainer:
             return any(map(work.trains, ends))
         return place.trains and op.name.endswith("norm") and work.trains("norms")
 
-    def _held(self, op: Op, *, whole: bool) -> dict[str, int]:
+    def _held(self, op: Op, *, whole: bool) -> dict[str, Any]:
         """The operator's weights in parameters of the stack, and the number that trains."""
         own, packed = self.system.states.param_bytes, PACKED_BYTES.get(self.work.base_dtype)
         if whole:
@@ -175,8 +181,7 @@ class _Trainer:
         return {
             "parameters": ceil(weights * packed / own) + rest,
             "trained": 0,
-            "scratch_forward_bytes": op.scratch_forward_bytes + largest * self.e,
-            "scratch_backward_bytes": op.scratch_backward_bytes + largest * self.e,
+            "widened_bytes": (largest * self.e,) * 2,
         }
 
     def _wide(self, count: int) -> int:
@@ -214,7 +219,8 @@ class _Trainer:
         count = sum(one.n * one.k * one.batch for one in op.forward if isinstance(one, Gemm))
         names = (*op.inputs[:1], *op.outputs) if self.widened else ()
         casts = sum(self.activations[name].nbytes for name in names if _is_wide(name)) * 3 // 2
-        return memory_kernel(ceil(count * (packed + self.e)) + casts)
+        moved = Elementwise(ceil(count * (packed + self.e)), of_weights=True)
+        return (moved, *([Elementwise(casts, launches=0)] if casts else []))
 
     def _with_bottleneck(self, op: Op) -> Iterator[Op]:
         changed = {

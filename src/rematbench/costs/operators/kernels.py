@@ -47,11 +47,13 @@ class Attention(Struct, frozen=True, tag="attention"):
 
 class Elementwise(Struct, frozen=True, tag="elementwise"):
     """A memory-bound kernel (or a fused run of them): bytes read plus written, kernels launched;
-    `batch`: a loop issues the launches for each of so many groups."""
+    `batch`: a loop issues the launches for each of so many groups; `of_weights`: the bytes are
+    those of weights, all of which some of the rows need too."""
 
     hbm_bytes: int
     launches: int = 1
     batch: int = 1
+    of_weights: bool = False
 
 
 class Named(Struct, frozen=True, tag="named"):

@@ -13,7 +13,8 @@ from rematbench.costs.operators.kernels import Elementwise, Gemm
 from rematbench.costs.operators.ops import memory_kernel
 from rematbench.inputs.layout import Layout
 from rematbench.inputs.system import States
-from rematbench.workload import Memory, Workload
+from rematbench.model import Memory
+from rematbench.workload import Workload
 
 INDEX_BYTES = 8
 
@@ -67,6 +68,18 @@ def add_memory(b: Builder, given: Memory, x: str, out: str, *, owns: bool) -> No
         backward_input=memory_kernel(5 * one),
     )
     b.row("memory_proj", "memory_in", out, hidden, bias=False)
+
+
+def table_on_host(work: Workload, layout: Layout, states: States) -> tuple[int, int, int]:
+    """Bytes of a table in host memory that leave its rank's device, and of the rows that a step of
+    a rank would copy up (for the forward and the backward) and, as gradients, down."""
+    given, hidden = work.model.memory, work.model.hidden
+    assert given is not None
+    each = states.param_bytes + states.grad_bytes + states.optimizer_bytes
+    tokens = layout.num_micro_batches * layout.micro_batch * work.seq_len // layout.cp
+    read = tokens * given.picked * len(given.layers) * hidden
+    up, down = 2 * read * work.element_bytes, read * states.grad_bytes
+    return given.rows * hidden * each, up, down
 
 
 def table_traffic(work: Workload, layout: Layout, states: States) -> tuple[int, int]:

@@ -12,21 +12,21 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from rematbench.costs.operators.kernels import Elementwise, Gemm, Kernel
-from rematbench.workload import AdapterTarget
+from rematbench.model import AdapterTarget
 
-CommKind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "ring"]
-Group = Literal[
-    "tp", "columns", "cp", "ulysses", "dp", "pp", "replica", "ep", "etp", "edp", "expert_replica"
-]
+CommKind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "ring", "amax"]
+"""`amax`: an all-reduce of the largest elements of tensors, a few numbers."""
+DenseGroup = Literal["tp", "columns", "cp", "ulysses", "dp", "pp", "replica", "stage"]
+Group = Literal[DenseGroup, "ep", "etp", "edp", "expert_replica"]
 """`columns`: the ranks that split the other dimension of the matrices that `tp` splits; `ulysses`:
 the ranks of an all-to-all inside context parallelism (an all-to-all alone is among
 `cp`); `dp`: the ranks that share sharded states; `replica`: the ranks that hold equal shards; `ep`:
 the ranks over which a layer's experts are spread; `etp`: those that split an expert; `edp`: those
 that share sharded states of the same part of the same experts; `expert_replica`: those that hold
-equal shards of these."""
+equal shards of these; `stage`: all ranks of a pipeline stage."""
 STREAMS_OF: dict[Group, str] = {
     **{"replica": "dp", "edp": "dp", "expert_replica": "dp"},
-    **{"etp": "ep", "ulysses": "cp", "columns": "tp", "pp": "dp"},
+    **{"etp": "ep", "ulysses": "cp", "columns": "tp", "pp": "dp", "stage": "tp"},
 }
 """The streams of groups that share the stream of another group."""
 Part = Literal["embedding", "layer", "head"]
@@ -68,7 +68,8 @@ class Op(Struct, frozen=True, kw_only=True):
     `backward_weight` are kernels of one rank. Collectives: `gather` runs on the inputs before the
     forward, `regather` on the saved inputs before the backward (the gathered copy is not saved),
     `reduce` on the output after the forward, `grad_gather` on the output's gradient, `grad_reduce`
-    on the input's gradient.
+    on the input's gradient; `amax` and `grad_amax` before these, on the largest element of what is
+    quantised.
 
     `gathered_bytes` is the transient gathered input, `unreduced_bytes` the output before `reduce`.
     An operator whose `reduce` is an all-to-all has no kernel (`exchanges`): output i is input i in
@@ -80,7 +81,9 @@ class Op(Struct, frozen=True, kw_only=True):
 
     `row_local`: each output row depends on the same input row only. `alias_inputs`: inputs whose
     gradient is the same tensor as the output's gradient (a residual addition), so the backward
-    moves no bytes. `scratch_*` are bytes that exist only during the kernel.
+    moves no bytes. `scratch_*` are bytes that exist only during the kernel. `widened_bytes`: so are
+    those of a packed weight that is widened, in the forward and in the backward of the input; some
+    of the rows need all of them.
 
     `holds`: tensors that the caller of a module keeps until the end of this operator, in a forward.
 
@@ -101,6 +104,8 @@ class Op(Struct, frozen=True, kw_only=True):
     reduce: Comm | None = None
     grad_gather: Comm | None = None
     grad_reduce: Comm | None = None
+    amax: Comm | None = None
+    grad_amax: Comm | None = None
     gathered_bytes: int = 0
     unreduced_bytes: int = 0
     row_local: bool = True
@@ -113,6 +118,7 @@ class Op(Struct, frozen=True, kw_only=True):
     replicated: bool = False
     scratch_forward_bytes: int = 0
     scratch_backward_bytes: int = 0
+    widened_bytes: tuple[int, int] = (0, 0)
 
     @property
     def has_weight(self) -> bool:
@@ -188,9 +194,18 @@ class OpTable(Struct, frozen=True, kw_only=True, dict=True):
     def quantised(self) -> int:
         """The number of weights of one rank that products read in quantised copies; weights of
         another layer do not count."""
+        return sum(one.n * one.k * one.batch for one in self._narrow)
+
+    @property
+    def products(self) -> int:
+        """The number of products of quantised weights of one rank."""
+        return sum(one.batch for one in self._narrow)
+
+    @cached_property
+    def _narrow(self) -> list[Gemm]:
         own = [op for op in self.ops if op.parameters]
         gemms = [one for op in own for one in op.forward if isinstance(one, Gemm)]
-        return sum(one.n * one.k * one.batch for one in gemms if one.narrow)
+        return [one for one in gemms if one.narrow]
 
     def op(self, name: str) -> Op:
         """The operator with this name; StopIteration if the table has no such operator."""

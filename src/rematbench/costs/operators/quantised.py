@@ -6,7 +6,9 @@ treat it as any saved tensor.  Where another operator saves the input too, the l
 quantises again in its backward, if the recipe allows it (megatron-core 0.16.1, attention.py and
 shared_experts.py: set_save_original_input).  torchao keeps the input in 16 bits and casts it, and
 the weight, at each use.  Gathers of inputs and of output gradients under sequence parallelism move
-quantised bytes.  Each quantisation reads its tensor in 16 bits and writes its forms.
+quantised bytes, behind a reduction of the largest element where a tensor has one scale from its
+values now (with_amax_reduction of TransformerEngine's linears).  Each quantisation reads its tensor
+in 16 bits and writes its forms.
 Deviations: norms and activations do not write quantised outputs themselves, and the rows of experts
 are not padded to the recipe's multiples.
 """
@@ -23,6 +25,12 @@ from rematbench.inputs.recipes import holds_copies, library_of, recipe_of
 from rematbench.inputs.system import System
 from rematbench.workload import Workload
 
+EAGER_BYTES, EAGER_KERNELS, EAGER_SCRATCH = 33, 6, 8
+"""Of an element that torchao casts outside a compiler: absolute values, their largest, fp32, times
+the scale, between the limits, in 8 bits (torchao 0.9, float8/float8_scaling_utils.py and
+float8_utils.py: bf16 is read twice and copied once, fp32 written and read three times, and two
+tensors of fp32 are alive at a time)."""
+LARGEST = Comm("amax", "tp", 4)
 PLAIN = ("router", "index", "lm_head", "predict_head", "shared_add")
 
 
@@ -106,12 +114,14 @@ class _Quantiser:
             copy_of=x,
             block_rows=self.recipe.rows,
         )
+        amax, changed = changed.amax, replace(changed, amax=None)
         quantise = Op(
             name=copy,
             inputs=(x,),
             outputs=(copy,),
             forward=cast,
             adapts=op.name,
+            amax=amax,
             row_local=self.recipe.rows > 0,
         )
         return [quantise, changed]
@@ -121,12 +131,15 @@ class _Quantiser:
         compiler finds the largest element in the kernel that makes the tensor."""
         passes = 0 if self.compiled else self.recipe.amax_passes
         written = (forms or self.forms) * self.recipe.bits / 8
+        if self.casts and not self.compiled:
+            return (Elementwise(elements * EAGER_BYTES, EAGER_KERNELS, batch),)
         nbytes = elements * (self.e * (1 + passes) + written)
         return (Elementwise(ceil(nbytes), 1 + passes * SCALE_LAUNCHES, batch),)
 
     def _beside(self, elements: int, forms: int = 1) -> int:
         """Bytes of further forms of a tensor that exist during the linear."""
-        return ceil(elements * self.recipe.bits / 8) * (forms if self.forms > 1 else 0)
+        made = ceil(elements * self.recipe.bits / 8) * (forms if self.forms > 1 else 0)
+        return made + (EAGER_SCRATCH * elements if self.casts and not self.compiled else 0)
 
     def _narrow(self, kernels: tuple[Kernel, ...]) -> tuple[Kernel, ...]:
         return tuple(replace(one, narrow=True) if isinstance(one, Gemm) else one for one in kernels)
@@ -141,10 +154,16 @@ class _Quantiser:
         def fewer(comm: Comm | None, share: float) -> Comm | None:
             return comm and Comm(comm.kind, comm.group, ceil(comm.nbytes * share))
 
+        def first(comm: Comm | None) -> Comm | None:
+            gathers = comm is not None and (comm.kind, comm.group) == ("all_gather", "tp")
+            return LARGEST if gathers and self.recipe.reduces == "tensor" else None
+
         gathered = min(1.0, self.recipe.gathered_forms * share)
         return {
             "gather": fewer(op.gather, share),
             "regather": fewer(op.regather, share),
             "gathered_bytes": ceil(op.gathered_bytes * share),
             "grad_gather": fewer(op.grad_gather, gathered),
+            "amax": first(op.gather),
+            "grad_amax": first(op.grad_gather),
         }

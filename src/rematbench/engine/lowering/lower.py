@@ -156,7 +156,7 @@ class _RankLowering:
         self.slices = max(1, len(plan.slices))
         lay, system = problem.layout, problem.system
         self.order = rank_orders(plan, problem)[rank]
-        facts = ChunkFacts.of(plan)._replace(shares=plan.schedule in VOCABULARY)
+        facts = ChunkFacts.of(plan)
         apart = _apart(self.order)
         self.chunks = [
             ChunkOps.of(problem, rank, c, layers, facts._replace(backward_next=c not in apart))

@@ -123,10 +123,10 @@ def gather_block(comm: Comm) -> Block:
     return Block("gather", tuple(w.actions))
 
 
-def norm_block(comm: Comm) -> Block:
+def sum_block(comm: Comm, label: str = "norms", op: str = "norm_gradients") -> Block:
     w = BlockWriter()
-    w.wait(COMPUTE, w.collective(comm, NO_PART, "norm_gradients", [], []))
-    return Block("norms", tuple(w.actions))
+    w.wait(COMPUTE, w.collective(comm, NO_PART, op, [], []))
+    return Block(label, tuple(w.actions))
 
 
 def optimizer_block(nbytes: int, scratch: int, down: int) -> Block:

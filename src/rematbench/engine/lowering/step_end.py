@@ -4,7 +4,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import Protocol
 
+from rematbench.costs.operators.ops import Comm
 from rematbench.engine.lowering.blocks.chunk_ops import ChunkOps
+from rematbench.engine.lowering.passes.emit_op import FP32
 from rematbench.engine.lowering.rank_steps import first_passes, last_backwards
 from rematbench.engine.lowering.states.emit_buckets import buckets_of
 from rematbench.engine.lowering.states.emit_states import (
@@ -26,9 +28,9 @@ from rematbench.engine.lowering.states.state_shards import has_whole_gradients, 
 from rematbench.engine.lowering.step_blocks import (
     free_block,
     gather_block,
-    norm_block,
     optimizer_block,
     reduce_block,
+    sum_block,
     tied_recv_block,
     tied_send_block,
     wait_block,
@@ -74,11 +76,12 @@ def emit_step_end(steps: Steps, plan: Plan, problem: Problem) -> None:
     if lay.sequence_parallel and not updated and not summed:
         norms = sum(unit.norm_parameters for chunk in steps.chunks for unit in chunk.units)
         comm = norm_reduction(system, norms, gradient.shards)
-        steps.add(("norms", comm), partial(norm_block, comm), sites[0])
+        steps.add(("norms", comm), partial(sum_block, comm), sites[0])
     if steps.rank in (problem.embedding_ranks or ()):
         _tied_embeddings(steps, problem)
     if not updated:
         _update(steps, plan, problem)
+    _end_amaxes(steps, problem)
     _free_shards(steps, plan, problem)
     gathered = plan.state("parameter").gather == "step" and lay.has_peers
     if gathered and not system.zero.gather_overlap:
@@ -86,6 +89,22 @@ def emit_step_end(steps: Steps, plan: Plan, problem: Problem) -> None:
             counts = _parameters(chunk), _expert_parameters(chunk)
             for comm in parameter_gathers(lay, system, *counts):
                 steps.add(("gather", comm), partial(gather_block, comm), sites[chunk.chunk])
+
+
+def _end_amaxes(steps: Steps, problem: Problem) -> None:
+    """Reduce, behind the update of quantised parameters, the largest elements of shards of weights,
+    or of their blocks where scales are in fp32 (TransformerEngine 2.x, pytorch/tensor/utils.py:
+    cast_master_weights_to_fp8; torchao 0.9, float8/fsdp_utils.py:
+    precompute_float8_dynamic_scale_for_fsdp)."""
+    recipe, tables = problem.cost.recipe, [u.table for c in steps.chunks for u in c.units]
+    whole = problem.layout.has_peers and problem.workload.fp8_params
+    if recipe is None or recipe.wide_gather or not whole:
+        return
+    tile = recipe.block**2
+    numbers = sum(-(-each.quantised // tile) if tile else each.products for each in tables)
+    comm = Comm("amax", "dp", FP32 * numbers)
+    build = partial(sum_block, comm, "amaxes", "amaxes")
+    steps.add(("amaxes", comm), build, Pass(False, 0, 0))
 
 
 def _end_held(steps: Steps, plan: Plan, problem: Problem) -> None:

@@ -59,6 +59,7 @@ COMM_KIND: dict[CommKind, Kind] = {
     "all_reduce": Kind.ALL_REDUCE,
     "all_to_all": Kind.ALL_TO_ALL,
     "ring": Kind.RING,
+    "amax": Kind.ALL_REDUCE,
 }
 
 

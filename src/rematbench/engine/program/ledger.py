@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 from msgspec import Struct
 
-from rematbench.engine.program.action import Action, Alloc
+from rematbench.engine.program.action import Action, Alloc, Kind
 from rematbench.engine.program.profile import Profile, program_profiles
 from rematbench.engine.program.program import Part, Program, RankProgram
 from rematbench.engine.program.storage import HOST, Slot, Storage
@@ -107,6 +107,28 @@ def _walk(rank: RankProgram, profiles: Sequence[Profile]) -> RankLedger:
         device_left_bytes=device_left,
         host_left_bytes=host_left,
     )
+
+
+def fresh_peak(rank: RankProgram) -> int:
+    """Return the peak of a rank's activations and gradients together in the only micro-batch of a
+    step, whose backward allocates the gradients of each unit."""
+    units = rank.late.units if rank.late else {}
+    made = {unit: sum(map(sum, late.gradients.values())) for unit, late in units.items()}
+    best = live = gradients = 0
+    sizes: dict[Storage, int] = {}
+    for step in rank.steps:
+        for action in rank.blocks[step.block].actions:
+            if action.kind is Kind.BACKWARD_WEIGHT:
+                gradients += made.pop((step.chunk, action.part), 0)
+            elif action.kind is Kind.OPTIMIZER:  # also those whose weights have no kernel
+                gradients, made = gradients + sum(made.values()), {}
+            for alloc in action.allocs:
+                if alloc.storage.place != HOST and not alloc.slot:
+                    sizes[alloc.storage] = alloc.nbytes
+                    live += alloc.nbytes
+            best = max(best, live + action.scratch + gradients)
+            live -= sum(sizes.pop(freed, 0) for freed in action.frees)
+    return best
 
 
 def live_bytes(actions: Iterable[tuple[Action, int, int]]) -> Iterable[tuple[int, int]]:

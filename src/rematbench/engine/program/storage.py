@@ -254,6 +254,10 @@ STEP = {"f": 1, "b": -1, "f^": -1, "b^": 1, "f@": 0, "b@": 0}
 from the last rank (^); and between the last rank's two chunks, where a micro-batch turns (@)."""
 
 
+OF_VOCABULARY = "xsg"
+"""Messages between any two stages that share a vocabulary: the output, and the ends of parts."""
+
+
 def stage_of(word: str, rank: int, pp: int, *, receives: bool) -> int:
     """Return the virtual stage, counted from the chunk's first, of the rank that receives or sends
     a message with this word."""

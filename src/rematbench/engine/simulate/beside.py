@@ -49,9 +49,10 @@ def op_seconds(problem: Problem, op: Op, rank: int, comm_s: CommSeconds) -> OpSe
         return max(kernel_s, beside_s)
 
     fused = gemm and op.name != "attention"
-    brought = (op.grad_gather, gemm and op.has_weight), (op.regather, split)
+    brought = (op.grad_amax, False), (op.grad_gather, gemm and op.has_weight), (op.regather, split)
+    made = (op.amax, False), (op.gather, fused), (op.reduce, fused and op.has_weight)
     return OpSeconds(
-        after(cost.op_s(op, "forward"), (op.gather, fused), (op.reduce, fused and op.has_weight)),
+        after(cost.op_s(op, "forward"), *made),
         after(cost.op_s(op, "backward_input"), *brought),
         after(cost.op_s(op, "backward_weight"), (op.grad_reduce, split)),
     )

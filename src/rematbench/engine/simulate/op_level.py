@@ -15,7 +15,7 @@ from msgspec import Struct
 from rematbench.engine.program.action import STREAM_INDEX, STREAMS, Action, Kind
 from rematbench.engine.program.ledger import Interval
 from rematbench.engine.program.program import Block, Program, RankProgram
-from rematbench.engine.program.storage import Event, stage_of
+from rematbench.engine.program.storage import OF_VOCABULARY, Event, stage_of
 
 TIMELESS = (Kind.FREE, Kind.ALLOC, Kind.RECV)
 """Kinds of actions that the simulation leaves out (a RECV's event is the message's arrival)."""
@@ -94,8 +94,6 @@ pipeline."""
 
 SLICED = 1 << 13
 """The distance between the messages of two slices of one sequence."""
-OF_VOCABULARY = "xsg"
-"""Messages between any two stages that share a vocabulary: the output, and the ends of parts."""
 
 
 def pass_number(micro_batch: int, chunk: int, pp: int) -> int:

@@ -10,6 +10,7 @@ from rematbench.costs.copies import NO_TRAFFIC, CopyTraffic
 from rematbench.costs.operators.experts import ROUTED
 from rematbench.costs.operators.launches import COUNTS, uncaptured
 from rematbench.costs.operators.ops import Comm, Group, Op, OpTable
+from rematbench.costs.states import PARAMETER_STAGE
 from rematbench.engine.lowering.slices import slice_problems
 from rematbench.engine.lowering.states.state_shards import quantised_weights
 from rematbench.engine.program.action import (
@@ -23,12 +24,11 @@ from rematbench.engine.program.action import (
     Kind,
 )
 from rematbench.engine.program.program import Program
-from rematbench.engine.program.storage import STEP
+from rematbench.engine.program.storage import OF_VOCABULARY, STEP
 from rematbench.engine.simulate.beside import Exposed, exposed_shares
 from rematbench.engine.simulate.copy_contention import PieceTraffic, copy_traffic, piece_traffic
 from rematbench.engine.simulate.op_level import (
     NO_TIME,
-    OF_VOCABULARY,
     ORDERING,
     RankedSeconds,
     Timing,
@@ -71,6 +71,7 @@ class ActionCosts:
             self._begins = [*map(_graph_begins, kinds, self._eager)]
         else:
             self._begins = [_region_begins(table) for table in kinds]
+        self._hook_s = system.zero.hook_s * (problem.layout.zero_stage == PARAMETER_STAGE)
         self._waits_for_messages = system.holds_host(vpp)
         self._blocks = system.host.launch_blocking
         layout, experts = problem.layout, problem.workload.model.experts
@@ -143,12 +144,14 @@ class ActionCosts:
         if action.op in ROUTED and (eager or not self._graphs):
             launch_s *= self.cost.common.expert_pace
         if action.kind not in DIRECTION:
-            return launch_s
+            gathers = action.kind is Kind.ALL_GATHER and action.stream == "dp"
+            return launch_s + self._hook_s * gathers
         op, direction = self._op(action, rank), DIRECTION[action.kind]
         calls, loops_s = self.cost.calls(op, direction), self.cost.loops_s(op, direction)
         if not eager:
             calls, loops_s = min(1, calls), 0.0
-        return calls * launch_s + loops_s
+        hook_s = self._hook_s if op.has_weight and direction != "backward_weight" else 0.0
+        return calls * launch_s + loops_s + hook_s
 
     def _inside(self, action: Action) -> bool:
         """Whether an action is in a layer's CUDA graph or compiled region but is not its first

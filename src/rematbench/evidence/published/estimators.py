@@ -5,6 +5,7 @@ from typing import Literal
 from msgspec import Struct
 
 from rematbench.inputs.layout import Layout
+from rematbench.problem import Problem
 from rematbench.workload import Model
 
 
@@ -49,20 +50,22 @@ def fujii_estimate(model: Model, layout: Layout, seq_len: int) -> Estimate:
     )
 
 
-def phaze_estimate(
-    parameters: int, stage_bytes: float, stash_bytes: float, stages: int
-) -> Estimate:
-    """Per-GPU bytes of the first of `stages` pipeline stages with `parameters` on a GPU.
-
-    Source: Wang et al., PHAZE, ICML 2024 (msr-fiddle/phaze, its solver): weights twice and once
-    more for Adam, in 2 bytes each; the activations of one micro-batch, `stage_bytes`, and what the
-    other stages - 1 micro-batches in flight keep: `stash_bytes` each, which are the activations, or
-    the stage's input where the stage recomputes.
-    """
-    return Estimate(
-        state_bytes=3 * 2 * parameters,
-        activation_bytes=stage_bytes + (stages - 1) * stash_bytes,
+def fujii_refusal(problem: Problem) -> str:
+    """The reason why Fujii's formula does not cover a problem; empty if it does."""
+    lay, model = problem.layout, problem.workload.model
+    rules = (
+        (problem.attention != "flash", "assumes flash attention"),
+        (not model.gated, f"assumes a gated MLP, not {model.mlp}"),
+        (lay.tp > 1 and not lay.sp, "assumes sequence parallelism with tp"),
+        (
+            lay.zero_stage != 1,
+            f"assumes a distributed optimizer (zero 1), not zero {lay.zero_stage}",
+        ),
+        (lay.ulysses > 1, "has no term for ulysses"),
+        (model.experts is not None, "has no term for experts"),
+        (model.drops, "assumes no dropout"),
     )
+    return next((text for broken, text in rules if broken), "")
 
 
 Recomputation = Literal["none", "selective", "full"]

@@ -44,11 +44,12 @@ from rematbench.inputs.load import (
 )
 from rematbench.inputs.stages import partition_of_sizes, stages_of, stages_text
 from rematbench.inputs.system import StackChoice, System, ZeroStage, with_facts
+from rematbench.model import GATED
 from rematbench.plan import Unsupported
 from rematbench.plugins.registry import IDENTITY, MethodError, Registry, Value
 from rematbench.problem import Problem
 from rematbench.solve.recompute_modules import MODULES
-from rematbench.workload import GATED, Experts, Latent, Model, Work
+from rematbench.workload import Experts, Latent, Model, Work
 
 ASSUMED = "unknown model: norms, biases and positions taken from"
 """Start of the remark that a row's model is not in config/models."""
@@ -127,8 +128,6 @@ def read_case(row: Row, registry: Registry) -> PublishedCase:
         if method != IDENTITY:
             raise RowError("unsupported", f"{passes} with {method} is not predicted from rows")
         method, settings = passes, {}
-    if system.kernels.compiled and "held" in settings:
-        settings = {key: value for key, value in settings.items() if key != "held"}
     cluster = _shipped("cluster", words.job.pop("cluster", text(row, "cluster")))
     if not cluster:
         raise RowError("failed", "column cluster is missing or empty")
@@ -141,7 +140,7 @@ def read_case(row: Row, registry: Registry) -> PublishedCase:
         assumed = "; ".join(filter(None, (assumed, "experts balanced")))
     if stack := version_of(text(row, "system")):
         assumed = "; ".join(filter(None, (assumed, f"{text(row, 'system')} taken for {stack}")))
-    moved = whole(row, "layers_of_last_stage") if words.job.pop("moved", 0) else None
+    moved = whole(row, "layers_of_last_stage", least=0) if words.job.pop("moved", 0) else None
     stages = _stages(row, model.num_layers, layout, words.job.pop("ends", 0), moved)
     return PublishedCase.at(
         replace(layout, stages=stages),

@@ -138,9 +138,9 @@ def spelled(word: str, terms: Iterable[str]) -> tuple[str, str] | None:
     parts, known = _parts(word), _index(tuple(terms))
     for number in ("", *filter(NUMBER.fullmatch, parts)):
         spelling = ["N" if part == number else part for part in parts]
-        for form in ("".join(spelling), " ".join(sorted(spelling))):
-            if form in known:
-                return known[form], number
+        term = known.get("".join(spelling), known.get(" ".join(sorted(spelling))))
+        if term is not None:
+            return term, number
     return None
 
 

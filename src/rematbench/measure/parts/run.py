@@ -14,7 +14,6 @@ from rematbench.host.console import CommandError
 from rematbench.host.files import write_atomically
 from rematbench.inputs.paths import data_dir
 from rematbench.measure.layer_suite import load_layers
-from rematbench.measure.parts.actions import measure_actions
 from rematbench.measure.parts.checks import SUMMARY, Ran, Summary, findings, read_summary
 from rematbench.measure.parts.layers import measure_layers
 from rematbench.measure.parts.searched_plans import load_searched, measure_searched
@@ -33,16 +32,14 @@ RECORDS = ("lossless", "large")
 """Parts that write a record per cell; the names of their problems begin with the part's name."""
 ON_DEMAND = {
     "baselines": 180.0,
-    "actions": 200.0,
     "layers": 560.0,
     "searched": 560.0,
 }
-"""Seconds that each part may take that runs only on request: steps of real packages, the
-actions of a step, predicted steps by turns, and by turns the plans of a search."""
+"""Seconds that each part may take that runs only on request: steps of real packages, predicted
+steps by turns, and by turns the plans of a search."""
 ENDS_S = 25.0
 """Seconds of a part with a line for each measurement that are left for its last one to end."""
 SUITES: dict[str, tuple[str, Callable[[Path], object]]] = {
-    "actions": ("gpu_layers.yaml", load_layers),
     "layers": ("gpu_layers.yaml", load_layers),
     "searched": ("gpu_searched.yaml", load_searched),
 }
@@ -210,12 +207,6 @@ def _baselines(request: GpuRequest) -> None:
         keep_record(record, request.output / "baselines", name)
 
 
-def _actions(request: GpuRequest) -> None:
-    suite, limit_s = load_layers(request.file("actions")), request.limit_s("actions") - ENDS_S
-    out = request.output / "actions.jsonl"
-    measure_actions(suite, request.only, out, request.device, limit_s)
-
-
 def _layers(request: GpuRequest) -> None:
     suite, limit_s = load_layers(request.file("layers")), request.limit_s("layers") - ENDS_S
     measure_layers(suite, request.only, request.output, request.device, limit_s)
@@ -230,7 +221,6 @@ PARTS: dict[str, Callable[[GpuRequest], None]] = {
     "lossless": _lossless,
     "large": _large,
     "baselines": _baselines,
-    "actions": _actions,
     "layers": _layers,
     "searched": _searched,
 }

@@ -9,8 +9,7 @@ tables have no published cause and are counted separately.
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rematbench.evidence.published.closed_forms import fujii_refusal
-from rematbench.evidence.published.estimators import SAFE_SHARE, fujii_estimate
+from rematbench.evidence.published.estimators import SAFE_SHARE, fujii_estimate, fujii_refusal
 from rematbench.evidence.published.row_cases import read_case
 from rematbench.evidence.published.sheets import RowError
 from rematbench.inputs.configfile import ConfigError

@@ -1,6 +1,8 @@
 """What FP8 buys: published steps beside steps of the same job in bf16, and ours."""
 
-from collections.abc import Iterable, Mapping
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain, combinations
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -15,14 +17,34 @@ JOB = ("source", "system", "gpu", "model", "gpus", "seq_len", "global_batch", "r
 counts with the recipe."""
 PEAK = "peak_device_bytes"
 LAYOUT = ("tp", "cp", "pp")
+PAIR = ("source", "gpu", "model", "gpus", "seq_len", "global_batch")
+"""The columns of a job whose steps are put in order, whatever else differs."""
+LEAST = 1.05
+"""The least ratio of two published speeds whose order counts."""
 Row = Mapping[str, Any]
 
 
 def build(cells: Path) -> Table:
-    return fp8_table(of_sheet(read_predicted(cells), "fp8.csv"))
+    rows = list(read_predicted(cells))
+    dense = of_sheet(rows, "fp8.csv")
+    return fp8_table(dense, [*right_orders(dense), *right_orders(of_sheet(rows, "moe.csv"))])
 
 
-def fp8_table(rows: Iterable[Row]) -> Table:
+def right_orders(rows: Iterable[Row]) -> Iterator[bool]:
+    """Whether the predicted order of two published steps of one job is right, for pairs of which
+    one at least is quantised and whose speeds differ by more than LEAST."""
+    jobs: dict[tuple[str, ...], list[Row]] = defaultdict(list)
+    for row in rows:
+        if row[SPEED] and row[f"pred_{SPEED}"]:
+            jobs[tuple(row[key] for key in PAIR)].append(row)
+    for a, b in chain.from_iterable(combinations(own, 2) for own in jobs.values()):
+        theirs, ours = (float(a[key]) / float(b[key]) for key in (SPEED, f"pred_{SPEED}"))
+        plain = {a["precision"], b["precision"]} <= {"", "bf16", "fp16"}
+        if not plain and max(theirs, 1 / theirs) > LEAST:
+            yield (theirs > 1) == (ours > 1)
+
+
+def fp8_table(rows: Iterable[Row], orders: list[bool]) -> Table:
     """A line for each model, GPU, stack and recipe: the mean gain over twins, published and ours,
     the mean error of the speed in FP8, and, where both twins print a peak, the mean ratio of
     their bytes, published and ours."""
@@ -55,4 +77,6 @@ def fp8_table(rows: Iterable[Row]) -> Table:
             }
             for place, values in sorted(found.items())
         ),
+        right=str(sum(orders)),
+        pairs=str(len(orders)),
     )

@@ -98,15 +98,10 @@ def digest(paths: Iterable[Path]) -> str:
 
 
 def method_digest(origins: Iterable[str]) -> str:
-    found: set[Path] = set()
-    names = []
-    for origin in origins:
-        path = Path(origin)
-        if path.is_file():
-            found |= {path, *closure(tuple(sorted(_imports(path))))}
-        else:
-            names.append(origin)
-    return digest(found) + "".join(sorted(names))
+    """The digest of methods' files and of the modules that they import."""
+    files = set(map(Path, origins))
+    imported = {name for path in files for name in _imports(path)}
+    return digest(files | set(closure(tuple(sorted(imported)))))
 
 
 # Why: docs/decisions/worlds.md, Does an executed cell's key hash all of src?

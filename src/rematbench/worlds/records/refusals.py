@@ -3,10 +3,12 @@
 from math import gcd
 
 from rematbench.costs.operators.ops import OpTable
+from rematbench.costs.states import GRADIENT_STAGE
 from rematbench.engine.lowering.states.state_shards import has_whole_gradients
 from rematbench.inputs.shapes import shapes
 from rematbench.plan import VOCABULARY, Plan
 from rematbench.problem import Problem, gathered_bytes, trained_operators
+from rematbench.workload import PACKINGS, Packing
 
 EXECUTED = (
     *("experts", "latent attention", "memory layers"),
@@ -31,7 +33,10 @@ def refusals(problem: Problem, plan: Plan) -> list[str]:
         and (model.latent.rope if model.latent else model.head_dim) % 2 != 0,
         "slices of several sequences, or with sequence parallelism": bool(plan.slices)
         and (lay.micro_batch > 1 or lay.sequence_parallel),
-        "a vocabulary over all stages": plan.schedule in VOCABULARY,
+        "a vocabulary over all stages with states in host memory, or updated in the backward": (
+            plan.schedule in VOCABULARY
+            and (plan.state("optimizer").home, plan.state("optimizer").update) != ("device", "step")
+        ),
         "soft caps": model.attention_soft_cap != 0 or model.logit_soft_cap != 0,
         "norms over each head with tensor parallelism and without sequence parallelism": (
             model.qk_norm and lay.tp > 1 and not lay.sequence_parallel
@@ -59,7 +64,8 @@ def refusals(problem: Problem, plan: Plan) -> list[str]:
         and lay.zero_stage > 0,
         "outputs that a pipeline stage holds": system.parallel.holds_outputs and lay.pp > 1,
         "replicas of sharded states": lay.state_shards < lay.dp * lay.cp,
-        "attention over slices of heads": any(run.of == "heads" for run in plan.mini_sequences),
+        "quantised linears over slices of heads": problem.workload.recipe != "none"
+        and any(run.of == "heads" for run in plan.mini_sequences),
         "a second tensor dimension over data-parallel ranks": lay.tp_columns > 1 and lay.has_peers,
         "memory layers over data-parallel ranks": model.memory is not None and lay.has_peers,
         "KV heads replicated over tp": model.num_kv_heads % lay.tp != 0,
@@ -90,11 +96,16 @@ def uneven_experts(problem: Problem) -> bool:
 
 def _refused_of_adapters(problem: Problem) -> dict[str, bool]:
     """Refusals of a model of which only a part trains."""
-    work, lay = problem.workload, problem.layout
+    work, lay, model = problem.workload, problem.layout, problem.workload.model
+    packed = work.base_dtype in PACKINGS
     others = bool(work.trained_parts or work.frozen_layers or work.dora or work.bottleneck)
     return {
         "weights that do not train, other than with low-rank adapters": others,
-        f"frozen weights in {work.base_dtype}": work.base_dtype != "stack",
+        f"frozen weights in {work.base_dtype}": work.base_dtype != "stack"
+        and not PACKINGS.get(work.base_dtype, Packing(4)).block,
+        "packed weights that ranks share by unit, of memory layers, or beside a prediction": packed
+        and (lay.zero_stage >= GRADIENT_STAGE or model.memory is not None or model.mtp_layers > 0),
+        "frozen norms in fp32": work.fp32_norms and work.element_bytes < SUM_BYTES["fp32"],
         f"what trains in {work.trained_dtype}": work.trained_dtype != "stack",
         "adapters over tensor-parallel ranks": work.partly and lay.tp > 1,
         "adapters of models with experts": work.partly and work.model.experts is not None,
@@ -109,8 +120,12 @@ def _refused_of_recipes(problem: Problem) -> dict[str, bool]:
     given = work.recipe != "none"
     return {
         "a recipe in FP4": work.recipe == "nvfp4",
+        "scales of whole rows": work.recipe == "fp8-rows",
         "quantised parameters": work.fp8_params,
         "quantised linears with tensor or context parallelism": given and lay.tp * lay.cp > 1,
+        "scales of earlier steps over data-parallel ranks": (
+            work.recipe == "fp8-delayed" and lay.has_peers
+        ),
         "quantised experts": given and work.model.experts is not None,
         "quantised projections of latent attention": given and work.model.latent is not None,
     }

@@ -159,12 +159,10 @@ def _holders(ranks: list[RankResult], name: str) -> list[list[RankResult]]:
     """The ranks that together hold one copy of a parameter: for each part the ranks of its
     shards."""
     having = [r for r in ranks if name in r.gradients[0]]
-    stage = min(r.place.pp for r in having)
     parts: dict[int, dict[int, RankResult]] = {}
-    for rank in having:
+    for rank in sorted(having, key=lambda rank: rank.place.pp):
         shard = rank.gradients[0][name]
-        if rank.place.pp == stage:
-            parts.setdefault(shard.part, {}).setdefault(shard.number, rank)
+        parts.setdefault(shard.part, {}).setdefault(shard.number, rank)
     return [[parts[part][n] for n in sorted(parts[part])] for part in sorted(parts)]
 
 

@@ -53,6 +53,7 @@ class Tracker(DispatchMode):
         self._known: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._sizes: dict[int, tuple[int, bool]] = {}
         self._excluded: set[int] = set()
+        self._outside: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._states: list[torch.UntypedStorage] = []
 
     def exclude(self, tensors: Iterable[Tensor]) -> None:
@@ -65,6 +66,13 @@ class Tracker(DispatchMode):
             if key not in self._excluded:
                 self._excluded.add(key)
                 self._states.append(storage)
+
+    def forget(self, tensor: Tensor) -> None:
+        """Take a storage of the transport out of the count, for its lifetime."""
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        self._remove(key)
+        self._outside[key] = weakref.ref(storage, lambda _, key=key: self._outside.pop(key, None))  # type: ignore[misc]
 
     @contextmanager
     def on_host(self) -> Iterator[None]:
@@ -109,7 +117,7 @@ class Tracker(DispatchMode):
 
     def _register(self, storage: torch.UntypedStorage, *, host: bool = False) -> None:
         key = storage._cdata
-        if key in self._excluded or key in self._known:
+        if key in self._excluded or key in self._outside or key in self._known:
             return
         nbytes = storage.nbytes()
         self._known[key] = weakref.ref(storage, lambda _, key=key: self._remove(key))  # type: ignore[misc]

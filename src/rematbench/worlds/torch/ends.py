@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from rematbench.worlds.torch import arithmetic
 from rematbench.worlds.torch.groups import Group
@@ -19,7 +20,10 @@ def embedding(call: Call) -> Tensors:
     model = call.model
     table = call.parameter("embedding").value
     whole = model.problem.layout.tp == 1
-    out = arithmetic.embed(_ids(call), table, model.vocab_start, whole=whole)
+    if model.shares:  # the rows of all stages' tables
+        out = model.looked_up[call.span.micro_batch].clone()
+    else:
+        out = arithmetic.embed(_ids(call), table, model.vocab_start, whole=whole)
     if _positions(call) and model.tp_rank == 0:  # one rank of the group adds them
         out = out + call.parameter("position").value[call.rows(model.where)]
     return {call.op.outputs[0]: out}
@@ -40,7 +44,11 @@ def embedding_weight(call: Call) -> None:
     ids = _ids(call)
     total = call.parameter("embedding").grad
     whole = model.problem.layout.tp == 1
-    arithmetic.embed_backward(total, call.grads[0], ids, model.vocab_start, whole=whole)
+    if model.shares:
+        with _disable_current_modes():  # outside the ledger, as a message's copy
+            model.input_gradients[call.span.micro_batch] = call.grads[0].clone()
+    else:
+        arithmetic.embed_backward(total, call.grads[0], ids, model.vocab_start, whole=whole)
     if _positions(call):
         total = call.parameter("position").grad
         total.index_add_(0, call.rows(model.where), call.grads[0].to(total.dtype))
@@ -65,19 +73,30 @@ def _labels(call: Call) -> tuple[Tensor, float]:
 def finish_loss(call: Call, group: Group) -> Tensor:
     """Turn logits into softmax in place, over vocabulary shards; return the weighted sum of
     losses."""
-    model, saved = call.model, call.tensors[SAVED[call.op.name]]
     labels, weight = _labels(call)
+    saved = call.tensors[SAVED[call.op.name]]
+    _, total, target = softmax(saved, labels, call.model.vocab_start, group)
+    losses = (total.log() - target).masked_fill(labels == arithmetic.IGNORED, 0.0)
+    return losses.sum() * weight
+
+
+def softmax(
+    saved: Tensor, labels: Tensor, start: int, group: Group
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Turn the logits of a vocabulary shard from `start` on into softmax over the shards of a
+    group, in place.  Returns of each token the largest logit, the sum of exponentials, and how far
+    its label's logit lies from the largest (0 if no shard has the label)."""
     top = saved.amax(-1)
     group.all_reduce(top, "max")
+    top.clamp_(min=torch.finfo(top.dtype).min)  # of a shard with padded columns only
     saved.sub_(top[:, None])
-    column, mine = arithmetic.in_shard(labels, model.vocab_start, saved.shape[-1])
+    column, mine = arithmetic.in_shard(labels, start, saved.shape[-1])
     target = saved.gather(1, column[:, None])[:, 0].masked_fill(~mine, 0.0)
     saved.exp_()
     sums = torch.stack([saved.sum(-1), target])
     group.all_reduce(sums)
-    saved.div_(sums[0][:, None])
-    losses = (sums[0].log() - sums[1]).masked_fill(labels == arithmetic.IGNORED, 0.0)
-    return losses.sum() * weight
+    saved.div_(sums[0].clamp(min=torch.finfo(top.dtype).tiny)[:, None])
+    return top, sums[0], sums[1]
 
 
 def loss_backward(call: Call) -> Tensors:

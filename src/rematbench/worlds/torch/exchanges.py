@@ -1,12 +1,4 @@
-"""Collectives and point-to-point messages of actions, on the storages of a rank.
-
-Ulysses (DeepSpeed-Ulysses, arXiv 2309.14509) moves a tensor between two orders by all-to-all. In
-the order of rows a rank has its part of every sequence with all heads: rows x (heads head_dim). In
-the order of heads a rank has all rows with its part of the heads: (ranks rows) x (heads of a rank
-head_dim), the rows of rank 0 first. So a rank's row stands for the same row of every peer, and
-shares of rows mean the same in both orders. With fewer KV heads than ranks, each head goes to
-several ranks, and the gradients of its copies are summed.
-"""
+"""Collectives and point-to-point messages of actions, on the storages of a rank."""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -22,37 +14,15 @@ from rematbench.costs.operators.ops import Activation
 from rematbench.engine.lowering.slices import MARK
 from rematbench.engine.program.action import COMPUTE, Action, Kind
 from rematbench.engine.program.program import Program
-from rematbench.engine.program.storage import STEP, ModelPart, Storage, stage_of
+from rematbench.engine.program.storage import OF_VOCABULARY, STEP, ModelPart, Storage, stage_of
 from rematbench.inputs.layout import Layout
 from rematbench.worlds.torch.groups import Channel, Group, Groups
+from rematbench.worlds.torch.heads import heads_to_rows, put, rows_to_heads
 from rematbench.worlds.torch.parameters import Parameter
 from rematbench.worlds.torch.rank_model import RankModel
 from rematbench.worlds.torch.storages import Memory, Span, Value
 from rematbench.worlds.torch.streams import Mark, PendingMessage, Streams
 from rematbench.worlds.torch.unit_states import UnitStates
-
-
-def rows_to_heads(out: Tensor, rows: Tensor, group: Group, head_dim: int) -> None:
-    """Fill `out` in the order of heads from `rows` in the order of rows."""
-    split = rows.view(rows.shape[0], -1, head_dim)
-    if split.shape[1] < group.size:
-        split = split.repeat_interleave(group.size // split.shape[1], 1)
-    parts = split.reshape(rows.shape[0], group.size, -1).transpose(0, 1)
-    group.all_to_all(out, parts.contiguous())
-
-
-def heads_to_rows(out: Tensor, heads: Tensor, group: Group, head_dim: int) -> None:
-    """Fill `out` in the order of rows from `heads` in the order of heads; sum copies of heads."""
-    parts = torch.empty_like(heads)
-    group.all_to_all(parts, heads)
-    rows = parts.view(group.size, out.shape[0], -1).transpose(0, 1)
-    kept = out.shape[1] // head_dim
-    if kept < group.size:
-        summed = rows.reshape(out.shape[0], kept, -1, head_dim).sum(2)
-        out.copy_(summed.view(out.shape))
-    else:
-        out.view(rows.shape).copy_(rows)
-
 
 STATE_PEERS = ("dp", "edp")
 """The groups over which states are shared: of experts, and of everything else."""
@@ -108,6 +78,7 @@ class Exchanges:
         """Send each rank of the group its rows. Under Ulysses, bring tensors into the other order,
         or their gradients back."""
         group, head_dim = self.group(action), self.model.kind.head_dim
+        heads = self.model.heads(action)
         back = action.reads[0].is_gradient
         to_heads = (action.op == "to_heads") != back
         move: Callable[[Tensor, Tensor], None] = group.all_to_all
@@ -116,11 +87,14 @@ class Exchanges:
             move = partial(turn, group=group, head_dim=head_dim)
         for source, target, width in self._pairs(action, span.chunk, back=back):
             sent = self.memory[span.key(source)].rows(span.first, span.size)
-            shape = (sent.shape[0] // group.size, width)
+            if heads and source.piece is None:
+                sent = heads.of("attn_out", sent, 1)
+            columns = width // heads.pieces(target.tensor) if heads else width
+            shape = (sent.shape[0] // group.size, columns)
             if action.op not in ORDERS:
                 shape = (sent.shape[0], sent.shape[1])
             elif to_heads:
-                shape = (sent.shape[0] * group.size, width // group.size)
+                shape = (sent.shape[0] * group.size, columns // group.size)
             with self._output_pool(stays=target in {alloc.storage for alloc in action.allocs}):
                 out = sent.new_empty(shape)
             self.streams.run(action.stream, partial(move, out, sent), out)
@@ -149,8 +123,10 @@ class Exchanges:
             self.memory.put(span.key(target), Value(out, span.first, span.size))
             return
         rows = self.memory[span.key(target)].view(span.first, span.size)
-        write = rows.add_ if target.is_gradient else rows.copy_
-        self.streams.run(action.stream, lambda: write(out.view(rows.shape)))
+        if target.is_gradient:
+            self.streams.run(action.stream, partial(rows.add_, out.view(rows.shape)))
+        else:
+            self.streams.run(action.stream, partial(put, rows, out, self.model.heads(action)))
 
     def _several(self, action: Action, chunk: int) -> list[Activation]:
         """The tensors that an action gathers, or whose gradients it scatters: the operator's inputs
@@ -357,6 +333,11 @@ def message(layout: Layout, stage: int, action: Action, span: tuple[int, int]) -
     the closing links of the rings. A message to the rank's other chunk takes no channel."""
     pp, (micro_batch, chunk) = layout.pp, span
     sends = action.kind is Kind.SEND
+    if action.op[0] in OF_VOCABULARY:
+        word = action.op if sends or not action.event else action.event.message
+        other = int(word[1:] or pp - 1)
+        ends = (stage, other) if sends else (other, stage)
+        return Message(Channel(word[0], *ends), micro_batch)
     if action.op == "tied":
         ends = (stage, pp - 1 - stage) if sends else (pp - 1 - stage, stage)
         return Message(Channel("b" if ends[0] == 0 else "f", *ends), TIED_TAG)
@@ -421,22 +402,27 @@ class Messages:
         mark.messages, self.pending = self.pending, []
         mark.callbacks, self.callbacks = self.callbacks, []
 
-    def _message(self, action: Action, span: Span) -> Message:
+    def message_of(self, action: Action, span: Span) -> Message:
         lay, stage = self.model.problem.layout, self.model.place.pp
         return message(lay, stage, action, (span.micro_batch, span.chunk))
 
     def send(self, action: Action, span: Span) -> None:
         """Start a send; the sent storage stays alive until the event."""
-        found = self._message(action, span)
+        found = self.message_of(action, span)
         if action.op == "tied":
             self._send_tied(found)
             return
         data = self.memory[span.key(action.reads[0])].data
-        if found.channel.sender == found.channel.receiver:
-            with _disable_current_modes():  # outside the ledger, as in `_post`
-                self.turning[found.tag] = data.clone(), self.streams.mark(action.stream)
+        turns = found.channel.sender == found.channel.receiver
+        if turns or self.groups.buffered:
+            # Gloo's send blocks the host until the receiver is ready, whereas a GPU's host would
+            # continue to issue.  The copy is transport memory, outside the ledger.
+            with _disable_current_modes():
+                data = data.clone()
+        if turns:
+            self.turning[found.tag] = data, self.streams.mark(action.stream)
         elif self.groups.buffered:
-            self._post(data, found)
+            self.post(data, found)
         else:
             self._begin(found, self._send(data, found))
 
@@ -447,18 +433,15 @@ class Messages:
         channel = message.channel
         return self.groups.send(data, channel.receiver, channel.direction, message.tag)
 
-    def _receive(self, data: Tensor, message: Message) -> None:
+    def receive_into(self, data: Tensor, message: Message) -> None:
         channel = message.channel
         work = self.groups.receive(data, channel.sender, channel.direction, message.tag)
         self._begin(message, work)
 
-    def _post(self, data: Tensor, message: Message) -> None:
-        """Send a copy on gloo. Gloo's send blocks the host until the receiver is ready, whereas a
-        GPU's host would continue to issue. The copy is transport memory, outside the ledger; the
-        action's event is complete at once."""
-        with _disable_current_modes():
-            copy = data.clone()
-        self.posted.append((self._send(copy, message), copy))
+    def post(self, data: Tensor, message: Message) -> None:
+        """Send what the transport holds until the end of the step; the action's event is complete
+        at once."""
+        self.posted.append((self._send(data, message), data))
 
     def flush(self) -> None:
         while self.posted:
@@ -467,17 +450,17 @@ class Messages:
     def receive(self, action: Action, span: Span) -> None:
         if action.op == "tied":
             assert self.arrival is not None
-            self._receive(self.arrival, self._message(action, span))
+            self.receive_into(self.arrival, self.message_of(action, span))
             return
         columns = action.nbytes // (span.size * self.model.dtype.itemsize)
         data = torch.empty(span.size, columns, dtype=self.model.dtype, device=self.model.device)
-        found = self._message(action, span)
+        found = self.message_of(action, span)
         if found.tag in self.turning:
             copy, mark = self.turning.pop(found.tag)
             self.streams.wait(action.stream, mark)
             self.streams.run(action.stream, partial(data.copy_, copy), data)
         else:
-            self._receive(data, found)
+            self.receive_into(data, found)
         rows = Value(data, span.first, span.size)
         self.memory.put(span.key(action.allocs[0].storage), rows)
 

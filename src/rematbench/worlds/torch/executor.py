@@ -15,10 +15,12 @@ from rematbench.worlds.torch.dispatch import Tracker
 from rematbench.worlds.torch.ends import finish_loss
 from rematbench.worlds.torch.exchanges import Exchanges, Messages
 from rematbench.worlds.torch.groups import Groups
+from rematbench.worlds.torch.heads import put
 from rematbench.worlds.torch.movers import HostUpdates, Movers
 from rematbench.worlds.torch.operands import Call, Names, Operands
 from rematbench.worlds.torch.parameters import AdamW, Parameter
 from rematbench.worlds.torch.rank_model import SAVED, RankModel
+from rematbench.worlds.torch.shared_vocabulary import SharedVocabulary
 from rematbench.worlds.torch.storages import (
     ExecutionError,
     Memory,
@@ -91,6 +93,15 @@ class Executor:
             Kind.WAIT: self.wait,
             Kind.OPTIMIZER: self.update,
         }
+        self.vocabulary: SharedVocabulary | None = None
+        if model.shares:
+            self.vocabulary = SharedVocabulary(self.messages, self._outside, self.loss)
+            self.table = self.vocabulary.over(self.table)
+
+    def _outside(self, tensor: Tensor) -> None:
+        """Take a tensor of the transport out of the ledger."""
+        if self.tracker is not None:
+            self.tracker.forget(tensor)
 
     def states(self) -> list[Tensor]:
         """The tensors on the device that are not activations."""
@@ -115,6 +126,8 @@ class Executor:
                 parameter.grad_flat.zero_()
         for states in self.model.every_unit():
             states.gradients.zero_()
+        if self.vocabulary is not None:
+            self.vocabulary.look_up()
         self.streams.begin()
         if self.tracker is not None:
             self.tracker.exclude([*self.states(), *self.model.host_states()])
@@ -164,6 +177,8 @@ class Executor:
             first = ends[number]
             return Span(micro_batch, chunk, first, ends[number + 1] - first)
         rows = self.model.shapes.shard_tokens
+        if self.model.heads(action):
+            return Span(micro_batch, chunk, 0, rows)
         first, count = round(rows * action.rows.offset), round(rows * action.rows.fraction)
         return Span(micro_batch, chunk, first, count)
 
@@ -196,7 +211,8 @@ class Executor:
         for name, storages in operands.context:
             before = [self.memory[span.key(storage)].data for storage in storages]
             tensors[name] = torch.cat([*before, tensors[name]])
-        return Call(self.model, operands.unit, operands.op, span, tensors, wanted=operands.places)
+        of = self.model, operands.unit, operands.op, span, tensors
+        return Call(*of, wanted=operands.places, heads=self.model.heads(action))
 
     def forward(self, action: Action, span: Span) -> None:
         found = self.names.of(action, span.chunk)
@@ -207,7 +223,7 @@ class Executor:
                 self._put(name, span, made[output])
             else:
                 target = self.memory[span.key(name)].view(span.first, span.size)
-                target.copy_(made[output].view(target.shape))
+                put(target, made[output], call.heads)
         if action.op in SAVED:
             name = found.places[SAVED[action.op]][0]
             self.counting[name] = action.kind is Kind.FORWARD
@@ -295,6 +311,8 @@ class Executor:
             parameters = self.model.unit_parameters(span.chunk, action.part)
         if self.model.sharing and self.model.sharing.gradients_on_host:
             self.host_updates.finish()
+        if self.vocabulary is not None:
+            self.vocabulary.spread_gradients()
         # all gradients are summed before the first piece, or before the last in the backward
         seen = pieces.last if pieces and action.part.units else FIRST
         if pieces is None or action.part in ("", seen):

@@ -14,6 +14,7 @@ so that torch opens each communicator at its first use or in `connect`.
 import time
 from collections.abc import Callable, Container
 from functools import partial
+from itertools import permutations
 from typing import NamedTuple
 
 import torch
@@ -23,7 +24,7 @@ from torch import Tensor
 from rematbench.costs.collectives import degrees, group_ranks
 from rematbench.costs.operators.ops import STREAMS_OF
 from rematbench.costs.operators.ops import Group as GroupName
-from rematbench.engine.program.storage import STEP
+from rematbench.engine.program.storage import OF_VOCABULARY, STEP
 from rematbench.inputs.layout import Layout
 
 RELEASE_S = 1.0
@@ -172,15 +173,17 @@ class Channel(NamedTuple):
     receiver: int
 
 
-def channels(stages: int) -> list[Channel]:
+def channels(stages: int, *, vocabulary: bool = False) -> list[Channel]:
     """Every channel of a pipeline: both rings with their closing links. Interleaved chunks and a
-    shared embedding use the closing links."""
-    return [
+    shared embedding use the closing links. `vocabulary`: also those between any two stages."""
+    rings = [
         Channel(direction, stage, (stage + STEP[direction]) % stages)
         for direction in "fb"
         for stage in range(stages)
         if stages > 1
     ]
+    pairs = permutations(range(stages), 2) if vocabulary else ()
+    return rings + [Channel(word, *pair) for pair in pairs for word in OF_VOCABULARY]
 
 
 def new_group(ranks: list[int]) -> dist.ProcessGroup:
@@ -199,10 +202,18 @@ class Groups:
     """All groups of one layout. Every process must build them, because creation is collective."""
 
     def __init__(
-        self, layout: Layout, order: tuple[str, ...], rank: int, *, experts: bool = False
+        self,
+        layout: Layout,
+        order: tuple[str, ...],
+        rank: int,
+        *,
+        experts: bool = False,
+        vocabulary: bool = False,
     ) -> None:
-        """Build the groups; with `experts` also those over which a model's experts are spread."""
+        """Build the groups; with `experts` also those over which a model's experts are spread, with
+        `vocabulary` those of stages that share one."""
         self.layout, self.order, self.rank = layout, order, rank
+        self.vocabulary = vocabulary
         self.place = coordinates(rank, layout, order)
         self._handles: dict[tuple[str, tuple[int, ...]], dist.ProcessGroup] = {}
         self.by_name: dict[str, Group] = {
@@ -210,6 +221,8 @@ class Groups:
             for name, along in DIMENSIONS.items()
             if name != "tp" or layout.tp_columns == 1
         }
+        if vocabulary:
+            self.by_name["pp"] = self._group("pp", members(layout, order, ("pp",)))
         nested: tuple[GroupName, ...] = ("tp", "columns") if layout.tp_columns > 1 else ()
         for axis in (*nested, *(EXPERT_GROUPS if experts else ())):
             by_stage = (group_ranks(layout, axis, stage, order) for stage in range(layout.pp))
@@ -237,7 +250,7 @@ class Groups:
         """This rank's channels; every rank takes part in creating the channels of all pipelines."""
         found = {}
         for ranks in members(self.layout, self.order, ("pp",)):
-            for channel in channels(self.layout.pp):
+            for channel in channels(self.layout.pp, vocabulary=self.vocabulary):
                 ends = [ranks[channel.sender], ranks[channel.receiver]]
                 handle = new_group(ends)
                 if self.rank in ends:

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rematbench.workload import Memory
+from rematbench.model import Memory
 from rematbench.worlds.torch.operands import Call, Tensors
 
 

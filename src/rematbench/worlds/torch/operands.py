@@ -4,11 +4,13 @@ Every micro-batch and step has the same storages. So they are computed once for 
 chunk; afterwards the host only looks up storages and issues kernels.
 """
 
-from collections.abc import Container
+from collections.abc import Container, Mapping, Sequence
 from itertools import takewhile
 from operator import attrgetter
+from types import MappingProxyType
 from typing import NamedTuple
 
+import torch
 import torch.nn.functional as F
 from msgspec.structs import replace
 from torch import Tensor
@@ -20,6 +22,7 @@ from rematbench.engine.program.action import Action, Kind
 from rematbench.engine.program.storage import Role, Storage, storage_of
 from rematbench.inputs.recipes import Recipe, recipe_of
 from rematbench.worlds.torch import quantised
+from rematbench.worlds.torch.heads import SPLIT, Heads
 from rematbench.worlds.torch.parameters import Parameter
 from rematbench.worlds.torch.rank_model import SAVED, RankModel
 from rematbench.worlds.torch.storages import Span
@@ -163,7 +166,8 @@ Tensors = dict[str, Tensor]
 class Call(NamedTuple):
     """One call of an operator. A call has a span, the tensors by activation name, the gradients of
     the outputs in order, and the names of the wanted outputs. `grads_are_views`: whether the
-    gradients are views of their storages, so that writes into them persist."""
+    gradients are views of their storages, so that writes into them persist. `wide`: packed weights
+    that are widened, by name. `heads`: the piece of heads that it computes."""
 
     model: RankModel
     unit: Unit
@@ -173,13 +177,30 @@ class Call(NamedTuple):
     grads: tuple[Tensor, ...] = ()
     wanted: Container[str] = ()
     grads_are_views: bool = False
+    wide: Mapping[str, Tensor] = MappingProxyType({})
+    heads: Heads | None = None
 
     def parameter(self, name: str) -> Parameter:
         return self.model.local[self.span.chunk][self.unit.prefix][name]
 
     def bias(self, name: str) -> Tensor | None:
-        found = self.model.local[self.span.chunk][self.unit.prefix].get(f"{name}.bias")
-        return None if found is None else found.value
+        has = f"{name}.bias" in self.model.local[self.span.chunk][self.unit.prefix]
+        return self.value(f"{name}.bias") if has else None
+
+    def value(self, name: str) -> Tensor:
+        """A weight or bias, of a piece of heads its rows."""
+        return self._piece(name, self.parameter(name).value)
+
+    def _piece(self, name: str, whole: Tensor) -> Tensor:
+        return self.heads.of(name, whole, 0) if self._split(name) and self.heads else whole
+
+    def sums(self, name: str) -> list[Tensor]:
+        """The sum of a weight's gradients, of a piece of heads its rows, for each rank."""
+        whole = self.parameter(name).grad
+        return self.heads.parts(name, whole, 0) if self._split(name) and self.heads else [whole]
+
+    def _split(self, name: str) -> bool:
+        return name.removesuffix(".bias") in SPLIT
 
     def rows(self, whole: Tensor) -> Tensor:
         """The call's rows of a tensor that has one row per token of the rank."""
@@ -215,10 +236,28 @@ class Call(NamedTuple):
 
     def weight(self, name: str) -> Tensor:
         """The weight `name` as products read it."""
-        return self.narrowed(self.parameter(name).value, weight=True)
+        parameter = self.parameter(name)
+        if not parameter.spec.packing:
+            return self.narrowed(self.value(name), weight=True)
+        known = self.wide.get(name)
+        return self._piece(name, self.widened((name,)).wide[name] if known is None else known)
+
+    def widened(self, names: Sequence[str]) -> "Call":
+        """The call with the packed weights `names` widened in one matrix."""
+        found = {name: self.parameter(name) for name in names}
+        sizes = [one.shape.numel() for one in found.values()]
+        whole = self.model.where.new_empty(sum(sizes), dtype=self.model.dtype)
+        parts = zip(found.items(), torch.split(whole, sizes), strict=True)
+        return self._replace(wide={name: one.widened(part) for (name, one), part in parts})
+
+    def opened(self, names: Sequence[str]) -> "Call":
+        """The call with the weights of one fused linear, if they are packed, widened together."""
+        fused = self.model.problem.system.kernels.fused_linears
+        opens = fused and all(self.parameter(name).spec.packing for name in names)
+        return self.widened(names) if opens else self
 
     def linear(self, x: Tensor, name: str, bias: Tensor | None) -> Tensor:
         """x times the weight `name` (+ bias); its FLOPs are counted."""
-        weight = self.parameter(name).value
+        weight = self.weight(name)
         self.model.flop += 2.0 * x.shape[0] * weight.numel()
-        return F.linear(x, self.weight(name), bias)
+        return F.linear(x, weight, bias)

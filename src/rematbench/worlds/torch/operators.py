@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from rematbench.costs.operators.ops import LINEAR_INPUTS, QUANTISED
-from rematbench.workload import AdapterTarget
+from rematbench.model import AdapterTarget
 from rematbench.worlds.torch import arithmetic, ends, experts, memory, quantised
 from rematbench.worlds.torch import attention_backends as attn
 from rematbench.worlds.torch.groups import Group
@@ -85,7 +85,7 @@ def _in_order(slices: Tensor, order: list[int]) -> Tensor:
 
 def _whole_kv(call: Call, name: str) -> Tensor:
     """Keys or values of whole sequences, in the order of positions."""
-    shape, cp = call.model.attention, call.model.problem.layout.cp
+    shape, cp = _shape(call), call.model.problem.layout.cp
     if cp == 1:
         return _heads(call, call.tensors[name], shape.kv_heads)
     full = call.tensors["full"].view(call.model.dtype)
@@ -108,8 +108,23 @@ def _to_ranks(call: Call, grad: Tensor) -> Tensor:
     return back.view(shape.batch, cp, -1).transpose(0, 1).reshape(-1)
 
 
+def _shape(call: Call) -> attn.Shape:
+    """One rank's attention, or that of a piece of its heads."""
+    shape = call.model.attention
+    if call.heads is None:
+        return shape
+    kv_heads = shape.kv_heads // call.heads.keys
+    return shape._replace(heads=shape.heads // call.heads.slices, kv_heads=kv_heads)
+
+
+def _of_heads(call: Call, x: Tensor) -> Tensor:
+    """The columns of a piece of heads, of what has those of all."""
+    whole = call.heads is not None and call.op.outputs[0] == "attn_out"
+    return call.heads.of("attn_out", x, 1) if whole and call.heads else x
+
+
 def attention(call: Call) -> Tensors:
-    shape, model = call.model.attention, call.model
+    shape, model = _shape(call), call.model
     q = _heads(call, call.tensors["q"], shape.heads)
     k, v = _whole_kv(call, "k"), _whole_kv(call, "v")
     pairs = sum((b.q1 - b.q0) * (b.k1 - b.k0) / (1 + b.causal)
@@ -125,15 +140,15 @@ def attention(call: Call) -> Tensors:
 
 
 def attention_backward(call: Call) -> Tensors:
-    shape = call.model.attention
-    grad = _heads(call, call.grads[0], shape.heads)
+    shape = _shape(call)
+    grad = _heads(call, _of_heads(call, call.grads[0]), shape.heads)
     q = _heads(call, call.tensors["q"], shape.heads)
     k, v = _whole_kv(call, "k"), _whole_kv(call, "v")
     if "attn_probs" in call.op.outputs:
         probs = call.tensors["attn_probs"].view(shape.batch, shape.heads, shape.rows, -1)
         dq, dk, dv = attn.unfused_backward(grad, q, k, v, probs)
         return {"q": _columns(call, dq), "k": _columns(call, dk), "v": _columns(call, dv)}
-    out = _heads(call, call.tensors[call.op.outputs[0]], shape.heads)
+    out = _heads(call, _of_heads(call, call.tensors[call.op.outputs[0]]), shape.heads)
     lse = call.tensors["lse"].view(shape.batch, -1, shape.heads).transpose(1, 2)
     dq, dk, dv = attn.attend_backward(
         grad, q, k, v, out, lse, call.model.slices, call.model.problem.kernel
@@ -225,6 +240,7 @@ def _whole_side(call: Call, dx: Tensor) -> Tensor:
 def _column(call: Call) -> Tensors:
     x, found = _side(call), Tensors()
     adds = call.model.column == 0  # one of the ranks that sum adds the bias
+    call = call.opened([name for _, name in _weights(call)])
     for out, name in _weights(call):
         if out in call.wanted:
             made = call.linear(x, name, call.bias(name) if adds else None)
@@ -276,10 +292,12 @@ def _add_weight_gradient(call: Call, name: str, grad: Tensor) -> None:
         arithmetic.add_weight_gradient(call.parameter(f"{low}.b").grad, grad, call.tensors[low])
     if not call.parameter(name).spec.trained:
         return
-    total = call.parameter(name).grad
-    arithmetic.add_weight_gradient(total, call.narrowed(grad), _side(call))
+    totals = call.sums(name)
+    for total, some in zip(totals, call.narrowed(grad).chunk(len(totals), 1), strict=True):
+        arithmetic.add_weight_gradient(total, some, _side(call))
     if call.bias(name) is not None:
-        call.parameter(f"{name}.bias").grad.add_(grad.sum(0))
+        for total, some in zip(call.sums(f"{name}.bias"), grad.chunk(len(totals), 1), strict=True):
+            total.add_(some.sum(0))
 
 
 def _turned(call: Call, name: str, x: Tensor, *, inverse: bool = False) -> Tensor:
@@ -338,6 +356,8 @@ def _column_backward(call: Call) -> Tensors:
     undone in place, because the weight gradient reads this storage next."""
     dx: Tensor | None = None
     x, gradients = call.op.inputs[0], list[tuple[str, Tensor]]()
+    if _differentiable(call, x):
+        call = call.opened([name for _, name in _weights(call)])
     for name, turned in _column_gradients(call):
         grad = _turned(call, name, turned, inverse=True)
         if call.grads_are_views and grad is not turned:

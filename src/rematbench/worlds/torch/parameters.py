@@ -21,8 +21,10 @@ from torch import Tensor
 
 from rematbench.costs.operators.ops import Part
 from rematbench.inputs.layout import Layout
-from rematbench.workload import Experts, Latent, Memory, Model, Trained
+from rematbench.model import Memory
+from rematbench.workload import PACKINGS, Experts, Latent, Model, Trained
 from rematbench.worlds.torch.arithmetic import fused, wide
+from rematbench.worlds.torch.packed import packed, widen
 
 INIT_STD = 0.05
 HEAD_NORMS = ("q_norm", "k_norm")
@@ -36,7 +38,8 @@ class ParameterSpec(NamedTuple):
     `own_rows` whether a tensor-parallel rank has only the gradient of its own rows (norms and
     routers), `mean` the mean of its initial values. `expert`: it belongs to an expert, which only
     some ranks hold. `trained`: it has a gradient and states. `columns`: the dimension that the
-    ranks of a matrix's other side split."""
+    ranks of a matrix's other side split. `packing`: the format of its bytes (empty: compute
+    precision)."""
 
     name: str
     shape: tuple[int, ...]
@@ -47,6 +50,7 @@ class ParameterSpec(NamedTuple):
     expert: bool = False
     trained: bool = True
     columns: int | None = None
+    packing: str = ""
 
     def parts(self, layout: Layout) -> int:
         if self.split is None:
@@ -87,7 +91,13 @@ def unit_specs(
     specs = _model_specs(model, part, layer, vocab, experts)
     if not work.lora_rank:
         return specs
-    frozen = {local: spec._replace(trained=False) for local, spec in specs.items()}
+    packing = work.base_dtype if part == "layer" and work.base_dtype in PACKINGS else ""
+    frozen = {
+        local: spec._replace(
+            trained=False, packing=packing * (spec.split is not None and len(spec.shape) > 1)
+        )
+        for local, spec in specs.items()
+    }
     name = f"layers.{model.owner(layer)}"
     return frozen | (_adapter_specs(work, name, specs) if part == "layer" else {})
 
@@ -373,6 +383,10 @@ class Parameter:
     def grad(self) -> Tensor:
         return self.grad_flat[: self.shape.numel()].view(self.shape)
 
+    def widened(self, out: Tensor) -> Tensor:
+        """`out` with the values of packed weights, in their shape."""
+        return widen(self.flat, self.spec.packing, out).view(self.shape)
+
     def tensors(self) -> list[Tensor]:
         return [self.flat, self.grad_flat, *([] if self.host else self._state())]
 
@@ -442,11 +456,16 @@ def build(
         part = -(-size // owner.state_shards)
         size, start = part * owner.state_shards, part * owner.state_rank
         stop = start + part
-    flat = torch.zeros(size, dtype=dtype, device=device)
-    flat[: own.numel()].copy_(own.reshape(-1))
-    master = torch.zeros_like(flat, dtype=wide(dtype))
-    master[: own.numel()].copy_(own.reshape(-1))
-    master, host = master[start : stop if spec.trained else start].clone(), None
+    if spec.packing:
+        flat, size = packed(own, spec.packing).to(device), 0
+        master = flat.new_empty(0, dtype=wide(dtype))
+    else:
+        flat = torch.zeros(size, dtype=dtype, device=device)
+        flat[: own.numel()].copy_(own.reshape(-1))
+        master = torch.zeros_like(flat, dtype=wide(dtype))
+        master[: own.numel()].copy_(own.reshape(-1))
+        master = master[start : stop if spec.trained else start].clone()
+    host = None
     if on_host:
         master = host_memory(master)
         host = HostShard(host_memory(master), host_memory(flat[start:stop]))

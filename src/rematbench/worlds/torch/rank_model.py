@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from functools import cached_property, partial
 from itertools import accumulate
+from math import gcd
 
 import torch
 from torch import Tensor
@@ -10,9 +11,10 @@ from torch import Tensor
 from rematbench.costs.operators.launches import COUNTS
 from rematbench.costs.operators.ops import Activation
 from rematbench.engine.lowering.blocks.chunk_ops import ChunkOps, Unit
-from rematbench.engine.program.storage import ModelPart
+from rematbench.engine.program.action import Action
+from rematbench.engine.program.storage import SHARE, ModelPart
 from rematbench.inputs.shapes import Shapes, shapes
-from rematbench.plan import Plan
+from rematbench.plan import VOCABULARY, Plan
 from rematbench.problem import Problem
 from rematbench.worlds.records.refusals import refusals
 from rematbench.worlds.torch.arithmetic import rope_tables, wide
@@ -20,6 +22,7 @@ from rematbench.worlds.torch.attention_backends import Shape
 from rematbench.worlds.torch.batch import MicroBatch, positions, slices
 from rematbench.worlds.torch.draws import Draws
 from rematbench.worlds.torch.groups import Coordinates, ExpertPlace, Group, expert_place, state_rank
+from rematbench.worlds.torch.heads import Heads
 from rematbench.worlds.torch.parameters import (
     HEAD_NORMS,
     Owner,
@@ -27,7 +30,6 @@ from rematbench.worlds.torch.parameters import (
     ParameterSpec,
     build,
     full_weight,
-    specs_by_name,
     unit_specs,
 )
 from rematbench.worlds.torch.piece_states import Pieces
@@ -78,7 +80,12 @@ class RankModel:
         self.update_in_backward = plan.state("optimizer").update == "backward"
         self.optimizer_on_host = plan.state("optimizer").home == "host"
         self.chunks = [ChunkOps.of_plan(problem, plan, stage, c, plan.held) for c in range(lay.vpp)]
-        self.units = [{u.prefix: u for u in chunk.units} for chunk in self.chunks]
+        self.of_heads = next((run for run in plan.mini_sequences if run.of == "heads"), None)
+        self.shares = plan.schedule in VOCABULARY
+        self.looked_up: list[Tensor] = []
+        """Of a vocabulary that stages share: the rows of the input table, by micro-batch."""
+        self.input_gradients: dict[int, Tensor] = {}
+        self.units = [self._by_prefix(chunk) for chunk in self.chunks]
         order = problem.system.parallel.rank_order
         self.sharing = Sharing.of(plan, lay, state_rank(lay, order, place))
         self.unit_states: list[dict[str, UnitStates]] = [{} for _ in self.chunks]
@@ -92,8 +99,8 @@ class RankModel:
         elif threads > 1 and not parameters:
             draw = Draws(self._specs(), seed, threads).take
         self.local = [
-            {unit.prefix: self._build(unit, seed, draw, states) for unit in chunk.units}
-            for chunk, states in zip(self.chunks, self.unit_states, strict=True)
+            {unit.prefix: self._build(unit, seed, draw, states) for unit in units.values()}
+            for units, states in zip(self.units, self.unit_states, strict=True)
         ]
         self.pieces = self._cut(plan)
         where = positions(lay, place, problem.workload.seq_len)
@@ -108,6 +115,12 @@ class RankModel:
         self.flop = 0.0
         """FLOPs of every kernel that has run, from the shapes that it ran with."""
 
+    def _by_prefix(self, chunk: ChunkOps) -> dict[ModelPart, Unit]:
+        found = {unit.prefix: unit for unit in chunk.units}
+        if self.shares:
+            found[SHARE] = Unit(SHARE, self.problem.shared.share, 0, -1, 0, 0)
+        return found
+
     def _cut(self, plan: Plan) -> Pieces | None:
         optimizer = plan.state("optimizer")
         if optimizer.pieces is None or optimizer.home == "device":
@@ -121,19 +134,23 @@ class RankModel:
         )
 
     def _locals(self, unit: Unit) -> dict[str, ParameterSpec]:
-        of_unit = unit.table.part, unit.layer, self._vocab, self.held_experts
-        specs = unit_specs(self.kind, *of_unit, self.problem.workload)
+        of_unit = unit.layer, self._vocab, self.held_experts
+        specs = unit_specs(self.kind, unit.table.part, *of_unit, self.problem.workload)
+        if unit.prefix == SHARE:
+            specs |= unit_specs(self.kind, "embedding", *of_unit, self.problem.workload)
+            specs = {local: spec for local, spec in specs.items() if spec.rows}
         both = self.problem.layout.tp_columns > 1
         return _cut_both_ways(specs, self.kind.hidden) if both else specs
 
     @property
     def _vocab(self) -> int:
-        return self.problem.system.padded_vocab(self.kind.vocab, self.problem.layout.tp)
+        lay = self.problem.layout
+        parts = lay.tp * (lay.pp if self.shares else 1)
+        return self.problem.system.padded_vocab(self.kind.vocab, parts)
 
     def _specs(self) -> list[ParameterSpec]:
-        places = [(unit.table.part, unit.layer) for c in self.chunks for unit in c.units]
-        of_rank = self._vocab, self.held_experts, self.problem.workload
-        return list(specs_by_name(self.kind, places, *of_rank).values())
+        units = [unit for units in self.units for unit in units.values()]
+        return list({s.name: s for unit in units for s in self._locals(unit).values()}.values())
 
     def _build(
         self, unit: Unit, seed: int, draw: Draw, states: dict[str, UnitStates]
@@ -164,6 +181,8 @@ class RankModel:
         hold the same part of the same experts."""
         lay, order = self.problem.layout, self.problem.system.parallel.rank_order
         rank, parts, peer, peers = self.tp_rank, lay.tp, state_rank(lay, order, self.place), 1
+        if self.shares and spec.rows:
+            rank, parts = self.place.pp, lay.pp
         if spec.expert:
             rank, parts, peer = self.folded.etp, lay.expert_tp, self.folded.edp
         if lay.zero_stage >= 1:
@@ -216,9 +235,19 @@ class RankModel:
     def shapes(self) -> Shapes:
         return shapes(self.problem.workload, self.problem.layout, self.problem.system)
 
+    def heads(self, action: Action) -> Heads | None:
+        """The piece of heads on which an action works; None if it works on rows."""
+        run = self.of_heads
+        if run is None or action.op not in run.ops or action.part.letter != "L":
+            return None
+        keys, ranks = gcd(run.count, self.attention.kv_heads), self.problem.layout.ulysses
+        return Heads(round(action.rows.offset * run.count), run.count, keys, ranks)
+
     @property
     def vocab_start(self) -> int:
         """The first token of this rank's vocabulary shard."""
+        if self.shares:
+            return self.place.pp * (self._vocab // self.problem.layout.pp)
         return self.tp_rank * self.shapes.vocab
 
     @cached_property

@@ -20,7 +20,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from rematbench.engine.lowering.lower import lower
 from rematbench.inputs.layout import Layout
-from rematbench.plan import Plan
+from rematbench.plan import VOCABULARY, Plan
 from rematbench.problem import Problem
 from rematbench.worlds.torch.batch import MicroBatch
 from rematbench.worlds.torch.case import RankResult
@@ -59,7 +59,8 @@ def trace_rank(problem: Problem, plan: Plan, stage: int = 0) -> RankResult:
     rank = stage_rank(lay, order, stage)
     device = torch.device("meta")
     with fake_job(rank, lay.gpus), device, MetaMode():
-        groups = Groups(lay, order, rank, experts=problem.workload.model.experts is not None)
+        experts, shares = problem.workload.model.experts is not None, plan.schedule in VOCABULARY
+        groups = Groups(lay, order, rank, experts=experts, vocabulary=shares)
         model = RankModel(problem, plan, groups.place, device, seed=0)
         executor = Executor(program, model, groups, tracker=Tracker())
         result = empty_result(groups, executor)

@@ -63,8 +63,8 @@ class Streams:
         """The context within which to allocate a storage that outlives its action."""
         return nullcontext()
 
-    def share(self, stream: str, tensor: torch.Tensor) -> None:
-        """Note that compute will use (and free) a tensor that another stream made."""
+    def share(self, stream: str, tensor: torch.Tensor, reader: str = "compute") -> None:
+        """Note that compute (or `reader`) will use a tensor that another stream made."""
 
     def run(
         self, stream: str, work: Callable[[], object], fresh: torch.Tensor | None = None
@@ -149,13 +149,6 @@ def named_stream(device: torch.device, name: Hashable) -> torch.cuda.Stream:
     return CUDA_STREAMS[device, name]
 
 
-def stamp(stream: torch.cuda.Stream) -> torch.cuda.Event:
-    """The time at which a stream has done all work issued so far, for `elapsed_time`."""
-    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-    event.record(stream)
-    return event
-
-
 class CudaStreams(Streams):
     """One CUDA stream for each named stream, and events in place of synchronisation.
 
@@ -210,10 +203,11 @@ class CudaStreams(Streams):
         """The context of compute, whose memory pool then provides the storage."""
         return self.on("compute")
 
-    def share(self, stream: str, tensor: torch.Tensor) -> None:
-        """Prevent the allocator from reusing the memory until compute no longer uses the tensor."""
+    def share(self, stream: str, tensor: torch.Tensor, reader: str = "compute") -> None:
+        """Prevent the allocator from reusing the memory until `reader` no longer uses the
+        tensor."""
         if stream in UNORDERED:
-            tensor.record_stream(self.streams["compute"])
+            tensor.record_stream(self.streams[reader])
 
     def pending(self, channel: Hashable, work: dist.Work) -> PendingMessage:
         """An event that is recorded when the message is done.

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from rematbench.engine.lowering.lower import lower
 from rematbench.engine.program.program import Program
+from rematbench.plan import VOCABULARY
 from rematbench.problem import Problem
 from rematbench.worlds.torch.attention_backends import choose_flash
 from rematbench.worlds.torch.batch import (
@@ -102,9 +103,10 @@ def _groups(case: Case, rank: int, groups: dict[tuple[object, ...], Groups]) -> 
     lay, order = case.problem.layout, case.problem.system.parallel.rank_order
     experts = case.problem.workload.model.experts is not None
     folded = (lay.ep, lay.expert_tp) if experts else ()
-    degrees = (lay.tp, lay.tp_columns, lay.cp, lay.ulysses, lay.dp, lay.pp, folded, order)
+    shares = case.plan.schedule in VOCABULARY
+    degrees = (lay.tp, lay.tp_columns, lay.cp, lay.ulysses, lay.dp, lay.pp, folded, shares, order)
     if degrees not in groups:
-        groups[degrees] = Groups(lay, order, rank, experts=experts)
+        groups[degrees] = Groups(lay, order, rank, experts=experts, vocabulary=shares)
     return groups[degrees]
 
 

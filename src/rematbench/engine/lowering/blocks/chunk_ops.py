@@ -27,7 +27,7 @@ from rematbench.engine.program.storage import (
     part_of,
     storage_of,
 )
-from rematbench.plan import MiniSequence, Phase, Plan, PlanError, Transfers
+from rematbench.plan import VOCABULARY, MiniSequence, Phase, Plan, PlanError, Transfers
 from rematbench.problem import Problem, head_parameters
 
 MAX_RECENT_FATES = 64
@@ -50,7 +50,8 @@ class ChunkFacts(NamedTuple):
     @classmethod
     def of(cls, plan: Plan) -> "ChunkFacts":
         """The facts that do not depend on the order of passes."""
-        return cls(plan.mini_sequences, plan.held, plan.cuts, turns=plan.turns)
+        shares = plan.schedule in VOCABULARY
+        return cls(plan.mini_sequences, plan.held, plan.cuts, shares, turns=plan.turns)
 
 
 PLAIN = ChunkFacts()
@@ -176,7 +177,7 @@ class ChunkOps:
         cls, problem: Problem, plan: Plan, rank: int, chunk: int, held: tuple[str, ...] = ()
     ) -> "ChunkOps":
         """Return a new chunk of a plan, which no other plan shares."""
-        facts = ChunkFacts(held=held, cuts=plan.cuts, turns=plan.turns)
+        facts = ChunkFacts.of(plan)._replace(mini_sequences=(), held=held)
         return cls(problem, rank, chunk, plan.partition[rank][chunk], facts)
 
     def of_layers(self, places: Sequence[int]) -> "ChunkOps":

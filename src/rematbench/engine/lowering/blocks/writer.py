@@ -153,6 +153,7 @@ class BlockWriter:
     ) -> int:
         forward = kind in FORWARD_KINDS
         scratch = op.scratch_forward_bytes if forward else op.scratch_backward_bytes
+        widened = 0 if kind is Kind.BACKWARD_WEIGHT else op.widened_bytes[not forward]
         if self.parameters and op.parameters and part in self.parameters:
             weights = self.parameters[part]
             own = (each for each in weights if (each.tensor == EXPERTS) == op.of_experts)
@@ -169,7 +170,7 @@ class BlockWriter:
                 allocs=tuple(allocs),
                 rows=rows,
                 exchange=Exchange(overlaps=overlaps) if overlaps else ALONE,
-                scratch=int(scratch * rows.fraction),
+                scratch=max(int(scratch * rows.fraction), widened),
                 variant=variant,
             )
         )

@@ -16,7 +16,7 @@ from rematbench.engine.lowering.blocks.fates import Fates
 from rematbench.engine.lowering.blocks.mini_sequences import MiniRun, Piece
 from rematbench.engine.lowering.blocks.pieces import write_pieces
 from rematbench.engine.lowering.blocks.writer import BlockWriter
-from rematbench.engine.lowering.passes.emit_op import emit_alloc
+from rematbench.engine.lowering.passes.emit_op import GRADIENTS, emit_alloc, emit_amax, emit_amaxes
 from rematbench.engine.lowering.passes.emit_recompute import Rebuilder, Recomputer
 from rematbench.engine.lowering.passes.emit_reload import Reloader
 from rematbench.engine.lowering.states.emit_states import GradReducer, ParameterGatherer, Reduced
@@ -142,6 +142,7 @@ class BackwardEmitter:
         last = position == len(order) - 1
         # Why: docs/decisions/engine.md, Where does a collective of states slow compute?
         if last:  # the message to the stage before does not wait for the last reduction
+            emit_amaxes(w, self.chunk, GRADIENTS)
             w.add(Action(kind=Kind.EVENT, stream=COMPUTE, event=ENDED["b"]))
         if self.reducer:
             self.reducer.after(w, unit, last=last)
@@ -150,9 +151,10 @@ class BackwardEmitter:
 
     def _graphs(self) -> set[int]:
         """The places of sharded layers that are rebuilt as graphs of their own (`Zero.reentrant`).
-        FSDP knows of none of them before, and gathers none ahead."""
+        FSDP knows of none of them before, and gathers none ahead.  A pipeline has all gathered."""
         zero, gatherer = self.chunk.problem.system.zero, self.gatherer
-        fsdp = zero.reentrant and zero.data_parallel == "fsdp"
+        alone = self.chunk.problem.layout.pp == 1
+        fsdp = zero.reentrant and zero.data_parallel == "fsdp" and alone
         if not (fsdp and gatherer and gatherer.layerwise and gatherer.peers):
             return set()
         rebuilt = (site for site, fate in self.fates.items() if fate.recompute_bytes)
@@ -249,6 +251,7 @@ class BackwardEmitter:
         if not op.backward_input and not op.backward_weight:
             return
         overlapping = None
+        emit_amax(w, unit, op.name, op.grad_amax, incoming)
         if op.grad_gather is not None:
             full = self._between(unit, op, Role.GATHERED_GRADIENT)
             size = int(op.grad_gather.nbytes * self.rows.fraction)

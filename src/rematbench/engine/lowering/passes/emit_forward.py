@@ -14,7 +14,14 @@ from rematbench.engine.lowering.blocks.fates import Fates, Resolved
 from rematbench.engine.lowering.blocks.mini_sequences import MiniRun, Piece
 from rematbench.engine.lowering.blocks.pieces import write_pieces
 from rematbench.engine.lowering.blocks.writer import BlockWriter
-from rematbench.engine.lowering.passes.emit_op import Names, emit_alloc, emit_copies_out, emit_op
+from rematbench.engine.lowering.passes.emit_op import (
+    OPERANDS,
+    Names,
+    emit_alloc,
+    emit_amaxes,
+    emit_copies_out,
+    emit_op,
+)
 from rematbench.engine.lowering.states.emit_states import ParameterGatherer
 from rematbench.engine.program.action import COMPUTE, Action, Alloc, Kind
 from rematbench.engine.program.program import Block
@@ -65,6 +72,7 @@ class ForwardEmitter:
             self.survivors.update(leaving)
         if not chunk.last:
             self.survivors.add(chunk.output)
+        emit_amaxes(w, chunk, OPERANDS)
         w.add(Action(kind=Kind.EVENT, stream=COMPUTE, event=ENDED["f"]))
         arrivals = set() if chunk.first else {chunk.input}
         if self.gatherer:

@@ -9,11 +9,15 @@ from rematbench.costs.operators.ops import Comm, Op
 from rematbench.engine.lowering.blocks.chunk_ops import ChunkOps, Unit, bytes_of
 from rematbench.engine.lowering.blocks.writer import BlockWriter
 from rematbench.engine.program.action import COMPUTE, WHOLE, Alloc, Kind, Rows
-from rematbench.engine.program.storage import Event, Role, Slot, Storage, storage_of
+from rematbench.engine.program.storage import NO_PART, Event, Role, Slot, Storage, storage_of
 from rematbench.plan import PlanError
 
 Storages = Sequence[tuple[Storage, int]]
 
+FP32 = 4
+OPERANDS, GRADIENTS = 3, 2
+"""The largest elements that TransformerEngine keeps of a product's pass (pytorch/quantization.py):
+of input, weight and output; of the output's gradient and the input's."""
 NOT_AGAIN = (
     "disable moe in recompute_modules, and full recomputation, when enabling "
     "overlap_moe_expert_parallel_comm"
@@ -67,6 +71,7 @@ def emit_op(
     sources = [names.reads[name] for name in (*op.inputs, *held)]
     pending: Event | None = None
     stream = ""
+    emit_amax(w, unit, op.name, op.amax, sources)
     if op.gather is not None:
         full = names.between(unit, op, Role.GATHERED)
         allocs = [Alloc(full, int(op.gathered_bytes * fraction))] if op.gathered_bytes else []
@@ -148,6 +153,24 @@ def _kernels(
     where = unit.prefix, unit.variant
     index = w.compute(kind, *where, op, reads, made, overlaps=stream, rows=rows)
     return index, reduced
+
+
+def emit_amax(w: BlockWriter, unit: Unit, op: str, comm: Comm | None, reads: list[Storage]) -> None:
+    """Reduce the largest element of a tensor that is quantised next, if other ranks have parts."""
+    if comm is not None:
+        w.wait(COMPUTE, w.collective(comm, unit.prefix, op, reads, []))
+
+
+def emit_amaxes(w: BlockWriter, chunk: ChunkOps, numbers: int) -> None:
+    """Reduce the largest elements of a pass, `numbers` of each product, over the ranks of the stage
+    (TransformerEngine 2.x, pytorch/quantization.py: reduce_and_update_fp8_tensors, at the end of
+    the outermost autocast, which Megatron-core opens for a chunk in its recipe `delayed`; its group
+    is that of tensor, context and data parallelism)."""
+    recipe, lay = chunk.problem.cost.recipe, chunk.problem.layout
+    products = sum(unit.table.products for unit in chunk.units)
+    if recipe and recipe.reduces == "history" and products and lay.gpus > lay.pp:
+        comm = Comm("amax", "stage", FP32 * numbers * products)
+        w.wait(COMPUTE, w.collective(comm, NO_PART, "amaxes", [], []))
 
 
 def emit_alloc(w: BlockWriter, storage: Storage, nbytes: int) -> None:

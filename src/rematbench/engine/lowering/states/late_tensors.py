@@ -21,17 +21,16 @@ def late_tensors(chunks: Sequence[ChunkOps], plan: Plan, problem: Problem) -> La
     """Return the late tensors of a rank; None if the stack allocates states and gradients before
     training.
 
-    Gradients are late if a pipeline of one rank accumulates them.  With one micro-batch the ledger
-    counts them from the start of the step, which overestimates the bytes by at most their size.
-    Updates in the backward free each unit's gradients directly.
+    Gradients are late in a pipeline of one rank, unless an update in the backward frees each
+    unit's directly.
     """
     system, layout = problem.system, problem.layout
     here = plan.state("optimizer").home == "device"
     state_bytes = system.states.late_state_bytes if here else 0
     scratch_bytes = system.states.step_scratch_bytes if here else 0
-    accumulates = layout.num_micro_batches > 1 and layout.pp == 1
     resident = plan.state("gradient").home == "device"
-    fresh = system.states.fresh_gradients and accumulates and resident
+    resident &= layout.num_micro_batches > 1 or plan.state("optimizer").update == "step"
+    fresh = system.states.fresh_gradients and layout.pp == 1 and resident
     grad_bytes = system.states.grad_bytes if fresh else 0
     if not state_bytes and not grad_bytes:
         return None
@@ -59,7 +58,8 @@ def late_tensors(chunks: Sequence[ChunkOps], plan: Plan, problem: Problem) -> La
             gradients=_gradients(problem, plan, table, grad_bytes) if grad_bytes else {},
             scratch=tuple(filter(None, scratch)),
         )
-    return Late(units=units)
+    beside = system.zero.data_parallel == "fsdp" and system.zero.reduce_overlap
+    return Late(units=units, beside=beside and layout.state_shards > 1)
 
 
 class FlatUpdate(NamedTuple):
