@@ -98,16 +98,18 @@ class Latent(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return q + kv + index + (self.q_rank or hidden) * self.index_heads * self.index_dim
 
 
-class Memory(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Memory(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """Layers whose MLP is a lookup in one table of keys x keys rows, each of the hidden columns.
     `layers`: global indices, ascending; the first has the table.  `heads`: queries of a token, of
-    `key_dim` columns each; `keys`: sub-keys of each half of a head; `top`: rows that it reads."""
+    `key_dim` columns each; `keys`: sub-keys of each half of a head; `top`: rows that it reads.
+    `home`: where the table and its states are; on the host it is refused with its bytes."""
 
     layers: Annotated[tuple[NonNegativeInt, ...], Meta(min_length=1)]
     heads: Width
     keys: Width
     key_dim: Width
     top: Width
+    home: Literal["device", "host"] = "device"
 
     @property
     def rows(self) -> int:
