@@ -1,5 +1,7 @@
 """Round constants for tests of the cost model: literal expectations never move with a new fit."""
 
+from msgspec.structs import replace
+
 from rematbench.inputs.constants import (
     Calibration,
     CommonConstants,
@@ -52,3 +54,10 @@ ROUND = Calibration(
     common=COMMON,
     kernels=shipped_kernels(),
 )
+
+
+def instant_hosts(calibration: Calibration) -> Calibration:
+    """The calibration with hosts that take zero seconds to issue a kernel."""
+    systems = calibration.systems.items()
+    instant = {name: replace(stack, host_launch_s=0.0) for name, stack in systems}
+    return replace(calibration, systems=instant)

@@ -1,4 +1,4 @@
-"""Figures that are drawn from tables alone, and the figure of small models on one node."""
+"""Figures that are drawn from tables alone."""
 
 for FIGURE, FROM in catalog.figures(Path("figures")).items():
 
@@ -19,21 +19,3 @@ for FIGURE, FROM in catalog.figures(Path("figures")).items():
             "../environment.yml"
         shell:
             "python {input.script} {input.tables} {output.pdf} > {log} 2>&1"
-
-
-rule small_models:
-    input:
-        script="figures/small_models.py",
-        style=STYLE,
-        cells="results/paper/tables/predictions.csv",
-        instant="results/paper/predictions_instant_hosts.csv",
-    output:
-        pdf="results/paper/figures/small_models.pdf",
-        png=report("results/paper/figures/small_models.png", category="figures"),
-    log:
-        "results/paper/logs/small_models.log",
-    localrule: True
-    conda:
-        "../environment.yml"
-    shell:
-        "python {input.script} {input.cells} {input.instant} {output.pdf} > {log} 2>&1"

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from rematbench.advise.candidates.candidate import load_compare
 from rematbench.advise.candidates.layouts import Fixed
-from rematbench.advise.compare.comparison import Comparison, Order, table
+from rematbench.advise.compare.comparison import Comparison, table
 from rematbench.advise.compare.estimate import Estimate, estimate_job, job_of, planned
 from rematbench.advise.search.job import search_row
 from rematbench.advise.search.request import SearchRequest
@@ -89,8 +89,6 @@ def compare(
     also: Sequence[str] = (),
     only: Sequence[str] = (),
     folders: Sequence[str | Path] = (),
-    tokens: float = 0.0,
-    price: float = 0.0,
     limit_s: int = 4,
     processes: int = 2,
 ) -> "pd.DataFrame":
@@ -99,12 +97,10 @@ def compare(
     none).
 
     `also` adds methods by name; `only` keeps the named methods; `folders` hold further method
-    files; `tokens` (to train on) and `price` (of a GPU-hour) add columns of days and cost.  Each
-    method may take `limit_s` CPU seconds.
+    files.  Each method may take `limit_s` CPU seconds.
     """
     _check_lists(also=also, only=only, folders=folders)
     _check_counts(limit_s=limit_s, processes=processes)
-    order = Order(tokens=tokens, price=price)
     comparison = Comparison(
         _job(problem),
         load_compare(),
@@ -114,7 +110,7 @@ def compare(
         processes=processes,
         limit_s=limit_s,
     )
-    return _frame(table(comparison.everything(), order))
+    return _frame(table(comparison.everything()))
 
 
 def search(

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from rich.console import Console
 
 from rematbench.advise.candidates.candidate import CompareConfig, Scalar, Variant, load_compare
-from rematbench.advise.compare.comparison import Comparison, Order
+from rematbench.advise.compare.comparison import Comparison
 from rematbench.advise.compare.compositions import Contender
 from rematbench.advise.compare.tuning import Task, Tuning
 from rematbench.cli.compare import cells, safest, verdict
@@ -264,7 +264,7 @@ def test_the_safest_of_a_tie_leaves_most_of_the_device_free(results: list[Result
 
 def test_a_row_shows_no_speed_of_what_does_not_fit(results: list[Result]) -> None:
     result = by_name(results)["keep_all"]
-    row = cells(result, Order(), 0.02, Console(width=160))
+    row = cells(result, 0.02, Console(width=160))
     assert row[:2] == ["keep_all", "no"]
     assert row[2].startswith("-")
     assert set(row[3:]) == {"-", "0.0"}

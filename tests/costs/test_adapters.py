@@ -14,9 +14,10 @@ from rematbench.evidence.published.words import committed
 from rematbench.inputs.job import Job
 from rematbench.inputs.layout import LayoutError
 from rematbench.inputs.load import load_model
-from rematbench.model import PACKED_BYTES, Latent
+from rematbench.model import Latent
 from rematbench.plan import Plan, Unsupported
 from rematbench.problem import Problem, rank_parameters, rank_states
+from rematbench.workload import PACKED_BYTES
 from rematbench.worlds.packages.limits import setup_of
 from rematbench.worlds.packages.process import baselines
 from tests.predicted import predicted
@@ -243,7 +244,7 @@ def test_no_package_is_said_to_run_it(facts: dict[str, Any]) -> None:
         assert found[-1] in refused.reason
 
 
-@pytest.mark.parametrize("row", [17, 20, 24, 34, 35, 44, 48, 50, 54, 57, 64, 66, 70])
+@pytest.mark.parametrize("row", [3, 8, 17, 20, 24, 34, 35, 44, 48, 50, 54, 57, 64, 66, 70])
 def test_published_peaks_of_adapters(row: int) -> None:
     """foundation-model-stack/fms-acceleration: Mistral-7B and Llama-2-70B on one GPU and on two
     with FSDP, packed 4,096 tokens, checkpointing, torch.cuda.max_memory_allocated."""
@@ -254,10 +255,10 @@ def test_published_peaks_of_adapters(row: int) -> None:
 
 @pytest.mark.full
 def test_all_published_peaks_of_adapters() -> None:
-    """Every row of LoRA and QLoRA; those that print nothing exceed the device."""
-    rows = predicted([row for row in committed("adapters.csv") if row["method"] != "full"])
+    """Every row; those that print nothing exceed the device."""
+    rows = predicted([*committed("adapters.csv")])
     ran = [row for row in rows if row["status"] == "ok"]
-    assert len(ran) == 37
+    assert len(ran) == 45
     for row in ran:
         assert row["pred_status"] == "ok"
         peak = float(row["peak_device_bytes"])

@@ -22,14 +22,14 @@ from rematbench.engine.simulate.op_level import ORDERING, TIMELESS, Timing, simu
 from rematbench.engine.simulate.seconds import DIRECTION, ActionCosts, action_seconds
 from rematbench.evaluate.breakdown import host_wait_s
 from rematbench.evaluate.evaluation import evaluate
-from rematbench.inputs.constants import Calibration, instant_hosts
+from rematbench.inputs.constants import Calibration
 from rematbench.inputs.layout import Layout
 from rematbench.inputs.load import load_cluster, load_model, load_system
 from rematbench.inputs.system import with_facts
 from rematbench.plan import Plan
 from rematbench.problem import Problem
 from rematbench.workload import Workload
-from tests.cost_constants import ROUND
+from tests.cost_constants import ROUND, instant_hosts
 from tests.problems import (
     BALANCED,
     FULL,

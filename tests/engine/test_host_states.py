@@ -23,13 +23,13 @@ from rematbench.evaluate.evaluation import evaluate, evaluate_program, program_b
 from rematbench.evaluate.proof import CheckError, check
 from rematbench.evaluate.result import evaluate_plan
 from rematbench.evidence.published.sheets import read_sheet
-from rematbench.inputs.constants import instant_hosts
 from rematbench.inputs.layout import Layout
 from rematbench.inputs.paths import data_dir
 from rematbench.inputs.system import with_facts
 from rematbench.plan import Plan, PlanError, StateFate
 from rematbench.problem import Problem, rank_parameters
 from rematbench.workload import Model
+from tests.cost_constants import instant_hosts
 from tests.problems import make_problem, on, plan_of, problem, remade
 
 HOMES = (("optimizer",), ("gradient", "optimizer"), ("gradient", "optimizer", "parameter"))

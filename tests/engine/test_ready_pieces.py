@@ -23,9 +23,9 @@ from rematbench.engine.program.program import Block, Program
 from rematbench.engine.program.storage import Role
 from rematbench.evaluate.evaluation import evaluate, evaluate_program, program_bytes
 from rematbench.evaluate.proof import CheckError, check
-from rematbench.inputs.constants import instant_hosts
 from rematbench.plan import Pieces, Plan, PlanError
 from rematbench.problem import Problem
+from tests.cost_constants import instant_hosts
 from tests.engine.test_host_states import RATE
 from tests.engine.test_state_pieces import MIXES, copied, in_pieces, sized
 from tests.problems import LLAMA, on, problem, remade

@@ -20,9 +20,9 @@ from rematbench.engine.program.program import Program
 from rematbench.engine.simulate.seconds import action_seconds
 from rematbench.evaluate.evaluation import evaluate, evaluate_program, program_bytes
 from rematbench.evaluate.proof import CheckError, check
-from rematbench.inputs.constants import instant_hosts
 from rematbench.plan import Pieces, Plan, PlanError, StateFate
 from rematbench.problem import Problem, rank_parameters
+from tests.cost_constants import instant_hosts
 from tests.engine.test_host_states import LAYOUTS, RATE
 from tests.problems import on, problem, remade
 

@@ -159,9 +159,7 @@ def test_only_what_is_executed_or_told_to_leaves_the_machine() -> None:
                 where[rule.partition(":")[0]] = local[1] if local else "job"
     assert [name for name, place in where.items() if place == "job"] == ["executed"]
     following = {name for name, place in where.items() if place == "SIMULATE_HERE"}
-    assert following == {
-        *("bundle", "matrix", "predict", "predict_instant", "study"),
-    }
+    assert following == {"bundle", "matrix", "predict", "study"}
 
 
 def test_nothing_overrides_the_profile_and_no_rule_retries() -> None:

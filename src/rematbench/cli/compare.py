@@ -10,7 +10,7 @@ from rich.console import Console
 from typer import Option
 
 from rematbench.advise.candidates.candidate import load_compare
-from rematbench.advise.compare.comparison import Comparison, Order, table
+from rematbench.advise.compare.comparison import Comparison, table
 from rematbench.advise.compare.would_fit import would_fit
 from rematbench.cli.beside import beside, without_recipe
 from rematbench.cli.options import RunOptions, request, takes_problem
@@ -74,20 +74,6 @@ def compare(  # noqa: PLR0913, PLR0917  # an option of the command line each
     only: Annotated[
         Names, Option(metavar="METHOD", help="Compare only these methods (repeatable).")
     ] = None,
-    tokens: Annotated[
-        float,
-        Option(
-            min=0.0,
-            metavar="N",
-            help="Number of tokens to train on; adds a column of training days.",
-        ),
-    ] = 0.0,
-    price: Annotated[
-        float,
-        Option(
-            min=0.0, metavar="P", help="Price of a GPU-hour; with --tokens, adds a column of cost."
-        ),
-    ] = 0.0,
     json: Json = False,
     notes: Notes = False,
     plot: Plot = None,
@@ -110,7 +96,6 @@ def compare(  # noqa: PLR0913, PLR0917  # an option of the command line each
     """
     need_file("-o", output)
     need_figure(plot)
-    order = Order(tokens=tokens, price=price)
     asked = request(run, name_broken=False)
     comparison = Comparison(
         asked.job,
@@ -121,7 +106,7 @@ def compare(  # noqa: PLR0913, PLR0917  # an option of the command line each
         processes=processes,
         limit_s=limit,
     )
-    printed = Ranking(console(), comparison, order, every=notes)
+    printed = Ranking(console(), comparison, every=notes)
     shipped()  # free here, while the workers' server imports its modules
     comparison.quick()
     if not json:
@@ -133,7 +118,7 @@ def compare(  # noqa: PLR0913, PLR0917  # an option of the command line each
     fits = any(result.fits for result in results)
     changes = [] if fits else would_fit(asked.problem, results, comparison.registry)
     tight = comparison.when_tight(results)
-    rows = table(results, order)
+    rows = table(results)
     if json:
         answer = {
             "job": asked.job.facts(),
@@ -157,10 +142,8 @@ def compare(  # noqa: PLR0913, PLR0917  # an option of the command line each
         write_plot(rows, plot)
 
 
-def heads(problem: Problem, order: Order) -> tuple[Head, ...]:
+def heads(problem: Problem) -> tuple[Head, ...]:
     host = f"{problem.cluster.host_bytes / GIB:.0f}"
-    days = (Head("days"),) if order.tokens else ()
-    cost = (Head("cost"),) if order.tokens and order.price else ()
     return (
         Head("method", words=True),
         Head("fits", words=True),
@@ -171,8 +154,6 @@ def heads(problem: Problem, order: Order) -> tuple[Head, ...]:
         Head("MFU %\ndense", given_up=5),
         Head(f"host GiB\nper node\nof {host}", given_up=2),
         Head("GPU-h\nper 1e9\ntokens", given_up=7),
-        *days,
-        *cost,
         Head("where the\nstep goes, %", words=True, given_up=1),
         Head(RUNS_ON, words=True, given_up=6),
         Head("80 %\nband;\noutside", words=True, given_up=4),
@@ -186,16 +167,15 @@ class Ranking:
         self,
         out: Console,
         comparison: Comparison,
-        order: Order | None = None,
         *,
         every: bool = False,
     ) -> None:
-        self.out, self.comparison, self.order = out, comparison, order or Order()
+        self.out, self.comparison = out, comparison
         self.every = every
         self.problem = comparison.job.problem
         self.verdict = ""
         gap = 2 if out.width >= WIDE else 1
-        self.plans = PlanTable(out, heads(self.problem, self.order), gap=gap)
+        self.plans = PlanTable(out, heads(self.problem), gap=gap)
 
     def table(self, results: Sequence[Result]) -> None:
         for text in heading(self.problem):
@@ -214,11 +194,7 @@ class Ranking:
         """Print the results that have a verdict, under the columns that fit next to the first
         printed rows; no cell is cut. Refusals are lines below the table."""
         share = self.comparison.config.shown_share
-        rows = [
-            cells(result, self.order, share, self.out)
-            for result in results
-            if result.verdict is not None
-        ]
+        rows = [cells(result, share, self.out) for result in results if result.verdict is not None]
         if rows:
             self.plans.rows(rows)
 
@@ -296,7 +272,7 @@ def _distinct(results: Sequence[Result]) -> list[Result]:
     return [result for result in results if result.fits and not result.same_as]
 
 
-def cells(result: Result, order: Order, share: float, out: Console) -> list[str]:
+def cells(result: Result, share: float, out: Console) -> list[str]:
     """The cells of one row of the table; parts of the step below `share` are left out."""
     evaluation, room = result.evaluation, result.verdict
     assert evaluation is not None
@@ -306,12 +282,11 @@ def cells(result: Result, order: Order, share: float, out: Console) -> list[str]
     fit = "host" if short else result.fit
     free = gib(room.host_headroom_bytes if short else room.headroom_bytes)
     pinned = f"{evaluation.host_node_bytes / GIB:.1f}"
-    totals = bool(order.tokens) + bool(order.tokens and order.price)
     if result.same_as:
         where = f"plan of {result.same_as}"
-        return [name, fit, free, *["-"] * 4, pinned, *["-"] * (1 + totals), where, "-", "-"]
+        return [name, fit, free, *["-"] * 4, pinned, "-", where, "-", "-"]
     if not result.fits or result.not_timed:
-        return [name, fit, free, *["-"] * 4, pinned, *["-"] * (4 + totals)]
+        return [name, fit, free, *["-"] * 4, pinned, *["-"] * 4]
     return [
         name,
         fit,
@@ -322,7 +297,6 @@ def cells(result: Result, order: Order, share: float, out: Console) -> list[str]
         f"{100 * evaluation.mfu_dense:.1f}",
         pinned,
         rounded(result.gpu_hours_per_1e9_tokens or 0.0),
-        *(rounded(v) for v in (order.days(result), order.cost(result)) if v is not None),
         parts(result, share, ", " if out.width >= NARROW else "\n"),
         initials(result),
         banded(result),

@@ -13,7 +13,6 @@ from typing import Any
 
 import msgspec
 from msgspec import Struct, field
-from msgspec.structs import replace
 
 from rematbench.inputs.kernel_rates import KernelRates, load_kernel_rates
 from rematbench.inputs.paths import data_dir
@@ -230,13 +229,6 @@ class Calibration(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     def system_entry(self, names: Sequence[str]) -> str:
         """The first of a stack's entries (System.constants) in the file, or `default`."""
         return next((name for name in names if name in self.systems), DEFAULT)
-
-
-def instant_hosts(calibration: Calibration) -> Calibration:
-    """The calibration with hosts that take zero seconds to issue a kernel."""
-    systems = calibration.systems.items()
-    instant = {name: replace(stack, host_launch_s=0.0) for name, stack in systems}
-    return replace(calibration, systems=instant)
 
 
 def load_calibration(path: Path) -> Calibration:

@@ -154,7 +154,7 @@ def _tables() -> list[str]:
 
 
 def figures() -> list[str]:
-    names = ["stage_memory", "timeline", "small_models", "methods_timeline"]
+    names = ["stage_memory", "timeline", "methods_timeline"]
     names += catalog.figures(Path("figures"))
     return [f"{PAPER}/figures/{name}.pdf" for name in names]
 
@@ -207,13 +207,6 @@ def targets() -> tuple[Target, ...]:
             content=lambda values: content_hash(catalog.sheets()[values["method"]]),
             simulates=True,
             priority=1,
-        ),
-        Target(
-            name="predict_instant",
-            outputs=(f"{PAPER}/predictions_instant_hosts.csv",),
-            module=f"{BUILDERS}.predictions",
-            reads=lambda _: [LEFT_OUT, WORDS, f"{PUBLISHED}/runs_more.csv"],
-            simulates=True,
         ),
         Target(
             name="study",

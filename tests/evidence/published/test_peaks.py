@@ -1,11 +1,7 @@
 """Published peaks and verdicts of memory: ATC'24 Figure 7, Korthikanti Figure 1, torchtitan."""
 
-import os
 import statistics
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from statistics import fmean
 from typing import Any
 
@@ -13,11 +9,10 @@ import pytest
 
 from rematbench.evidence.accuracy import MORE, Accuracy, Group, load_accuracy, members, validate
 from rematbench.evidence.predict import predict_rows
-from rematbench.evidence.published.sheets import Cell, Row, read_sheet
-from rematbench.host.table import write_sheet
-from rematbench.inputs.constants import instant_hosts, is_fit
+from rematbench.evidence.published.sheets import Cell, Row
+from rematbench.inputs.constants import is_fit
 from rematbench.inputs.load import calibration
-from rematbench.inputs.paths import data_dir
+from tests.cost_constants import instant_hosts
 from tests.predicted import predicted, predicted_of, published
 
 ROWS = published("runs.csv")
@@ -156,21 +151,3 @@ def test_without_a_host_errors_are_larger(widest: bool) -> None:
     assert len(rows) >= 6
     instant = predict_rows(rows, processes=1, constants=instant_hosts(shipped))
     assert mean_error(predicted(rows)) < 0.7 * mean_error(instant)
-
-
-@pytest.mark.full
-def test_the_figure_shows_how_long_devices_wait(tmp_path: Path) -> None:
-    names = ("predicted.csv", "instant.csv")
-    rows = [row for row in small() if row["pp"] == "1" and row["layers"] == "24"]
-    for name, constants in zip(names, (None, instant_hosts(calibration())), strict=True):
-        write_sheet(tmp_path / name, predict_rows(rows, processes=1, constants=constants))
-    slow, fast = (read_sheet(tmp_path / name) for name in names)
-    for one, other in zip(slow, fast, strict=True):
-        assert float(one["pred_step_s"]) >= float(other["pred_step_s"])
-    script = data_dir("config").parent / "figures" / "small_models.py"
-    inputs = [str(tmp_path / name) for name in names]
-    target = tmp_path / "small_models.pdf"
-    command = [sys.executable, str(script), *inputs, str(target)]
-    subprocess.run(command, check=True, env={**os.environ, "MPLCONFIGDIR": str(tmp_path)})
-    assert target.stat().st_size > 1000
-    assert target.with_suffix(".png").stat().st_size > 1000

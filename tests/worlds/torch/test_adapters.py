@@ -12,8 +12,8 @@ from msgspec.structs import replace
 from rematbench.engine.lowering.lower import lower
 from rematbench.evaluate.evaluation import evaluate
 from rematbench.inputs.system import with_facts
-from rematbench.model import PACKED_BYTES, PACKINGS
 from rematbench.problem import Problem
+from rematbench.workload import PACKED_BYTES, PACKINGS
 from rematbench.worlds.records.refusals import refusals
 from rematbench.worlds.torch.case import Case, Result
 from rematbench.worlds.torch.executor import Executor

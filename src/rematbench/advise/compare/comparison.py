@@ -3,9 +3,8 @@
 from collections.abc import Container, Iterator, Sequence
 from dataclasses import replace as replaced
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-from msgspec import Meta, Struct
 from msgspec.structs import replace
 
 from rematbench.advise.candidates.candidate import CompareConfig
@@ -24,14 +23,10 @@ from rematbench.evaluate.evaluator import same_plan
 from rematbench.evaluate.result import ALIKE, PlannedJob, Result, Status
 from rematbench.evidence.bands import ratio_band, with_band, with_ties
 from rematbench.host.workers import NoAnswer, Pool, lost_reason
-from rematbench.inputs.configfile import ConfigError, wrong_field
 from rematbench.plan import Plan
 from rematbench.plugins.discover import discover
 from rematbench.plugins.kinds import clash
 from rematbench.worlds.packages.flags import Engines
-
-Amount = Annotated[float, Meta(ge=0.0, le=1e30)]
-
 
 COLUMNS = (
     *("name", "origin", "same_as", "status", "reason", "step_s", "tokens_per_s_per_gpu"),
@@ -41,7 +36,7 @@ COLUMNS = (
     *("allocator_retries", "allocator_fails"),
     *(f"{part}_s" for part in PARTS),
     *("plan", "fits", "low_tokens_per_s_per_gpu", "high_tokens_per_s_per_gpu", "outside"),
-    *("evidence", "tied_with_best", "host_bytes", "runs_on", "days", "cost"),
+    *("evidence", "tied_with_best", "host_bytes", "runs_on"),
 )
 """The columns of a comparison in order; the facts of the job and `run_with` follow."""
 
@@ -52,35 +47,6 @@ NEAREST = 8
 
 STATUSES = ("ok", "fragmented", "dropping", "oom", "unsupported", "timed out", "failed")
 """The statuses in the order of a ranking."""
-
-
-class Order(Struct, frozen=True, kw_only=True):
-    """The number of training tokens and the `price` of one GPU-hour; zero if not given."""
-
-    tokens: Amount = 0.0
-    price: Amount = 0.0
-
-    def __post_init__(self) -> None:
-        """Raise ConfigError for a value outside its bounds, or a price without tokens."""
-        wrong = wrong_field(self, Order)
-        if wrong is not None:
-            raise ConfigError("", *wrong)
-        if self.price and not self.tokens:
-            raise ConfigError("", "price", "has no cost without tokens")
-
-    def days(self, result: Result) -> float | None:
-        """Return the days that training on all tokens takes on all GPUs; None without tokens."""
-        hours = self._gpu_hours(result)
-        return None if hours is None else hours / result.problem.layout.gpus / 24
-
-    def cost(self, result: Result) -> float | None:
-        """Return the price of the GPU-hours for all tokens; None without tokens or a price."""
-        hours = self._gpu_hours(result)
-        return None if hours is None or not self.price else hours * self.price
-
-    def _gpu_hours(self, result: Result) -> float | None:
-        each = result.gpu_hours_per_1e9_tokens
-        return each * self.tokens / 1e9 if each and self.tokens else None
 
 
 class Comparison:
@@ -333,15 +299,13 @@ def _rank(result: Result) -> tuple[int, bool, float, bool]:
     return place, result.step_s is None, -amount, bool(result.same_as)
 
 
-def table(results: Sequence[Result], order: Order) -> list[dict[str, Any]]:
+def table(results: Sequence[Result]) -> list[dict[str, Any]]:
     """Return the rows of a comparison under COLUMNS. Every row repeats the facts of the job."""
     return [
         result.line(
             COLUMNS,
             origin=result.origin,
             host_bytes=result.problem.cluster.host_bytes,
-            days=order.days(result),
-            cost=order.cost(result),
         )
         for result in results
     ]

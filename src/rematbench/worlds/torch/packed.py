@@ -11,7 +11,7 @@ from math import ceil
 import torch
 from torch import Tensor
 
-from rematbench.model import PACKINGS, Packing
+from rematbench.workload import PACKINGS, Packing
 
 NF4 = (
     *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
