@@ -74,6 +74,10 @@ def test_a_configuration_of_torchtune_is_read(tmp_path: Path) -> None:
     expected = {"gpus": "4", "micro_batch": "4", "global_batch": "16", "zero_stage": "3"}
     assert {key: made.options.get(key) for key in expected} == expected
     assert not reading.unknown
+    (tmp_path / "job.yaml").write_text(TUNE + "custom_sharded_layers: [output]\n")
+    read(tmp_path, "tune run lora_finetune_single_device --config job.yaml", "run.sh")
+    reading = read_files([tmp_path / "run.sh"])
+    assert (reading.get("gpus"), len(reading.notes)) == (1, 2)
 
 
 @pytest.mark.parametrize(("line", "packed"), tables(__file__)["all_linears"])
