@@ -156,7 +156,7 @@ def compared(problem: Problem, result: "Result", reference: "Result", against: s
         loss_error=largest([relative(abs(a - b), abs(b)) for a, b in losses]),
         bound=BOUNDS[problem.workload.precision],
         first_gradient_error=errors[0],
-        first_only=problem.workload.precision == "bf16",
+        first_only=problem.workload.precision != "fp64",
     )
 
 
