@@ -1,7 +1,6 @@
 """A decoder-only transformer, and the types of its numbers and words."""
 
-from fractions import Fraction
-from typing import Annotated, Literal, NamedTuple, get_args
+from typing import Annotated, Literal, get_args
 
 from msgspec import Meta, Struct
 
@@ -38,41 +37,6 @@ TrainedParts = Annotated[
     str, Meta(pattern=r"^((embedding|norms|head)(,(embedding|norms|head))*)?$")
 ]
 """Parts that train: some of embedding, norms, head between commas."""
-
-
-class Packing(NamedTuple):
-    """How weights of a linear are packed: codes of `bits`; a scale of `scale_bytes` for each
-    `block` of them (0: none that counts), of which `nested` share an fp32 one (0: none do); a zero
-    of `bits` beside each scale, if there are `zeros`."""
-
-    bits: int
-    block: int = 0
-    scale_bytes: int = 0
-    nested: int = 0
-    zeros: bool = False
-
-    @property
-    def bytes(self) -> Fraction:
-        """Bytes of a weight, with its part of scales and zeros."""
-        if not self.block:
-            return Fraction(self.bits, 8)
-        nested = Fraction(4, self.nested) if self.nested else 0
-        beside = self.scale_bytes + nested + Fraction(self.bits * self.zeros, 8)
-        return Fraction(self.bits, 8) + beside / self.block
-
-
-PACKINGS = {
-    "nf4": Packing(4, 64, 4),
-    "nf4_double": Packing(4, 64, 1, nested=256),
-    "int4": Packing(4, 128, 2, zeros=True),
-    "int4_ungrouped": Packing(4),
-    "marlin": Packing(4, 128, 2),
-    "int8": Packing(8, 128, 2, zeros=True),
-}
-"""nf4: fp32 scales, or in 8 bits (bitsandbytes, functional.py: quantize_4bit).  int4, int8: fp16
-scales (AutoGPTQ @058fd80a, qlinear_cuda_old.py); ungrouped: one for a column, left out.  marlin:
-without zeros (IST-DASLab/marlin @0f102e1)."""
-PACKED_BYTES = {name: packing.bytes for name, packing in PACKINGS.items()}
 
 BYTES_PER_ELEMENT: dict[str, int] = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
 
@@ -134,16 +98,18 @@ class Latent(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return q + kv + index + (self.q_rank or hidden) * self.index_heads * self.index_dim
 
 
-class Memory(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Memory(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """Layers whose MLP is a lookup in one table of keys x keys rows, each of the hidden columns.
     `layers`: global indices, ascending; the first has the table.  `heads`: queries of a token, of
-    `key_dim` columns each; `keys`: sub-keys of each half of a head; `top`: rows that it reads."""
+    `key_dim` columns each; `keys`: sub-keys of each half of a head; `top`: rows that it reads.
+    `home`: where the table and its states are; on the host it is refused with its bytes."""
 
     layers: Annotated[tuple[NonNegativeInt, ...], Meta(min_length=1)]
     heads: Width
     keys: Width
     key_dim: Width
     top: Width
+    home: Literal["device", "host"] = "device"
 
     @property
     def rows(self) -> int:

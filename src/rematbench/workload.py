@@ -1,6 +1,7 @@
 """The training work: a decoder-only transformer, a sequence length and a compute precision."""
 
-from typing import Annotated, Literal, get_args
+from fractions import Fraction
+from typing import Annotated, Literal, NamedTuple, get_args
 
 from msgspec.structs import force_setattr, replace
 
@@ -36,6 +37,37 @@ __all__ = [
     "Work",
     "Workload",
 ]
+
+
+class Packing(NamedTuple):
+    """Codes of `bits`, for each `block` of them (0: none that counts) a scale of `scale_bytes` and,
+    if there are `zeros`, a zero of `bits`; `nested` scales share an fp32 one (0: none do)."""
+
+    bits: int
+    block: int = 0
+    scale_bytes: int = 0
+    nested: int = 0
+    zeros: bool = False
+
+    @property
+    def bytes(self) -> Fraction:
+        code, shared = Fraction(self.bits, 8), Fraction(4, self.nested) if self.nested else 0
+        beside = self.scale_bytes + shared + code * self.zeros
+        return code + beside / self.block if self.block else code
+
+
+PACKINGS = {
+    "nf4": Packing(4, 64, 4),
+    "nf4_double": Packing(4, 64, 1, nested=256),
+    "int4": Packing(4, 128, 2, zeros=True),
+    "int4_ungrouped": Packing(4),
+    "marlin": Packing(4, 128, 2),
+    "int8": Packing(8, 128, 2, zeros=True),
+}
+"""nf4: fp32 scales, or in 8 bits (bitsandbytes, functional.py: quantize_4bit).  int4, int8: fp16
+ones (AutoGPTQ @058fd80a, qlinear_cuda_old.py); ungrouped: one for a column, left out.  marlin:
+without zeros (IST-DASLab/marlin @0f102e1)."""
+PACKED_BYTES = {name: packing.bytes for name, packing in PACKINGS.items()}
 
 
 class Trained(Part, frozen=True, kw_only=True, forbid_unknown_fields=True):

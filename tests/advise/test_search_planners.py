@@ -23,6 +23,7 @@ from rematbench.evaluate.result import Result
 from rematbench.host.console import CommandError
 from rematbench.inputs.job import Job
 from rematbench.plugins.registry import MethodError
+from tests.method_files import method_file
 
 RUN = CliRunner()
 app = command_line()
@@ -31,24 +32,6 @@ WORDS = (
     "search --model gpt-1.3b --cluster a800-80gb --gpus 4 --seq-len 2048 --global-batch 8 "
     "--micro-batch 1 --system rematbench --method balanced_checkpointing --processes 1"
 )
-TEMPLATE = '''
-"""{name}: a planner of a user's own."""
-from typing import ClassVar
-from msgspec import Struct
-from rematbench.plan import Plan, Unsupported
-from rematbench.problem import Problem
-
-
-class Own(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A planner."""
-
-    name: ClassVar[str] = "{name}"
-    planner: ClassVar[bool] = True
-
-    def plan(self, problem: Problem, base: Plan) -> Plan | Unsupported:
-        """The base's plan, or none."""
-        {body}
-'''
 BODIES = {
     "ends": "import os; os._exit(1)",
     "never": "return Unsupported('not here')",
@@ -75,7 +58,8 @@ def found(job: SearchRequest) -> tuple[Result, ...]:
 
 def own(folder: Path) -> SearchRequest:
     for name, body in BODIES.items():
-        (folder / f"{name}.py").write_text(TEMPLATE.format(name=name, body=body))
+        text = method_file(name, body, fields="planner: ClassVar[bool] = True")
+        (folder / f"{name}.py").write_text(text)
     return asked(*BODIES, folder=folder)
 
 

@@ -20,6 +20,7 @@ from rematbench.plugins.discover import entry_of
 from rematbench.plugins.registry import Composition
 from rematbench.worlds.records.suite import load_suite
 from rematbench.worlds.records.suite_cells import cells
+from tests.method_files import method_file
 from tests.tables import tables
 from tests.typed import typed
 from tests.wrong_inputs import ROW
@@ -27,30 +28,10 @@ from tests.wrong_inputs import ROW
 ROOT = Path(__file__).resolve().parents[2]
 WORDS = ["--model", "llama-7b", "--cluster", "a800-80gb", "--gpus", "4", "--seq-len", "4096",
          "--global-batch", "8", "--tp", "2", "--system", "megatron-core"]  # fmt: skip
-METHOD = '''"""mine: does {what}.
-
-Claim: none.
-Source: a test.
-Deviations: none.
-"""
-from typing import ClassVar
-from msgspec import Struct
-from rematbench.plan import Offload, Rule, Select
-
-
-class Mine(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """No parameters."""
-
-    name: ClassVar[str] = "mine"
-
-    def plan(self, problem, base):
-        """Fail."""
-        {what}
-'''
 WRONG = {
     "return 3": "mine: plan returned 3, neither a Plan nor Unsupported",
     "return base.rules[7]": "mine: plan raised IndexError: tuple index out of range (mine.py, "
-    "line 19)",
+    "line 23)",
     "return base.with_rules(Rule(Select(activations=('gate_ot',)), Offload()))": "mine: rule "
     "matches no saved tensor: Select(activations=('gate_ot',)); did you mean 'gate_out'?",
 }
@@ -58,7 +39,7 @@ WRONG = {
 
 def own(folder: Path, what: str, name: str = "mine.py") -> Path:
     path = folder / name
-    path.write_text(METHOD.format(what=what))
+    path.write_text(method_file("mine", what))
     return path
 
 
@@ -124,7 +105,7 @@ def test_a_table_says_once_which_method_failed(tmp_path: Path) -> None:
 
 
 def test_a_method_that_raises_while_planning_does_not_end_the_suite(tmp_path: Path) -> None:
-    raises = "from rematbench.plan import PlanError\n        raise PlanError('no such plan')"
+    raises = "from rematbench.plan import PlanError\nraise PlanError('no such plan')"
     own(tmp_path, raises)
     suite = tmp_path / "suite.yaml"
     suite.write_text(SUITE)

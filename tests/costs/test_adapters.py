@@ -10,17 +10,21 @@ from rematbench.engine.lowering.lower import lower
 from rematbench.evaluate.evaluator import evaluate
 from rematbench.evaluate.problems import make_problem
 from rematbench.evaluate.proof import check
+from rematbench.evidence.published.row_cases import read_case
 from rematbench.evidence.published.words import committed
 from rematbench.inputs.job import Job
 from rematbench.inputs.layout import LayoutError
 from rematbench.inputs.load import load_model
-from rematbench.model import PACKED_BYTES, Latent
+from rematbench.model import Latent
 from rematbench.plan import Plan, Unsupported
+from rematbench.plugins.discover import discover
 from rematbench.problem import Problem, rank_parameters, rank_states
+from rematbench.workload import PACKED_BYTES
 from rematbench.worlds.packages.limits import setup_of
 from rematbench.worlds.packages.process import baselines
 from tests.predicted import predicted
 from tests.problems import all_methods
+from tests.tables import tables
 
 RANK = 16
 LATENT = Latent(kv_rank=512, nope=128, rope=64, v=128)
@@ -213,16 +217,7 @@ def test_what_is_not_modelled_is_one_line(facts: dict[str, Any], words: str) -> 
         made(**facts)
 
 
-@pytest.mark.parametrize(
-    ("kind", "own", "master"),
-    [
-        ("adam8bit", 2, 2),
-        ("adafactor", 0, 0),
-        ("lion", 2, 4),
-        ("momentum", 2, 4),
-        ("adam_bf16", 4, 4),
-    ],
-)
+@pytest.mark.parametrize(("kind", "own", "master"), tables(__file__)["moments"])
 def test_an_optimizer_replaces_the_moments_and_leaves_masters(
     kind: str, own: int, master: int
 ) -> None:
@@ -243,7 +238,7 @@ def test_no_package_is_said_to_run_it(facts: dict[str, Any]) -> None:
         assert found[-1] in refused.reason
 
 
-@pytest.mark.parametrize("row", [17, 20, 24, 34, 35, 44, 48, 50, 54, 57, 64, 66, 70])
+@pytest.mark.parametrize("row", [3, 8, 17, 20, 24, 34, 35, 44, 48, 50, 54, 57, 64, 66, 70])
 def test_published_peaks_of_adapters(row: int) -> None:
     """foundation-model-stack/fms-acceleration: Mistral-7B and Llama-2-70B on one GPU and on two
     with FSDP, packed 4,096 tokens, checkpointing, torch.cuda.max_memory_allocated."""
@@ -252,12 +247,31 @@ def test_published_peaks_of_adapters(row: int) -> None:
     assert float(found["pred_peak_device_bytes"]) == pytest.approx(published, rel=0.01)
 
 
+@pytest.mark.parametrize(
+    ("column", "cell", "facts"),
+    [
+        ("target_modules", "q_proj, v_proj", {"lora_targets": "q,v", "lora_dropout": 0.0}),
+        ("target_modules", "mlp", {"lora_targets": "gate,up,down"}),
+        ("target_modules", "down, up, gate, o, v, k, q", {"lora_targets": "all"}),
+        ("method", "lora-fa", {"lora_train": "b", "trained_dtype": "fp32"}),
+        ("method", "QDoRA", {"dora": True, "trained_dtype": "autocast"}),
+        ("base_dtype", "int8", {"base_dtype": "int8"}),
+        ("base_dtype", "fp4", {"base_dtype": "nf4"}),
+        ("base_dtype", "nf4 double", {"base_dtype": "nf4_double"}),
+    ],
+)
+def test_words_of_other_sheets_on_adapters(column: str, cell: str, facts: dict[str, Any]) -> None:
+    row = dict(committed("adapters.csv")[34]) | {column: cell}
+    work = read_case(row, discover(())).work
+    assert {name: getattr(work, name) for name in facts} == facts
+
+
 @pytest.mark.full
 def test_all_published_peaks_of_adapters() -> None:
-    """Every row of LoRA and QLoRA; those that print nothing exceed the device."""
-    rows = predicted([row for row in committed("adapters.csv") if row["method"] != "full"])
+    """Every row; those that print nothing exceed the device."""
+    rows = predicted([*committed("adapters.csv")])
     ran = [row for row in rows if row["status"] == "ok"]
-    assert len(ran) == 37
+    assert len(ran) == 45
     for row in ran:
         assert row["pred_status"] == "ok"
         peak = float(row["peak_device_bytes"])

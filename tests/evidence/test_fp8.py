@@ -8,12 +8,11 @@ import pytest
 from msgspec.structs import replace
 
 from rematbench.evaluate.problems import make_problem
-from rematbench.evidence.accuracy import Sheet
 from rematbench.evidence.bands import band_of
 from rematbench.evidence.published.sheets import SPEED
 from rematbench.inputs import recipes
 from rematbench.inputs.job import Job
-from rematbench.paper.tables.fp8_orders import orders_table
+from rematbench.paper.tables.fp8 import right_orders
 from tests.predicted import predicted, read_of
 
 TWIN = (
@@ -90,7 +89,7 @@ def test_steps_are_predicted() -> None:
 
 
 def test_torchaos_memory_changes_as_published() -> None:
-    """It saves nothing: less than half a per cent on both sides."""
+    """It saves nothing: less than a per cent on both sides, and less with its gather in FP8."""
     peak = "peak_device_bytes"
     twins = {key(row): row for row in read_of("fp8.csv") if row[f"pred_{peak}"] and row[peak]}
     rows = [row for row in read_of("fp8.csv", "fp8") if row[peak] and key(row) in twins]
@@ -98,20 +97,17 @@ def test_torchaos_memory_changes_as_published() -> None:
     for row in rows:
         twin = twins[key(row)]
         assert all(
-            abs(float(row[name]) / float(twin[name]) - 1) < 0.01 for name in (peak, f"pred_{peak}")
+            0.99 < float(row[name]) / float(twin[name]) < 1.0 for name in (peak, f"pred_{peak}")
         )
 
 
 def test_orders_of_pairs_are_right() -> None:
     """Four in five, of pairs of one job whose published speeds differ by more than 5 %.  The wrong
     ones are FP8 with one scale and MXFP8 on Blackwell, whose rates are one constant each."""
-    chosen: dict[Sheet, list[dict[str, Any]]] = {
-        "fp8.csv": read_of("fp8.csv", "bf16") + read_of("fp8.csv", "fp8", "mxfp8"),
-        "moe.csv": read_of("moe.csv", "mxfp8"),
-    }
-    rows = orders_table(chosen).rows
-    assert sum(row["pairs"] for row in rows) >= 27
-    assert sum(row["right"] for row in rows) >= 0.8 * sum(row["pairs"] for row in rows)
+    dense = read_of("fp8.csv", "bf16") + read_of("fp8.csv", "fp8", "mxfp8")
+    orders = [*right_orders(dense), *right_orders(read_of("moe.csv", "mxfp8"))]
+    assert len(orders) >= 27
+    assert sum(orders) >= 0.8 * len(orders)
 
 
 def test_experts_in_mxfp8_on_blackwell_are_predicted() -> None:

@@ -61,6 +61,9 @@ def test_what_needs_peers_does_not_run_alone() -> None:
     problem = cases.case("tp2-pp2", "keep").problem
     with pytest.raises(NotExecutable, match="with tp 1, cp 1 and dp 1"):
         FirstStageGroups(problem.layout, problem.system.parallel.rank_order)
+    shared = cases.case("pp2", "vocab-1")
+    _, reason, _ = Turns(CPU, GpuState).turn(shared.problem, shared.plan)
+    assert "vocabulary that stages share cannot run alone" in reason
 
 
 @pytest.mark.parametrize("name", PLANS)

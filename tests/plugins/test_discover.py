@@ -1,5 +1,6 @@
 """Finding methods and giving them parameters: every mistake is one clear line."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -8,28 +9,16 @@ import pytest
 from rematbench.plan import Plan, Unsupported
 from rematbench.plugins.discover import discover
 from rematbench.plugins.registry import MethodError, Registry
+from tests.method_files import method_file
 from tests.problems import problem
 from tests.tables import tables
 
-GOOD = '''"""mine: drop the queries.
-
-Claim: c.  Source: s.  Deviations: none.
-"""
-from typing import ClassVar
-from msgspec import Struct
-from rematbench.plan import Plan, Recompute, Rule, Select
-from rematbench.problem import Problem
-
-
-class Mine(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    name: ClassVar[str] = "mine"
-    names: tuple[str, ...] = ("q",)
-    share: float = 0.5
-
-    def plan(self, problem: Problem, base: Plan) -> Plan:
-        return base.with_rules(Rule(Select(activations=self.names), Recompute()))
-'''
-
+GOOD = method_file(
+    "mine",
+    "return base.with_rules(Rule(Select(activations=self.names), Recompute()))",
+    does="drop the queries",
+    fields='names: tuple[str, ...] = ("q",)\nshare: float = 0.5',
+)
 BROKEN = {
     "syntax": ("def plan(:", "SyntaxError"),
     "import": ("import nowhere_to_be_found", "ModuleNotFoundError"),
@@ -39,7 +28,7 @@ BROKEN = {
     "thawed": (GOOD.replace("frozen=True, ", ""), "must be frozen"),
     "loose": (GOOD.replace(", forbid_unknown_fields=True", ""), "forbid unknown fields"),
     "planless": (GOOD.replace("def plan", "def plot"), "has no `plan(problem, base)`"),
-    "silent": (GOOD.split('"""', 2)[2], "has no docstring"),
+    "silent": (re.sub('""".*?"""', "", GOOD, flags=re.DOTALL), "has no docstring"),
     "needy": (GOOD.replace("share: float = 0.5", "share: float"), "needs a default"),
     "taken": (GOOD.replace('"mine"', '"keep_all"'), "already defined by"),
 }

@@ -10,6 +10,7 @@ from rematbench.inputs.paths import data_dir
 from rematbench.plugins.discover import discover
 from rematbench.plugins.file_checks import CONTRACT_CHECKS, FORMAT_CHECKS, MethodFile, first_problem
 from rematbench.plugins.registry import MethodError
+from tests.method_files import method_file
 from tests.problems import all_methods
 from tests.typed import typed
 
@@ -42,7 +43,7 @@ def test_the_plan_is_pure_lowers_and_is_safe(path: Path, name: str) -> None:
     check_plan(method(path), problems()[name])
 
 
-@pytest.mark.parametrize("name", ["pp", "vpp"])
+@pytest.mark.parametrize("name", ["pp", pytest.param("vpp", marks=pytest.mark.full)])
 @pytest.mark.parametrize("base", FILES, ids=lambda path: path.stem)
 def test_methods_compose(path: Path, base: Path, name: str) -> None:
     """On top of any other method: a plan that lowers, or a reason."""
@@ -50,45 +51,23 @@ def test_methods_compose(path: Path, base: Path, name: str) -> None:
         check_on_top(method(path), method(base), problems()[name])
 
 
-SMALL = """\"\"\"small: does what it says.
-
-Claim: none.
-Source: a test.
-Deviations: none.
-\"\"\"
-
-import random
-from typing import ClassVar
-
-from msgspec import Struct
-
-from rematbench.plan import Offload, Plan, Recompute, Rule, Select, Unsupported
-from rematbench.problem import Problem
-
-CALLS = 0
-
-
-class Small(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    name: ClassVar[str] = "small"
-    share: float = 1.0
-
-    def plan(self, problem: Problem, base: Plan) -> Plan:
-        return base.with_rules(Rule(Select(parts=("layer",), activations=("q",)), Offload()))
-"""
-RETURN = SMALL.splitlines()[-1]
+RETURN = 'return base.with_rules(Rule(Select(parts=("layer",), activations=("q",)), Offload()))'
+SMALL = method_file(
+    "small", RETURN, head="import random\n\nCALLS = 0\n", fields="share: float = 1.0"
+)
 BROKEN: list[tuple[str, str, str, bool]] = [
-    (RETURN, "        return 1 / 0", "ZeroDivisionError", False),
-    (RETURN, "        return 3", "plan returned a int, not a Plan", False),
-    (RETURN, '        return Unsupported("")', "plan returned Unsupported without a reason", False),
-    (RETURN, "        return base.noting(x=random.random())", "two calls return different", False),
+    (RETURN, "return 1 / 0", "ZeroDivisionError", False),
+    (RETURN, "return 3", "plan returned a int, not a Plan", False),
+    (RETURN, 'return Unsupported("")', "plan returned Unsupported without a reason", False),
+    (RETURN, "return base.noting(x=random.random())", "two calls return different", False),
     ('("q",)', '("no_such",)', "rule matches no saved tensor", False),
     ('("q",)), Offload()', '("layer_input",)), Recompute()', "has no producer", False),
     ("(self, problem: Problem, base: Plan)", "(self, base: Plan, problem: Problem)",
      "plan takes (base, problem)", True),
-    (RETURN, "        global CALLS\n        CALLS += 1\n        return base",
-     "line 24 writes a variable of another scope", True),
+    (RETURN, "global CALLS\n        CALLS += 1\n        return base",
+     "line 27 writes a variable of another scope", True),
     ("Source: a test.\n", "", "the docstring lacks the line Source:", False),
-    ('"""small: does', '"""Does', "the docstring must start with 'small: '", False),
+    ('"""small: a test', '"""A test', "the docstring must start with 'small: '", False),
     ('name: ClassVar[str] = "small"', 'name: ClassVar[str] = "other"', "small.py defines 'other'",
      False),
     ("CALLS = 0\n", "CALLS = 0\n" * 150, "lines)", False),

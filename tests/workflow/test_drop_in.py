@@ -4,33 +4,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.method_files import method_file
 from tests.workflow.checkout import ROOT, Checkout
 from tests.worlds.slurm.slow import leave_methods
 
-PLAN = '''"""{name}: every activation stays.
-
-Claim: none.
-Source: none.
-Deviations: none.
-"""
-
-from typing import ClassVar
-
-from msgspec import Struct
-
-from rematbench.plan import Plan
-from rematbench.problem import Problem
-
-
-class Mine(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """No parameters."""
-
-    name: ClassVar[str] = "{name}"
-
-    def plan(self, problem: Problem, base: Plan) -> Plan:
-        """The base itself."""
-        return base
-'''
 POLICY = "    candidates = facts_with_options = flags = inexpressible = partition = None\n"
 FILES = {
     "src/rematbench/paper/tables/mine.py": '''"""Claims by system."""
@@ -75,9 +52,9 @@ problems:
     seq_len: 64
     global_batch: 1
 """,
-    "methods/mine.py": PLAN.format(name="mine"),
-    "baselines/my_package/plan.py": PLAN.format(name="my_package") + POLICY,
-    "baselines/half/plan.py": PLAN.format(name="half"),
+    "methods/mine.py": method_file("mine"),
+    "baselines/my_package/plan.py": method_file("my_package") + POLICY,
+    "baselines/half/plan.py": method_file("half"),
 }
 SHOWN = """
 from pathlib import Path

@@ -183,6 +183,7 @@ LINES = (
 """Lines that it prints, whose numbers are positive: what it measures, by stage."""
 
 
+@pytest.mark.full  # three CPU seconds, and the search itself: tests/advise
 def test_it_runs_at_its_smallest() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.search", "--small"],

@@ -20,6 +20,7 @@ from rematbench.cli.options import (
 from rematbench.cli.real import Address, Port, Rank, Size, has_gpu, is_launched, speed_text, timing
 from rematbench.cli.show import banner
 from rematbench.cli.targets import Json, Out, need_file
+from rematbench.cli.titan import TITAN, titan_answer
 from rematbench.evaluate.result import evaluate_method, told_fragmented
 from rematbench.host.console import CommandError, align_left, console, gib, grid, plain
 from rematbench.host.table import GIB
@@ -269,9 +270,10 @@ def flags(
 ) -> None:
     """Print the options of a baseline that equal a method's plan, or list what it cannot express.
 
-    megatron_core: arguments of Megatron-LM's script; deepspeed: its configuration as JSON.  The
-    facts of the stack that no option gives follow as "assumed, not set".  Exit code 0 if equal, 1
-    if the baseline cannot express the plan.
+    megatron_core: arguments of Megatron-LM's script; deepspeed: its configuration as JSON;
+    torchtitan: its configuration as TOML, with torchao's converters.  The facts of the stack that
+    no option of the first two gives follow as "assumed, not set".  Exit code 0 if equal, 1 if the
+    baseline cannot express the plan.
 
     \b
     Example:
@@ -280,15 +282,19 @@ def flags(
       rematbench flags full_recompute --baseline deepspeed --system deepspeed --model llama2-7b
         --cluster a800-80gb --gpus 8 --seq-len 4096 --global-batch 8 --zero 3
     """
-    if baseline not in baselines():
-        raise BaselineError(f"--baseline {baseline}: expected one of {', '.join(baselines())}")
+    if baseline not in (*baselines(), TITAN):
+        known = ", ".join((*baselines(), TITAN))
+        raise BaselineError(f"--baseline {baseline}: expected one of {known}")
     asked = request(run)
     plan = asked.method.plan(asked.problem, asked.base)
     if isinstance(plan, Unsupported):
         raise CommandError(f"unsupported: {plan.reason}")
     if asked.method.name != IDENTITY and alike(asked.problem, plan, asked.base):
         raise CommandError(f"{run.method} changes nothing here: its options are keep_all's")
-    answer = flags_of(asked.problem, plan, baseline, whole=whole)
+    if baseline == TITAN:
+        answer = titan_answer(asked)
+    else:
+        answer = flags_of(asked.problem, plan, baseline, whole=whole)
     fits = banner(told_fragmented(evaluate_method(asked.problem, asked.method, asked.base)))
     lost = costs(asked.problem, plan, answer.plan) if answer.missing and answer.plan else None
     if json:

@@ -25,12 +25,14 @@ def beside(plain: Result, result: Result) -> str:
     """A line on the same plan without its recipe, and on what the recipe changes."""
     words = f"in {result.problem.workload.precision} without its recipe"
     before, after = plain.device_total_bytes, result.device_total_bytes
-    if before is None or after is None:
-        return f"{words}: {plain.reason or result.reason}"
-    change = f"{gib(abs(after - before))} {'more' if after > before else 'less'} with it"
-    room = f"{BANNERS[plain.status]}, {gib(before)} GiB in all ({change})"
-    if not plain.timed or not result.timed:
+    if before is None:
+        return f"{words}: {plain.reason}"
+    room = f"{BANNERS[plain.status]}, {gib(before)} GiB in all"
+    if after is not None:
+        change = f"{gib(abs(after - before))} {'more' if after > before else 'less'}"
+        room += f" ({change} with it)"
+    if not plain.timed:
         return f"{words}: {room}"
     step_s, rate = plain.timed.step_s, rounded(plain.timed.tokens_per_s_per_gpu)
-    gain = f"{step_s / result.timed.step_s:.2f} times with it"
-    return f"{words}: step {seconds(step_s)}, {rate} tokens/s/GPU ({gain}); {room}"
+    gain = f" ({step_s / result.timed.step_s:.2f} times with it)" if result.timed else ""
+    return f"{words}: step {seconds(step_s)}, {rate} tokens/s/GPU{gain}; {room}"

@@ -19,8 +19,7 @@ from rematbench.inputs.constants import Calibration, CommonConstants
 from rematbench.inputs.kernel_rates import Quantity
 from rematbench.inputs.layout import Layout
 from rematbench.inputs.system import System
-from rematbench.model import PACKED_BYTES
-from rematbench.workload import Workload
+from rematbench.workload import PACKED_BYTES, Workload
 
 OPTIMIZER_STAGE, GRADIENT_STAGE, PARAMETER_STAGE = 1, 2, 3
 

@@ -43,7 +43,8 @@ class RankBytes(Struct, frozen=True, kw_only=True):
     rank's step with the device peak.  `host_state`: states in host memory, in their pinned blocks
     (`HostStates.held`); `host_update`: a temporary
     copy during their update; `host_rounding`: bytes by which pinned blocks exceed the activations
-    in them; `absent`: bytes of gradients that the backward has not made at the peak."""
+    in them; `absent`: bytes of gradients that are not there at the peak: those by which it is below
+    the peak of activations with all gradients."""
 
     parameter: int
     gradient: int
@@ -241,9 +242,8 @@ def program_bytes(problem: Problem, plan: Plan, program: Program) -> tuple[RankB
     late = program.ranks[0].late
     if problem.layout.num_micro_batches > 1 or late is None or not late.gradient_bytes:
         return found
-    live, gradients, step = fresh_peak(program.ranks[0])
-    absent = late.gradient_bytes - gradients
-    return (replace(found[0], activation_peak=live, absent=absent, peak_step=step),)
+    both = late.gradient_bytes + found[0].activation_peak
+    return (replace(found[0], absent=both - fresh_peak(program.ranks[0])),)
 
 
 def fullest(problem: Problem, plan: Plan) -> int:

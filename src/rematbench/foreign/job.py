@@ -37,8 +37,9 @@ ROTATING: dict[str, dict[str, Any]] = {
 """Stacks of which a later one has context parallelism, with the facts that it then needs."""
 SUFFIXES = re.compile(r"-(instruct|thinking|chat|base|hf|it|\d{4})(?=-|$)")
 ALIKE = [("llama-2", "llama2"), ("llama-3-", "llama3-"), ("llama-3.3", "llama-3.1")]
-ALIKE += [("-a22b", ""), ("_", "-")]
-"""Parts of the hub's names, with their words in shipped models; Llama 3.3 has the shape of 3.1."""
+ALIKE += [("-a22b", ""), ("_", "-"), ("qwen2.5-7b", "qwen2-7b")]
+"""Parts of the hub's names, with their words in shipped models; Llama 3.3 has the shape of 3.1,
+and Qwen2.5-7B that of Qwen2-7B."""
 VERSION = re.compile(r"-v\d[\d.]*(?=-|$)")
 
 

@@ -5,8 +5,7 @@ from collections.abc import Iterator
 from rematbench.host.declared import facts
 from rematbench.inputs.layout import Layout
 from rematbench.inputs.system import System
-from rematbench.model import PACKED_BYTES
-from rematbench.workload import Trained, Workload
+from rematbench.workload import PACKED_BYTES, Trained, Workload
 
 
 def trained_rules(lay: Layout, work: Workload, system: System) -> Iterator[str]:

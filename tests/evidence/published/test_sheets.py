@@ -80,3 +80,22 @@ def test_one_predictor_has_what_a_row_prints() -> None:
     (other,) = predicted([plain])
     assert "pred_forward_s" not in other
     assert other["pred_step_s"] == found["pred_step_s"]
+
+
+@pytest.mark.parametrize(
+    ("word", "method", "vpp"),
+    [
+        *(("ZB1P", "zb-h1", 1), ("zb-h2", "zb-h2", 1), ("ZBV", "zb-v", 2), ("v-min", "v-min", 2)),
+        *(("vocab-1 (two barriers)", "vocab-1", 1), ("Interlaced", "interlaced", 1)),
+    ],
+)
+def test_words_of_schedules(word: str, method: str, vpp: int) -> None:
+    row = {**committed("pipeline_vocabulary.csv")[0], "schedule": word}
+    case = read_case(row, all_methods())
+    assert case.method.endswith(f":schedule={method}")
+    assert case.layout.vpp == vpp
+
+
+def test_a_last_stage_may_have_the_head_alone() -> None:
+    row = {**committed("pipeline_vocabulary.csv")[1], "layers_of_last_stage": "0"}
+    assert read_case(row, all_methods()).layout.stages.endswith("(t*5|)*4L")

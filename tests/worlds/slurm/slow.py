@@ -8,38 +8,14 @@ from pathlib import Path
 
 from rematbench.evidence.published.sheets import read_sheet
 from tests.campaigns import suite_text, tiny
+from tests.method_files import method_file
 from tests.workflow.checkout import ROOT
 
-METHOD = '''
-"""slow: keeps everything, after a while.
-
-Claim: takes its time.
-Source: ours, for tests.
-"""
-
-import time
-from pathlib import Path
-from typing import ClassVar
-
-from msgspec import Struct
-
-from rematbench.plan import Plan
-from rematbench.problem import Problem
-
-
-class Slow(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Seconds to sleep."""
-
-    name: ClassVar[str] = "slow"
-    seconds: float = {seconds}
-
-    def plan(self, problem: Problem, base: Plan) -> Plan:
-        """The base plan, late."""
-        time.sleep(self.seconds)
-        with (Path(__file__).parents[1] / "calls").open("a") as calls:
-            calls.write(f"{{problem.workload.seq_len}}\\n")
-        return base
-'''
+BODY = """time.sleep(self.seconds)
+with (Path(__file__).parents[1] / "calls").open("a") as calls:
+    calls.write(f"{problem.workload.seq_len}\\n")
+return base"""
+HEAD = "import time\nfrom pathlib import Path\n"
 TARGET = "results/smoke/tables/runs.csv"
 HERE = ("--config", "simulate_on=slurm")
 
@@ -51,7 +27,8 @@ def make_slow(
     leave_methods(checkout, set(beside))
     for name in beside:
         shutil.copy2(ROOT / f"methods/{name}.py", checkout / "methods")
-    (checkout / "methods/slow.py").write_text(METHOD.format(seconds=seconds))
+    text = method_file("slow", BODY, head=HEAD, fields=f"seconds: float = {seconds}")
+    (checkout / "methods/slow.py").write_text(text)
     (checkout / "calls").write_text("")
     problems = [
         tiny(f"cell{n}", gpus=1, seq_len=32 * (n + 1), global_batch=1) for n in range(cells)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.worlds.torch.test_execute_cli import METHOD
+from tests.worlds.torch.test_execute_cli import DROP_NORMS
 
 ROOT = Path(__file__).resolve().parents[3]
 PARTS = ("config", "methods", "src", "tests", "pyproject.toml", "results/published")
@@ -31,7 +31,7 @@ def test_the_tests_take_up_a_new_file_by_themselves(tmp_path: Path) -> None:
     for path in (tmp_path / "methods").glob("*.py"):
         if path.stem != "keep_all":  # the others cost time and show nothing
             path.unlink()
-    (tmp_path / "methods" / "drop_norms.py").write_text(METHOD)
+    (tmp_path / "methods" / "drop_norms.py").write_text(DROP_NORMS)
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-n", "0", "-rA", "-k", "drop_norms", *TESTS],
         cwd=tmp_path, capture_output=True, text=True, check=False, timeout=600,

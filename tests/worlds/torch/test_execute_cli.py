@@ -11,34 +11,15 @@ from rematbench.cli.measure import measure
 from rematbench.host.console import CommandError
 from rematbench.worlds.records.record import Record, read_record
 from rematbench.worlds.torch import rank_processes
+from tests.method_files import method_file
 from tests.typed import typed
 
 TINY = ("--model", "tiny-llama-deep", "--cluster", "this-machine", "--system", "rematbench")
-METHOD = '''"""drop_norms: rebuild both norms' outputs.
-
-Claim: frees two norms a layer.
-Source: ours, for the tests.
-Deviations: none.
-"""
-
-from typing import ClassVar
-
-from msgspec import Struct
-
-from rematbench.plan import Plan, Recompute, Rule, Select
-from rematbench.problem import Problem
-
-
-class DropNorms(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """No parameters."""
-
-    name: ClassVar[str] = "drop_norms"
-
-    def plan(self, problem: Problem, base: Plan) -> Plan:
-        """Rebuild before each reader."""
-        names = ("attn_norm_out", "mlp_norm_out")
-        return base.with_rules(Rule(Select(parts=("layer",), activations=names), Recompute()))
-'''
+DROP_NORMS = method_file(
+    "drop_norms",
+    """names = ("attn_norm_out", "mlp_norm_out")
+return base.with_rules(Rule(Select(parts=("layer",), activations=names), Recompute()))""",
+)
 
 
 def rematbench(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -57,7 +38,7 @@ def rematbench(*words: str, **environment: str) -> subprocess.CompletedProcess[s
 def dropped_in(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a method file that nothing else knows."""
     folder = tmp_path_factory.mktemp("methods")
-    (folder / "drop_norms.py").write_text(METHOD)
+    (folder / "drop_norms.py").write_text(DROP_NORMS)
     return folder
 
 

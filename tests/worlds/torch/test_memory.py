@@ -8,10 +8,12 @@ from msgspec.structs import replace
 
 from rematbench.cli.show import job_notes
 from rematbench.costs.operators.kernels import Elementwise
-from rematbench.costs.operators.memory import table_traffic
+from rematbench.costs.operators.memory import table_on_host, table_traffic
+from rematbench.engine.lowering.lower import lower
 from rematbench.evaluate.evaluation import evaluate
 from rematbench.inputs.layout import LayoutError
 from rematbench.model import Memory
+from rematbench.plan import PlanError
 from rematbench.problem import Problem, rank_parameters
 from rematbench.workload import Model
 from rematbench.worlds.torch.case import Case
@@ -56,6 +58,22 @@ def test_a_dense_update_of_an_untouched_table_is_printed() -> None:
 def test_what_is_not_modelled_says_the_tables_values() -> None:
     with pytest.raises(LayoutError, match=r"tp or pp above 1; the table has .* B values"):
         given(LLAMA, tp=2)
+
+
+def test_a_table_on_the_host_is_refused_with_its_bytes() -> None:
+    p = given(LLAMA)
+    hosted = replace(p.workload.model, memory=replace(TABLE, keys=1 << 11, home="host"))
+    p = dataclasses.replace(p, workload=replace(p.workload, model=hosted))
+    states = p.system.states
+    each = states.param_bytes + states.grad_bytes + states.optimizer_bytes
+    picked = p.workload.seq_len * TABLE.picked * 2 * LLAMA.hidden
+    held = (1 << 22) * LLAMA.hidden * each
+    assert table_on_host(p.workload, p.layout, states) == (
+        *(held, 2 * picked * p.workload.element_bytes),
+        picked * states.grad_bytes,
+    )
+    with pytest.raises(PlanError, match=f"{held / 2**30:.2f} GiB of it and its states"):
+        lower(p.base_plan, p)
 
 
 @pytest.mark.parametrize("how", ["keep_all", "full_recompute", "balanced_checkpointing"])

@@ -8,6 +8,8 @@ import pytest
 import torch
 from msgspec.structs import replace
 
+from rematbench.engine.lowering.lower import lower
+from rematbench.engine.program.ledger import live_bytes
 from rematbench.evaluate.evaluation import evaluate
 from rematbench.inputs.load import load_cluster
 from rematbench.inputs.recipes import recipe_of
@@ -18,6 +20,7 @@ from rematbench.workload import Work
 from rematbench.worlds.records.refusals import refusals
 from rematbench.worlds.torch import quantised
 from rematbench.worlds.torch.case import Case, Result
+from rematbench.worlds.torch.single_rank import trace_rank
 from tests.problems import problem
 from tests.worlds.torch import cases, grid, laws
 
@@ -57,6 +60,14 @@ def test_bytes_are_those_of_the_ledger(recipe: RecipeName, gpt: bool) -> None:
     case, result = run(recipe, gpt=gpt)
     assert not laws.bytes_differ(case, result)
     assert all(torch.isfinite(grad).all() for grad in result.gradients[0].values())
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_fake_tensors_have_the_bytes_of_the_ledger(recipe: RecipeName) -> None:
+    made = narrow(recipe)
+    found = trace_rank(made, made.base_plan, 0)
+    rank = lower(made.base_plan, made).ranks[0]
+    assert found.bytes_after == list(live_bytes(rank.actions()))
 
 
 @pytest.mark.parametrize("how", [*WHOLE, "pieces"])
@@ -110,6 +121,9 @@ def test_what_is_not_executed_is_refused_by_name() -> None:
     split = problem(model=cases.TINY, seq_len=SEQ, global_batch=4, micro_batch=2, tp=2)
     work = replace(split.workload, recipe="fp8", fp8_params=True)
     split = dataclasses.replace(split, workload=work)
+    shared = replace(work, recipe="fp8-delayed")
+    peers = dataclasses.replace(problem(model=cases.TINY, dp=2, global_batch=4), workload=shared)
+    assert "scales of earlier steps over data-parallel ranks" in refusals(peers, peers.base_plan)
     found = " ".join(refusals(split, split.base_plan))
     assert "quantised parameters" in found
     assert "quantised linears with tensor" in found

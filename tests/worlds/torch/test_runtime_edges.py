@@ -24,7 +24,7 @@ def test_every_edge_of_the_runtime_is_in_a_table() -> None:
 
 FURTHER = {
     *("tp2 apart beside", "one pieces master", "tp2-dp2-zero2 early host", "dp2 hosted"),
-    *("tp2 once", "dp2-zero3 gradients leave"),
+    *("tp2 once", "dp2-zero3 gradients leave", "pp2 held"),
 }
 """Cases that repeat another's mechanism on a further layout or setting."""
 SOUND = [

@@ -74,7 +74,7 @@ def test_held_outputs_are_executed() -> None:
     assert plain.plan.held == ()
 
 
-EAGER = ("norm_keeps_steps", "eager_operators")
+EAGER = ("norm_keeps_steps", "eager_operators", "held_logit_bytes")
 EVERY = [n for n in names("system") if not any(flat(load_system(n))[fact] for fact in EAGER)]
 """Stacks with eager operators are held to Transformers' own traces instead (tests/baselines): the
 runtime's norms and caps are one operator each."""

@@ -222,6 +222,8 @@ def _held(layout: Layout, problem: Problem) -> tuple[int, int, int]:
     of experts, and in the sums of whole gradients."""
     parameter, gradient, _ = state_fates(layout, problem.system)
     width = gathered_bytes(problem) if parameter.release == "step" else 0
+    if problem.workload.fp8_params:  # at least as many as all would have in quantised copies
+        width = min(width, problem.system.states.gather_bytes)
     here = layout.state_shards == 1 and parameter.home == "device"
     sums = problem.system.states.reduce_bytes if gradient.release == "step" else 0
     return 0 if here else width, width if layout.expert_shards > 1 else 0, sums

@@ -37,8 +37,7 @@ from rematbench.costs.operators.ops import (
     without_activation,
 )
 from rematbench.inputs.system import System
-from rematbench.model import PACKED_BYTES
-from rematbench.workload import Workload
+from rematbench.workload import PACKED_BYTES, Workload
 
 FP32 = 4
 LINEARS = {"q": "qkv", "k": "qkv", "v": "qkv", "o": "proj"}

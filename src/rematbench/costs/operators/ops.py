@@ -16,20 +16,8 @@ from rematbench.model import AdapterTarget
 
 CommKind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "ring", "amax"]
 """`amax`: an all-reduce of the largest elements of tensors, a few numbers."""
-Group = Literal[
-    "tp",
-    "columns",
-    "cp",
-    "ulysses",
-    "dp",
-    "pp",
-    "replica",
-    "ep",
-    "etp",
-    "edp",
-    "expert_replica",
-    "stage",
-]
+DenseGroup = Literal["tp", "columns", "cp", "ulysses", "dp", "pp", "replica", "stage"]
+Group = Literal[DenseGroup, "ep", "etp", "edp", "expert_replica"]
 """`columns`: the ranks that split the other dimension of the matrices that `tp` splits; `ulysses`:
 the ranks of an all-to-all inside context parallelism (an all-to-all alone is among
 `cp`); `dp`: the ranks that share sharded states; `replica`: the ranks that hold equal shards; `ep`:

@@ -4,9 +4,11 @@ from collections.abc import Collection, Mapping, Sequence
 
 from msgspec.structs import asdict
 
+from rematbench.costs.operators.memory import table_on_host
 from rematbench.costs.operators.ops import ACTIVATIONS
 from rematbench.engine.lowering.states.state_pieces import master_bytes
 from rematbench.engine.lowering.states.state_shards import rank_sharded
+from rematbench.host.console import gib
 from rematbench.inputs.configfile import closest
 from rematbench.inputs.stages import stages_of
 from rematbench.plan import (
@@ -40,6 +42,7 @@ def check_plan(plan: Plan, problem: Problem) -> None:
             "parameters gathered per layer must be released in the forward or the backward"
         )
     _check_cuts(plan, problem)
+    _check_table(problem)
     _check_host_states(plan)
     _check_pieces(plan, problem)
     early = plan.state("optimizer").update == "backward"
@@ -102,6 +105,19 @@ def _check_cuts(plan: Plan, problem: Problem) -> None:
     if plan.cuts and (found := refusal("cuts are not modelled with", beside)):
         head = head_parameters(problem)[0] / 1e6
         raise PlanError(f"{found}; each would add a head of {head:,.1f} M parameters")
+
+
+def _check_table(problem: Problem) -> None:
+    memory = problem.workload.model.memory
+    if memory is None or memory.home == "device":
+        return
+    found = table_on_host(problem.workload, problem.layout, problem.system.states)
+    held, up, down = (gib(nbytes) for nbytes in found)
+    raise PlanError(
+        f"a memory table on the host is not lowered: {held} GiB of it and its states would leave "
+        f"the device, and a rank's step would copy {up} GiB of rows up and {down} GiB of gradients "
+        "down"
+    )
 
 
 def _check_host_states(plan: Plan) -> None:

@@ -29,11 +29,12 @@ LARGE_SEGMENT, MIN_LARGE, ROUND_LARGE = 20 * MIB, 10 * MIB, 2 * MIB
 GAP = MIN_BLOCK
 """Unused addresses between segments, so that blocks of two segments never touch and coalesce."""
 
-POOLS = ("", "dp", "ep")
+POOLS = ("", "dp", "ep", "reduced")
 """The streams that code makes current before it allocates: "dp" for gathers of sharded parameters
 (FSDP's unshard stream, DeepSpeed's all-gather stream), "ep" for exchanges of experts beside another
-micro-batch (Megatron-core's combined 1F1B), and "", the stream of compute, for outputs of all other
-collectives and messages."""
+micro-batch (Megatron-core's combined 1F1B), "reduced" for gradients that FSDP's post-backward
+stream reduces (torch, distributed/fsdp/_runtime_utils.py: _post_backward_hook), and "", the stream
+of compute, for outputs of all other collectives and messages."""
 
 BITS = 96
 ADDRESS = (1 << BITS) - 1

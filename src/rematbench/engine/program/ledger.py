@@ -109,15 +109,14 @@ def _walk(rank: RankProgram, profiles: Sequence[Profile]) -> RankLedger:
     )
 
 
-def fresh_peak(rank: RankProgram) -> tuple[int, int, int]:
-    """Return the peak of a rank's activations and gradients in the only micro-batch of a step,
-    whose backward allocates the gradients of each unit: the bytes of both at the peak, and the
-    index of its step."""
+def fresh_peak(rank: RankProgram) -> int:
+    """Return the peak of a rank's activations and gradients together in the only micro-batch of a
+    step, whose backward allocates the gradients of each unit."""
     units = rank.late.units if rank.late else {}
     made = {unit: sum(map(sum, late.gradients.values())) for unit, late in units.items()}
-    best, live, gradients = (0, 0, 0), 0, 0
+    best = live = gradients = 0
     sizes: dict[Storage, int] = {}
-    for position, step in enumerate(rank.steps):
+    for step in rank.steps:
         for action in rank.blocks[step.block].actions:
             if action.kind is Kind.BACKWARD_WEIGHT:
                 gradients += made.pop((step.chunk, action.part), 0)
@@ -127,8 +126,7 @@ def fresh_peak(rank: RankProgram) -> tuple[int, int, int]:
                 if alloc.storage.place != HOST and not alloc.slot:
                     sizes[alloc.storage] = alloc.nbytes
                     live += alloc.nbytes
-            if live + action.scratch + gradients > sum(best[:2]):
-                best = live + action.scratch, gradients, position
+            best = max(best, live + action.scratch + gradients)
             live -= sum(sizes.pop(freed, 0) for freed in action.frees)
     return best
 

@@ -152,9 +152,11 @@ class LateUnit(Struct, frozen=True, kw_only=True, gc=False):
 # Why: docs/decisions/engine.md, Do Megatron-core's optimizer moments come late?
 class Late(Struct, frozen=True, kw_only=True):
     """The late tensors of a rank, by (chunk, unit).  They are allocated between activations, where
-    the allocator has room.  A unit is E, L<i> or H."""
+    the allocator has room.  A unit is E, L<i> or H.  `beside`: the stream of reductions allocates
+    the gradients, so that no activation has their bytes later."""
 
     units: dict[tuple[int, ModelPart], LateUnit]
+    beside: bool = False
 
     @property
     def state_bytes(self) -> int:

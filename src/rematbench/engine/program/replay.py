@@ -211,6 +211,7 @@ class _Run:
     ) -> None:
         self.memory, self.lines, self.lengths = memory, lines, lengths
         self.units = late.units if late else {}
+        self.pool = POOLS.index("reduced") if late and late.beside else 0  # of gradients
         self.made: set[tuple[int, ModelPart]] = set()  # units whose states exist
         self.gradients: dict[
             tuple[int, ModelPart, str], list[MemoryBlock]
@@ -301,7 +302,7 @@ class _Run:
     def _gradient(self, chunk: int, part: ModelPart, op: str) -> None:
         unit, key = self.units.get((chunk, part)), (chunk, part, op)
         if unit is not None and op in unit.gradients and key not in self.gradients:
-            self.gradients[key] = self._place(unit.gradients[op])
+            self.gradients[key] = self._place(unit.gradients[op], self.pool)
 
     def _updated(self, keys: Sequence[tuple[int, ModelPart]]) -> None:
         units = {key: self.units[key] for key in keys if key in self.units}
@@ -321,8 +322,8 @@ class _Run:
         self._differentiated(list(self.units))
         self._updated(list(self.units))
 
-    def _place(self, sizes: Sequence[int]) -> list[MemoryBlock]:
-        return [self.memory.allocate(rounded(nbytes)) for nbytes in sizes]
+    def _place(self, sizes: Sequence[int], pool: int = 0) -> list[MemoryBlock]:
+        return [self.memory.allocate(rounded(nbytes), pool) for nbytes in sizes]
 
     def _free(self, blocks: Iterable[MemoryBlock]) -> None:
         for block in blocks:

@@ -140,7 +140,7 @@ def read_case(row: Row, registry: Registry) -> PublishedCase:
         assumed = "; ".join(filter(None, (assumed, "experts balanced")))
     if stack := version_of(text(row, "system")):
         assumed = "; ".join(filter(None, (assumed, f"{text(row, 'system')} taken for {stack}")))
-    moved = whole(row, "layers_of_last_stage") if words.job.pop("moved", 0) else None
+    moved = whole(row, "layers_of_last_stage", least=0) if words.job.pop("moved", 0) else None
     stages = _stages(row, model.num_layers, layout, words.job.pop("ends", 0), moved)
     return PublishedCase.at(
         replace(layout, stages=stages),
@@ -170,7 +170,7 @@ def _claim(system: str, note: str) -> tuple[str, dict[str, str]]:
 
 def claim_of(row: Row) -> tuple[str, dict[str, str]]:
     """The name of a row's stack, and the methods that the row's words for recomputation mean."""
-    return _claim(row["system"], row["note"])
+    return _claim(text(row, "system"), text(row, "note"))
 
 
 def stack_of(row: Row) -> str:

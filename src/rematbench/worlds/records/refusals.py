@@ -6,9 +6,9 @@ from rematbench.costs.operators.ops import OpTable
 from rematbench.costs.states import GRADIENT_STAGE
 from rematbench.engine.lowering.states.state_shards import has_whole_gradients
 from rematbench.inputs.shapes import shapes
-from rematbench.model import PACKINGS, Packing
 from rematbench.plan import VOCABULARY, Plan
 from rematbench.problem import Problem, gathered_bytes, trained_operators
+from rematbench.workload import PACKINGS, Packing
 
 EXECUTED = (
     *("experts", "latent attention", "memory layers"),

@@ -95,8 +95,7 @@ class Executor:
         }
         self.vocabulary: SharedVocabulary | None = None
         if model.shares:
-            parts = model, groups, self.memory, self.streams, self.messages
-            self.vocabulary = SharedVocabulary(*parts, self._outside, self.loss)
+            self.vocabulary = SharedVocabulary(self.messages, self._outside, self.loss)
             self.table = self.vocabulary.over(self.table)
 
     def _outside(self, tensor: Tensor) -> None:

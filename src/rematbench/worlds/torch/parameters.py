@@ -21,8 +21,8 @@ from torch import Tensor
 
 from rematbench.costs.operators.ops import Part
 from rematbench.inputs.layout import Layout
-from rematbench.model import PACKINGS, Memory
-from rematbench.workload import Experts, Latent, Model, Trained
+from rematbench.model import Memory
+from rematbench.workload import PACKINGS, Experts, Latent, Model, Trained
 from rematbench.worlds.torch.arithmetic import fused, wide
 from rematbench.worlds.torch.packed import packed, widen
 

@@ -60,8 +60,8 @@ def packed(x: Tensor, recipe: Recipe) -> tuple[Tensor, float]:
     """The bytes of the quantised copy of x (rows x row bytes), and its scale if it has one."""
     scales = scales_of(x, recipe)
     data = elements(x, scales, recipe).view(torch.uint8)
-    if not recipe.block:
-        return data, float(scales)
+    if not recipe.block:  # a trace's tensors have no values
+        return data, 1.0 if scales.is_meta else float(scales)
     own = scales.view(torch.uint8)
     if recipe.scale_bytes == 1:
         own = (torch.log2(scales) + BIAS).to(torch.uint8)

@@ -16,15 +16,14 @@ import torch
 from torch import Tensor
 
 from rematbench.engine.program.action import COMPUTE, Action, Kind
-from rematbench.engine.program.storage import HEAD, SHARE, Storage, storage_of
+from rematbench.engine.program.storage import HEAD, SHARE, storage_of
 from rematbench.worlds.torch import arithmetic, ends
 from rematbench.worlds.torch.exchanges import Messages
-from rematbench.worlds.torch.groups import Group, Groups
+from rematbench.worlds.torch.groups import Group
 from rematbench.worlds.torch.operands import Call
 from rematbench.worlds.torch.parameters import Parameter
-from rematbench.worlds.torch.rank_model import RankModel
-from rematbench.worlds.torch.storages import Memory, Span, Value, compact
-from rematbench.worlds.torch.streams import Streams
+from rematbench.worlds.torch.rank_model import NotExecutable
+from rematbench.worlds.torch.storages import Span, Value, compact
 
 Act = Callable[[Action, Span], None]
 ALONE = Group(1, 0, None)
@@ -37,19 +36,14 @@ class SharedVocabulary:
     """`outside`: takes a tensor out of the ledger.  `loss`: the sum of losses, which the last stage
     adds to."""
 
-    def __init__(
-        self,
-        model: RankModel,
-        groups: Groups,
-        memory: Memory,
-        streams: Streams,
-        messages: Messages,
-        outside: Callable[[Tensor], None],
-        loss: Tensor,
-    ) -> None:
-        self.model, self.groups, self.memory, self.streams = model, groups, memory, streams
+    def __init__(self, messages: Messages, outside: Callable[[Tensor], None], loss: Tensor) -> None:
+        self.model, self.memory, self.streams = messages.model, messages.memory, messages.streams
         self.messages, self.outside, self.loss = messages, outside, loss
-        self.stage, self.stages = model.place.pp, model.problem.layout.pp
+        self.stage, self.stages = self.model.place.pp, self.model.problem.layout.pp
+        group = messages.groups.by_name.get("pp")
+        if group is None:
+            raise NotExecutable("a stage of a vocabulary that stages share cannot run alone")
+        self.sum = group.all_reduce
         self.vectors: dict[int, Tensor] = {}
         self.parts: dict[tuple[str, int], dict[int, Tensor]] = {}
         self.work: dict[tuple[Kind, str], Act] = {
@@ -59,10 +53,6 @@ class SharedVocabulary:
             (Kind.BACKWARD_INPUT, "loss"): self.logit_gradient,
             (Kind.BACKWARD_WEIGHT, "lm_head"): self.weight_gradient,
             (Kind.ALL_REDUCE, "vocabulary"): self.add_parts,
-            **dict.fromkeys(
-                [(Kind.FORWARD, "lookup"), (Kind.BACKWARD_WEIGHT, "lookup")],
-                lambda action, span: None,
-            ),
         }
 
     def over(self, table: dict[Kind, Act]) -> dict[Kind, Act]:
@@ -71,7 +61,8 @@ class SharedVocabulary:
 
     def _act(self, usual: Act, action: Action, span: Span) -> None:
         if action.part == SHARE or action.op == "vocabulary":
-            self.work[action.kind, action.op](action, span)
+            if action.op != "lookup":  # those of all micro-batches are made together
+                self.work[action.kind, action.op](action, span)
         elif action.kind in (Kind.SEND, Kind.RECV) and action.op[0] in BARRIERS:
             (self.send_part if action.kind is Kind.SEND else self.receive_part)(action, span)
         else:
@@ -84,7 +75,7 @@ class SharedVocabulary:
         table, first = self._parameter("embedding").value, self.model.vocab_start
         rows = [arithmetic.embed(b.ids, table, first, whole=False) for b in self.model.batches]
         every = torch.stack(rows)
-        self.groups.by_name["pp"].all_reduce(every)
+        self.sum(every)
         self.model.looked_up = [*every] if self.stage == 0 else []
 
     def spread_gradients(self) -> None:
@@ -97,9 +88,9 @@ class SharedVocabulary:
         for micro_batch, gradient in found.items():
             every[micro_batch] = gradient
         found.clear()
-        self.groups.by_name["pp"].all_reduce(every)
+        self.sum(every)
+        first = self.model.vocab_start
         for batch, gradient in zip(batches, every, strict=True):
-            first = self.model.vocab_start
             arithmetic.embed_backward(table.grad, gradient, batch.ids, first, whole=False)
 
     # -- kernels ----------------------------------------------------------------------------------
@@ -107,9 +98,10 @@ class SharedVocabulary:
     def _parameter(self, name: str) -> Parameter:
         return self.model.local[0][SHARE][name]
 
-    def _call(self, action: Action, span: Span, *reads: tuple[str, Storage]) -> Call:
+    def _call(self, action: Action, span: Span, name: str) -> Call:
+        """The call of an operator, whose first read gets a name."""
         unit = self.model.units[0][SHARE]
-        tensors = {name: self.memory[span.key(storage)].data for name, storage in reads}
+        tensors = {name: self.memory[span.key(action.reads[0])].data}
         return Call(self.model, unit, unit.table.op(action.op), span, tensors)
 
     def _put(self, action: Action, span: Span, made: Tensor) -> None:
@@ -117,16 +109,15 @@ class SharedVocabulary:
         self.memory.put(span.key(action.allocs[0].storage), rows)
 
     def logits(self, action: Action, span: Span) -> None:
-        call = self._call(action, span, ("x", action.reads[0]))
+        call = self._call(action, span, "x")
         self._put(action, span, call.linear(call.tensors["x"], "lm_head", None))
 
     def softmax(self, action: Action, span: Span) -> None:
         """The softmax of the stage's own logits, and the vectors by which others correct it."""
-        call = self._call(action, span, ("logits", action.reads[0]))
+        call = self._call(action, span, "logits")
         (saved,) = ends.loss(call).values()
-        labels = self.model.batches[span.micro_batch].labels
+        labels, (_, mine) = self.model.batches[span.micro_batch].labels, self._labels(span)
         top, total, target = ends.softmax(saved, labels, self.model.vocab_start, ALONE)
-        _, mine = self._labels(span)
         self.vectors[span.micro_batch] = torch.stack([top, total, (target + top) * mine])
         self.outside(self.vectors[span.micro_batch])
         self._put(action, span, saved)
@@ -140,12 +131,12 @@ class SharedVocabulary:
     def output_gradient(self, action: Action, span: Span) -> None:
         """This stage's part, from the gradient of its logits, or (before their softmax is
         corrected) from its own softmax."""
-        call = self._call(action, span, ("gradient", action.reads[0]))
+        call = self._call(action, span, "gradient")
         weight = call.weight("lm_head")
         self._put(action, span, call.tensors["gradient"].to(weight.dtype) @ weight)
 
     def logit_gradient(self, action: Action, span: Span) -> None:
-        call = self._call(action, span, ("loss_saved", action.reads[0]))
+        call = self._call(action, span, "loss_saved")
         top, total, factors = self._corrections(span)
         call.tensors["loss_saved"].mul_(factors[self.stage][:, None])
         self._put(action, span, ends.loss_backward(call)[call.op.inputs[0]])

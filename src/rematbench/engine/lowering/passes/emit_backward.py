@@ -170,9 +170,10 @@ class BackwardEmitter:
         if unit.layer < 0 and gatherer.keeps_ends:
             self.held += gatherer.own(unit)
         elif unit.layer >= 0 and unit.place in self.graphs and frozen:
-            self.held.append(storage_of(unit.prefix, "held"))
-            size = unit.table.activations["layer_input"].nbytes
-            emit_alloc(self.w, self.held[-1], 2 * size)
+            kept = storage_of(unit.prefix, "held")
+            for storage in (kept, kept.gradient):  # the input's takes the bytes that it had
+                self.held.append(storage)
+                emit_alloc(self.w, storage, unit.table.activations["layer_input"].nbytes)
 
     def _beside_bytes(self) -> int:
         """Bytes that a layer of the forward beside this backward keeps before the backward's layer

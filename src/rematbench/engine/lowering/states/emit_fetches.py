@@ -17,7 +17,7 @@ from rematbench.costs.operators.ops import Op
 from rematbench.engine.lowering.blocks.chunk_ops import ChunkOps, Unit
 from rematbench.engine.lowering.blocks.fates import Resolved, Site
 from rematbench.engine.lowering.blocks.writer import BlockWriter
-from rematbench.engine.lowering.states.emit_states import ParameterGatherer, weights_of
+from rematbench.engine.lowering.states.emit_states import Gathered, ParameterGatherer, weights_of
 from rematbench.engine.program.action import COMPUTE, Action, Kind
 from rematbench.engine.program.storage import ModelPart, Storage, event_of, part_of
 from rematbench.inputs.layout import Layout
@@ -135,7 +135,9 @@ class MatrixGatherer(ParameterGatherer):
         if one.buffer not in self.whole:
             self.whole[one.buffer] = one
             owner = part_of(one.buffer.part.letter, one.buffer.part.number, one.buffer.tensor)
-            self.pending[one.buffer] = self._issue(w, owner, one.buffer, one.parameters)
+            self.pending[one.buffer] = self._issue(
+                w, owner, Gathered(one.buffer, one.parameters, "dp")
+            )
 
     def _ahead(self, w: BlockWriter, place: int) -> None:
         """Fetch matrices that are used after `place` and are not whole."""

@@ -44,11 +44,12 @@ class Reduced(NamedTuple):
 
 class Gathered(NamedTuple):
     """A part of a unit's parameters that is gathered at once: its storage, its number of
-    parameters, and the peers that hold its shards."""
+    parameters, the peers that hold its shards, and the parameters that products read quantised."""
 
     storage: Storage
     parameters: int
     group: Group
+    quantised: int = 0
 
 
 def weights_of(unit: ModelPart, tensor: str = "") -> Storage:
@@ -69,9 +70,12 @@ def gathered_parts(unit: Unit, fate: StateFate, layout: Layout) -> list[Gathered
     here = layout.state_shards == 1 and fate.home == "device"
     found: list[Gathered] = []
     if unit.parameters > experts and not (fate.gather == "layer" and here):
-        found.append(Gathered(weights_of(unit.prefix), unit.parameters - experts, "dp"))
+        rest = unit.parameters - experts
+        narrow = min(rest, unit.table.quantised)
+        found.append(Gathered(weights_of(unit.prefix), rest, "dp", narrow))
     if experts and layout.expert_shards > 1:
-        found.append(Gathered(weights_of(unit.prefix, EXPERTS), experts, "edp"))
+        narrow = min(experts, unit.table.quantised)
+        found.append(Gathered(weights_of(unit.prefix, EXPERTS), experts, "edp", narrow))
     if fate.release == "step":
         return [part._replace(storage=part.storage.held) for part in found]
     return found
@@ -175,13 +179,16 @@ class ParameterGatherer:
         if self.layerwise:
             w.parameters[unit.prefix] = self.buffers(unit)
         for part in self.parts(unit):
-            event = self._issue(w, unit.prefix, part.storage, part.parameters, part.group)
+            event = self._issue(w, unit.prefix, part)
             self.pending[unit.prefix] = event
 
-    def _issue(
-        self, w: BlockWriter, part: ModelPart, buffer: Storage, parameters: int, group: Group = "dp"
-    ) -> Event:
-        payload = (self.width if self.layerwise else self.system.states.gather_bytes) * parameters
+    def _issue(self, w: BlockWriter, part: ModelPart, whole: Gathered) -> Event:
+        buffer, parameters, group, quantised = whole
+        narrow = self.system.states.gather_bytes
+        payload = narrow * parameters
+        if self.layerwise:  # buffers are read by kernels, quantised ones as they are sent
+            payload = self.width * (parameters - quantised)
+            payload += min(self.width, narrow) * quantised
         allocs = (Alloc(buffer, payload),) if self.layerwise else ()
         reads: tuple[Storage, ...] = ()
         if self.layerwise and not self.beside:

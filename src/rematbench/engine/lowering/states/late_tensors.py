@@ -6,7 +6,6 @@ from typing import NamedTuple
 from rematbench.costs.operators.ops import OpTable
 from rematbench.costs.states import shard
 from rematbench.engine.lowering.blocks.chunk_ops import ChunkOps
-from rematbench.engine.lowering.states.held_states import lends_gradients
 from rematbench.engine.lowering.states.state_shards import operator_tensors, sharded
 from rematbench.engine.program.program import Late, LateUnit
 from rematbench.engine.program.storage import EMBEDDING, SHARE
@@ -30,7 +29,7 @@ def late_tensors(chunks: Sequence[ChunkOps], plan: Plan, problem: Problem) -> La
     state_bytes = system.states.late_state_bytes if here else 0
     scratch_bytes = system.states.step_scratch_bytes if here else 0
     resident = plan.state("gradient").home == "device"
-    resident &= layout.num_micro_batches > 1 or not lends_gradients(plan)
+    resident &= layout.num_micro_batches > 1 or plan.state("optimizer").update == "step"
     fresh = system.states.fresh_gradients and layout.pp == 1 and resident
     grad_bytes = system.states.grad_bytes if fresh else 0
     if not state_bytes and not grad_bytes:
@@ -59,7 +58,8 @@ def late_tensors(chunks: Sequence[ChunkOps], plan: Plan, problem: Problem) -> La
             gradients=_gradients(problem, plan, table, grad_bytes) if grad_bytes else {},
             scratch=tuple(filter(None, scratch)),
         )
-    return Late(units=units)
+    beside = system.zero.data_parallel == "fsdp" and system.zero.reduce_overlap
+    return Late(units=units, beside=beside and layout.state_shards > 1)
 
 
 class FlatUpdate(NamedTuple):
