@@ -497,5 +497,4 @@ def test_a_layer_that_predicts_more_tokens_is_searched_beside_the_others(
     assert isinstance(one.spec.model, Model)
     model = replace(one.spec.model, mtp_layers=1, attention_window=())
     one = replace(one, spec=one.spec.changed(model=model))
-    found = some(one, MOST // (16 if short else 4))
-    held_at_edges(one, found)
+    held_at_edges(one, some(one, MOST // (16 if short else 4)))

@@ -138,7 +138,8 @@ def spelled(word: str, terms: Iterable[str]) -> tuple[str, str] | None:
     parts, known = _parts(word), _index(tuple(terms))
     for number in ("", *filter(NUMBER.fullmatch, parts)):
         spelling = ["N" if part == number else part for part in parts]
-        if term := known.get("".join(spelling)) or known.get(" ".join(sorted(spelling))):
+        term = known.get("".join(spelling), known.get(" ".join(sorted(spelling))))
+        if term is not None:
             return term, number
     return None
 
