@@ -9,7 +9,7 @@ from rematbench.paper.targets import facts
 from rematbench.paper.targets import figures as paper_figures
 
 REGISTRY = discover()
-STYLE = ["figures/style.py", "src/rematbench/host/chart_style.py", "config/figures.mplstyle"]
+STYLE = ["figures/style.py", "src/rematbench/host/chart_style.py"]
 
 for path, reason in REGISTRY.broken.items():
     logger.warning(f"method left out: {path}: {reason}")

@@ -43,13 +43,19 @@ def test_columns_without_a_heading_are_for_figures() -> None:
         name="t", title="T", columns=(Column("a", "A"), Column("b", "")), rows=({"a": 1, "b": 2},)
     )
     assert table.csv() == "a,b\n1,2\n"
-    assert "2" not in table.markdown()
+    assert "2" not in table.markdown() + table.latex()
+
+
+def test_latex_is_booktabs_with_escapes() -> None:
+    text = TABLE.latex()
+    assert r"a\_b & x \% & GiB \\" in text
+    assert text.index(r"\toprule") < text.index(r"\midrule") < text.index(r"\bottomrule")
 
 
 def test_tables_are_written_whole(tmp_path: Path) -> None:
     TABLE.write(tmp_path)
     names = sorted(path.name for path in tmp_path.iterdir())
-    assert names == ["t.csv", "t.json", "t.md"]
+    assert names == ["t.csv", "t.json", "t.md", "t.tex"]
     read = msgspec.json.decode((tmp_path / "t.json").read_bytes(), type=TableText)
     assert (read.title, read.heads) == ("Title", ("a_b", "x %", "GiB"))
     assert read.rows == (("p|q", "+5.0", "1.00"),)

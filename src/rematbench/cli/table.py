@@ -38,7 +38,7 @@ def table(
     show: Annotated[bool, Option("--show", help="Also print the tables.")] = False,
     every: Annotated[bool, Option("--list", help="List all tables with their inputs.")] = False,
 ) -> None:
-    """Make tables: a CSV of raw values, and JSON (for the page) and Markdown.
+    """Make tables: a CSV of raw values, and JSON (for the page), Markdown and LaTeX.
 
     Each table has a file in src/rematbench/paper/tables, whose INPUTS are paths of its inputs,
     relative to the checkout.  `snakemake --cores 1 results/paper/tables/NAME.csv` creates the

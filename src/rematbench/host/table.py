@@ -7,7 +7,7 @@ from pathlib import Path
 from msgspec import Struct
 
 GIB = 2**30
-SUFFIXES = (".csv", ".json", ".md")
+SUFFIXES = (".csv", ".json", ".md", ".tex")
 """The suffixes of a table's files."""
 LONG = 40
 """A cell with more letters than this is prose and gets a wide column."""

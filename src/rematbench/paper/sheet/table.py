@@ -1,7 +1,7 @@
 """Tables of the paper: rows as a pandas DataFrame under columns with a heading, unit and format.
 
 config/tables.yaml declares the titles, columns and notes.  pandas writes the raw values as CSV, and
-the formatted cells as Markdown; the page reads them as JSON.
+the formatted cells as Markdown and LaTeX; the page reads them as JSON.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -101,7 +101,7 @@ def declared() -> TablesFile:
 
 class Table(Struct, frozen=True, kw_only=True):
     """A named table.  `title` names its content and the world; `note` explains how to read it.
-    Markdown shows the first `shown` rows (0: all rows) and the number of omitted rows; the
+    Markdown and LaTeX show the first `shown` rows (0: all rows) and the number of omitted rows; the
     CSV has all rows."""
 
     name: str
@@ -163,13 +163,25 @@ class Table(Struct, frozen=True, kw_only=True):
         note = f"\n{self.full_note}\n" if self.full_note else ""
         return f"### {self.title}\n\n{body}\n{note}"
 
+    def latex(self) -> str:
+        """A LaTeX tabular (booktabs) in a table environment."""
+        texts = self.texts.rename(columns=_escape).map(_escape)
+        return texts.to_latex(
+            index=False,
+            escape=False,
+            caption=_escape(f"{self.title}. {self.full_note}".strip()),
+            label=f"tab:{self.name}",
+            column_format=f"l{'r' * (texts.shape[1] - 1)}",
+        )
+
     def write(self, folder: Path) -> None:
-        """Write NAME.csv, NAME.json and NAME.md into a folder; without a heading, only the CSV."""
+        """Write NAME.csv, NAME.json, NAME.md and NAME.tex into a folder; without a heading, only
+        the CSV."""
         folder.mkdir(parents=True, exist_ok=True)
         texts = [self.csv()]
         if any(column.heading for column in self.columns):
             shown = msgspec.json.format(msgspec.json.encode(self.printed())).decode()
-            texts += [shown + "\n", self.markdown()]
+            texts += [shown + "\n", self.markdown(), self.latex()]
         for suffix, text in zip(SUFFIXES, texts, strict=False):
             write_atomically(folder / f"{self.name}{suffix}", text.encode())
 
@@ -217,3 +229,10 @@ def sheet(name: str, rows: Sequence[Cells]) -> Table:
 
 def _shown(column: Column, value: Any) -> str:
     return "-" if value is None or value == "" else column.show(value)
+
+
+_LATEX = {"%": r"\%", "_": r"\_", "&": r"\&", "#": r"\#", "<": r"$<$", ">": r"$>$"}
+
+
+def _escape(text: str) -> str:
+    return "".join(_LATEX.get(letter, letter) for letter in text)
