@@ -64,6 +64,18 @@ def test_delayed_scales_keep_the_output_of_attention_twice() -> None:
     assert saved(made(recipe="fp8-delayed")) - saved(made(recipe="fp8")) == HIDDEN
 
 
+def test_a_current_scale_has_three_launches_in_front_of_the_cast() -> None:
+    """Its element is cleared and found, and the scale computed; other scales come with the cast."""
+    for recipe, facts, launches in (
+        ("fp8", {}, 4),
+        ("fp8-delayed", {}, 1),
+        ("mxfp8", BLACKWELL, 1),
+    ):
+        found = made(recipe=recipe, **facts)
+        ops = {op.name: op for op in found.layer(0).ops}
+        assert found.cost.calls(ops["mlp_norm_out_quantised"], "forward") == launches
+
+
 @pytest.mark.parametrize("recipe", ["fp8", "fp8-rows"])
 def test_torchao_saves_nothing(recipe: str) -> None:
     facts = {"system": "torchtitan-compiled", "zero_stage": 3}
@@ -84,19 +96,7 @@ def test_torchao_casts_kernel_by_kernel_without_a_compiler() -> None:
     assert extra == 8 * elements
 
 
-@pytest.mark.parametrize(
-    ("each", "facts"),
-    [
-        (2, {"recipe": "fp8"}),
-        (0, {"recipe": "fp8", "fp8_params": True}),
-        (1, {"recipe": "fp8", **BLACKWELL}),
-        (-1, {"recipe": "fp8", "fp8_params": True, **BLACKWELL}),
-        (2.0625, {"recipe": "mxfp8", **BLACKWELL}),
-        (0.0625, {"recipe": "mxfp8", "fp8_params": True, **BLACKWELL}),
-        (2 + 8 / 128**2, {"recipe": "fp8-block"}),
-        (0, {"recipe": "fp8", "system": "torchtitan-compiled", "zero_stage": 3}),
-    ],
-)
+@pytest.mark.parametrize(("each", "facts"), tables(__file__)["held"])
 def test_quantised_weights_are_held_beside_the_parameters(each: float, facts: Any) -> None:
     """TransformerEngine's copies, on Hopper with their transpose; one form where products read
     both layouts; by rows and by columns where scales differ."""

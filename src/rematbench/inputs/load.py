@@ -329,23 +329,25 @@ class RowClaim(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 def claim_of_row(system: str, note: str) -> tuple[str, dict[str, str]]:
     """(stack, methods) of a published row: the first stack whose file claims the row under `rows`,
     with its methods by the row's words; without a claim, the row's `system` and no methods."""
-    for stem, claim in _claimed_rows().items():
-        if system in claim.systems or (system == claim.system and claim.note in note):
-            return stem, claim.recompute
     plain = _plain(system)
-    return version_of(system) or (plain if plain in names("system") else system), {}
+    for stem, claim in _claimed_rows().items():
+        listed = plain in map(_plain, claim.systems)
+        if listed or (system == claim.system and claim.note in note):
+            return stem, claim.recompute
+    shipped = {_plain(name): name for name in (*_aliases(), *names("system"))}
+    return version_of(system) or shipped.get(plain, system), {}
 
 
 @cache
 def version_of(system: str) -> str:
     """The stack with the longest pattern for a published name; empty without one, and for names
-    that a file has as they stand or in another spelling."""
-    claims = _claimed_rows()
+    that a file has, in any spelling."""
+    claims, plain = _claimed_rows(), _plain(system)
     patterns = {name: stem for stem, claim in claims.items() for name in claim.systems}
     families = (claim.system for claim in claims.values())
-    if {system, _plain(system)} & {*names("system"), *_aliases(), *patterns, *families}:
+    if plain in map(_plain, (*names("system"), *_aliases(), *patterns, *families)):
         return ""
-    found = [name for name in patterns if "*" in name and fnmatchcase(_plain(system), name)]
+    found = [name for name in patterns if "*" in name and fnmatchcase(plain, name)]
     return patterns[max(found, key=len)] if found else ""
 
 

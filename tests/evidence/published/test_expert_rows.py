@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from rematbench.evaluate.evaluation import evaluate, speed
 from rematbench.evaluate.problems import make_problem
-from rematbench.evidence.published.row_cases import PublishedCase, read_case
+from rematbench.evidence.published.row_cases import PublishedCase, read_case, stack_of
 from rematbench.evidence.published.sheets import (
     SPEED,
     Cell,
@@ -126,18 +126,6 @@ def test_an_overlap_is_a_fact_of_the_stack_and_delays_weights_only_where_a_row_s
     assert not case(note="wgrad delayed").system.experts.delayed_wgrad
 
 
-def test_words_without_an_effect_refuse_nothing() -> None:
-    """A router's scores, a fabric, an optimizer's name, a clamp, and what stands in parentheses."""
-    plain = case(router="forced balance, dropless")
-    for changed in (
-        {"router": "forced balance, sigmoid scores (group limited), dropless"},
-        {"dispatcher": "deepep (NVSHMEM over EFA)"},
-        {"optimizer": "adamw (distributed, fused)"},
-        {"recompute_modules": "layernorm moe (default)"},
-    ):
-        assert case(**{"router": "forced balance, dropless", **changed}).key == plain.key, changed
-
-
 SPELLINGS: dict[str, dict[str, list[str]]] = tables(__file__)["spellings"]
 """Words of a column, and other spellings of each."""
 
@@ -164,6 +152,21 @@ def test_versions_of_a_stack_say_what_they_are_taken_for() -> None:
     assert "taken for" not in case(system="megatron-bridge-26.02").assumed
     assert case(system="torchtitan-2026-03").system.name == "torchtitan-2026"
     assert case(system="megatron-core-0.15").system.name == "megatron-core-0.16"
+
+
+def test_a_sheet_may_lack_what_it_does_not_need() -> None:
+    """Without recomputation everything is kept, as where its cell is empty."""
+    lacks = (
+        "note",
+        "recompute",
+        "recompute_modules",
+        "offload_fraction",
+        "cuda_graph",
+        "vpp",
+        "sp",
+    )
+    row = {name: cell for name, cell in READ.items() if name not in lacks}
+    assert (read_case(row, REGISTRY).method, stack_of(row)) == ("keep_all", "megatron-core-0.16")
 
 
 def test_windows_are_those_of_the_words() -> None:

@@ -47,6 +47,12 @@ def is_quantised(op: Op) -> bool:
     return matrix and op.has_weight and op.name not in PLAIN
 
 
+SCALE_LAUNCHES = 3
+"""Launches of a scale in front of the cast: its largest element is cleared and found, and the
+scale is computed (TransformerEngine, csrc/quantizer.cpp, Float8CurrentScalingQuantizer, and
+common/recipe/current_scaling.cu)."""
+
+
 class _Quantiser:
     def __init__(
         self, table: OpTable, work: Workload, layout: Layout, system: System, generation: str
@@ -128,7 +134,7 @@ class _Quantiser:
         if self.casts and not self.compiled:
             return (Elementwise(elements * EAGER_BYTES, EAGER_KERNELS, batch),)
         nbytes = elements * (self.e * (1 + passes) + written)
-        return (Elementwise(ceil(nbytes), 1 + passes, batch),)
+        return (Elementwise(ceil(nbytes), 1 + passes * SCALE_LAUNCHES, batch),)
 
     def _beside(self, elements: int, forms: int = 1) -> int:
         """Bytes of further forms of a tensor that exist during the linear."""

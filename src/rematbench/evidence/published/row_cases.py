@@ -170,7 +170,7 @@ def _claim(system: str, note: str) -> tuple[str, dict[str, str]]:
 
 def claim_of(row: Row) -> tuple[str, dict[str, str]]:
     """The name of a row's stack, and the methods that the row's words for recomputation mean."""
-    return _claim(row["system"], row["note"])
+    return _claim(text(row, "system"), text(row, "note"))
 
 
 def stack_of(row: Row) -> str:
