@@ -33,7 +33,6 @@ TABLES = tables(__file__)
 LLAMA: dict[str, Any] = TABLES["llama"]
 GPT2: dict[str, Any] = TABLES["gpt2"]
 GEMMA = LLAMA | {"model_type": "gemma2", "hidden_activation": "gelu", "layer_types": None}
-MPT: dict[str, Any] = TABLES["mpt"]
 ROW: dict[str, str] = TABLES["row"]
 PREDICTED = ROW | {
     "pred_tokens_per_s_per_gpu": "1100", "pred_step_s": "1", "pred_mfu_causal": "0.4",
@@ -183,7 +182,7 @@ FILES: dict[str, tuple[tuple[str, ...], dict[str, Any], Callable[[Any], bytes]]]
     "config.json": (simulated("model"), LLAMA, as_json),
     "gemma.json": (simulated("model"), GEMMA, as_json),
     "gpt2.json": (simulated("model"), GPT2, as_json),
-    "mpt.json": (simulated("model"), MPT, as_json),
+    "mpt.json": (simulated("model"), TABLES["mpt"], as_json),
 }  # fmt: skip
 
 
