@@ -13,6 +13,7 @@ import yaml
 from hypothesis import strategies as st
 
 from rematbench.inputs.paths import data_dir
+from tests.tables import tables
 from tests.typed import typed
 
 CONFIG = data_dir("config")
@@ -28,32 +29,11 @@ METHODS = (
     *("keep_all", "full_recompute", "pp_offload", "memo", "mst", "selective_recompute"),
     *("full_recompute+mst", "megatron_core", "no_such_method", "", "+", "keep_all+keep_all"),
 )
-LLAMA = {
-    "model_type": "llama", "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16,
-    "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256, "head_dim": 64,
-    "hidden_act": "silu", "tie_word_embeddings": True, "max_position_embeddings": 8192,
-    "attention_dropout": 0.0, "attention_bias": False, "sliding_window": 4096,
-    "quantization_config": {}, "num_experts": 1,
-}  # fmt: skip
-GPT2 = {
-    "model_type": "gpt2", "n_embd": 768, "n_layer": 12, "n_head": 12, "n_positions": 8192,
-    "vocab_size": 50257, "n_inner": None, "activation_function": "gelu_new", "resid_pdrop": 0.1,
-}  # fmt: skip
+TABLES = tables(__file__)
+LLAMA: dict[str, Any] = TABLES["llama"]
+GPT2: dict[str, Any] = TABLES["gpt2"]
 GEMMA = LLAMA | {"model_type": "gemma2", "hidden_activation": "gelu", "layer_types": None}
-MPT = {
-    "model_type": "mpt", "d_model": 2048, "n_heads": 16, "n_layers": 24, "expansion_ratio": 4,
-    "max_seq_len": 8192, "vocab_size": 50368, "attn_config": {"alibi": True}, "no_bias": True,
-}  # fmt: skip
-ROW = {
-    "source": "mine", "table": "Figure 9", "system": "megatron-kwai", "cluster": "h800-80gb",
-    "gpus": "8", "model": "llama-7b", "layers": "32", "hidden": "4096", "heads": "32",
-    "kv_heads": "32", "ffn": "11008", "vocab": "32004", "mlp": "swiglu", "seq_len": "4096",
-    "global_batch": "16", "micro_batch": "1", "tp": "2", "sp": "yes", "cp": "1", "pp": "4",
-    "vpp": "1", "dp": "1", "zero_stage": "1", "attention": "flash", "recompute": "none",
-    "offload_fraction": "0", "precision": "bf16", "compile": "", "async_tp": "",
-    "tokens_per_s_per_gpu": "1000", "mfu_pct_as_published": "", "peak_device_bytes": "1e10",
-    "status": "ok", "note": "", "cell": "published",
-}  # fmt: skip
+ROW: dict[str, str] = TABLES["row"]
 PREDICTED = ROW | {
     "pred_tokens_per_s_per_gpu": "1100", "pred_step_s": "1", "pred_mfu_causal": "0.4",
     "pred_peak_device_bytes": "1e10", "pred_peak_host_bytes": "0",
@@ -202,7 +182,7 @@ FILES: dict[str, tuple[tuple[str, ...], dict[str, Any], Callable[[Any], bytes]]]
     "config.json": (simulated("model"), LLAMA, as_json),
     "gemma.json": (simulated("model"), GEMMA, as_json),
     "gpt2.json": (simulated("model"), GPT2, as_json),
-    "mpt.json": (simulated("model"), MPT, as_json),
+    "mpt.json": (simulated("model"), TABLES["mpt"], as_json),
 }  # fmt: skip
 
 

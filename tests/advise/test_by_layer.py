@@ -16,6 +16,7 @@ from rematbench.inputs.layout import LayoutError
 from rematbench.inputs.load import load_cluster, load_model
 from rematbench.workload import Experts
 from tests.everything import ENDLESS, WORK
+from tests.tables import tables
 
 ONLY = ("keep_all", "full_recompute", "selective_recompute:modules=[mlp]")
 EXPERTS = Experts(count=8, active=2, ffn=1024, dense_layers=(0, 1))
@@ -56,16 +57,7 @@ def at_share(one: SearchRequest, sizes: tuple[int, ...], share: float) -> Search
 
 
 @pytest.mark.parametrize("text", ONLY[1:])
-@pytest.mark.parametrize(
-    ("job", "sizes"),
-    [
-        ({"layers": 6, "pp": 2}, (2, 4)),
-        ({"layers": 8, "pp": 2, "vpp": 2}, (2, 3, 2, 1)),
-        ({"layers": 5, "pp": 2, "vpp": 2}, (1, 2, 2, 0)),
-        ({"layers": 6, "pp": 2, "experts": True}, (4, 2)),
-        ({"layers": 5, "pp": 2, "vpp": 2, "mtp_layers": 1}, (1, 2, 2, 0)),
-    ],
-)
+@pytest.mark.parametrize(("job", "sizes"), tables(__file__)["lists"])
 @pytest.mark.parametrize("share", [0.3, 0.7])
 def test_lists_are_the_shortest_of_all(
     text: str, job: dict[str, object], sizes: tuple[int, ...], share: float

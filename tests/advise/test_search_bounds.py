@@ -22,19 +22,9 @@ from rematbench.inputs.load import load_system
 from rematbench.inputs.system import with_facts
 from rematbench.plan import PlanError, Unsupported
 from tests.everything import bounds_at
+from tests.tables import tables
 
-JOBS = (
-    ("llama-3.1-8b", "h100-80gb", "megatron-core", 8, 32768, 16),
-    ("llama-3.1-8b", "h100-80gb", "deepspeed", 16, 32768, 32),
-    ("llama-65b", "h800-80gb", "megatron-kwai", 64, 4096, 128),
-    ("llama-7b", "a800-80gb", "torchtitan", 16, 8192, 64),
-    ("gemma-2-9b", "h100-80gb", "megatron-core", 16, 8192, 64),
-    ("mixtral-8x7b", "h100-80gb", "megatron-core", 16, 4096, 32),
-    ("gpt-1.3b", "a800-80gb", "megatron-lm", 8, 2048, 64),
-    ("llama-7b", "a800-80gb", "megatron-core", 24, 4096, 48),
-    ("llama-3.1-8b", "h100-80gb-dos", "deepspeed", 8, 8192, 32),
-    ("llama-65b", "a800-80gb", "megatron-kwai", 64, 32768, 16),
-)
+JOBS = tables(__file__)["jobs"]
 OWN_PIECES = Variant("mst", "mst", cuts=True)
 """A method as a user names it, which chooses its pieces by itself."""
 

@@ -39,6 +39,7 @@ from rematbench.engine.simulate.seconds import ActionCosts
 from rematbench.evaluate.evaluator import Evaluator, without_cluster
 from rematbench.inputs.job import Job
 from rematbench.plan import Offload, Plan, Recompute, Rule, Select
+from tests.tables import tables
 
 
 def job(model: str = "llama-65b", gpus: int = 16, **changes: int) -> SearchJob:
@@ -181,17 +182,7 @@ def test_equal_stages_leap_over_all_but_five_groups(monkeypatch: pytest.MonkeyPa
     assert max(ends) == pytest.approx(400 * 2 * 2 + 3 * 2)
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "full_recompute",
-        "balanced_checkpointing",
-        "memo:alpha=0.5",
-        "pp_offload:alpha=0.75",
-        "mst:mlp_chunks=4,head_chunks=4",
-        "balanced_checkpointing+memo:alpha=1.0+mst:mlp_chunks=2,head_chunks=2",
-    ],
-)
+@pytest.mark.parametrize("text", tables(__file__)["embeddings"])
 @pytest.mark.parametrize("tp", [1, 4])
 def test_the_embedding_adds_the_same_to_every_plan(text: str, tp: int) -> None:
     """A probe that leaves out its first rank finds what a lowered first rank says."""

@@ -117,6 +117,38 @@ def test_the_output_names_every_limit_that_applies() -> None:
     assert f"more pieces than {method_text(discover().methods['mst'], last)}" in whole
 
 
+@pytest.mark.parametrize(
+    ("model", "more"),
+    [
+        ("qwen3-30b-a3b", {}),
+        ("deepseek-v3", {}),  # with a layer that predicts one more token
+        ("qwen3-30b-a3b", {"cuda_graphs": "attn,moe_router"}),
+        ("mixtral-8x7b", {"capacity_factor": 1.0, "expert_padding": "capacity"}),
+    ],
+)
+def test_exchanges_of_a_layout_are_those_that_all_rules_allow(
+    model: str, more: dict[str, Any]
+) -> None:
+    """The space asks only the rules that an exchange decides, once for each layout."""
+    spec = Job(
+        model=model, cluster="h100-80gb", system="megatron-core-0.16", gpus=16, seq_len=2048,
+        global_batch=32, **more,
+    )  # fmt: skip
+    made = SearchJob(SearchRequest(spec=spec, fixed=Fixed(micro_batch=1, cp=1)))
+    work, stack = spec.workload(made.model), made.system
+    found = {(item.layout, item.dispatcher, item.overlaps) for item in made.space.choices}
+    for layout in {item.layout for item in made.space.choices}:
+        for dispatcher, overlaps in product((None, "deepep"), (False, True)):
+            facts: dict[str, Any] = {"dispatcher": dispatcher} if dispatcher else {}
+            facts |= {"ep_overlap": "interleaved"} if overlaps else {}
+            own = layout.ep > 1 and not (overlaps and layout.num_micro_batches == 1)
+            try:
+                check_layout(layout, work, with_facts(stack, **facts))
+            except LayoutError:
+                own = False
+            assert ((layout, dispatcher, overlaps) in found) is (own or not facts)
+
+
 @pytest.mark.full
 def test_the_longest_context_is_not_that_of_a_short_grid() -> None:
     """At this length a plan by hand fits tightly, with many pieces and no layer exempt from

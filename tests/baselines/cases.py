@@ -60,6 +60,15 @@ class Asked(NamedTuple):
         return " ".join(words)
 
 
+def asked_of(module: str) -> dict[str, list[Asked]]:
+    """Tables of jobs in the file beside a test module: in a row what differs from `Asked()`."""
+    models = {model.name: model for model in (TINY, GPT, ODD)}
+    return {
+        name: [Asked(**row | {"model": models[row.get("model", TINY.name)]}) for row in rows]
+        for name, rows in tables(module).items()
+    }
+
+
 def asked_problem(asked: Asked, **changes: Any) -> Problem:
     """The problem of a layout: global batch 4, whatever the degrees."""
     made = problem(

@@ -6,13 +6,13 @@ from baselines.deepspeed.plan import DeepSpeed
 from rematbench.worlds.torch.case import Case, Result
 from rematbench.worlds.torch.rank_processes import execute_cases
 from tests.baselines.cases import (
-    GPT,
     SEQ,
     STEPS,
     TINY,
     Asked,
     Ran,
     asked_job,
+    asked_of,
     asked_problem,
     assert_equal,
     run_all,
@@ -27,49 +27,16 @@ FP32 = 1e-5
 BF16 = 1e-2
 """Weights, activations and ZeRO's gradients round to 2^-8."""
 
-FAST = [
-    Asked("one"),
-    Asked("one", {"checkpointing": "plain"}),
-    Asked("one", {"checkpointing": "partitioned"}),
-    Asked("one", {"checkpointing": "partitioned_cpu"}),
-    Asked("one", {"checkpointing": "cpu"}),
-    Asked("one", {"mlp_tiles": 3, "loss_tiles": 4}),
-    Asked("one", model=GPT),
-    Asked("one", ignored=0.3),
-    Asked("dp2-zero2", {"overlap_comm": True}),
-    Asked("dp2-zero3", {"offload_optimizer": True, "offload_param": True}),
-    Asked("ulysses2"),
-]
-MORE = [
-    Asked("dp2-zero0"),
-    Asked("dp2"),
-    Asked("dp2-zero3"),
-    Asked("dp2-zero3", {"offload_optimizer": True}),
-    Asked("dp2-zero3", {"checkpointing": "plain"}),
-    Asked("ulysses2-zero3"),
-]
+ASKED = asked_of(__file__)
+FAST = ASKED["fast"]
+MORE = ASKED["more"]
 ON_HOST = [
     (Asked("dp2-zero3"), ()),
     (MORE[3], ("optimizer", "gradient")),
     (FAST[9], ("optimizer", "gradient", "parameter")),
 ]
 """ZeRO 3 and the kinds of states that the package then has in host memory."""
-SLOW = [
-    Asked("one", precision="bf16"),
-    Asked("dp2", precision="bf16"),
-    Asked("dp2-zero2", precision="bf16"),
-    Asked("dp2-zero3", precision="bf16"),
-    Asked("dp2-zero2", {"offload_optimizer": True}),
-    Asked("dp2-zero3", {"mlp_tiles": 2, "loss_tiles": 2}),
-    Asked("dp2-zero2", {"checkpointing": "partitioned_cpu"}),
-    Asked("dp2-zero2", model=GPT),
-    Asked("ulysses2", {"checkpointing": "plain", "mlp_tiles": 2}),
-    Asked("ulysses2", ignored=0.3),
-    Asked("ulysses2-zero3", {"checkpointing": "plain"}, ignored=0.3),
-    Asked("ulysses2", model=GPT),
-    Asked("ulysses2-dp4"),
-    Asked("ulysses2-zero3-dp4"),
-]
+SLOW = ASKED["slow"]
 
 
 REFUSED = [

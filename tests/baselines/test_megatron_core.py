@@ -5,10 +5,10 @@ import pytest
 from rematbench.worlds.packages.process import job, policy
 from tests.baselines.cases import (
     GPT,
-    ODD,
     Asked,
     Ran,
     asked_job,
+    asked_of,
     asked_problem,
     assert_equal,
     run_all,
@@ -29,52 +29,12 @@ BLOCK = Asked("one", {**FULL, "method": "block", "num_layers": 3})
 AWAY = Asked("one", {"offload_modules": ["qkv_linear", "mlp_norm"]})
 SCALARS = 6 * 4
 """The loss, its sum, their copies and gradients, and the count of labels: no tensor is missing."""
-FAST = [
-    PLAIN,
-    BLOCK,
-    AWAY,
-    Asked("one", {"recompute": "selective", "modules": ["core_attn", "layernorm", "mlp"]}),
-    Asked("one", model=GPT),
-    Asked("tp2"),
-    Asked("cp2"),
-    Asked("pp2-vpp2"),
-    Asked("dp2-zero0", {"overlap_grad_reduce": True}),
-]
-MORE = [
-    Asked("one", {**FULL, "num_layers": 2}),
-    Asked("one", {"recompute": "selective", "modules": ["core_attn"]}),
-    Asked("one", {"recompute": "selective", "modules": ["layernorm"]}),
-    Asked("one", {"recompute": "selective", "modules": ["mlp"]}),
-    Asked("one", {"bias_activation_fusion": True}),
-    Asked("one", {"offload_modules": ["attn_norm"]}),
-    Asked("one", {"offload_modules": ["core_attn", "attn_proj"]}),
-    Asked("one", ignored=0.3),
-    Asked("tp2", model=ODD),
-    Asked("pp2"),
-    Asked("dp2"),
-    Asked("pp2", {"offload_modules": ["core_attn", "mlp_norm"]}),
-]
+ASKED = asked_of(__file__)
+FAST = ASKED["fast"]
+MORE = ASKED["more"]
 VOCABULARIES = [asked for asked in (*FAST, *MORE) if asked.layout == "tp2"]
 """Even and padded."""
-SLOW = [
-    Asked("one", precision="bf16"),
-    Asked("tp2", precision="bf16"),
-    Asked("tp2-no-sp"),
-    Asked("tp2", model=GPT),
-    Asked("cp2", model=GPT),
-    Asked("pp2", model=GPT),
-    Asked("pp2", FULL),
-    Asked("cp2", FULL),
-    Asked("tp2", {"recompute": "selective", "modules": ["core_attn", "layernorm"]}),
-    Asked("dp2", ignored=0.3),
-    Asked("dp2", precision="bf16"),
-    Asked("tp2-pp2"),
-    Asked("tp2-pp2", {**FULL, "num_layers": 2}),
-    Asked("tp2-cp2"),
-    Asked("tp2-dp2"),
-    Asked("pp4"),
-    Asked("tp2-cp2", model=GPT),
-]
+SLOW = ASKED["slow"]
 
 
 REFUSED = [

@@ -1,7 +1,9 @@
 """What a stack keeps beside the operator table is what its trace shows, layer for layer."""
 
 import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import pytest
@@ -13,9 +15,10 @@ from rematbench.problem import AttentionKind, Problem
 from rematbench.workload import Model, Precision
 from rematbench.worlds.packages.process import job, policy, run_jobs
 from rematbench.worlds.packages.stack import layer_tensors, stack_of
-from tests.baselines.cases import GPT, LEFT_OUT, SEQ, TINY, Asked, asked_problem, deep, weighed
+from tests.baselines.cases import GPT, SEQ, TINY, Asked, asked_problem, deep, weighed
 from tests.baselines.random_jobs import draw
 from tests.installed import needs
+from tests.tables import tables
 
 
 class Stacked(NamedTuple):
@@ -84,7 +87,6 @@ def test_one_more_layer_of_megatron_core_weighs_what_the_stack_says(
     assert traced == said
 
 
-FULL = {"recompute": "full"}
 LOSS = 4
 """Bytes of a scalar: the count of labels; per micro-batch the loss, its sum, copies, gradients."""
 
@@ -106,97 +108,25 @@ class Whole(NamedTuple):
 
 WIDE = replace(TINY, hidden=128, ffn=384, head_dim=32, vocab=64, num_heads=4)
 WIDE_GPT = replace(GPT, hidden=128, ffn=384, head_dim=32, vocab=64, num_heads=4)
-ALL = {"recompute": "selective", "modules": ["core_attn", "layernorm", "mlp"]}
-NORMS = {"recompute": "selective", "modules": ["layernorm"]}
-BLOCK = {**FULL, "method": "block", "num_layers": 2}
-AWAY = {"offload_modules": ["core_attn", "attn_proj", "mlp_norm", "attn_norm"]}
-CORE = {"recompute": "selective"}
-MLP = {"recompute": "selective", "modules": ["mlp"]}
 NARROW = replace(WIDE_GPT, head_dim=8, ffn=32, dropout=0.1)
 TIED = replace(TINY, name="tiny-tied", tied_embeddings=True)
-WHOLE = [
-    Whole(Asked("cp2", CORE, replace(WIDE, ffn=128, num_kv_heads=4)), 12 * LOSS),
-    Whole(Asked("one", ALL | FUSED, precision="bf16"), 10 * LOSS, exact=False),
-    Whole(Asked("pp2", AWAY, replace(WIDE, num_kv_heads=4)), 9 * LOSS, stage=1, exact=False),
-    Whole(Asked("pp2-vpp2", FULL, WIDE), 5 * LOSS, exact=False),
-    Whole(Asked("tp2", MLP, replace(TINY, dropout=0.1, vocab=64)), 8 * LOSS, exact=False),
-    Whole(Asked("pp4", FULL, WIDE), 5 * LOSS, stage=1, exact=False),
-    Whole(Asked("one", NORMS, WIDE), 6 * LOSS, attention="unfused", exact=False),
-    Whole(Asked("one", model=replace(GPT, dropout=0.1)), 6 * LOSS),
-    Whole(
-        Asked("pp2-vpp2", {"offload_modules": ["attn_norm"]}, WIDE), 5 * LOSS, stage=1, exact=False
-    ),
-    Whole(
-        Asked("pp2", {"offload_modules": ["core_attn"]}, NARROW),
-        4 * LOSS,
-        attention="unfused",
-        exact=False,
-    ),
-]
-MORE = [
-    Whole(Asked("one", model=GPT), 6 * LOSS),
-    Whole(Asked("cp2", FULL), 8 * LOSS, exact=False),
-    Whole(Asked("pp2-vpp2-one-group", model=WIDE), 7 * LOSS, stage=1, exact=False),
-    Whole(
-        Asked("one", model=replace(LEARNED, num_kv_heads=1, vocab=64)),
-        6 * LOSS,
-        attention="unfused",
-    ),
-    Whole(Asked("one", model=replace(TINY, hidden=32, head_dim=8, vocab=2048)), 6 * LOSS),
-    Whole(Asked("one", FULL, TIED), 6 * LOSS, exact=False),
-    Whole(Asked("cp2", model=LEARNED), 8 * LOSS),
-    Whole(Asked("pp2"), 9 * LOSS, stage=1, exact=False),
-    Whole(Asked("pp4", precision="bf16"), 6 * LOSS, stage=3, exact=False),
-    Whole(Asked("one", BLOCK), 6 * LOSS),
-    Whole(Asked("one", {"offload_modules": ["core_attn"]}), 6 * LOSS, exact=False),
-    Whole(Asked("tp2"), 8 * LOSS),
-    Whole(Asked("one", {"recompute": "selective"}), 10 * LOSS),
-    Whole(Asked("pp2-vpp2"), 9 * LOSS, stage=1, exact=False),
-    Whole(Asked("pp2-vpp2", FULL, WIDE_GPT, "bf16"), 4 * LOSS, stage=1, exact=False),
-    Whole(Asked("cp2", FULL, replace(WIDE_GPT, ffn=96), "bf16"), 8 * LOSS, exact=False),
-    Whole(Asked("cp2"), 8 * LOSS),
-    Whole(Asked("one", precision="bf16"), 4 * LOSS),
-    Whole(Asked("one", {"recompute": "selective", "modules": ["mlp"]}), 6 * LOSS, exact=False),
-    Whole(Asked("one", model=replace(LEARNED, num_kv_heads=1)), 6 * LOSS),
-    Whole(Asked("pp4"), 5 * LOSS, stage=1),
-    Whole(Asked("one", {**FULL, "num_layers": 2}), 6 * LOSS, exact=False),
-    Whole(Asked("one", model=TIED), 6 * LOSS),
-    Whole(Asked("one", model=replace(WIDE, num_kv_heads=4)), 6 * LOSS, attention="unfused"),
-    Whole(Asked("one", {"recompute": "selective"}, WIDE_GPT), 10 * LOSS, attention="unfused"),
-]
 
 
-def check_whole(cases: list[Whole], folder: Path) -> None:
-    """Traced bytes at each case's peak are those that the plan says, and its scalars."""
-    needs("megatron.core")
-    problems = [case.problem for case in cases]
-    policies = [policy("megatron_core", case.asked.settings) for case in cases]
-    jobs = [
-        job(made, own, "traced", rank=case.stage * made.layout.gpus // made.layout.pp)
-        for case, made, own in zip(cases, problems, policies, strict=True)
-    ]
-    for number, record in enumerate(run_jobs("megatron_core", jobs, folder)):
-        case = cases[number]
-        assert record.measured is not None, record.reason
-        drops = case.asked.model.dropout > 0 and case.attention == "flash"
-        assert ("flash" in record.engine.shim) == drops
-        held = weighed(policies[number], problems[number], case.stage)
-        rest = record.measured.ranks[0].activation_peak_bytes - held.activation_peak
-        allowed = 0 if case.exact else LEFT_OUT * held.device_peak
-        assert abs(rest - case.scalars) <= allowed, str(case.asked)
+def whole(
+    layout: str,
+    scalars: int,
+    settings: Mapping[str, Any] = MappingProxyType({}),
+    model: str = "TINY",
+    changes: Mapping[str, Any] = MappingProxyType({}),
+    precision: Precision = "fp32",
+    **others: Any,
+) -> Whole:
+    """A row of the table: a model by its name above with changes, and a number of losses."""
+    asked = Asked(layout, settings, replace(globals()[model], **changes), precision)
+    return Whole(asked, scalars * LOSS, **others)
 
 
-@pytest.mark.full
-def test_the_whole_peak_of_megatron_core_is_the_plans_and_some_scalars(tmp_path: Path) -> None:
-    """No tensor is missing and none is too many."""
-    check_whole(WHOLE, tmp_path)
-
-
-@pytest.mark.soak
-def test_more_whole_peaks_of_megatron_core_are_the_plans(tmp_path: Path) -> None:
-    check_whole(MORE, tmp_path)
-
-
+WHOLE, MORE = ([whole(**row) for row in tables(__file__)[name]] for name in ("whole", "more"))
 PLAIN = {"checkpointing": "plain"}
 Traced = tuple[Model, dict[str, Any], Precision]
 DEEPSPEED: list[Traced] = [

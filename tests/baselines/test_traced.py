@@ -9,55 +9,16 @@ import pytest
 from rematbench.worlds.packages.process import PackageJob, policy, run_jobs
 from rematbench.worlds.packages.process import job as make_job
 from rematbench.worlds.records.record import Record
-from tests.baselines.cases import GPT, PATIENCE_S, Asked, asked_problem
+from tests.baselines.cases import PATIENCE_S, Asked, asked_of, asked_problem
 from tests.installed import needs
 
 Bytes = tuple[int, int, int, int]
 
-MEGATRON = [
-    Asked("one", {"offload_modules": ["core_attn", "mlp_norm"]}),
-    Asked("pp2", {"recompute": "selective", "modules": ["core_attn", "layernorm", "mlp"]}),
-    Asked("one"),
-    Asked("one", {"recompute": "selective", "modules": ["core_attn", "mlp"]}),
-    Asked("pp2-vpp2"),
-    Asked("cp2"),
-    Asked("dp2"),
-]
-MORE_MEGATRON = [
-    Asked("one", {"recompute": "full"}),
-    Asked("one", {"recompute": "selective", "modules": ["layernorm"]}),
-    Asked("one", model=GPT),
-    Asked("pp2"),
-    Asked("tp2"),
-]
-DEEPSPEED = [
-    Asked("one", {"loss_tiles": 4, "offload_optimizer": True}, precision="bf16"),
-    Asked("one", {"checkpointing": "partitioned_cpu"}),
-    Asked("one", {"mlp_tiles": 2, "loss_tiles": 4}),
-    Asked("dp2"),
-    Asked("dp2-zero2", {"checkpointing": "plain"}, precision="bf16"),
-    Asked("ulysses2-zero3", {"mlp_tiles": 2, "loss_tiles": 2}),
-    Asked("dp2-zero3", {"offload_optimizer": True, "offload_param": True, "checkpointing": "cpu"}),
-]
-MORE = [
-    Asked("one"),
-    Asked("one", {"checkpointing": "plain"}),
-    Asked("one", model=GPT),
-    Asked("one", {"checkpointing": "cpu", "offload_optimizer": True}, precision="bf16"),
-    Asked("ulysses2"),
-    Asked("dp2-zero3", {"checkpointing": "plain"}, precision="bf16"),
-    Asked("one", precision="bf16"),
-    Asked("one", {"checkpointing": "partitioned"}),
-    Asked("dp2-zero0"),
-    Asked("dp2-zero2", precision="bf16"),
-    Asked("dp2-zero2", {"checkpointing": "plain"}),
-    Asked("dp2", {"offload_optimizer": True}),
-    Asked("dp2-zero2", {"offload_optimizer": True, "overlap_comm": True}, precision="bf16"),
-    Asked("dp2-zero2", {"checkpointing": "partitioned_cpu"}),
-    Asked("dp2-zero3", {"offload_optimizer": True, "offload_param": True}, precision="bf16"),
-    Asked("ulysses2", {"offload_optimizer": True, "checkpointing": "cpu"}),
-    Asked("ulysses2-zero3", {"offload_optimizer": True, "offload_param": True}),
-]
+ASKED = asked_of(__file__)
+MEGATRON = ASKED["megatron"]
+MORE_MEGATRON = ASKED["more_megatron"]
+DEEPSPEED = ASKED["deepspeed"]
+MORE = ASKED["more"]
 SMALL_PARTS = {
     "stage3_param_persistence_threshold": 3000,
     "stage3_prefetch_bucket_size": 20000,

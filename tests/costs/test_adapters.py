@@ -10,18 +10,21 @@ from rematbench.engine.lowering.lower import lower
 from rematbench.evaluate.evaluator import evaluate
 from rematbench.evaluate.problems import make_problem
 from rematbench.evaluate.proof import check
+from rematbench.evidence.published.row_cases import read_case
 from rematbench.evidence.published.words import committed
 from rematbench.inputs.job import Job
 from rematbench.inputs.layout import LayoutError
 from rematbench.inputs.load import load_model
 from rematbench.model import Latent
 from rematbench.plan import Plan, Unsupported
+from rematbench.plugins.discover import discover
 from rematbench.problem import Problem, rank_parameters, rank_states
 from rematbench.workload import PACKED_BYTES
 from rematbench.worlds.packages.limits import setup_of
 from rematbench.worlds.packages.process import baselines
 from tests.predicted import predicted
 from tests.problems import all_methods
+from tests.tables import tables
 
 RANK = 16
 LATENT = Latent(kv_rank=512, nope=128, rope=64, v=128)
@@ -214,16 +217,7 @@ def test_what_is_not_modelled_is_one_line(facts: dict[str, Any], words: str) -> 
         made(**facts)
 
 
-@pytest.mark.parametrize(
-    ("kind", "own", "master"),
-    [
-        ("adam8bit", 2, 2),
-        ("adafactor", 0, 0),
-        ("lion", 2, 4),
-        ("momentum", 2, 4),
-        ("adam_bf16", 4, 4),
-    ],
-)
+@pytest.mark.parametrize(("kind", "own", "master"), tables(__file__)["moments"])
 def test_an_optimizer_replaces_the_moments_and_leaves_masters(
     kind: str, own: int, master: int
 ) -> None:
@@ -251,6 +245,25 @@ def test_published_peaks_of_adapters(row: int) -> None:
     (found,) = predicted([committed("adapters.csv")[row - 1]])
     published = float(found["peak_device_bytes"])
     assert float(found["pred_peak_device_bytes"]) == pytest.approx(published, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("column", "cell", "facts"),
+    [
+        ("target_modules", "q_proj, v_proj", {"lora_targets": "q,v", "lora_dropout": 0.0}),
+        ("target_modules", "mlp", {"lora_targets": "gate,up,down"}),
+        ("target_modules", "down, up, gate, o, v, k, q", {"lora_targets": "all"}),
+        ("method", "lora-fa", {"lora_train": "b", "trained_dtype": "fp32"}),
+        ("method", "QDoRA", {"dora": True, "trained_dtype": "autocast"}),
+        ("base_dtype", "int8", {"base_dtype": "int8"}),
+        ("base_dtype", "fp4", {"base_dtype": "nf4"}),
+        ("base_dtype", "nf4 double", {"base_dtype": "nf4_double"}),
+    ],
+)
+def test_words_of_other_sheets_on_adapters(column: str, cell: str, facts: dict[str, Any]) -> None:
+    row = dict(committed("adapters.csv")[34]) | {column: cell}
+    work = read_case(row, discover(())).work
+    assert {name: getattr(work, name) for name in facts} == facts
 
 
 @pytest.mark.full

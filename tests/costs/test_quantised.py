@@ -96,19 +96,7 @@ def test_torchao_casts_kernel_by_kernel_without_a_compiler() -> None:
     assert extra == 8 * elements
 
 
-@pytest.mark.parametrize(
-    ("each", "facts"),
-    [
-        (2, {"recipe": "fp8"}),
-        (0, {"recipe": "fp8", "fp8_params": True}),
-        (1, {"recipe": "fp8", **BLACKWELL}),
-        (-1, {"recipe": "fp8", "fp8_params": True, **BLACKWELL}),
-        (2.0625, {"recipe": "mxfp8", **BLACKWELL}),
-        (0.0625, {"recipe": "mxfp8", "fp8_params": True, **BLACKWELL}),
-        (2 + 8 / 128**2, {"recipe": "fp8-block"}),
-        (0, {"recipe": "fp8", "system": "torchtitan-compiled", "zero_stage": 3}),
-    ],
-)
+@pytest.mark.parametrize(("each", "facts"), tables(__file__)["held"])
 def test_quantised_weights_are_held_beside_the_parameters(each: float, facts: Any) -> None:
     """TransformerEngine's copies, on Hopper with their transpose; one form where products read
     both layouts; by rows and by columns where scales differ."""

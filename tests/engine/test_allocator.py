@@ -1,5 +1,6 @@
 """The caching allocator on literal sequences, and on whole plans."""
 
+import re
 from dataclasses import replace as replaced
 from typing import Any
 
@@ -20,20 +21,31 @@ from rematbench.plan import Plan
 from rematbench.problem import Problem
 from tests.problems import BALANCED, LLAMA, all_methods, half, layers, plan_of, problem, transfers
 from tests.program_text import parse_program
+from tests.tables import tables
+
+TABLES = tables(__file__)
+
+
+def size_of(text: str) -> str:
+    """Bytes, of which `M` are MiB; what follows a colon is a place."""
+    size, colon, place = text.partition(":")
+    terms = re.findall(r"([+-]?\d+)(M?)", size)
+    return f"{sum(int(count) * (MIB if mib else 1) for count, mib in terms)}{colon}{place}"
 
 
 def sequence(*words: str) -> RankProgram:
-    """`x=1500` allocates, `-x` frees, `!800` is scratch; one step a word."""
+    """`x=1500` allocates (`x=10M-512`: 512 bytes less than 10 MiB), `-x` frees, `!800` is scratch;
+    one step a word."""
     lines = ["rank 0"]
     for word in words:
         lines.append("block S")
         if word.startswith("-"):
             lines.append(f"FREE0.0 compute - f={word[1:]}")
         elif word.startswith("!"):
-            lines.append(f"F0.0 compute L0.op t={word[1:]}")
+            lines.append(f"F0.0 compute L0.op t={size_of(word[1:])}")
         else:
             name, nbytes = word.split("=")
-            lines.append(f"ALLOC0.0 compute L0.t a={name}:{nbytes}")
+            lines.append(f"ALLOC0.0 compute L0.t a={name}:{size_of(nbytes)}")
     return parse_program("\n".join(lines) + "\n").ranks[0]
 
 
@@ -51,49 +63,17 @@ def test_sizes_are_multiples_of_512(nbytes: int, size: int) -> None:
     assert run(f"x={nbytes}").allocated_bytes == size
 
 
-@pytest.mark.parametrize(
-    ("nbytes", "reserved"),
-    [
-        (512, 2 * MIB),
-        (MIB, 2 * MIB),
-        (MIB + 1, 20 * MIB),
-        (10 * MIB - 512, 20 * MIB),
-        (10 * MIB, 10 * MIB),
-        (11 * MIB, 12 * MIB),
-        (100 * MIB + 1, 102 * MIB),
-    ],
-)
-def test_segments(nbytes: int, reserved: int) -> None:
-    assert run(f"x={nbytes}").reserved_bytes == reserved
+@pytest.mark.parametrize(("nbytes", "mib"), TABLES["segments"])
+def test_segments(nbytes: str, mib: int) -> None:
+    assert run(f"x={nbytes}").reserved_bytes == mib * MIB
 
 
 FRAGMENTED = [f"x={20 * MIB}", f"y={20 * MIB}", "-x", "-y", f"z={40 * MIB}"]
 """The fragmentation of users' reports: 40 MiB are free, 40 MiB do not fit."""
-FIVE = [f"{name}={4 * MIB}" for name in "abcde"]
-RESERVED = {
-    "a small segment is shared to the last block": (["x=1048576", "y=1048064", "z=512"], 2),
-    "and no further": (["x=1048576", "y=1048064", "z=513"], 4),
-    "a remainder of over one MiB is split off": (
-        [f"x={9 * MIB}", f"y={9 * MIB}", f"z={2 * MIB}"],
-        20,
-    ),
-    "small and large never share": ([f"x={15 * MIB}", "-x", "y=1024"], 18),
-    "best fit: 14 MiB into the free 16, not into the free 30": (
-        [f"x={30 * MIB}", f"y={16 * MIB}", "-x", "-y", f"z={14 * MIB}", f"w={30 * MIB}"],
-        46,
-    ),
-    "neighbours coalesce inside a segment": ([*FIVE, "-b", "-d", "-c", f"f={12 * MIB}"], 20),
-    "others do not": ([*FIVE, "-b", "-d", f"f={8 * MIB}"], 40),
-    "segments do not coalesce": (FRAGMENTED, 80),
-    "scratch is reserved and reused": ([f"!{30 * MIB}", f"!{30 * MIB}"], 30),
-    "host memory is none of its business": (["x@host=4096", "-x@host"], 0),
-    "nor are slots": (["x=4096:slot/reload0", "-x"], 0),
-}
 
 
-@pytest.mark.parametrize("what", RESERVED)
-def test_reserved_bytes(what: str) -> None:
-    words, mib = RESERVED[what]
+@pytest.mark.parametrize(("words", "mib"), TABLES["reserved"].values(), ids=TABLES["reserved"])
+def test_reserved_bytes(words: list[str], mib: int) -> None:
     assert run(*words).reserved_bytes == mib * MIB
 
 
@@ -123,23 +103,10 @@ def test_states_come_first_and_may_not_fit() -> None:
 # -- expandable segments --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("words", "reserved"),
-    [
-        (FRAGMENTED, 40 * MIB),  # one segment here: everything coalesces
-        (["x=512"], 2 * MIB),
-        ([f"x={2 * MIB}"], 20 * MIB),
-        ([f"x={21 * MIB}"], 40 * MIB),
-        ([f"x={19 * MIB}", f"y={2 * MIB}"], 40 * MIB),
-        ([f"x={19 * MIB}", f"y={MIB + 512}", "-x", "-y", f"z={20 * MIB + 512}"], 40 * MIB),
-        ([f"x={19 * MIB}", "y=512"], 22 * MIB),
-        # a hole of 8 MiB is preferred to the 4 MiB at the end, which can grow
-        ([f"x={8 * MIB}", f"y={8 * MIB}", "-x", f"z={3 * MIB}", f"w={5 * MIB}"], 20 * MIB),
-    ],
-)
-def test_expandable_pages(words: list[str], reserved: int) -> None:
+@pytest.mark.parametrize(("words", "mib"), TABLES["expandable"])
+def test_expandable_pages(words: list[str], mib: int) -> None:
     """20 MiB pages for large blocks, 2 MiB for small, mapped where the last free block ends."""
-    assert run(*words, mode="expandable").reserved_bytes == reserved
+    assert run(*words, mode="expandable").reserved_bytes == mib * MIB
 
 
 def test_expandable_pages_are_unmapped_under_pressure() -> None:

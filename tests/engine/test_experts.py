@@ -25,6 +25,7 @@ from rematbench.problem import Problem
 from rematbench.workload import Experts
 from rematbench.worlds.records.refusals import refusals
 from tests.problems import LLAMA, layers, plan_of, problem, refusal, remade
+from tests.tables import tables
 
 ALL = Experts(count=8, active=2, ffn=64)
 MIXTURE = replace(LLAMA, experts=ALL)
@@ -239,19 +240,7 @@ def test_exchanges_are_a_part_of_the_step() -> None:
     assert "experts balanced" in assumed(found)
 
 
-METHODS: tuple[tuple[str, dict[str, Any]], ...] = (
-    ("full_recompute", {}),
-    ("selective_recompute", {"modules": ["moe"]}),
-    ("selective_recompute", {"modules": ["moe_act", "shared_experts", "layernorm"]}),
-    ("balanced_checkpointing", {}),
-    ("balanced_checkpointing", {"point": "all"}),
-    ("memo", {"alpha": 0.5, "exempt_layers": 1}),
-    ("full_recompute+mst", {"mlp_chunks": 2, "head_chunks": 2}),
-    ("balanced_checkpointing+pp_offload", {"alpha": 0.5, "min_bytes": 512, "granularity": 256}),
-)
-
-
-@pytest.mark.parametrize(("method", "settings"), METHODS)
+@pytest.mark.parametrize(("method", "settings"), tables(__file__)["methods"])
 def test_methods_free_bytes_of_experts(method: str, settings: dict[str, Any]) -> None:
     model = layers(8, SHARED)
     found = given(model, pp=4, tp=2, dp=2, ep=2, etp=1, global_batch=16)

@@ -31,17 +31,10 @@ from rematbench.problem import Problem, rank_parameters
 from rematbench.workload import Model
 from tests.cost_constants import instant_hosts
 from tests.problems import make_problem, on, plan_of, problem, remade
+from tests.tables import tables
 
 HOMES = (("optimizer",), ("gradient", "optimizer"), ("gradient", "optimizer", "parameter"))
-LAYOUTS: dict[str, dict[str, Any]] = {
-    "one": {},
-    "accumulated": {"global_batch": 3},
-    "zero1": {"dp": 2, "zero_stage": 1, "global_batch": 4},
-    "zero3": {"dp": 2, "zero_stage": 3, "global_batch": 4},
-    "zero3 alone": {"zero_stage": 3, "global_batch": 2},
-    "tp": {"tp": 2, "sp": True},
-    "pipeline": {"pp": 2, "vpp": 2, "dp": 2, "zero_stage": 1, "global_batch": 8},
-}
+LAYOUTS: dict[str, dict[str, Any]] = tables(__file__)["layouts"]
 RATE = 1e9
 
 

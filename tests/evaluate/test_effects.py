@@ -18,42 +18,14 @@ from rematbench.plan import MiniSequence, Offload, Plan, Recompute
 from rematbench.problem import Problem
 from rematbench.workload import Experts, Model, Workload
 from tests.problems import LLAMA, calibration, rule
+from tests.tables import tables
 
 WIDE = {"hidden": 1024, "num_heads": 8, "head_dim": 128, "num_layers": 2, "vocab": 32003}
 MODEL = replace(LLAMA, **WIDE, num_kv_heads=2, ffn=2816)
 MIXTURE = replace(MODEL, experts=Experts(count=16, active=4, ffn=512))
 CLUSTER = replace(load_cluster("h100-80gb-dos"), gpus_per_node=4)
-HOSTED = {"optimizer_on_host": True, "parameters_on_host": True}
 JOBS: list[dict[str, Any]] = [
-    {"stack": "torchtitan", "micro_batch": 8, "global_batch": 16, "facts": {"norm": "eager"}},
-    {"stack": "torchtitan", "pp": 2, "global_batch": 16, "kept": True},
-    {"stack": "deepspeed", "dp": 8, "zero_stage": 3, "global_batch": 16},
-    {"stack": "internevo", "dp": 8, "zero_stage": 1, "global_batch": 16},
-    {"stack": "deepspeed", "zero_stage": 3, "global_batch": 2, "facts": HOSTED},
-    {"stack": "megatron-core", "tp": 2, "cp": 2, "pp": 2, "dp": 2, "global_batch": 8, "kept": True},
-    {"stack": "megatron-core-2026", "tp": 8, "global_batch": 1, "facts": {"tp_overlap": "gemm"}},
-    {"stack": "megatron-core", "dp": 2, "global_batch": 4, "seq_len": 128, "kept": True},
-    {
-        "stack": "megatron-core-0.16",
-        "model": MIXTURE,
-        "kept": True,
-        "facts": {"ep_overlap": "interleaved", "dispatcher": "deepep"},
-        "dp": 8,
-        "ep": 8,
-        "micro_batch": 4,
-        "global_batch": 64,
-    },
-    {"stack": "huggingface", "dp": 2, "global_batch": 4, "precision": "fp32"},
-    {"stack": "huggingface-fsdp-4.46", "dp": 2, "zero_stage": 3, "global_batch": 2},
-    {"stack": "huggingface", "dp": 2, "global_batch": 4, "zero_stage": 0},
-    {
-        "stack": "huggingface-deepspeed",
-        "kept": True,
-        "facts": {"norm": "fused", "norm_keeps_steps": False, "fused_loss": True},
-        "pieces": 64,
-        "seq_len": 1 << 17,
-        "global_batch": 1,
-    },
+    row | ({"model": MIXTURE} if "model" in row else {}) for row in tables(__file__)["jobs"]
 ]
 MLP = ("fc1", "act", "mul", "fc2")
 HEAD = ("lm_head", "loss")

@@ -7,11 +7,14 @@ import pytest
 
 from rematbench.foreign.job import file_job
 from rematbench.foreign.packages import read_files
+from tests.tables import tables
 
 AXOLOTL = "base_model: m\nsequence_len: 512\nmicro_batch_size: 1\nbf16: true\n"
 TRL = "model_name_or_path: m\nmax_length: 512\nbf16: true\n"
 FACTORY = "model_name_or_path: m\ncutoff_len: 512\nstage: sft\nbf16: true\n"
-EVERY = "[q_proj, k_proj, v_proj, o_proj]"
+TABLES = tables(__file__)
+TUNE = TABLES["tune"]
+BASES = {"AXOLOTL": AXOLOTL, "TRL": TRL, "FACTORY": FACTORY, "TUNE": TUNE}
 
 
 def read(tmp_path: Path, text: str, name: str = "job.yaml") -> tuple[dict[str, Any], list[str]]:
@@ -28,31 +31,12 @@ NAMES = ("lora_rank", "lora_targets", "lora_dropout", "dora", "trained_parts", "
 NAMES = (*NAMES, "base_dtype", "optimizer_kind")
 
 
-@pytest.mark.parametrize(
-    ("text", "found"),
-    [
-        (
-            f"{AXOLOTL}adapter: qlora\nload_in_4bit: true\nlora_r: 32\nlora_dropout: 0.1\n"
-            "lora_target_linear: true\nlora_modules_to_save: [embed_tokens, lm_head]\n"
-            "optimizer: paged_adamw_8bit\n",
-            {"lora_rank": "32", "lora_dropout": "0.1", "trained_parts": "embedding,head"}
-            | {"base_dtype": "nf4_double", "optimizer_kind": "adam8bit"},
-        ),
-        (
-            f"{TRL}use_peft: true\nlora_target_modules: {EVERY}\nload_in_4bit: true\n",
-            {"lora_rank": "16", "lora_dropout": "0.05", "lora_targets": "q,k,v,o"}
-            | {"base_dtype": "nf4", "trained_dtype": None},
-        ),
-        (
-            f"{FACTORY}finetuning_type: lora\nlora_target: all\nquantization_bit: 8\n"
-            "quantization_method: gptq\nuse_dora: true\n",
-            {"lora_rank": "8", "dora": "", "base_dtype": "int8"},
-        ),
-    ],
-)
-def test_adapters_of_a_file_are_options(tmp_path: Path, text: str, found: dict[str, str]) -> None:
+@pytest.mark.parametrize(("base", "more", "found"), TABLES["options"])
+def test_adapters_of_a_file_are_options(
+    tmp_path: Path, base: str, more: str, found: dict[str, str]
+) -> None:
     want = {"trained_dtype": "autocast"} | found
-    assert read(tmp_path, text) == (
+    assert read(tmp_path, BASES[base] + more) == (
         {name: word for name, word in want.items() if word is not None},
         [],
     )
@@ -68,19 +52,6 @@ def test_a_command_without_a_tuner_has_its_packages_default(tmp_path: Path) -> N
     assert read(tmp_path, line, "run.sh")[0]["lora_targets"] == "q,v"
     assert not read(tmp_path, f"{TRL}lora_r: 4\n")[0]
     assert read(tmp_path, FACTORY)[0]["lora_rank"] == "8"
-
-
-TUNE = """
-model: {_component_: torchtune.models.llama3_1.qlora_llama3_1_8b, lora_rank: 64,
-        apply_lora_to_mlp: true, lora_attn_modules: [q_proj, v_proj, k_proj, output_proj]}
-tokenizer: {_component_: t, max_seq_len: 2048}
-checkpointer: {_component_: c, checkpoint_dir: Meta-Llama-3.1-8B-Instruct}
-optimizer: {_component_: bitsandbytes.optim.PagedAdamW8bit}
-loss: {_component_: torchtune.modules.loss.LinearCrossEntropyLoss}
-batch_size: 2
-dtype: bf16
-enable_activation_checkpointing: true
-"""
 
 
 def test_a_configuration_of_torchtune_is_read(tmp_path: Path) -> None:
@@ -103,18 +74,13 @@ def test_a_configuration_of_torchtune_is_read(tmp_path: Path) -> None:
     expected = {"gpus": "4", "micro_batch": "4", "global_batch": "16", "zero_stage": "3"}
     assert {key: made.options.get(key) for key in expected} == expected
     assert not reading.unknown
+    (tmp_path / "job.yaml").write_text(TUNE + "custom_sharded_layers: [output]\n")
+    read(tmp_path, "tune run lora_finetune_single_device --config job.yaml", "run.sh")
+    reading = read_files([tmp_path / "run.sh"])
+    assert (reading.get("gpus"), len(reading.notes)) == (1, 2)
 
 
-@pytest.mark.parametrize(
-    ("line", "packed"),
-    [
-        (
-            "deepspeed --module openrlhf.cli.train_sft --pretrain m --lora_rank 8 --load_in_4bit",
-            True,
-        ),
-        ("torchrun -m verl.trainer.fsdp_sft_trainer model.path=m model.lora_rank=8", False),
-    ],
-)
+@pytest.mark.parametrize(("line", "packed"), tables(__file__)["all_linears"])
 def test_packages_that_adapt_all_linears(tmp_path: Path, line: str, packed: bool) -> None:
     found, refused = read(tmp_path, line, "run.sh")
     assert (found["lora_rank"], found.get("lora_targets"), refused) == ("8", None, [])
@@ -162,28 +128,11 @@ def test_deepspeed_narrows_adapters(tmp_path: Path) -> None:
     assert "trained_dtype" not in read(tmp_path, AXOLOTL + deepspeed)[0]
 
 
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        (f"{AXOLOTL}load_in_4bit: true\n", "quantised weights without adapters"),
-        (f"{AXOLOTL}adapter: llama-adapter\n", "adapter: llama-adapter"),
-        (f"{FACTORY}finetuning_type: freeze\n", "finetuning_type: freeze"),
-        (f"{AXOLOTL}adapter: lora\nlora_r: 8\nlora_target_modules: [c_attn]\n", "c_attn"),
-        (f"{AXOLOTL}adapter: lora\nlora_r: 8\nlora_modules_to_save: [score]\n", "embed_tokens"),
-        (
-            f"{FACTORY}finetuning_type: lora\nquantization_bit: 4\nquantization_method: hqq\n",
-            "quantization_method: hqq",
-        ),
-        (
-            f"{FACTORY}finetuning_type: lora\nquantization_bit: 4\nquantization_method: marlin\n",
-            "no backward",
-        ),
-        (f"{FACTORY}finetuning_type: lora\npeft_layers_to_transform: [1]\n", "some layers"),
-        (f"{TUNE}optimizer_in_bwd: true\n", "update in the backward"),
-    ],
-)
-def test_what_is_not_modelled_is_refused_by_name(tmp_path: Path, text: str, words: str) -> None:
-    (tmp_path / "job.yaml").write_text(text)
+@pytest.mark.parametrize(("base", "more", "words"), TABLES["refused"])
+def test_what_is_not_modelled_is_refused_by_name(
+    tmp_path: Path, base: str, more: str, words: str
+) -> None:
+    (tmp_path / "job.yaml").write_text(BASES[base] + more)
     assert any(words in line for line in read_files([tmp_path / "job.yaml"]).refused)
 
 

@@ -243,16 +243,7 @@ def test_a_python_configuration_is_refused_by_name(tmp_path: Path) -> None:
         read_files([tmp_path / "recipe.py"])
 
 
-NANOTRON = """
-parallelism: {dp: 4, tp: 2, pp: 2, pp_engine: 1f1b, recompute_layer: true}
-tokens: {micro_batch_size: 2, batch_accumulation_per_replica: 8, sequence_length: 4096}
-optimizer: {zero_stage: 1, optimizer_factory: {name: adamW}}
-model:
-  dtype: bfloat16
-  model_config: {hidden_size: 4096, intermediate_size: 14336, num_attention_heads: 32,
-    num_hidden_layers: 32, num_key_value_heads: 8, vocab_size: 128256, is_llama_config: true,
-    tie_word_embeddings: false, surprise: 1}
-"""
+NANOTRON = TABLES["nanotron"]
 
 
 def test_nanotron_is_read(tmp_path: Path) -> None:

@@ -67,6 +67,35 @@ def test_states_of_torchtitan_have_the_types_of_the_file(
     assert {key: stack.get(key) for key in expected} == expected
 
 
+@pytest.mark.parametrize(
+    ("more", "modelled"),
+    [("", True), ("disable_loss_parallel = true", False), ("enable_loss_parallel = false", False)],
+)
+@pytest.mark.parametrize("tp", [1, 2])
+def test_logits_of_tensor_parallel_ranks_are_divided(
+    tmp_path: Path, tp: int, more: str, modelled: bool
+) -> None:
+    text = f"{TITAN}[parallelism]\ntensor_parallel_degree = {tp}\n{more}"
+    assert (not job(tmp_path, text, "t.toml")[1].refused) == (modelled or tp == 1)
+
+
+@pytest.mark.parametrize(
+    ("more", "named"),
+    [("4096", 0), ("32768", 1), ("32768 --no-create-attention-mask-in-dataloader", 0)],
+)
+def test_a_large_mask_of_megatrons_loader_is_named(tmp_path: Path, more: str, named: int) -> None:
+    notes = job(tmp_path, f"torchrun pretrain_gpt.py {SIZES} --bf16 --seq-length {more}")[1].notes
+    assert sum("GiB" in note for note in notes) == named
+
+
+@pytest.mark.parametrize(("word", "width"), [("fp32", 4), ("bf16", None), ("none", None)])
+def test_gradients_of_deepspeed_have_the_type_of_the_line(
+    tmp_path: Path, word: str, width: int | None
+) -> None:
+    line = f"torchrun openrlhf.cli.train_sft --pretrain m --ds.grad_accum_dtype {word}"
+    assert facts(job(tmp_path, line)[0]).get("grad_bytes") == width
+
+
 def test_a_pipeline_that_gathers_again_is_refused(tmp_path: Path) -> None:
     text = TITAN + '[parallelism]\nfsdp_reshard_after_forward = "always"\n'
     assert not job(tmp_path, text, "titan.toml")[1].refused

@@ -12,6 +12,7 @@ from pathlib import Path
 import yaml
 
 import rematbench
+from tests.tables import tables
 
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -81,22 +82,6 @@ def test_lock_pins_every_direct_dependency_once() -> None:
     assert wanted <= pins(lines).keys()
 
 
-NOT_IMPORTED = {
-    "pygments": "snakemake --report needs it",
-    "hatchling": "builds the wheel",
-    "mypy": "a check of bench",
-    "pandas-stubs": "types for mypy",
-    "pre-commit": "CONTRIBUTING.md",
-    "pytest-benchmark": "the benchmark fixture",
-    "pytest-xdist": "--numprocesses",
-    "ruff": "a check of bench",
-    "scipy-stubs": "types for mypy",
-    "shfmt-py": "its program parses launch scripts; snakefmt calls it",
-    "snakemake-executor-plugin-slurm": "profiles/slurm",
-    "snakefmt": "a check of bench",
-    "types-pyyaml": "types for mypy",
-    "uv": "installs, in bench",
-}
 MODULE = {"pillow": "PIL", "pyyaml": "yaml"}
 
 
@@ -109,7 +94,7 @@ def test_every_dependency_is_imported_or_has_a_reason() -> None:
     extras = PROJECT["optional-dependencies"].values()
     declared = names(PROJECT["dependencies"]).union(*(names(extra) for extra in extras))
     idle = {name for name in declared if MODULE.get(name, name.replace("-", "_")) not in imported}
-    assert idle == NOT_IMPORTED.keys()
+    assert idle == tables(__file__)["not_imported"].keys()
 
 
 def test_ruff_names_files_that_exist() -> None:

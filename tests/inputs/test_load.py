@@ -22,21 +22,7 @@ LOADERS: dict[Kind, Callable[[str | Path], Any]] = {
     "system": load_system,
 }
 
-MODEL = """\
-name: mine
-num_layers: 4
-hidden: 256
-num_heads: 8
-num_kv_heads: 4
-head_dim: 32
-ffn: 704
-vocab: 2048
-mlp: swiglu
-norm: rmsnorm
-position: rope
-tied_embeddings: false
-source: a test
-"""
+MODEL = tables(__file__)["model"]
 
 
 def yaml_file(folder: Path, text: str) -> Path:

@@ -380,21 +380,7 @@ def test_torchtitan_of_a_quarter_has_its_speed_and_bytes(
 
 # -- facts without a source -----------------------------------------------------------------------
 
-OWN = """param_bytes: 2
-grad_bytes: 2
-optimizer_bytes: 12
-reduce_bytes: 2
-gather_bytes: 2
-attention: fa2
-fused_swiglu: false
-fused_loss: false
-logits_fp32: true
-tp_overlap: none
-p2p_overlap: none
-reduce_overlap: true
-gather_overlap: true
-source: mine
-"""
+OWN = tables(__file__)["own"]
 
 
 def test_a_stack_without_a_base_says_which_facts_it_leaves_open(tmp_path: Path) -> None:

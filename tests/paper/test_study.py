@@ -18,30 +18,10 @@ from rematbench.paper.studies.answers import StudyAnswer, ask_study, dump, read_
 from rematbench.paper.studies.measures import part_peak_bytes, saved_layer_bytes
 from rematbench.paper.studies.study import load_study
 from tests.problems import all_methods, layers, problem
+from tests.tables import tables
 from tests.typed import typed
 
 REGISTRY = all_methods()
-HEAD = """name: small
-workloads:
-  - name: two
-    why: a test
-    model: gpt-1.3b
-    cluster: a100-40gb-pcie
-    system: megatron-lm
-    gpus: 4
-    seq_len: 2048
-    global_batch: 32
-    layouts:
-      - {tp: 2, pp: 2, micro_batch: 8, zero_stage: 0}
-      - {tp: 2, pp: 2, micro_batch: 16, zero_stage: 0}
-  - name: one
-    why: a test
-    model: tiny-llama
-    cluster: a800-80gb
-    system: megatron-core
-    gpus: 1
-    seq_len: 512
-questions: """
 KEEP = {"name": "keep", "method": "keep_all"}
 
 
@@ -51,7 +31,7 @@ def question(ask: str, workload: str = "one", *methods: dict[str, Any], **more: 
 
 def study(tmp_path: Path, *questions: Any) -> Path:
     path = tmp_path / "small.yaml"
-    path.write_text(HEAD + json.dumps(questions))
+    path.write_text(json.dumps({**tables(__file__)["study"], "questions": questions}))
     return path
 
 
@@ -81,7 +61,7 @@ def test_fewest_is_the_smallest_that_fits(tmp_path: Path) -> None:
     def second(settings: dict[str, Any], **more: str) -> StudyAnswer:
         block = {"name": "block", "method": "full_recompute", "settings": settings, **more}
         path = study(tmp_path, question("run", "two", block))
-        path.write_text(path.read_text().replace("micro_batch: 16", "micro_batch: 32"))
+        path.write_text(path.read_text().replace('"micro_batch": 16', '"micro_batch": 32'))
         return ask_study(load_study(path), REGISTRY, "small.yaml")[1]
 
     tight = second({"method": "block"}, fewest="num_layers")

@@ -12,30 +12,11 @@ import pytest
 
 from rematbench.evidence.published.sheets import read_sheet
 from rematbench.paper.targets import targets
+from tests.tables import tables
 from tests.workflow.checkout import ROOT, Checkout
 from tests.worlds.slurm.local_slurm import TOOLS
 
-SUITE = """
-steps: 2
-cell_minutes: 5
-methods: [keep_all, full_recompute]
-problems:
-  - name: one
-    why: tests
-    model: tiny-llama
-    cluster: this-machine
-    system: rematbench
-    gpus: 2
-    seq_len: 64
-    global_batch: 4
-    pp: 2
-    precision: fp32
-variants:
-  - method: pp_offload
-    settings: {alpha: 0.5}
-  - method: megatron_core
-    settings: {recompute: full}
-"""
+SUITE = tables(__file__)["suite"]
 FINISH = """
 from pathlib import Path
 from rematbench.plugins.discover import discover

@@ -13,6 +13,7 @@ from rematbench.paper.catalog import table_files
 from rematbench.paper.targets import targets
 from rematbench.worlds.records import digests
 from rematbench.worlds.records.digests import module_digest
+from tests.tables import tables
 
 ROOT = Path(__file__).resolve().parents[2]
 METHODS = sorted((ROOT / "methods").glob("*.py"))
@@ -76,18 +77,7 @@ def test_an_edit_makes_the_targets_due_that_it_touches(
         assert due(before, told()) == wanted, name
 
 
-@pytest.mark.parametrize(
-    ("module", "file"),
-    [
-        ("paper.tables.scores", "evidence/published/sheets.py"),
-        ("paper.builders.page", "paper/html.py"),
-        ("cli.cells", "worlds/slurm/campaign_rows.py"),
-        ("cli.verify", "worlds/torch/arithmetic.py"),  # imported inside a function
-        ("cli.verify", "worlds/packages/process.py"),
-        ("cli.verify", "baselines/megatron_core/stack.py"),  # loaded by name
-        ("paper.builders.answers", "paper/studies/answers.py"),
-    ],
-)
+@pytest.mark.parametrize(("module", "file"), tables(__file__)["made_again"])
 def test_results_are_made_again_when_the_code_behind_them_changes(
     package: Path, module: str, file: str
 ) -> None:

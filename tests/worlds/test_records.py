@@ -25,6 +25,7 @@ from rematbench.worlds.records.suite import load_suite
 from rematbench.worlds.records.suite_cells import Cell, cell_names, cells
 from rematbench.worlds.reruns import differences
 from rematbench.worlds.run_records import as_executed
+from tests.tables import tables
 
 ROOT = Path(__file__).resolve().parents[2]
 MEASURED = ROOT / "results" / "measured"
@@ -267,16 +268,7 @@ def test_dates_and_hosts_are_no_difference() -> None:
     assert differences(replace(executed(), provenance=made), executed()) == []
 
 
-@pytest.mark.parametrize(
-    "field",
-    [
-        "boundary_peak_bytes",
-        "activation_peak_bytes",
-        "host_peak_bytes",
-        "state_bytes",
-        "offload_bytes",
-    ],
-)
+@pytest.mark.parametrize("field", tables(__file__)["differences"])
 def test_one_byte_is_a_difference(field: str) -> None:
     found = executed().measured
     value = getattr(found.ranks[0], field)

@@ -13,6 +13,7 @@ from rematbench.worlds.slurm import runner as runner_module
 from rematbench.worlds.slurm.launch import last_words
 from rematbench.worlds.slurm.runner import decode, remove_records, run_bundle
 from tests.campaigns import campaign, center_file
+from tests.tables import tables
 
 RECORD = Path(__file__).parents[2] / "results/measured/executed/tp2.keep_all.0.json"
 FAKE = f"""
@@ -92,16 +93,7 @@ def bundles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bundles:
     return Bundles(tmp_path, monkeypatch)
 
 
-@pytest.mark.parametrize(
-    ("kind", "status", "words"),
-    [
-        ("ok", "ok", ""),
-        ("oom", "oom", "OutOfMemoryError"),
-        ("killed", "oom", "signal 9"),
-        ("nan", "nan", "loss of step 0"),
-        ("broken", "failed", "no good"),
-    ],
-)
+@pytest.mark.parametrize(("kind", "status", "words"), tables(__file__)["ends"])
 def test_every_end_of_a_cell_is_a_row(bundles: Bundles, kind: str, status: str, words: str) -> None:
     ((found, reason),) = bundles.run(kind)
     assert found == status

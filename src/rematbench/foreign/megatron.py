@@ -162,6 +162,11 @@ def _read(options: Options, script: Script) -> Reading:
     if "partition-activations" in options and reading.get("tp", 1) > 1:
         text = "inputs of layers are sharded by rows only with --sequence-parallel"
         reading.notes.append(f"--partition-activations: {text}")
+    mask = reading.get("micro_batch", 1) * reading.get("seq_len", 0) ** 2 / 2**30
+    own = any(one.endswith("pretrain_gpt.py") for words in script.commands for one in words)
+    if own and mask > 0.5 and "no-create-attention-mask-in-dataloader" not in options:
+        text = f"the data loader's mask of {mask:.1f} GiB is not counted"
+        reading.notes.append(f"--no-create-attention-mask-in-dataloader is absent: {text}")
     if "rampup-batch-size" in options:
         reading.notes.append("--rampup-batch-size: the batch after the ramp is counted")
     return reading

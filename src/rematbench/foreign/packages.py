@@ -233,6 +233,8 @@ def _configured(script: Script) -> Reading | None:
                 _put(data, option.replace("-", "_").split("."), yaml.safe_load(written))
             reading = READERS[package](data, script.file)
             read_launcher(reading, script, options)
+            if alone := [one for one in words if one.endswith("_single_device")]:
+                reading.put("gpus", 1, alone[0])  # a recipe of torchtune
             return reading
     return None
 

@@ -4,12 +4,13 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from rematbench.foreign.keys import read_keys
+from rematbench.foreign.keys import is_off, read_keys
 from rematbench.foreign.reading import Reading
 from rematbench.foreign.recipes import read_converters
 
 SECTIONS = ("parallelism", "experimental", "training")
 """Sections that held parallel degrees in different versions."""
+WHOLE_LOGITS = "each rank of tensor parallelism with the logits of all tokens is not modelled"
 SIZE = re.compile(r"(\d+(?:\.\d+)?[bm])$", re.IGNORECASE)
 
 
@@ -40,6 +41,10 @@ def _section(reading: Reading, section: Mapping[str, Any], prefix: str) -> None:
         reading.refused.append(f"{key}: always (a pipeline's stages keep what they gather)")
     elif reshard not in ("default", "always"):
         reading.refused.append(f"{key}: {reshard} (allowed: default, always, never)")
+    whole = not is_off(section.get("disable_loss_parallel"))
+    whole |= "enable_loss_parallel" in section and is_off(section["enable_loss_parallel"])
+    if whole and reading.get("tp", 1) > 1:
+        reading.refused.append(f"{prefix}disable_loss_parallel: {WHOLE_LOGITS}")
     if reading.get("vpp") and "pipeline_parallel_schedule" in section:
         reading.notes.append("Interleaved1F1B: two chunks on each rank are assumed")
 

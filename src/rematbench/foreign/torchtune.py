@@ -13,6 +13,7 @@ from typing import Any
 from rematbench.foreign.adapters import read_adapters
 from rematbench.foreign.keys import is_off, read_keys
 from rematbench.foreign.reading import Reading
+from rematbench.foreign.torchtitan import WHOLE_LOGITS
 from rematbench.foreign.trainers import note_cap
 
 
@@ -32,6 +33,12 @@ def read_torchtune(data: Mapping[str, Any], file: str) -> Reading:
             text = "activations on the host without checkpointing are not modelled"
             reading.refused.append(f"enable_activation_offloading: {text}")
     read_adapters(reading, _adapters(reading, _section(data, "model")))
+    if reading.get("tp", 1) > 1:  # output: ColwiseParallel(output_layouts=Replicate())
+        reading.refused.append(f"tensor_parallel_plan: {WHOLE_LOGITS}")
+    for key in ("custom_sharded_layers", "memory_efficient_fsdp_wrap"):
+        if not is_off(data.get(key)):
+            text = "embedding and head are freed after use, and are counted as kept gathered here"
+            reading.notes.append(f"{key}: {text}")
     if not is_off(_section(data, "dataset").get("packed")):
         reading.notes.append("dataset.packed: attention stays inside documents: --document-len")
     else:

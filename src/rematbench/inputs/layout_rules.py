@@ -27,6 +27,21 @@ def check_layout(layout: Layout, workload: Workload, system: System) -> None:
         raise LayoutError(rule)
 
 
+def check_exchanges(layout: Layout, workload: Workload, system: System) -> None:
+    """Raise LayoutError for the first broken rule of those that the experts' dispatcher and the
+    overlap of their exchanges decide, for a layout that keeps the others."""
+    for rule in _exchange_rules(layout, workload, system):
+        raise LayoutError(rule)
+
+
+def _exchange_rules(lay: Layout, work: Workload, system: System) -> Iterator[str]:
+    yield from _capacity_rules(work, system)
+    yield from _ep_overlap_rules(lay, work, system)
+    yield from _graph_rules(work, system)
+    if lay.stages or work.model.mtp_layers:
+        yield from _prediction_rules(lay, work, system)
+
+
 def _graph_rules(work: Workload, system: System) -> Iterator[str]:
     """The rules of what CUDA graphs capture, as Megatron-core asserts them (0.16.1,
     core/transformer/transformer_config.py); experts whose sizes stay on the device are HybridEP's

@@ -6,7 +6,6 @@ import subprocess
 import sys
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -24,24 +23,12 @@ from rematbench.problem import Problem
 from tests.engine.twin.interpreter import EARLY, interpret
 from tests.problems import all_methods, layers, on, problem, tight
 from tests.strategies import problems
+from tests.tables import tables
+
+TABLES = tables(__file__)
 
 REGISTRY = all_methods()
 ROOT = Path(__file__).resolve().parents[3]
-LAYOUTS: dict[str, dict[str, Any]] = {
-    "tp": {"tp": 2, "global_batch": 2},
-    "1f1b": {"tp": 2, "pp": 2, "global_batch": 3},
-    "interleaved": {"tp": 2, "pp": 3, "vpp": 2, "global_batch": 6},
-}
-SETTINGS: dict[str, dict[str, Any]] = {
-    "memo": {"alpha": 0.5},
-    "mst": {"mlp_chunks": 3, "head_chunks": 2},
-    "optimizer_offload": {"share": 0.75, "size": 1000},
-    "deep_optimizer_states": {"size": 1000},
-    "twinflow": {"ratio": 0.5, "size": 1000},
-    "zero_offload": {"size": 1000},
-    "pp_offload": {"alpha": 0.5, "granularity": 256, "min_bytes": 512},
-    "pipe_offload": {"chunks": 2},
-}
 """Thresholds that fit kilobyte tensors; the others' defaults do something there already."""
 TIGHT = ("lynx_heu", "lynx_opt")
 ONE_CHUNK = ("zero_bubble", "vocabulary_parallel", "terapipe", "seq1f1b", "sppo")
@@ -54,13 +41,13 @@ REBUILDS = {"memo", "mst", "full_recompute", "balanced_checkpointing", *TIGHT}
 def of(name: str, layout: str) -> tuple[Problem, Plan]:
     """A method on a small problem (eighteen layers), tight where it acts only then.  Every method
     plans for the interleaved layout, but for those of ONE_CHUNK."""
-    made = problem(model=layers(18), seq_len=64, **LAYOUTS[layout])
+    made = problem(model=layers(18), seq_len=64, **TABLES["layouts"][layout])
     made = dataclasses.replace(made, evaluator=evaluate)
     if REGISTRY.methods[name].moves_states:
         made = on(made, host_update_parameters_per_s=1e9)
     if name in TIGHT:
         made = tight(made, 0.5)
-    plan = REGISTRY.resolve(name, SETTINGS.get(name, {})).plan(made)
+    plan = REGISTRY.resolve(name, TABLES["settings"].get(name, {})).plan(made)
     anywhere = layout == "interleaved" and name not in ONE_CHUNK
     if isinstance(plan, Unsupported) and not anywhere:
         pytest.skip(plan.reason)

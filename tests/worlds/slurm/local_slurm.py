@@ -20,6 +20,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from tests.tables import tables
+
 SBIN = Path("/usr/sbin")
 TOOLS = ("srun", "sbatch", "squeue", "scancel", "sinfo", "scontrol", "sacct", "sacctmgr")
 CPUS, GPUS, MEM_MB = 2, 2, 4000
@@ -172,7 +174,11 @@ class LocalSlurm:
         host = socket.gethostname().split(".")[0]
         user = pwd.getpwuid(os.geteuid()).pw_name
         control, *ports = free_ports(1 + len(self.names))
-        lines = [CONF.format(host=host, user=user, control=control, folder=self.folder)]
+        lines = [
+            tables(__file__)["conf"].format(
+                host=host, user=user, control=control, folder=self.folder
+            )
+        ]
         gres = ["AutoDetect=off"]
         for name, port in zip(self.names, ports, strict=True):
             lines.append(
@@ -196,46 +202,3 @@ class LocalSlurm:
                 conf = self.folder / "slurm.conf"
                 wrapper.write_text(f'#!/bin/sh\nSLURM_CONF={conf} exec {enter} {real} "$@"\n')
                 wrapper.chmod(0o755)
-
-
-CONF = """ClusterName=bench
-SlurmctldHost={host}(127.0.0.1)
-SlurmUser={user}
-SlurmdUser={user}
-SlurmctldPort={control}
-AuthType=auth/munge
-AuthInfo=socket={folder}/run/munge.sock
-CredType=cred/munge
-StateSaveLocation={folder}/state
-SlurmdSpoolDir={folder}/spool/%n
-SlurmctldPidFile={folder}/run/slurmctld.pid
-SlurmdPidFile={folder}/run/slurmd-%n.pid
-SlurmctldLogFile={folder}/log/slurmctld.log
-SlurmdLogFile={folder}/log/slurmd-%n.log
-ProctrackType=proctrack/linuxproc
-TaskPlugin=task/none
-SwitchType=switch/none
-MpiDefault=none
-ReturnToService=2
-SlurmctldTimeout=10
-SlurmdTimeout=20
-KillWait=4
-InactiveLimit=0
-MinJobAge=900
-UnkillableStepTimeout=20
-SelectType=select/cons_tres
-SelectTypeParameters=CR_Core_Memory
-SchedulerType=sched/backfill
-SchedulerParameters=sched_min_interval=0,batch_sched_delay=0,sched_interval=2,bf_interval=2
-PreemptType=preempt/partition_prio
-PreemptMode=REQUEUE
-JobRequeue=1
-JobCompType=jobcomp/none
-JobAcctGatherType=jobacct_gather/none
-EnforcePartLimits=ALL
-MaxArraySize=1001
-MaxJobCount=20000
-DefMemPerCPU=200
-GresTypes=gpu
-AccountingStorageType=accounting_storage/none
-"""

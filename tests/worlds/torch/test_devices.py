@@ -14,6 +14,9 @@ from rematbench.worlds.torch.devices import (
     release_pinned,
     set_expandable_segments,
 )
+from tests.tables import tables
+
+TABLES = tables(__file__)
 
 
 @pytest.fixture
@@ -90,14 +93,7 @@ def settings_asked(patch: pytest.MonkeyPatch, given: str) -> list[str]:
     return asked
 
 
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        ("", ["pinned_max_cached_size_mb:1"]),
-        ("max_split_size_mb:64", ["max_split_size_mb:64,pinned_max_cached_size_mb:1"]),
-        ("pinned_max_cached_size_mb:8", []),
-    ],
-)
+@pytest.mark.parametrize(("given", "said"), TABLES["allocators"])
 def test_what_was_set_of_the_allocator_stays_set(
     monkeypatch: pytest.MonkeyPatch, given: str, said: list[str]
 ) -> None:
@@ -106,15 +102,7 @@ def test_what_was_set_of_the_allocator_stays_set(
     assert asked == said
 
 
-@pytest.mark.parametrize(
-    ("given", "expandable", "said"),
-    [
-        ("", False, []),
-        ("", True, ["expandable_segments:True"]),
-        ("max_split_size_mb:64", True, ["max_split_size_mb:64,expandable_segments:True"]),
-        ("expandable_segments:True", False, ["expandable_segments:False"]),
-    ],
-)
+@pytest.mark.parametrize(("given", "expandable", "said"), TABLES["segments"])
 def test_segments_grow_where_the_stack_says_so(
     monkeypatch: pytest.MonkeyPatch, given: str, expandable: bool, said: list[str]
 ) -> None:

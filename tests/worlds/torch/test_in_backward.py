@@ -14,18 +14,12 @@ from rematbench.worlds.torch.rank_model import NotExecutable, require_executable
 from rematbench.worlds.torch.rank_processes import execute_cases
 from rematbench.worlds.torch.single_rank import trace_rank
 from tests.problems import plan_of
+from tests.tables import tables
 from tests.worlds.torch import cases, grid, laws
 from tests.worlds.torch.laws import run_here
 from tests.worlds.torch.test_faults import edited
 
-ONCE = {
-    "one": {"global_batch": 2},
-    "dp2": {"global_batch": 2},
-    "pp2": {"global_batch": 1},
-    "tp2": {"global_batch": 1},
-    "ep2": {"global_batch": 2},
-    "tp2-etp1": {"global_batch": 1},
-}
+ONCE = tables(__file__)["once"]
 """One micro-batch a step: gradients of several would have to be kept between them."""
 
 

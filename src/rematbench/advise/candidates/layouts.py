@@ -13,7 +13,7 @@ from rematbench.host.declared import facts, flat
 from rematbench.inputs.cluster import Cluster
 from rematbench.inputs.job import Job
 from rematbench.inputs.layout import GATHERED_CHUNKS, Layout, LayoutError, even_partition
-from rematbench.inputs.layout_rules import check_layout
+from rematbench.inputs.layout_rules import check_exchanges, check_layout
 from rematbench.inputs.stages import partition_of_sizes, read_stages
 from rematbench.inputs.system import Dispatcher, System, ZeroStage, with_facts
 from rematbench.plan import Plan, Unsupported
@@ -138,6 +138,7 @@ def space(spec: Job, fixed: Fixed, work: Workload, cluster: Cluster, system: Sys
         raise LayoutError(dense)
     choices: list[LayoutChoice] = []
     apart: list[LayoutChoice] = []
+    exchanges = _open_exchanges(spec, cluster, system)
     for layout in layouts(spec, fixed, work, system, refused):
         try:
             check_layout(layout, work, system)
@@ -157,10 +158,12 @@ def space(spec: Job, fixed: Fixed, work: Workload, cluster: Cluster, system: Sys
             words = "the first chunk has none of the layers with experts (not searched)"
             refused["a chunk has no layers (not searched)" if empty else words] += 1
         choices += results
-        for dispatcher, overlaps in _exchanges_of(spec, layout, work, cluster, system):
-            choices += [
-                replace(choice, dispatcher=dispatcher, overlaps=overlaps) for choice in results
-            ]
+        for exchange in exchanges:
+            if _possible(exchange, layout, work):
+                dispatcher, overlaps, _ = exchange
+                choices += [
+                    replace(choice, dispatcher=dispatcher, overlaps=overlaps) for choice in results
+                ]
         hosts = spec.stack.optimizer is None and may_host(cluster, system)
         if hosts and work.model.experts is None:
             choices += [replace(choice, hosted=True) for choice in results]
@@ -186,26 +189,37 @@ def _dense_between_experts(work: Workload) -> str:
     )
 
 
-def _exchanges_of(
-    spec: Job, layout: Layout, work: Workload, cluster: Cluster, system: System
-) -> Iterator[tuple[Dispatcher | None, bool]]:
-    """The (dispatcher, whether exchanges overlap) of experts that a layout may have beside the
-    stack's, where the job leaves them open."""
-    beside = switches_overlap(spec, system) and layout.num_micro_batches > 1
+Exchange = tuple[Dispatcher | None, bool, System]
+"""A dispatcher of experts beside the stack's (None: the stack's), whether exchanges overlap, and
+the stack with both."""
+
+
+def _open_exchanges(spec: Job, cluster: Cluster, system: System) -> list[Exchange]:
+    """The exchanges of experts that the stack has beside its own, where the job leaves them
+    open."""
     flex = other_dispatcher(spec, cluster, system)
-    for dispatcher, overlaps in product(dict.fromkeys((None, flex)), (False, True)[: 1 + beside]):
-        if layout.ep == 1 or not (dispatcher or overlaps):
-            continue
-        chosen = with_facts(
+    overlaps = (False, True) if switches_overlap(spec, system) else (False,)
+    return [
+        (dispatcher, overlap, with_facts(
             system,
             dispatcher=dispatcher or system.experts.dispatcher,
-            ep_overlap="interleaved" if overlaps else system.experts.ep_overlap,
-        )
-        try:
-            check_layout(layout, work, chosen)
-        except LayoutError:
-            continue
-        yield dispatcher, overlaps
+            ep_overlap="interleaved" if overlap else system.experts.ep_overlap,
+        ))
+        for dispatcher, overlap in product(dict.fromkeys((None, flex)), overlaps)
+        if dispatcher or overlap
+    ]  # fmt: skip
+
+
+def _possible(exchange: Exchange, layout: Layout, work: Workload) -> bool:
+    """Whether a layout that the stack runs may have an exchange."""
+    _, overlaps, system = exchange
+    if layout.ep == 1 or (overlaps and layout.num_micro_batches == 1):
+        return False
+    try:
+        check_exchanges(layout, work, system)
+    except LayoutError:
+        return False
+    return True
 
 
 def switches_overlap(spec: Job, system: System) -> bool:

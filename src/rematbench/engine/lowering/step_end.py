@@ -6,7 +6,6 @@ from typing import Protocol
 
 from rematbench.costs.operators.ops import Comm
 from rematbench.engine.lowering.blocks.chunk_ops import ChunkOps
-from rematbench.engine.lowering.passes.emit_op import FP32
 from rematbench.engine.lowering.rank_steps import first_passes, last_backwards
 from rematbench.engine.lowering.states.emit_buckets import buckets_of
 from rematbench.engine.lowering.states.emit_states import (
@@ -37,6 +36,7 @@ from rematbench.engine.lowering.step_blocks import (
 )
 from rematbench.engine.program.program import Block
 from rematbench.engine.program.storage import REDUCED
+from rematbench.inputs.precision import FP32
 from rematbench.plan import Pass, Plan
 from rematbench.problem import Problem, rank_parameters
 

@@ -114,7 +114,7 @@ def widen(data: Tensor, name: str, out: Tensor) -> Tensor:
         wide = _nested(scales, tops.view(torch.float32), packing)
     else:
         wide = scales.view(torch.float16 if packing.scale_bytes == 2 else torch.float32).float()
-    middles = _apart(zeros, packing.bits).float() if packing.zeros else None
+    middles = _apart(zeros, packing.bits).float()[: wide.numel()] if packing.zeros else None
     table = torch.tensor(NF4, device=data.device)
     each = max(1, wide.numel() // PIECES)
     for first in range(0, wide.numel(), each):

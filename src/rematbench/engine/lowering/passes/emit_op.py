@@ -10,11 +10,11 @@ from rematbench.engine.lowering.blocks.chunk_ops import ChunkOps, Unit, bytes_of
 from rematbench.engine.lowering.blocks.writer import BlockWriter
 from rematbench.engine.program.action import COMPUTE, WHOLE, Alloc, Kind, Rows
 from rematbench.engine.program.storage import NO_PART, Event, Role, Slot, Storage, storage_of
+from rematbench.inputs.precision import FP32
 from rematbench.plan import PlanError
 
 Storages = Sequence[tuple[Storage, int]]
 
-FP32 = 4
 OPERANDS, GRADIENTS = 3, 2
 """The largest elements that TransformerEngine keeps of a product's pass (pytorch/quantization.py):
 of input, weight and output; of the output's gradient and the input's."""
