@@ -24,18 +24,17 @@ from rematbench.host.chart_style import (
     FAINT,
     GREEN,
     GREY,
-    INK,
     MARKERS,
     ORANGE,
     PALE,
     PALETTE,
     PARTS,
     PINK,
-    RC,
     RED,
     SKY,
     TEXT_IN,
 )
+from rematbench.inputs.paths import data_dir
 
 __all__ = (
     "BLACK",
@@ -44,7 +43,6 @@ __all__ = (
     "FAINT",
     "GREEN",
     "GREY",
-    "INK",
     "MARKERS",
     "ORANGE",
     "PALE",
@@ -68,7 +66,7 @@ STRONG = {
 
 def apply() -> None:
     """Set fonts, lines and colours for all figures."""
-    mpl.rcParams.update(RC)
+    mpl.rc_file(data_dir("config") / "figures.mplstyle", use_default_template=False)
     mpl.rcParams["axes.prop_cycle"] = mpl.cycler("color", PALETTE)
 
 

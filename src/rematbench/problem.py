@@ -480,12 +480,6 @@ class CostFacade(CostModel):
         self.require_rates()
         return self.evaluate(plan).step_s
 
-    def rebuild_ops(
-        self, table: OpTable, missing: frozenset[str], available: frozenset[str]
-    ) -> tuple[Op, ...]:
-        """Operators to recompute, in forward order, to rebuild the tensors `missing`."""
-        return rebuild_ops(table, missing, available)
-
     def recompute_s(self, table: OpTable, missing: frozenset[str]) -> float:
         """Seconds of kernels and collectives that rebuild `missing` from other saved tensors."""
         available = frozenset(table.saved) - missing

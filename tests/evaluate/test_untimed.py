@@ -70,7 +70,7 @@ def test_a_gpu_without_rates_has_a_verdict(
     assert (ran.code, ran.err) == (0, "")
     assert verdict in told
     assert f"time not modelled: no kernel rates of {generation} (there are rates of" in told
-    assert " 12.55 | 12.55 | 25.10 " in told
+    assert " 12.55 | 12.23 | 25.10 " in told  # the last gradients of a backward are not in the peak
     assert "tokens/s" not in told
     assert "80 % band" not in told
 

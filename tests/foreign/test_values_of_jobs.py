@@ -88,6 +88,19 @@ def test_a_large_mask_of_megatrons_loader_is_named(tmp_path: Path, more: str, na
     assert sum("GiB" in note for note in notes) == named
 
 
+@pytest.mark.parametrize(("base", "default"), [("AXOLOTL", True), ("FACTORY", True), ("TRL", None)])
+@pytest.mark.parametrize(("word", "given"), [("true", True), ("false", None), ("", "default")])
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_recomputed_layer_under_fsdp_is_a_graph_of_its_own(
+    tmp_path: Path, base: str, default: bool | None, word: str, given: object, version: int
+) -> None:
+    text = f"fsdp: full_shard\nfsdp_config: {{fsdp_version: {version}}}\n"
+    text += f"gradient_checkpointing_kwargs: {{use_reentrant: {word}}}\n" if word else ""
+    expected = default if given == "default" else given
+    stack = facts(job(tmp_path, small(base, text), "job.yaml")[0])
+    assert stack.get("reentrant") == (expected if version == 1 else None)
+
+
 @pytest.mark.parametrize(("word", "width"), [("fp32", 4), ("bf16", None), ("none", None)])
 def test_gradients_of_deepspeed_have_the_type_of_the_line(
     tmp_path: Path, word: str, width: int | None

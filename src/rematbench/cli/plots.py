@@ -16,12 +16,12 @@ from rematbench.host.chart_style import (
     ORANGE,
     PARTS,
     PINK,
-    RC,
     SKY,
     TEXT_IN,
 )  # fmt: skip
 from rematbench.host.console import CommandError
 from rematbench.host.table import GIB
+from rematbench.inputs.paths import data_dir
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -90,11 +90,12 @@ def write_ranks(result: Result, title: str, path: Path) -> None:
 @contextmanager
 def _figure(path: Path, height: float) -> "Iterator[Figure]":
     """A figure that is saved to a path."""
-    from matplotlib import rc_context  # noqa: PLC0415 (slow to load)
+    from matplotlib import rc_context, rc_file  # noqa: PLC0415 (slow to load)
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: PLC0415
     from matplotlib.figure import Figure  # noqa: PLC0415
 
-    with rc_context(RC):
+    with rc_context():
+        rc_file(data_dir("config") / "figures.mplstyle", use_default_template=False)
         figure = Figure(figsize=(TEXT_IN, height), layout="constrained")
         FigureCanvasAgg(figure)
         yield figure

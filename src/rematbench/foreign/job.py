@@ -315,6 +315,8 @@ def _system(
     if values.get("cp", 1) > 1 and not overrides.get("system") and base in ROTATING:
         facts |= ROTATING[base]
         base = "torchtitan-2026" if reading.package == "torchtitan" else "trl"
+    if values.get("reentrant") and values.get("flat_units"):  # FSDP2's hooks hold nothing
+        facts["reentrant"] = True
     if values.get("wide_weights") and base == UNSHARDED:
         facts |= WIDE
         reading.notes.append("weights in fp32, which autocast narrows operator by operator")

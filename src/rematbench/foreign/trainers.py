@@ -132,6 +132,10 @@ def _recomputation(reading: Reading, data: Mapping[str, Any]) -> None:
     if checkpoint is None:
         checkpoint = RECOMPUTES.get(reading.package, False) and EARLY not in data
     kwargs = _mapping(data, "gradient_checkpointing_kwargs", "activation_checkpointing_kwargs")
+    again = data.get("use_reentrant_gc", reading.package in ("axolotl", "LLaMA-Factory"))
+    again = kwargs.get("use_reentrant", again)
+    again = not is_off(checkpoint) and not is_off(again)
+    reading.put("reentrant", again, "gradient_checkpointing_kwargs.use_reentrant")
     moved = data.get("activation_offloading")
     for key, value in (("gradient_checkpointing", checkpoint), ("activation_offloading", moved)):
         if value in ("offload_disk", "disk"):
@@ -271,6 +275,7 @@ def _fsdp(reading: Reading, data: Mapping[str, Any], flat: Mapping[str, Any]) ->
     if strategy in ("HYBRID_SHARD", "4"):
         reading.put("inside_node", 1, key)
     reading.put("zero_stage", 2 if reshard == "FALSE" else SHARDING[strategy], key)
+    reading.put("flat_units", str(plain.get("version", 1)) != "2" and "fsdp2" not in words, "fsdp")
     if not is_off(plain.get("activation_checkpointing")):
         reading.method = ("full_recompute", {})
 

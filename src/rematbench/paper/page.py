@@ -232,18 +232,11 @@ def _rows(path: Path) -> Sequence[Mapping[str, str]]:
     return read_sheet(path) if path.is_file() else ()
 
 
-def gpus_used(results: Path) -> set[str]:
-    """The papers' GPUs that are the device of a committed record or summary of a measurement."""
-    used = set()
-    for path in sorted((results / "measured").rglob("*.json*")):
-        named = DEVICE.findall(path.read_text(encoding="utf-8", errors="replace"))
-        used |= {gpu for gpu in GPUS if gpu in named}
-    return used
-
-
 def no_gpu_sentence(results: Path) -> str:
-    """One sentence that says which of the papers' GPUs have a record here."""
-    used = gpus_used(results)
+    """One sentence that says which of the papers' GPUs are the device of a committed record or
+    summary of a measurement."""
+    texts = (path.read_text(errors="replace") for path in (results / "measured").rglob("*.json*"))
+    used = {gpu for text in texts for gpu in DEVICE.findall(text)} & {*GPUS}
     unused = [gpu for gpu in GPUS if gpu not in used]
     if used:
         return f"GPUs used: {', '.join(sorted(used))}. Not used: {', '.join(unused)}."

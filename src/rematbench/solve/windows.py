@@ -10,7 +10,7 @@ from math import fsum
 
 from msgspec import Struct
 
-from rematbench.costs.operators.ops import Op, OpTable
+from rematbench.costs.operators.ops import Op, OpTable, rebuild_ops
 from rematbench.problem import Problem
 
 
@@ -77,7 +77,7 @@ def _job(
 ) -> WindowJob:
     outputs = tuple(name for name in maker.outputs if name in droppable and name in table.saved)
     others = frozenset(table.saved) - set(outputs)
-    chain = problem.cost.rebuild_ops(table, frozenset(outputs), others)
+    chain = rebuild_ops(table, frozenset(outputs), others)
     made = {name for op in chain for name in op.outputs}
     read = {name for op in chain for name in op.inputs} - made
     sources = {table.producer(name) for name in read if name in droppable}

@@ -36,7 +36,7 @@ SIMULATED = (
 )
 INPUTS = ("cluster", "system", "calibration")
 RAN = ("label", "shim", "kernels", "backend")
-COMPARED = ("against", "bound", "first_only", "lossless")
+COMPARED = ("against", "bound", "lossless")
 
 
 def verify(path: Path, rerun: Callable[[str, Record], Record]) -> tuple[Record, list[str]]:

@@ -2,6 +2,7 @@
 records of ranks that torchrun or srun started, with the error of the rank that failed first.
 """
 
+import dataclasses
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -69,15 +70,7 @@ def as_executed(problem: Problem) -> Problem:
     system = with_facts(problem.system, **{name: own[name] for name in RUNTIME_FIELDS})
     if system == problem.system:
         return problem
-    return Problem(
-        workload=problem.workload,
-        cluster=problem.cluster,
-        system=system,
-        layout=problem.layout,
-        calibration=problem.calibration,
-        attention=problem.attention,
-        backend=problem.backend,
-    )
+    return dataclasses.replace(problem, system=system, _memo={}, _weights={})
 
 
 def activation_bytes(problem: Problem, plan: Plan) -> int:
@@ -156,7 +149,7 @@ def compared(problem: Problem, result: "Result", reference: "Result", against: s
         loss_error=largest([relative(abs(a - b), abs(b)) for a, b in losses]),
         bound=BOUNDS[problem.workload.precision],
         first_gradient_error=errors[0],
-        first_only=problem.workload.precision == "bf16",
+        first_only=problem.workload.precision != "fp64",
     )
 
 

@@ -156,15 +156,7 @@ def test_versions_of_a_stack_say_what_they_are_taken_for() -> None:
 
 def test_a_sheet_may_lack_what_it_does_not_need() -> None:
     """Without recomputation everything is kept, as where its cell is empty."""
-    lacks = (
-        "note",
-        "recompute",
-        "recompute_modules",
-        "offload_fraction",
-        "cuda_graph",
-        "vpp",
-        "sp",
-    )
+    lacks = ("note", "recompute", "recompute_modules", "offload_fraction", "vpp", "sp")
     row = {name: cell for name, cell in READ.items() if name not in lacks}
     assert (read_case(row, REGISTRY).method, stack_of(row)) == ("keep_all", "megatron-core-0.16")
 

@@ -107,9 +107,9 @@ def whole_norms(norms: Sequence[Mapping[str, float]]) -> tuple[float, ...]:
 class Comparison(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The comparison with another method on the same problem and batches.  Lossless means: bitwise
     equal, or the losses and every parameter's gradient (norm-wise) differ by at most `bound` over
-    all steps.  In bf16 (`first_only`) only the first step's gradients count, and in fp32 too,
-    unless updates are linear.  AdamW turns the rounding of a small gradient into a change of its
-    weight, so later gradients belong to different weights (they are still reported)."""
+    all steps.  In bf16 and fp32 (`first_only`) only the first step's gradients count: AdamW turns
+    the rounding of a small gradient into a change of its weight, so later gradients belong to
+    different weights (they are still reported)."""
 
     against: str
     bitwise: bool
