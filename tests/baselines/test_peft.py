@@ -7,6 +7,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.costs.test_adapters import RANK, made, saved
+from tests.tables import tables
 
 pytestmark = pytest.mark.full
 TOKENS = 256
@@ -54,16 +55,7 @@ def traced(modules: list[str], dropout: float, *, narrow: bool, frozen_a: bool) 
     return sum(one.nbytes * one.layers for one in inside) / 2 / TOKENS
 
 
-@pytest.mark.parametrize(
-    ("facts", "words"),
-    [
-        ({}, {}),
-        ({"lora_targets": "q,v"}, {"modules": ["q_proj", "v_proj"]}),
-        ({"lora_train": "b"}, {"frozen_a": True}),
-        ({"lora_dropout": 0.05}, {"dropout": 0.05}),
-        ({"trained_dtype": "fp32"}, {"narrow": False}),
-    ],
-)
+@pytest.mark.parametrize(("facts", "words"), tables(__file__)["kept"])
 def test_a_layer_keeps_what_peft_keeps(facts: dict[str, Any], words: dict[str, Any]) -> None:
     """To the byte; a mask of torch's CPU dropout has the tensor's type."""
     usual: dict[str, Any] = {"modules": MODULES, "dropout": 0.0, "narrow": True, "frozen_a": False}

@@ -247,19 +247,7 @@ def test_published_peaks_of_adapters(row: int) -> None:
     assert float(found["pred_peak_device_bytes"]) == pytest.approx(published, rel=0.01)
 
 
-@pytest.mark.parametrize(
-    ("column", "cell", "facts"),
-    [
-        ("target_modules", "q_proj, v_proj", {"lora_targets": "q,v", "lora_dropout": 0.0}),
-        ("target_modules", "mlp", {"lora_targets": "gate,up,down"}),
-        ("target_modules", "down, up, gate, o, v, k, q", {"lora_targets": "all"}),
-        ("method", "lora-fa", {"lora_train": "b", "trained_dtype": "fp32"}),
-        ("method", "QDoRA", {"dora": True, "trained_dtype": "autocast"}),
-        ("base_dtype", "int8", {"base_dtype": "int8"}),
-        ("base_dtype", "fp4", {"base_dtype": "nf4"}),
-        ("base_dtype", "nf4 double", {"base_dtype": "nf4_double"}),
-    ],
-)
+@pytest.mark.parametrize(("column", "cell", "facts"), tables(__file__)["words"])
 def test_words_of_other_sheets_on_adapters(column: str, cell: str, facts: dict[str, Any]) -> None:
     row = dict(committed("adapters.csv")[34]) | {column: cell}
     work = read_case(row, discover(())).work

@@ -20,15 +20,7 @@ EXACT = TABLES["exact"]
 # Totals that papers round: (published, relative tolerance of their last digit).
 ROUNDED = TABLES["rounded"]
 
-SHAPE = {
-    "layers": "num_layers",
-    "hidden": "hidden",
-    "heads": "num_heads",
-    "kv_heads": "num_kv_heads",
-    "ffn": "ffn",
-    "vocab": "vocab",
-    "mlp": "mlp",
-}
+SHAPE = TABLES["shape"]
 
 
 @cache

@@ -27,6 +27,7 @@ from rematbench.worlds.slurm.campaign_rows import COLUMNS, engine_of, number_row
 from rematbench.worlds.slurm.runner import CellRecord, encode
 from tests.campaigns import campaign
 from tests.problems import all_methods
+from tests.tables import tables
 
 SECONDS = (0.02, 0.05, 0.03)
 TIME = ("timed_steps", "step_s", "step_min_s", "step_max_s", "tokens_per_s_per_gpu", "mfu_causal",
@@ -181,16 +182,7 @@ def test_labels_carry_the_version_of_their_package() -> None:
     assert engine_of("other", stack) == "other"
 
 
-@pytest.mark.parametrize(
-    ("cluster", "device", "same"),
-    [
-        ("h800-80gb", "NVIDIA H800", True),
-        ("a100-80gb-selene", "NVIDIA A100-SXM4-80GB", True),
-        ("h200-141gb", "NVIDIA H100 80GB HBM3", False),
-        ("a800-80gb", "NVIDIA A100-SXM4-80GB", False),
-        ("this-machine", "cpu", False),
-    ],
-)
+@pytest.mark.parametrize(("cluster", "device", "same"), tables(__file__)["peaks"])
 def test_a_peak_is_that_of_the_clusters_gpu_only(cluster: str, device: str, same: bool) -> None:
     assert has_peak_of(load_cluster(cluster), device) == same
 

@@ -22,19 +22,11 @@ from rematbench.worlds.torch.packed import nbytes, packed, widen
 from rematbench.worlds.torch.parameters import full_weight
 from rematbench.worlds.torch.rank_model import RankModel
 from tests.problems import problem, remade
+from tests.tables import tables
 from tests.worlds.torch import cases, grid, laws
 
 TOLERANCE = 1e-10
-SETS: dict[str, dict[str, Any]] = {
-    "all": {"lora_rank": 4},
-    "q,v": {"lora_rank": 4, "lora_targets": "q,v"},
-    "b": {"lora_rank": 4, "lora_train": "b"},
-    "down": {"lora_rank": 4, "lora_targets": "down"},
-    "dropped": {"lora_rank": 4, "lora_targets": "q,o,down", "lora_dropout": 0.25},
-    "dropped b": {"lora_rank": 4, "lora_train": "b", "lora_dropout": 0.25},
-    "nf4": {"lora_rank": 4, "base_dtype": "nf4"},
-    "int8 b": {"lora_rank": 4, "lora_train": "b", "lora_dropout": 0.25, "base_dtype": "int8"},
-}
+SETS: dict[str, dict[str, Any]] = tables(__file__)["sets"]
 PLANS = ("keep", "full", "offload", "rows", "skeletal", "mini", "mini-dropped")
 FULL = pytest.mark.full
 METHODS = ("balanced_checkpointing", "mst+full_recompute", "mst")
