@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from rematbench.foreign.reading import Options, named_file
 from rematbench.foreign.shell_values import (
@@ -281,7 +282,23 @@ def _test_tree(words: list[Node], texts: list[str]) -> Node:
 
 
 def _words(script: Script, words: Iterable[Node]) -> list[str]:
-    return [text for word in words for text in expand_words(word, script.variables)]
+    return [
+        text for word in words for text in expand_words(_echoed(script, word), script.variables)
+    ]
+
+
+def _echoed(script: Script, node: Node) -> Node:
+    """A word with the text that its `$(...)` print where these only test and echo: `$([ $A = 1 ] &&
+    echo --b)`; what other commands print is not known."""
+    if node.get("Type") != "CmdSubst":
+        parts = node.get("Parts", ())
+        return {**node, "Parts": [_echoed(script, part) for part in parts]} if parts else node
+    shell = replace(script, commands=[], variables=dict(script.variables))
+    _run(shell, node.get("Stmts", ()))
+    if not shell.commands or any(words[0] != "echo" for words in shell.commands):
+        return node
+    text = " ".join(word for words in shell.commands for word in words[1:])
+    return {"Type": "Lit", "Value": text.replace("\\", "\\\\")}
 
 
 def _declare(script: Script, node: Node) -> bool | None:
@@ -295,7 +312,8 @@ def _assign(script: Script, assignments: Iterable[Node]) -> None:
         if node.get("Naked"):
             continue
         name = node["Name"]["Value"]
-        values = [expand_text(node.get("Value"), script.variables)]
+        value = node.get("Value")
+        values = [expand_text(value and _echoed(script, value), script.variables)]
         if "Array" in node:
             elements = node["Array"].get("Elems", ())
             keyed = ({"Name": node["Name"], **part} for part in elements if "Index" in part)
