@@ -156,7 +156,9 @@ def _with_file(
 ) -> tuple[str, dict[str, Any]]:
     """The options together with those of the YAML file that the command names (`trl sft --config
     x.yaml`, `llamafactory-cli train x.yaml lr=1`); the command's count."""
-    data |= {name: _value([value]) for name, _, value in _overrides(words)}
+    start = next((index for index, word in enumerate(words) if word.endswith(FILES)), len(words))
+    pairs = (word.split("=", 1) for word in words[start:] if re.match(r"\w+=", word))
+    data |= {name: _value([value]) for name, value in pairs}
     content = _content(script, words)
     if not content:
         return package, data
@@ -173,12 +175,6 @@ def _content(script: Script, words: list[str]) -> dict[str, Any]:
             if package_of(content) in TRAINERS:
                 return content
     return {}
-
-
-def _overrides(words: list[str]) -> list[tuple[str, str, str]]:
-    start = next((index for index, word in enumerate(words) if word.endswith(FILES)), len(words))
-    plain = [word for word in words[start:] if re.match(r"\w+=", word)]
-    return [word.partition("=") for word in plain]
 
 
 def _value(values: list[str]) -> Any:

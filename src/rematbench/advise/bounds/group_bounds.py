@@ -275,13 +275,9 @@ class GroupBounds(LayoutGroup):
         where these alone change nothing of what is stored."""
         return (
             candidate.whole
-            if candidate.whole != candidate and self._only_cuts(candidate.cutting)
+            if candidate.whole != candidate and self.floors(candidate.cutting) == self.floors(KEEP)
             else candidate
         )
-
-    def _only_cuts(self, pieces: Candidate) -> bool:
-        """Whether methods that compute in pieces leave what layers store as it is."""
-        return self.floors(pieces) == self.floors(KEEP)
 
     def least_bytes(self, pieces: Candidate | None) -> Array:
         """Device bytes that even a plan that keeps no activation needs: in no pieces, or in those

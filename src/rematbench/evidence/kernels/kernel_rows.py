@@ -57,18 +57,6 @@ UNITS: dict[str, tuple[Quantity, float]] = {
     "%": ("share", 1e-2),
     "% of peak": ("share", 1e-2),
 }
-COLUMNS = (
-    "source",
-    "what",
-    "implementation",
-    "gpu",
-    "dtype",
-    "shape",
-    "value",
-    "unit",
-    "convention",
-    "note",
-)
 
 
 class KernelRowError(ValueError):
@@ -117,8 +105,8 @@ def read_kernel_rows(path: Path) -> tuple[KernelRow, ...]:
     """Every row of the file; KernelRowError for the first row that cannot be read."""
     with path.open(encoding="utf-8", newline="") as file:
         reader = csv.DictReader(file)
-        if tuple(reader.fieldnames or ()) != COLUMNS:
-            raise KernelRowError(f"{path.name}: columns must be {', '.join(COLUMNS)}")
+        if tuple(reader.fieldnames or ()) != (columns := KernelRow.__struct_fields__[1:]):
+            raise KernelRowError(f"{path.name}: columns must be {', '.join(columns)}")
         return tuple(_row(cells, reader.line_num, path.name) for cells in reader)
 
 

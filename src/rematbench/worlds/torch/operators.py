@@ -11,12 +11,8 @@ from rematbench.model import AdapterTarget
 from rematbench.worlds.torch import arithmetic, ends, experts, memory, quantised
 from rematbench.worlds.torch import attention_backends as attn
 from rematbench.worlds.torch.groups import Group
-from rematbench.worlds.torch.operands import Call, Tensors
+from rematbench.worlds.torch.operands import Call, Operator, Tensors
 from rematbench.worlds.torch.parameters import ADAPTED, HEAD_NORMS
-
-Forward = Callable[[Call], Tensors]
-Backward = Callable[[Call], Tensors]
-Weight = Callable[[Call], None]
 
 COLUMNS = (
     *("qkv", "q_up", "kv_up", "fc1", "lm_head", "shared_fc1", "q_down", "kv_down"),
@@ -45,11 +41,6 @@ def _whole_sequences(heads: Tensor, ranks: int, batch: int) -> Tensor:
     return parts.transpose(0, 1).reshape(-1, heads.shape[-1])
 
 
-def _by_rank(sequences: Tensor, ranks: int, batch: int) -> Tensor:
-    """(batch sequence) x columns -> (ranks batch part) x columns."""
-    return _whole_sequences(sequences, batch, ranks)
-
-
 def _heads(call: Call, x: Tensor, heads: int) -> Tensor:
     """rows x columns -> batch x heads x rows x columns of a head."""
     shape, ranks = call.model.attention, call.model.problem.layout.ulysses
@@ -65,7 +56,7 @@ def _flat(x: Tensor) -> Tensor:
 
 def _columns(call: Call, x: Tensor) -> Tensor:
     ranks, batch = call.model.problem.layout.ulysses, call.model.attention.batch
-    return _by_rank(_flat(x), ranks, batch) if ranks > 1 else _flat(x)
+    return _whole_sequences(_flat(x), batch, ranks) if ranks > 1 else _flat(x)
 
 
 def slice_order(call: Call) -> list[int]:
@@ -448,40 +439,19 @@ def _mul_backward(call: Call) -> Tensors:
 
 # -- by name --------------------------------------------------------------------------------------
 
-FORWARD: dict[str, Forward] = {
-    **dict.fromkeys(NORMS, _norm),
-    **dict.fromkeys(COLUMNS, _column),
-    **dict.fromkeys((*ROWS, *ADAPTERS), _row),
-    **dict.fromkeys(DROPS, _drop),
-    **dict.fromkeys(SUMS, _residual),
-    **dict.fromkeys((f"{name}{QUANTISED}" for name in LINEAR_INPUTS), _quantise),
-    "k_turn": _turn,
-    "k_join": _join,
-    "attention": attention,
-    **dict.fromkeys(("act", "shared_act", "memory_mul"), _act),
-    "mul": _mul,
-    **ends.FORWARD,
-    **experts.FORWARD,
-    **memory.FORWARD,
-}
-BACKWARD_INPUT: dict[str, Backward] = {
-    **dict.fromkeys(NORMS, _norm_backward),
-    **dict.fromkeys(COLUMNS, _column_backward),
-    **dict.fromkeys((*ROWS, *ADAPTERS), _row_backward),
-    **dict.fromkeys(DROPS, _drop_backward),
-    "k_turn": _turn_backward,
-    "k_join": _join_backward,
-    "attention": attention_backward,
-    **dict.fromkeys(("act", "shared_act", "memory_mul"), _act_backward),
-    "mul": _mul_backward,
-    **ends.BACKWARD_INPUT,
-    **experts.BACKWARD_INPUT,
-    **memory.BACKWARD_INPUT,
-}
-BACKWARD_WEIGHT: dict[str, Weight] = {
-    **dict.fromkeys(COLUMNS, _column_weight),
-    **dict.fromkeys((*ROWS, *ADAPTERS), _row_weight),
-    **ends.BACKWARD_WEIGHT,
-    **experts.BACKWARD_WEIGHT,
-    **memory.BACKWARD_WEIGHT,
+OPERATORS: dict[str, Operator] = {
+    **dict.fromkeys(NORMS, Operator(_norm, _norm_backward)),
+    **dict.fromkeys(COLUMNS, Operator(_column, _column_backward, _column_weight)),
+    **dict.fromkeys((*ROWS, *ADAPTERS), Operator(_row, _row_backward, _row_weight)),
+    **dict.fromkeys(DROPS, Operator(_drop, _drop_backward)),
+    **dict.fromkeys(SUMS, Operator(_residual)),
+    **dict.fromkeys((f"{name}{QUANTISED}" for name in LINEAR_INPUTS), Operator(_quantise)),
+    "k_turn": Operator(_turn, _turn_backward),
+    "k_join": Operator(_join, _join_backward),
+    "attention": Operator(attention, attention_backward),
+    **dict.fromkeys(("act", "shared_act", "memory_mul"), Operator(_act, _act_backward)),
+    "mul": Operator(_mul, _mul_backward),
+    **ends.OPERATORS,
+    **experts.OPERATORS,
+    **memory.OPERATORS,
 }
