@@ -16,7 +16,7 @@ from typing import Any
 from rematbench.foreign.deepspeed import read_deepspeed
 from rematbench.foreign.keys import declared, is_off, read_keys
 from rematbench.foreign.megatron import ENGINE, read_factory
-from rematbench.foreign.reading import LAUNCHER, Options, Reading, first_value, named_file
+from rematbench.foreign.reading import Options, Reading, first_value, named_file
 from rematbench.foreign.shell import Script, options_of
 from rematbench.foreign.trainers import merge, read_accelerate_deepspeed, read_trainer
 from rematbench.inputs.configfile import ConfigError, read_mapping
@@ -36,7 +36,7 @@ TASKS |= {"prm", "xpo", "bco", "nash", "distill", "distillation", "distillm", "r
 MODULES = ("verl.trainer.", "openrlhf.cli.")
 UNSLOTH = "unsloth-cli.py"
 TRAINERS = ("TRL", "LLaMA-Factory", "axolotl", "Transformers")
-NAMES = {*LAUNCHER, "include", "exclude", "module", "hostfile", "local_rank", "standalone"}
+NAMES = {"include", "exclude", "module", "hostfile", "local_rank", "standalone"}
 """Options that the launcher reads."""
 ENVIRONMENT = {"NPROC_PER_NODE": "gpus_per_node", "NGPU": "gpus_per_node", "NNODES": "nodes"}
 PLUGIN = {"use_deepspeed", "zero_stage", "deepspeed_config_file", "offload_optimizer_device"}
@@ -95,7 +95,8 @@ def read_command(script: Script, words: list[str], package: str) -> Reading:
 
 def _data(words: list[str], options: Options) -> dict[str, Any]:
     """The values of a command by the names of Transformers, and what it trains."""
-    data = {name: _value(values) for name, values in options.items() if name not in NAMES}
+    known = NAMES | declared("launchers").names.keys()
+    data = {name: _value(values) for name, values in options.items() if name not in known}
     if "micro_train_batch_size" in data or any("openrlhf" in word for word in words):
         data = _openrlhf(data, words)
     if any(word.startswith("verl.trainer.") for word in words):
@@ -194,7 +195,7 @@ def read_launcher(reading: Reading, script: Script, options: Options) -> None:
         text = " ".join(script.variables.get(name, []))
         if text.isdigit():
             reading.put(value, int(text), name)
-    for option, value in LAUNCHER.items():
+    for option, value in declared("launchers").names.items():
         text = first_value(options, option)
         if text.isdigit() and int(text):
             reading.put(value, int(text), f"--{option}")

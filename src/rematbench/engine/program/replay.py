@@ -96,7 +96,7 @@ def _requests(
         for alloc in action.allocs:
             if alloc.nbytes and not alloc.slot and alloc.storage.place != HOST:
                 lines.append((alloc.storage, rounded(alloc.nbytes), pool))
-        if late and _updates(action):
+        if late and action.kind is Kind.OPTIMIZER and action.stream != HOST_UPDATE:
             lines.append(((action.part, ""), UPDATED, 0))
         elif action.scratch:
             lines.append((None, rounded(action.scratch), 0))
@@ -114,10 +114,6 @@ def _pool(action: Action) -> int:
     """The stream of POOLS on which an action's outputs are allocated."""
     stream, alone = action.stream, not action.exchange.beside
     return POOLS.index("" if stream not in POOLS or (stream == "ep" and alone) else stream)
-
-
-def _updates(action: Action) -> bool:
-    return action.kind is Kind.OPTIMIZER and action.stream != HOST_UPDATE
 
 
 def _ends(block: Block) -> dict[int, ModelPart]:

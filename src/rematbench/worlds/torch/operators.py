@@ -6,7 +6,7 @@ from typing import get_args
 import torch
 from torch import Tensor
 
-from rematbench.costs.operators.ops import LINEAR_INPUTS, QUANTISED
+from rematbench.costs.operators.ops import LINEAR_INPUTS, NORMS, QUANTISED
 from rematbench.model import AdapterTarget
 from rematbench.worlds.torch import arithmetic, ends, experts, memory, quantised
 from rematbench.worlds.torch import attention_backends as attn
@@ -21,11 +21,6 @@ COLUMNS = (
 """The column-parallel operators, and the projections to few columns, which no rank splits: each
 output has its own weight, so that none is a view."""
 ROWS = ("proj", "fc2", "shared_fc2", "memory_proj")
-NORMS = (
-    *("attn_norm", "mlp_norm", "post_attn_norm", "post_mlp_norm", "final_norm"),
-    *("q_latent_norm", "kv_latent_norm", *HEAD_NORMS),
-    *("next_norm", "hidden_norm", "predict_norm"),
-)
 DROPS = tuple(f"lora_{target}_in" for target in get_args(AdapterTarget))
 ADAPTERS = tuple(f"lora_{target}" for target in get_args(AdapterTarget))
 """The products with the first matrix of an adapter; the linear adds those with the second."""
@@ -440,7 +435,7 @@ def _mul_backward(call: Call) -> Tensors:
 # -- by name --------------------------------------------------------------------------------------
 
 OPERATORS: dict[str, Operator] = {
-    **dict.fromkeys(NORMS, Operator(_norm, _norm_backward)),
+    **dict.fromkeys((*NORMS, *HEAD_NORMS), Operator(_norm, _norm_backward)),
     **dict.fromkeys(COLUMNS, Operator(_column, _column_backward, _column_weight)),
     **dict.fromkeys((*ROWS, *ADAPTERS), Operator(_row, _row_backward, _row_weight)),
     **dict.fromkeys(DROPS, Operator(_drop, _drop_backward)),

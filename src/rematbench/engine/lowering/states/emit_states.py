@@ -421,10 +421,6 @@ class GradReducer:
         self.reduced += [Reduced(unit.prefix, events) for unit in self.bucket]
         self.bucket = []
 
-    def take_reduced(self) -> list[Reduced]:
-        found, self.reduced = self.reduced, []
-        return found
-
     def _leaving(self, unit: Unit) -> int:
         """The parameters of this rank's part of a unit whose gradients go to the host."""
         if self.leaving is not None:
