@@ -217,11 +217,8 @@ class KernelCosts:
         rates = self.calibration.kernels.byte_rates(kernel.operator, kernel.implementation)
         nbytes = rates.forward_bytes if direction == "forward" else rates.backward_bytes
         moved = kernel.elements * nbytes * kernel.element_bytes
-        return (
-            moved
-            / kernel_seconds.REFERENCE_ELEMENT_BYTES
-            / float(self._published_device.hbm_bytes_per_s)
-        )
+        rate = float(self._published_device.hbm_bytes_per_s)
+        return moved / kernel_seconds.REFERENCE_ELEMENT_BYTES / rate
 
     def _memory_s(self, nbytes: float) -> Quantity:
         return formulas.memory_s(nbytes, self.cluster.hbm_bytes_per_s, self.gpu)

@@ -324,35 +324,25 @@ def _chunks(fixed: int | None, pp: int, layers: int, stages: str) -> list[int]:
     return [1, *(usual or far)]
 
 
-def _expert_degrees(
-    fixed: Fixed, tp: int, ranks: int, work: Workload
-) -> list[tuple[int, int | None]]:
-    """Expert-parallel degrees, and tensor parallelism of an expert: none, or that of attention."""
-    experts = work.model.experts
-    if experts is None:
-        return [(1, None)]
-    splits = sorted({1, tp}) if fixed.etp is None else [fixed.etp]
-    return [
-        (ep, etp)
-        for etp in splits
-        if ranks % etp == 0
-        for ep in _degrees(fixed.ep, ranks // etp, experts.count)
-        if experts.count % ep == 0
-    ]
-
-
 def _states_and_experts(
     fixed: Fixed, degrees: tuple[int, int, int, int], work: Workload, system: System
 ) -> list[tuple[ZeroStage, int, int | None]]:
     """(ZeRO stage, ep, etp) to try at degrees tp, cp, pp and dp, by the stage.  Experts may have
     peers where the other parameters have none."""
-    tp, cp, pp, dp = degrees
+    (tp, cp, pp, dp), experts = degrees, work.model.experts
+    ranks, pairs = tp * cp * dp, list[tuple[int, int | None]]([(1, None)])
+    if experts is not None:  # an expert has no tensor parallelism, or that of attention
+        pairs = [
+            (ep, etp)
+            for etp in (sorted({1, tp}) if fixed.etp is None else [fixed.etp])
+            if ranks % etp == 0
+            for ep in _degrees(fixed.ep, ranks // etp, experts.count)
+            if experts.count % ep == 0
+        ]
     found = [
         (stage, ep, etp)
-        for ep, etp in _expert_degrees(fixed, tp, tp * cp * dp, work)
-        for stage in _stages(
-            fixed.zero_stage, pp, dp * cp > 1 or tp * cp * dp > ep * (etp or tp), system
-        )
+        for ep, etp in pairs
+        for stage in _stages(fixed.zero_stage, pp, dp * cp > 1 or ranks > ep * (etp or tp), system)
     ]
     return sorted(found, key=itemgetter(0))
 

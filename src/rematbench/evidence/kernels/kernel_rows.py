@@ -415,13 +415,13 @@ def outliers(
 def evidence(
     sources: Sources,
     rows: Rows,
-    speeds: Mapping[int, float],
+    speeds: Iterable[float],
     fitted: tuple[str, ...],
     source: str = "",
 ) -> Evidence:
-    """The evidence of fitted numbers; `speeds`: measured / predicted speed by line of the CSV.
+    """The evidence of fitted numbers; `speeds`: measured / predicted speed of each row.
     KernelFitError if an outlier has no reason."""
-    off = {line: float(speed) - 1.0 for line, speed in speeds.items()}
+    off = {row.line: float(speed) - 1.0 for row, speed in zip(rows, speeds, strict=True)}
     return Evidence(
         fitted=fitted,
         rows=len(rows),
