@@ -7,19 +7,17 @@ swift/arguments/sft_args.py and swift/trainers/arguments.py; OpenRLHF 0.8, cli/t
 (options) and models/actor.py (quantised weights).
 """
 
-import json
 import re
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from rematbench.foreign.deepspeed import read_deepspeed
 from rematbench.foreign.keys import declared, is_off, read_keys
 from rematbench.foreign.megatron import ENGINE, read_factory
 from rematbench.foreign.reading import Options, Reading, first_value, named_file
 from rematbench.foreign.shell import Script, options_of
-from rematbench.foreign.trainers import merge, read_accelerate_deepspeed, read_trainer
-from rematbench.inputs.configfile import ConfigError, read_mapping
+from rematbench.foreign.trainers import merge_document, read_accelerate_deepspeed, read_trainer
+from rematbench.inputs.configfile import read_mapping
 from rematbench.inputs.foreign import package_of
 
 SIGNS = {"per_device_train_batch_size", "model_name_or_path", "finetuning_type"}
@@ -220,11 +218,6 @@ def _device_map(reading: Reading, script: Script, words: list[str]) -> None:
 def _document(reading: Reading, script: Script) -> None:
     """Read the DeepSpeed configuration that the script itself writes."""
     for named in list(reading.files):
-        if named.name not in script.documents:
-            continue
-        reading.files.remove(named)
-        try:
-            data = json.loads(script.documents[named.name])
-        except json.JSONDecodeError as error:
-            raise ConfigError(script.file, named.name, f"not JSON ({error})") from error
-        merge(reading, read_deepspeed(data, f"{script.file}: {named.name}"))
+        if named.name in script.documents:
+            reading.files.remove(named)
+            merge_document(reading, script, named.name)

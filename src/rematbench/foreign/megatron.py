@@ -1,6 +1,5 @@
 """Reads a Megatron-LM launch line or launch script."""
 
-import json
 import re
 from collections.abc import Mapping
 from itertools import pairwise
@@ -8,14 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from rematbench.foreign.adapters import TARGETS, read_adapters
-from rematbench.foreign.deepspeed import read_deepspeed
 from rematbench.foreign.keys import declared, dialect, read_keys
 from rematbench.foreign.megatron_experts import read_experts
 from rematbench.foreign.reading import Options, Reading, first_value, number, whole
 from rematbench.foreign.recipes import read_megatron_recipe
 from rematbench.foreign.shell import Script, options_of
-from rematbench.foreign.trainers import merge, note_cap, read_trainer
-from rematbench.inputs.configfile import ConfigError
+from rematbench.foreign.trainers import merge, merge_document, note_cap, read_trainer
 from rematbench.solve.recompute_modules import MODULES
 
 ABSENT = {"reduce_overlap": False, "gather_overlap": False}
@@ -296,12 +293,7 @@ def _deepspeed(reading: Reading, options: Options, script: Script) -> None:
     if "deepspeed" not in options:
         return
     if Path(config).name in script.documents:
-        name = Path(config).name
-        try:
-            data = json.loads(script.documents[name])
-        except json.JSONDecodeError as error:
-            raise ConfigError(script.file, name, f"not JSON ({error})") from error
-        merge(reading, read_deepspeed(data, f"{script.file}: {name}"))
+        merge_document(reading, script, Path(config).name)
     elif config:
         reading.files.append(Path(config))
     if reading.get("precision") == "bf16" and not reading.get("zero_stage", 0):

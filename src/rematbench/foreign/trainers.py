@@ -1,6 +1,7 @@
 """Reads the YAML files of Hugging Face trainers: accelerate, TRL, LLaMA-Factory and axolotl; the
 options of their command lines have the same names."""
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from rematbench.foreign.deepspeed import read_deepspeed, read_zero
 from rematbench.foreign.keys import is_off, read_keys
 from rematbench.foreign.reading import AUTO, Reading, named_file, switch
 from rematbench.foreign.recipes import read_accelerate_recipe
+from rematbench.foreign.shell import Script
 from rematbench.inputs.configfile import ConfigError, read_mapping
 
 MODELS = ("model_name_or_path", "base_model", "model_name", "model")
@@ -225,6 +227,16 @@ def merge(reading: Reading, more: Reading) -> None:
         reading.system = more.system or reading.system
     for name in ("ignored", "unknown", "refused", "notes", "files"):
         getattr(reading, name).extend(getattr(more, name))
+
+
+def merge_document(reading: Reading, script: Script, name: str) -> None:
+    """Add the DeepSpeed configuration `name` that a script writes.  ConfigError if it is no
+    JSON."""
+    try:
+        data = json.loads(script.documents[name])
+    except json.JSONDecodeError as error:
+        raise ConfigError(script.file, name, f"not JSON ({error})") from error
+    merge(reading, read_deepspeed(data, f"{script.file}: {name}"))
 
 
 SHARDING = {"FULL_SHARD": 3, "SHARD_GRAD_OP": 2, "NO_SHARD": 0, "HYBRID_SHARD": 3}

@@ -146,7 +146,8 @@ def space(spec: Job, fixed: Fixed, work: Workload, cluster: Cluster, system: Sys
             rule, _, _ = str(error).partition(", but ")
             refused[_RULE.sub(lambda number: number[1] or "N", rule)] += 1
             continue
-        stated = _stated(layout, work)
+        sizes = [len(stage.layers) for stage in read_stages(layout.stages)] if layout.stages else []
+        stated = [LayoutChoice(layout, tuple(sizes))] if sizes else []
         results = [
             choice
             for choice in stated or partitions(layout, work.model.num_layers)
@@ -168,14 +169,6 @@ def space(spec: Job, fixed: Fixed, work: Workload, cluster: Cluster, system: Sys
         if hosts and work.model.experts is None:
             choices += [replace(choice, hosted=True) for choice in results]
     return Space(tuple(choices), dict(refused), tuple(apart))
-
-
-def _stated(layout: Layout, work: Workload) -> list[LayoutChoice]:
-    """The layout with the layers that its text states; none without a text."""
-    if not layout.stages:
-        return []
-    stages = read_stages(layout.stages)
-    return [LayoutChoice(layout, tuple(len(stage.layers) for stage in stages))]
 
 
 def _dense_between_experts(work: Workload) -> str:

@@ -306,27 +306,11 @@ _BLOCK = (
     "layer_output",
 )
 _EXPERTS = (
-    "router_scores",
-    "expert_counts",
-    "permutation",
-    "permuted",
-    "permuted_probs",
-    "dispatched",
-    "dispatched_probs",
-    "expert_in",
-    "expert_probs",
-    "expert_fc1_out",
-    "expert_act_out",
-    "expert_clamped",
-    "expert_fc2_in",
-    "expert_out",
-    "unsorted",
-    "combined",
-    "routed_out",
-    "shared_gate_out",
-    "shared_up_out",
-    "shared_fc2_in",
-    "shared_out",
+    *("router_scores", "permutation", "unsorted", "combined", "routed_out"),
+    *(f"{name}{kind}" for name in ("permuted", "dispatched") for kind in ("", "_probs")),
+    *(f"expert_{name}" for name in ("counts", "in", "probs", "fc1_out", "act_out", "clamped")),
+    *("expert_fc2_in", "expert_out"),
+    *(f"shared_{name}" for name in ("gate_out", "up_out", "fc2_in", "out")),
 )
 QUANTISED = "_quantised"
 """The end of the names of quantised copies."""

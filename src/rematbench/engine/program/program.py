@@ -128,10 +128,6 @@ class Block(Struct, frozen=True, dict=True):
     def parts(self) -> tuple[Part, ...]:
         return parted(self.written, self.periods)
 
-    @property
-    def count(self) -> int:
-        return sum(times for _, times in self.counted())
-
     def counted(self) -> Iterator[tuple[Action, int]]:
         """Return the written actions with how often each occurs, apart from the numbers in its
         names."""
@@ -240,11 +236,6 @@ class Program(Struct, frozen=True, kw_only=True, dict=True):
     @property
     def pp(self) -> int:
         return len(self.ranks)
-
-    @property
-    def actions(self) -> int:
-        """The number of actions of all distinct blocks."""
-        return sum(block.count for block, _ in self.block_runs)
 
     @property
     def written(self) -> int:

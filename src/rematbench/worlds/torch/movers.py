@@ -26,7 +26,6 @@ from rematbench.worlds.torch.dispatch import Tracker
 from rematbench.worlds.torch.parameters import HostShard, Parameter
 from rematbench.worlds.torch.rank_model import RankModel
 from rematbench.worlds.torch.storages import (
-    Block,
     ExecutionError,
     HostPool,
     Key,
@@ -232,7 +231,10 @@ class Movers:
         nbytes = source.data.numel() * source.data.element_size()
         with self.tracker.on_host() if self.tracker else nullcontext():
             block = self.host.take(span.key(alloc.storage), nbytes)
-        self._count_pinned(block)
+        if self.tracker is not None and self.host.pinned:  # the block itself stays in its pool
+            if block.fresh:
+                self.tracker.exclude([block.data])
+            self.tracker.count_host_bytes(block.nbytes)
         if block.free_at is not None:
             self.streams.wait(action.stream, block.free_at)
         data = source.data
@@ -253,14 +255,6 @@ class Movers:
             self.streams.run(action.stream, _copy(arrival, source))
             sums = states.gradients
             states.added = self.updates.start(partial(_add, sums, arrival), action.stream)
-
-    def _count_pinned(self, block: Block) -> None:
-        """Count only the lent bytes of a pinned block: the block itself stays in its pool."""
-        if self.tracker is None or not self.host.pinned:
-            return
-        if block.fresh:
-            self.tracker.exclude([block.data])
-        self.tracker.count_host_bytes(block.nbytes)
 
     def to_device(self, action: Action, span: Span) -> None:
         """Reload a storage into new memory or a staging slot, or copy updated weights."""

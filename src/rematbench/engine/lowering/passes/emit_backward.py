@@ -1,7 +1,6 @@
 """Writes a chunk's backward block: gradients, collectives, reductions."""
 
 from collections.abc import Callable
-from functools import partial
 from typing import NamedTuple
 
 from rematbench.costs.operators.ops import Op
@@ -61,14 +60,6 @@ class Deferred(NamedTuple):
     saved: list[Storage]
 
 
-def _wait_for_inputs(
-    w: BlockWriter, reload: Reloader, gatherer: ParameterGatherer | None, unit: Unit
-) -> None:
-    reload.wait_for(unit)
-    if gatherer:
-        gatherer.ready(w, unit)
-
-
 class BackwardEmitter:
     def __init__(
         self,
@@ -93,11 +84,15 @@ class BackwardEmitter:
         self.grads: dict[Storage, Storage] = {}  # gradients that exist, by activation
         self.arrivals: set[Storage] = set()
         self.reload = Reloader(chunk, fates, transfers, self.w)
-        ready = partial(_wait_for_inputs, self.w, self.reload, gatherer)
-        self.rebuild = Rebuilder(self.recomputer, ready)
+        self.rebuild = Rebuilder(self.recomputer, self._wait_for_inputs)
         self.held: list[Storage] = []  # what FSDP's root and its hooks keep until the end
         self.graphs = self._graphs()
         self.overlap = chunk.problem.tp_overlap in ("backward", "gemm")
+
+    def _wait_for_inputs(self, unit: Unit) -> None:
+        self.reload.wait_for(unit)
+        if self.gatherer:
+            self.gatherer.ready(self.w, unit)
 
     def block(self) -> Block:
         """Return block B, which computes the gradient of the chunk's input from the gradient of its
