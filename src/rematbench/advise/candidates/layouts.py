@@ -190,13 +190,12 @@ def _dense_between_experts(work: Workload) -> str:
 
 
 Exchange = tuple[Dispatcher | None, bool, System]
-"""A dispatcher of experts beside the stack's (None: the stack's), whether exchanges overlap, and
-the stack with both."""
+"""Another dispatcher of experts (None: the stack's), whether exchanges overlap, and the stack with
+both."""
 
 
 def _open_exchanges(spec: Job, cluster: Cluster, system: System) -> list[Exchange]:
-    """The exchanges of experts that the stack has beside its own, where the job leaves them
-    open."""
+    """The other exchanges of experts that the stack can run, where the job does not choose them."""
     flex = other_dispatcher(spec, cluster, system)
     overlaps = (False, True) if switches_overlap(spec, system) else (False,)
     return [

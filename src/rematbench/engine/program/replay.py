@@ -211,7 +211,7 @@ class _Run:
     ) -> None:
         self.memory, self.lines, self.lengths = memory, lines, lengths
         self.units = late.units if late else {}
-        self.pool = POOLS.index("reduced") if late and late.beside else 0  # of gradients
+        self.pool = POOLS.index("reduced") if late and late.beside else 0  # holds the gradients
         self.made: set[tuple[int, ModelPart]] = set()  # units whose states exist
         self.gradients: dict[
             tuple[int, ModelPart, str], list[MemoryBlock]
