@@ -6,7 +6,7 @@ treat it as any saved tensor.  Where another operator saves the input too, the l
 quantises again in its backward, if the recipe allows it (megatron-core 0.16.1, attention.py and
 shared_experts.py: set_save_original_input).  torchao keeps the input in 16 bits and casts it, and
 the weight, at each use.  Gathers of inputs and of output gradients under sequence parallelism move
-quantised bytes, behind a reduction of the largest element where a tensor has one scale from its
+quantised bytes, after a reduction of the largest element where a tensor has one scale from its
 current values (with_amax_reduction of TransformerEngine's linears).  Each quantisation reads its
 tensor in 16 bits and writes its forms.
 Deviations: norms and activations do not write quantised outputs themselves, and the rows of experts
