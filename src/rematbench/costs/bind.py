@@ -250,18 +250,14 @@ class CostModel(KernelCosts):
         ranks = min(ranks, self.layout.gpus) if self.system.host.host_tensors else ranks
         return parameters_per_rank * ranks / rate if rate else 0.0
 
-    def host_dram_s(self, nbytes: float) -> float:
-        """Seconds in which a rank's bytes pass through its share of the node's DRAM; 0 for a
-        cluster without a rate."""
-        ranks = min(self.cluster.gpus_per_node, self.layout.gpus)
-        rate = self.cluster.socket_bytes_per_s(ranks) * self.common.dram_efficiency
-        return nbytes / rate
-
     def host_cast_s(self, parameters: int) -> float:
         """Seconds in which the host casts updated weights of a rank to compute precision: master
-        weights are read, weights written."""
+        weights are read, weights written, through the rank's share of the node's DRAM; 0 for a
+        cluster without a rate."""
         width = self.system.host.host_grad_bytes + self.system.states.param_bytes
-        return self.host_dram_s(width * parameters)
+        ranks = min(self.cluster.gpus_per_node, self.layout.gpus)
+        rate = self.cluster.socket_bytes_per_s(ranks) * self.common.dram_efficiency
+        return width * parameters / rate
 
     def visiting_share(self, *, two_way: bool) -> float:
         """The share of optimizer states at home on the host that should visit the device, f* =

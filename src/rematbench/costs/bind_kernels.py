@@ -215,8 +215,10 @@ class KernelCosts:
     def _named_s(self, kernel: Named, direction: Direction) -> float:
         """Busy seconds of a named operator: its bytes over the published HBM rate."""
         rates = self.calibration.kernels.byte_rates(kernel.operator, kernel.implementation)
-        moved = kernel_seconds.named_bytes(rates, kernel, backward=direction != "forward")
-        return moved / float(self._published_device.hbm_bytes_per_s)
+        nbytes = rates.forward_bytes if direction == "forward" else rates.backward_bytes
+        moved = kernel.elements * nbytes * kernel.element_bytes
+        rate = float(self._published_device.hbm_bytes_per_s)
+        return moved / kernel_seconds.REFERENCE_ELEMENT_BYTES / rate
 
     def _memory_s(self, nbytes: float) -> Quantity:
         return formulas.memory_s(nbytes, self.cluster.hbm_bytes_per_s, self.gpu)

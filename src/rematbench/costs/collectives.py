@@ -104,16 +104,12 @@ def _expert_ranks(
     layout: Layout, group: str, stage: int, order: tuple[str, ...]
 ) -> NDArray[np.int64]:
     """The groups of experts of a kind at a pipeline stage: groups by ranks."""
-    everyone = np.sort(_stage_ranks(layout, stage, order))
+    everyone = np.sort(_ranks(layout, "pp", 0, order)[:, stage])
     grid = everyone.reshape(layout.expert_dp, layout.ep, layout.expert_tp)
     replicas = group == "expert_replica"
     axis = EXPERT_AXES.index("edp" if replicas else group)
     rows = np.moveaxis(grid, axis, -1).reshape(-1, grid.shape[axis])
     return _cut(rows, layout.expert_shards, replicas=replicas) if axis == 0 else rows
-
-
-def _stage_ranks(layout: Layout, stage: int, order: tuple[str, ...]) -> NDArray[np.int64]:
-    return _ranks(layout, "pp", 0, order)[:, stage]
 
 
 @lru_cache(maxsize=4096)

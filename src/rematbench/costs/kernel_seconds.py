@@ -7,7 +7,6 @@ from math import fsum
 import numpy as np
 
 from rematbench.costs.formulas import balance_factor
-from rematbench.costs.operators.kernels import Named
 from rematbench.inputs.kernel_rates import (
     AttentionPass,
     AttentionRates,
@@ -132,12 +131,6 @@ def gemm_s(
     traffic = element_bytes * batch * (m * k + k * n + m * n) / device.hbm_bytes_per_s
     seconds: Quantity = np.maximum(arithmetic, traffic)
     return seconds
-
-
-def named_bytes(rates: ByteRates, kernel: Named, *, backward: bool) -> float:
-    """Bytes that an operator moves at the reached HBM rate, in proportion to its element size."""
-    nbytes = rates.backward_bytes if backward else rates.forward_bytes
-    return kernel.elements * nbytes * kernel.element_bytes / REFERENCE_ELEMENT_BYTES
 
 
 def bytes_s(

@@ -53,7 +53,12 @@ def untiled(
 ) -> tuple[str, ...]:
     """A sentence for each width of a problem that its kernels round up: the width of a rank, and
     its cost."""
-    lines = (*_untiled_widths(work, layout, system), *_untiled_heads(work, fused_attention))
+    lines = [
+        *_untiled_widths(work, layout, system),
+        *_untiled_head("head_dim", work.model.head_dim, work, fused_attention),
+    ]
+    if work.model.latent is not None:
+        lines += _untiled_head("v of latent", work.model.v_dim, work, fused_attention)
     return tuple(lines)
 
 
@@ -88,12 +93,6 @@ def _projected_widths(work: Workload, s: Shapes) -> dict[tuple[str, int], int]:
         return {(_QKV, whole): whole}
     down = {"q_rank": given.q_rank, "kv_rank + rope": given.kv_rank + given.rope}
     return {(name, width): width for name, width in down.items() if width}
-
-
-def _untiled_heads(work: Workload, fused_attention: bool) -> Iterator[str]:
-    for name, dim in {"head_dim": work.model.head_dim, "v of latent": work.model.v_dim}.items():
-        if name == "head_dim" or work.model.latent is not None:
-            yield from _untiled_head(name, dim, work, fused_attention)
 
 
 def _untiled_head(name: str, dim: int, work: Workload, fused_attention: bool) -> Iterator[str]:

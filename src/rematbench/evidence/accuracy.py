@@ -383,7 +383,10 @@ def _checks(
     ]
     missing = _missing(group, tested)
     if missing and not set(group.promises) <= OVER_ROWS.keys():
-        checks.append(_zero(group.name, "cells without a prediction", missing))
+        none = "cells without a prediction"
+        checks.append(
+            Check(group=group.name, statistic=none, value=missing, target=0.0, accepted=0.0)
+        )
     if floor is not None and mean is not None and group.promises:
         checks.append(
             Check(
@@ -395,10 +398,6 @@ def _checks(
             )
         )
     return tuple(checks)
-
-
-def _zero(group: str, statistic: str, value: float) -> Check:
-    return Check(group=group, statistic=statistic, value=value, target=0.0, accepted=0.0)
 
 
 def _constants(group: Group, cells: Sequence[Row], calibration: Calibration) -> int:
@@ -417,13 +416,6 @@ def _constants(group: Group, cells: Sequence[Row], calibration: Calibration) -> 
             f"systems.{system.name}",
         }
     return sum(name.rpartition(".")[0] in owners for name in calibration.fitted)
-
-
-def mfu_per_speed(row: Row) -> float | None:
-    """MFU per token/s/GPU of a row, from the FLOPs per token and the GPU's peak; None if the row
-    has no prediction."""
-    mfu, speed = number(row, "pred_mfu_causal"), number(row, f"pred_{SPEED}")
-    return mfu / speed if mfu and speed else None
 
 
 def _floor(
@@ -449,8 +441,10 @@ def _floor(
 
 
 def _mfus(rows: Sequence[Row]) -> list[float]:
-    pairs = [(number(row, SPEED), mfu_per_speed(row)) for row in rows]
-    return [speed * factor for speed, factor in pairs if speed and factor]
+    """The MFU at each published speed, from the predicted MFU and speed of the row."""
+    keys = (SPEED, "pred_mfu_causal", f"pred_{SPEED}")
+    cells = ([number(row, key) for key in keys] for row in rows)
+    return [speed * (mfu / made) for speed, mfu, made in cells if speed and mfu and made]
 
 
 def _generation(row: Row) -> str:

@@ -57,9 +57,7 @@ from rematbench.evidence.published.words import committed, sheets
 from rematbench.host.workers import collect_rarely
 from rematbench.inputs.constants import Calibration, is_fit
 from rematbench.inputs.load import load_cluster, load_system
-from rematbench.plan import Plan
 from rematbench.plugins.discover import discover
-from rematbench.problem import Problem
 
 WARM, LONG = 2, 3
 """Numbers of rounds of pp micro-batches.  After WARM rounds a 1F1B schedule is periodic.  So the
@@ -138,7 +136,9 @@ def _lowered(case: PublishedCase, calibration: Calibration) -> _Lowered:
     lay, plan = problem.layout, outcome.plan
     if lay.vpp > 1 or lay.num_micro_batches <= LONG * lay.pp:
         return _Lowered(((case, lower(plan, problem)),), 0.0)
-    short = [_shortened(case, plan, calibration, rounds) for rounds in (WARM, LONG)]
+    of_round = lay.pp * lay.micro_batch * lay.dp
+    shorter = [case.changed(global_batch=rounds * of_round) for rounds in (WARM, LONG)]
+    short = [(each, lower(plan, each.problem(calibration))) for each in shorter]
     rest = lay.num_micro_batches - LONG * lay.pp
     return _Lowered(tuple(short), rest / ((LONG - WARM) * lay.pp))
 
@@ -178,22 +178,10 @@ def _scaled(lowered: _Lowered, name: str, factor: float) -> _Lowered:
     return replace(lowered, parts=tuple(parts))
 
 
-def _shortened(
-    case: PublishedCase, plan: Plan, calibration: Calibration, rounds: int
-) -> tuple[PublishedCase, Program]:
-    lay = case.layout
-    batch = rounds * lay.pp * lay.micro_batch * lay.dp
-    shorter = case.changed(global_batch=batch)
-    return shorter, lower(plan, shorter.problem(calibration))
-
-
 def _seconds(lowered: _Lowered, calibration: Calibration) -> float:
-    times = [_step_s(c.problem(calibration), program) for c, program in lowered.parts]
+    pairs = ((case.problem(calibration), program) for case, program in lowered.parts)
+    times = [simulate_chunks(p, action_seconds(problem, p)).step_s for problem, p in pairs]
     return times[-1] + lowered.beyond * (times[-1] - times[0])
-
-
-def _step_s(problem: Problem, program: Program) -> float:
-    return simulate_chunks(program, action_seconds(problem, program)).step_s
 
 
 # -- fits -------------------------------------------------------------------------------------

@@ -31,7 +31,7 @@ from rematbench.evidence.published.sheets import (
 from rematbench.inputs.configfile import ConfigError
 from rematbench.plugins.discover import discover
 from rematbench.plugins.registry import Registry
-from rematbench.problem import Problem, rank_parameters
+from rematbench.problem import rank_parameters
 
 RECOMPUTED: dict[str, Recomputation] = {
     "keep_all": "none",
@@ -150,12 +150,9 @@ def formula_share(row: Row, registry: Registry) -> float | None:
         activations = fujii_estimate(work.model, lay, work.seq_len).activation_bytes
     else:
         activations = korthikanti_activation_bytes(work.model, lay, work.seq_len, kind) / lay.cp
-    return (_states(problem) + activations) / problem.usable_bytes
-
-
-def _states(problem: Problem) -> int:
     count = rank_parameters(problem, problem.base_plan, 0)
-    return state_bytes(count, problem.layout, problem.system).total
+    states = state_bytes(count, lay, problem.system).total
+    return (states + activations) / problem.usable_bytes
 
 
 COMPARED = ("regret", "left_out", "floor")

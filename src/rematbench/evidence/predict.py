@@ -30,31 +30,19 @@ from rematbench.plugins.discover import discover
 from rematbench.plugins.registry import Composition, Registry
 from rematbench.problem import Problem
 
-COLUMNS = (
-    "pred_tokens_per_s_per_gpu",
-    "pred_step_s",
-    "pred_mfu_causal",
-    "pred_peak_device_bytes",
-    "pred_peak_host_bytes",
-    "pred_reserved_bytes",
-    "pred_device_total_bytes",
-    "pred_headroom_bytes",
-    "pred_usable_bytes",
-    "pred_offload_fraction",
-    "pred_status",
-    "pred_reason",
-    "pred_attention",
-    "pred_constants",
-    "pred_low",
-    "pred_high",
-    "pred_evidence",
-)
-"""Columns of a prediction; `pred_low` and `pred_high`: ends of the 80 % band of tokens/s/GPU."""
 PICKED = (
     *("tokens_per_s_per_gpu", "step_s", "mfu_causal", "status", "evidence"),
     *("reserved_bytes", "device_total_bytes", "headroom_bytes", "usable_bytes"),
 )
 """Columns of a result's row that a prediction has under their own names."""
+COLUMNS = tuple(
+    f"pred_{name}"
+    for name in (
+        *(*PICKED[:3], "peak_device_bytes", "peak_host_bytes", *PICKED[5:], "offload_fraction"),
+        *("status", "reason", "attention", "constants", "low", "high", "evidence"),
+    )
+)
+"""Columns of a prediction; `pred_low` and `pred_high`: ends of the 80 % band of tokens/s/GPU."""
 MORE = tuple(f"pred_{name}" for name in PRINTED)
 """Further columns, of rows that print them."""
 Cells = dict[str, Any]

@@ -100,15 +100,6 @@ def measured(rows: Sequence[Row]) -> MeasuredRows:
     return MeasuredRows(slopes, heights, np.array(errors, dtype=np.float64))
 
 
-def by_stack(rows: Sequence[Row]) -> dict[tuple[str, str, str], list[Row]]:
-    """Rows that have a speed and slopes, grouped by (source, stack, cluster)."""
-    found: dict[tuple[str, str, str], list[Row]] = defaultdict(list)
-    for row in rows:
-        if log_error(row) is not None and number(row, slope_column(SCALES[0])) is not None:
-            found[row["source"], row["system"], row["cluster"]].append(row)
-    return dict(found)
-
-
 def solved(rows: MeasuredRows, prior: ScalePrior) -> tuple[Array, Array]:
     """The MAP log scales (scales) and their covariance: the likeliest of all iterates."""
     met: list[tuple[Array, Array]] = []
@@ -261,8 +252,13 @@ class Calibrated(Struct, frozen=True, kw_only=True):
 
 @cache
 def stacks() -> dict[tuple[str, str, str], list[Row]]:
-    """The committed rows out of source by (source, stack, cluster)."""
-    return by_stack(out_of_source())
+    """The committed rows out of source that have a speed and slopes, by (source, stack,
+    cluster)."""
+    found: dict[tuple[str, str, str], list[Row]] = defaultdict(list)
+    for row in out_of_source():
+        if log_error(row) is not None and number(row, slope_column(SCALES[0])) is not None:
+            found[row["source"], row["system"], row["cluster"]].append(row)
+    return dict(found)
 
 
 @cache

@@ -16,7 +16,7 @@ from typing import Any
 from rematbench.foreign.deepspeed import read_deepspeed
 from rematbench.foreign.keys import declared, is_off, read_keys
 from rematbench.foreign.megatron import ENGINE, read_factory
-from rematbench.foreign.reading import LAUNCHER, Options, Reading, first_value, named_file
+from rematbench.foreign.reading import Options, Reading, first_value, named_file
 from rematbench.foreign.shell import Script, options_of
 from rematbench.foreign.trainers import merge, read_accelerate_deepspeed, read_trainer
 from rematbench.inputs.configfile import ConfigError, read_mapping
@@ -36,7 +36,7 @@ TASKS |= {"prm", "xpo", "bco", "nash", "distill", "distillation", "distillm", "r
 MODULES = ("verl.trainer.", "openrlhf.cli.")
 UNSLOTH = "unsloth-cli.py"
 TRAINERS = ("TRL", "LLaMA-Factory", "axolotl", "Transformers")
-NAMES = {*LAUNCHER, "include", "exclude", "module", "hostfile", "local_rank", "standalone"}
+NAMES = {"include", "exclude", "module", "hostfile", "local_rank", "standalone"}
 """Options that the launcher reads."""
 ENVIRONMENT = {"NPROC_PER_NODE": "gpus_per_node", "NGPU": "gpus_per_node", "NNODES": "nodes"}
 PLUGIN = {"use_deepspeed", "zero_stage", "deepspeed_config_file", "offload_optimizer_device"}
@@ -95,7 +95,8 @@ def read_command(script: Script, words: list[str], package: str) -> Reading:
 
 def _data(words: list[str], options: Options) -> dict[str, Any]:
     """The values of a command by the names of Transformers, and what it trains."""
-    data = {name: _value(values) for name, values in options.items() if name not in NAMES}
+    known = NAMES | declared("launchers").names.keys()
+    data = {name: _value(values) for name, values in options.items() if name not in known}
     if "micro_train_batch_size" in data or any("openrlhf" in word for word in words):
         data = _openrlhf(data, words)
     if any(word.startswith("verl.trainer.") for word in words):
@@ -156,7 +157,9 @@ def _with_file(
 ) -> tuple[str, dict[str, Any]]:
     """The options together with those of the YAML file that the command names (`trl sft --config
     x.yaml`, `llamafactory-cli train x.yaml lr=1`); the command's count."""
-    data |= {name: _value([value]) for name, _, value in _overrides(words)}
+    start = next((index for index, word in enumerate(words) if word.endswith(FILES)), len(words))
+    pairs = (word.split("=", 1) for word in words[start:] if re.match(r"\w+=", word))
+    data |= {name: _value([value]) for name, value in pairs}
     content = _content(script, words)
     if not content:
         return package, data
@@ -173,12 +176,6 @@ def _content(script: Script, words: list[str]) -> dict[str, Any]:
             if package_of(content) in TRAINERS:
                 return content
     return {}
-
-
-def _overrides(words: list[str]) -> list[tuple[str, str, str]]:
-    start = next((index for index, word in enumerate(words) if word.endswith(FILES)), len(words))
-    plain = [word for word in words[start:] if re.match(r"\w+=", word)]
-    return [word.partition("=") for word in plain]
 
 
 def _value(values: list[str]) -> Any:
@@ -198,7 +195,7 @@ def read_launcher(reading: Reading, script: Script, options: Options) -> None:
         text = " ".join(script.variables.get(name, []))
         if text.isdigit():
             reading.put(value, int(text), name)
-    for option, value in LAUNCHER.items():
+    for option, value in declared("launchers").names.items():
         text = first_value(options, option)
         if text.isdigit() and int(text):
             reading.put(value, int(text), f"--{option}")

@@ -11,7 +11,7 @@ from rematbench.foreign.adapters import TARGETS, read_adapters
 from rematbench.foreign.deepspeed import read_deepspeed
 from rematbench.foreign.keys import declared, dialect, read_keys
 from rematbench.foreign.megatron_experts import read_experts
-from rematbench.foreign.reading import LAUNCHER, Options, Reading, first_value, number, whole
+from rematbench.foreign.reading import Options, Reading, first_value, number, whole
 from rematbench.foreign.recipes import read_megatron_recipe
 from rematbench.foreign.shell import Script, options_of
 from rematbench.foreign.trainers import merge, note_cap, read_trainer
@@ -135,7 +135,7 @@ def _read(options: Options, script: Script) -> Reading:
     reading.system = "megatron-lm" if OLD & options.keys() else TODAY
     if "deepspeed" in options:
         reading.system = "megatron-deepspeed"
-    for option, name in LAUNCHER.items():
+    for option, name in declared("launchers").names.items():
         for written in (option, option.replace("_", "-")):
             if first_value(options, written).isdigit():
                 reading.put(name, int(first_value(options, written)), f"--{written}")

@@ -20,7 +20,7 @@ WIDTHS = {
 }
 """Options with a positive whole number, each with the field of Experts."""
 DISPATCHERS = {"allgather": "allgather", "alltoall": "alltoall", "alltoall_seq": "alltoall"}
-FLEXIBLE = {"deepep": "deepep", "hybridep": "hybridep"}
+FLEXIBLE = ("deepep", "hybridep")
 """Backends of the dispatcher `flex`."""
 BALANCED_BY_LOSS = ("aux_loss", "seq_aux_loss", "global_aux_loss")
 TYPE = "moe-token-dispatcher-type"
@@ -117,9 +117,9 @@ def _dense_layers(reading: Reading, options: Options) -> list[int]:
 def _dispatcher(reading: Reading, options: Options) -> None:
     kind = first_value(options, TYPE, "allgather")
     backend = first_value(options, "moe-flex-dispatcher-backend", "deepep")
-    kinds = {**DISPATCHERS, "flex": FLEXIBLE.get(backend, "")}
-    if not kinds.get(kind):
+    taken = backend if kind == "flex" and backend in FLEXIBLE else DISPATCHERS.get(kind)
+    if taken is None:
         allowed = ", ".join((*DISPATCHERS, *(f"flex with {name}" for name in FLEXIBLE)))
         reading.refused.append(f"--{TYPE}: {kind} (allowed: {allowed})")
-        return
-    reading.facts["dispatcher"] = kinds[kind]
+    else:
+        reading.facts["dispatcher"] = taken

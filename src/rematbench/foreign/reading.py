@@ -65,20 +65,6 @@ def first_value(options: Options, name: str, default: str = "") -> str:
     return (options.get(name) or [default])[0]
 
 
-LAUNCHER = {
-    "ntasks_per_node": "gpus_per_node",
-    "gpus_per_node": "gpus_per_node",
-    "num_gpus": "gpus_per_node",
-    "nproc_per_node": "gpus_per_node",
-    "actor_num_gpus_per_node": "gpus_per_node",
-    "nodes": "nodes",
-    "num_nodes": "nodes",
-    "num_machines": "nodes",
-    "nnodes": "nodes",
-    "actor_num_nodes": "nodes",
-    "num_processes": "gpus",
-}
-"""Options of launchers and of Slurm, each with the value of a job; later ones count."""
 AUTO = "auto"
 """A value that the trainer fills in."""
 

@@ -227,16 +227,8 @@ def merge(reading: Reading, more: Reading) -> None:
         getattr(reading, name).extend(getattr(more, name))
 
 
-SHARDING = {
-    "FULL_SHARD": 3,
-    "SHARD_GRAD_OP": 2,
-    "NO_SHARD": 0,
-    "HYBRID_SHARD": 3,
-    "1": 3,
-    "2": 2,
-    "3": 0,
-    "4": 3,
-}
+SHARDING = {"FULL_SHARD": 3, "SHARD_GRAD_OP": 2, "NO_SHARD": 0, "HYBRID_SHARD": 3}
+SHARDING |= {"1": 3, "2": 2, "3": 0, "4": 3}
 FSDP_SYSTEM = "torchtitan"
 FSDP_WORDS = {"auto_wrap", "true", "fsdp2"}
 FSDP_WORDS |= {kind.lower() for kind in SHARDING if not kind.isdigit()}

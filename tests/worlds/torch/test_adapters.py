@@ -140,8 +140,11 @@ def test_a_mask_that_is_left_out_is_found(monkeypatch: pytest.MonkeyPatch) -> No
     from rematbench.worlds.torch import operators  # noqa: PLC0415 - it starts no process here
 
     case = case_of(adapted("dropped"), "keep")
-    through = {name: lambda call: {call.op.inputs[0]: call.grads[0]} for name in operators.DROPS}
-    monkeypatch.setattr(operators, "BACKWARD_INPUT", operators.BACKWARD_INPUT | through)
+    for name in operators.DROPS:
+        through = operators.OPERATORS[name]._replace(
+            backward=lambda call: {call.op.inputs[0]: call.grads[0]}
+        )
+        monkeypatch.setitem(operators.OPERATORS, name, through)
     assert laws.gradient_error(case, laws.run_here(case)) > 1e-4
 
 

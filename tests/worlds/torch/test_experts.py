@@ -204,14 +204,14 @@ def test_rows_at_the_wrong_expert_are_found(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_a_gradient_of_this_ranks_heads_only_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """The mutation of the gradient law: shared columns of keys get one head's gradient."""
-    join = operators.BACKWARD_INPUT["k_join"]
+    join = operators.OPERATORS["k_join"]
 
     def first(call: Call) -> Tensors:
-        found = join(call)
+        found = join.backward(call)
         heads = call.grads[0].view(call.grads[0].shape[0], call.model.shapes.heads, -1)
         return found | {"k_turned": heads[:, 0, -found["k_turned"].shape[-1] :].clone()}
 
-    monkeypatch.setitem(operators.BACKWARD_INPUT, "k_join", first)
+    monkeypatch.setitem(operators.OPERATORS, "k_join", join._replace(backward=first))
     assert is_wrong_in_gradients_alone(method("one", "keep_all", "latent"))
 
 

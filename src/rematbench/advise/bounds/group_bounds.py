@@ -132,10 +132,7 @@ class GroupBounds(LayoutGroup):
 
     def probe(self, candidate: Candidate, pieces: int = 1) -> Probe | Refused:
         """A candidate's Probe; for a candidate with a share, at the last step of the share."""
-        text = _at_end(candidate, pieces)
-        if text not in self._probes:
-            self._probes[text] = self._resolved(text, self.prober)
-        return self._probes[text]
+        return self._asked(self._probes, _at_end(candidate, pieces), self.prober)
 
     def floors(self, candidate: Candidate) -> tuple[Facts, Facts] | Refused:
         """The floors at both ends of a candidate's share; two equal ones for a candidate without a
@@ -143,18 +140,21 @@ class GroupBounds(LayoutGroup):
         return _both_ends(candidate, self._floor)
 
     def _floor(self, candidate: Candidate) -> Facts | Refused:
-        text = _at_end(candidate, 1)
-        if text not in self._floors:
-            self._floors[text] = self._resolved(text, self.prober.floor)
-        return self._floors[text]
+        return self._asked(self._floors, _at_end(candidate, 1), self.prober.floor)
 
-    def _resolved(
-        self, text: str, ask: Callable[[Composition], Reply | Refused]
+    def _asked(
+        self,
+        known: dict[str, Reply | Refused],
+        text: str,
+        ask: Callable[[Composition], Reply | Refused],
     ) -> Reply | Refused:
-        try:
-            return ask(self.registry.resolve(text, None, self.problem))
-        except MethodError as error:
-            return Refused(str(error))
+        """What `ask` returns of the method `text`, asked once."""
+        if text not in known:
+            try:
+                known[text] = ask(self.registry.resolve(text, None, self.problem))
+            except MethodError as error:
+                known[text] = Refused(str(error))
+        return known[text]
 
     def steps(self, candidate: Candidate) -> int:
         """The number of steps of a candidate's share; 1 for a candidate without a share."""
@@ -275,13 +275,9 @@ class GroupBounds(LayoutGroup):
         where these alone change nothing of what is stored."""
         return (
             candidate.whole
-            if candidate.whole != candidate and self._only_cuts(candidate.cutting)
+            if candidate.whole != candidate and self.floors(candidate.cutting) == self.floors(KEEP)
             else candidate
         )
-
-    def _only_cuts(self, pieces: Candidate) -> bool:
-        """Whether methods that compute in pieces leave what layers store as it is."""
-        return self.floors(pieces) == self.floors(KEEP)
 
     def least_bytes(self, pieces: Candidate | None) -> Array:
         """Device bytes that even a plan that keeps no activation needs: in no pieces, or in those

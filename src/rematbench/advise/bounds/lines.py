@@ -2,7 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from functools import cached_property
+from functools import cached_property, reduce
 from itertools import takewhile
 from math import floor, fsum
 from operator import add
@@ -157,7 +157,7 @@ class Chunk:
         for block, profile in self.blocks[label]:
             number = max(map(slice_of, block.written)) if self.program.slices else 0
             by_slice[number].append(cost(block, profile))
-        found, *more = (_minimum(iter(costs)) for costs in by_slice.values())
+        found, *more = (reduce(PassCost.minimum, costs) for costs in by_slice.values())
         for each in more:
             least = found.minimum(each)
             total = PassCost._make(map(add, found, each))
@@ -217,13 +217,6 @@ COPIES = (Kind.D2H, Kind.H2D)
 
 ENTRIES = (COMPUTE, HOST, COPIED_IN)
 """The paths of a PassCost begin when compute or the host is free, or when copies are back."""
-
-
-def _minimum(costs: Iterator[PassCost]) -> PassCost:
-    found = next(costs)
-    for cost in costs:
-        found = found.minimum(cost)
-    return found
 
 
 def _issued(

@@ -46,7 +46,7 @@ from rematbench.engine.program.program import Program
 from rematbench.engine.simulate.seconds import ActionCosts
 from rematbench.evaluate.evaluator import same_plan
 from rematbench.inputs.layout import LayoutError
-from rematbench.plan import VOCABULARY, Phase, Plan, PlanError, Transfers, Unsupported
+from rematbench.plan import VOCABULARY, Phase, Plan, PlanError, Unsupported
 from rematbench.plugins.kinds import changed_kinds, copies, leaves
 from rematbench.plugins.registry import Composition
 from rematbench.problem import Problem
@@ -143,13 +143,6 @@ class Small(NamedTuple):
             chunk.fates(plan, phase, 0)[0] == chunk.fates(base, phase, 0)[0]
             for phase in (get_args(Phase) if phased(rules) else ("steady",))
         )
-
-
-def small_problem(problem: Problem, sizes: tuple[int, ...], programs: ProbePrograms) -> Small:
-    """Return the problem with `sizes` layers on its ranks, with what is known of it."""
-    small, base = shrunk(problem, sizes)
-    same = encode((small.workload, small.system, small.layout, small.attention, sizes))
-    return Small(small, base, {}, programs.setdefault(same, Plans({}, {})), {})
 
 
 class Measured:
@@ -356,7 +349,10 @@ class Prober:
 
     def _small(self, sizes: tuple[int, ...]) -> Small:
         if sizes not in self.smalls:
-            self.smalls[sizes] = small_problem(self.problem, sizes, self.programs)
+            small, base = shrunk(self.problem, sizes)
+            same = encode((small.workload, small.system, small.layout, small.attention, sizes))
+            plans = self.programs.setdefault(same, Plans({}, {}))
+            self.smalls[sizes] = Small(small, base, {}, plans, {})
         return self.smalls[sizes]
 
     def _planned(self, method: Composition, sizes: tuple[int, ...]) -> Plan | Refused:
@@ -375,8 +371,10 @@ class Prober:
             return Refused(plan.reason)
         if plan.schedule in VOCABULARY:
             return Refused(f"{method.text}: all stages share its vocabulary")
-        fewest = sizes[0] - self.dense
-        if fewest < (layers := _rhythm(plan.transfers)):
+        fewest, moves = sizes[0] - self.dense, plan.transfers
+        # A layer waits for the copies of an earlier one once every reload slot is in use.
+        layers = moves.reload_slots + 1 if moves.granularity == "layer" else 1
+        if fewest < layers:
             return Refused(f"copies by layer have no rhythm yet after {fewest}", layers)
         return plan
 
@@ -432,9 +430,3 @@ def unit_of(method: Composition) -> int:
 def whole(layers: int, unit: int) -> int:
     """The least multiple of `unit` that is no less than `layers`."""
     return -(-layers // unit) * unit
-
-
-def _rhythm(moves: Transfers) -> int:
-    """Layers after which a further layer waits for the copies of an earlier one: copies by layer
-    have it once every reload slot is in use.  Passes of more layers take no less for each."""
-    return moves.reload_slots + 1 if moves.granularity == "layer" else 1

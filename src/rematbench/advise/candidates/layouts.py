@@ -254,16 +254,18 @@ def layouts(
             "search tries no tp_columns above 1: give the layout to simulate or compare"
         )
     kept = {key: value for key, value in flat(spec.degrees).items() if key not in facts(Fixed)}
+    rings = system.parallel.cp_kind in ("allgather", "ring")
     spreads = product(
         _degrees(fixed.tp, asked, work.model.num_heads),
-        _degrees(fixed.cp, asked, asked if _rings(system) else 1),
+        _degrees(fixed.cp, asked, asked if rings else 1),
         _degrees(fixed.pp, asked, work.model.num_layers),
     )
     for tp, cp, pp in spreads:
         dp, rest = divmod(asked, tp * cp * pp)
         if rest or dp == 0:
             continue
-        for ulysses in _degrees(fixed.ulysses, dp, dp if _exchanges(system, cp) else 1):
+        exchanges = ("ulysses_in_cp" if cp > 1 else "ulysses") in system.accepts.features
+        for ulysses in _degrees(fixed.ulysses, dp, dp if exchanges else 1):
             replicas, rest = divmod(dp, ulysses)
             if rest or not replicas:
                 refused["dp is not a multiple of ulysses"] += 1
@@ -273,7 +275,7 @@ def layouts(
                 continue
             for sp, micro_batch, vpp, (zero, ep, etp) in product(
                 _row_shards(fixed.sp, tp, work),
-                _micro_batches(fixed.micro_batch, batch // replicas),
+                _degrees(fixed.micro_batch, batch // replicas, MOST_MICRO_BATCH),
                 _chunks(fixed.vpp, pp, work.model.num_layers, spec.degrees.stages),
                 _states_and_experts(fixed, (tp, cp, pp, dp), work, system),
             ):
@@ -284,15 +286,6 @@ def layouts(
                     ulysses=ulysses, shard_degree=fixed.shard_degree, micro_batch=micro_batch,
                     ep=ep, etp=etp,
                 )  # fmt: skip
-
-
-def _rings(system: System) -> bool:
-    return system.parallel.cp_kind in ("allgather", "ring")
-
-
-def _exchanges(system: System, cp: int) -> bool:
-    """Whether the stack has an all-to-all of heads, inside context parallelism of `cp` ranks."""
-    return ("ulysses_in_cp" if cp > 1 else "ulysses") in system.accepts.features
 
 
 def _degrees(fixed: int | None, total: int, most: int) -> list[int]:
@@ -309,12 +302,6 @@ def _row_shards(fixed: bool | None, tp: int, work: Workload) -> list[bool]:
     if fixed is None and work.model.experts is not None:
         return [True]
     return [True, False] if fixed is None else [fixed]
-
-
-def _micro_batches(fixed: int | None, sequences: int) -> list[int]:
-    if fixed is not None:
-        return [fixed]
-    return _degrees(None, sequences, MOST_MICRO_BATCH)
 
 
 def _chunks(fixed: int | None, pp: int, layers: int, stages: str) -> list[int]:
@@ -336,35 +323,25 @@ def _chunks(fixed: int | None, pp: int, layers: int, stages: str) -> list[int]:
     return [1, *(usual or far)]
 
 
-def _expert_degrees(
-    fixed: Fixed, tp: int, ranks: int, work: Workload
-) -> list[tuple[int, int | None]]:
-    """Expert-parallel degrees, and tensor parallelism of an expert: none, or that of attention."""
-    experts = work.model.experts
-    if experts is None:
-        return [(1, None)]
-    splits = sorted({1, tp}) if fixed.etp is None else [fixed.etp]
-    return [
-        (ep, etp)
-        for etp in splits
-        if ranks % etp == 0
-        for ep in _degrees(fixed.ep, ranks // etp, experts.count)
-        if experts.count % ep == 0
-    ]
-
-
 def _states_and_experts(
     fixed: Fixed, degrees: tuple[int, int, int, int], work: Workload, system: System
 ) -> list[tuple[ZeroStage, int, int | None]]:
     """(ZeRO stage, ep, etp) to try at degrees tp, cp, pp and dp, by the stage.  Experts may have
     peers where the other parameters have none."""
-    tp, cp, pp, dp = degrees
+    (tp, cp, pp, dp), experts = degrees, work.model.experts
+    ranks, pairs = tp * cp * dp, list[tuple[int, int | None]]([(1, None)])
+    if experts is not None:  # an expert has no tensor parallelism, or that of attention
+        pairs = [
+            (ep, etp)
+            for etp in (sorted({1, tp}) if fixed.etp is None else [fixed.etp])
+            if ranks % etp == 0
+            for ep in _degrees(fixed.ep, ranks // etp, experts.count)
+            if experts.count % ep == 0
+        ]
     found = [
         (stage, ep, etp)
-        for ep, etp in _expert_degrees(fixed, tp, tp * cp * dp, work)
-        for stage in _stages(
-            fixed.zero_stage, pp, dp * cp > 1 or tp * cp * dp > ep * (etp or tp), system
-        )
+        for ep, etp in pairs
+        for stage in _stages(fixed.zero_stage, pp, dp * cp > 1 or ranks > ep * (etp or tp), system)
     ]
     return sorted(found, key=itemgetter(0))
 

@@ -63,7 +63,10 @@ class LayoutTrials:
 
     def named(self, method: str) -> str:
         """A method's text with the method that places the layout's states behind it."""
-        return _then(method, self._states)
+        states = self._states
+        if not states or f"+{method}".endswith(f"+{states}"):
+            return method
+        return states if method == IDENTITY else f"{method}+{states}"
 
     def trial(
         self,
@@ -105,12 +108,6 @@ class LayoutTrials:
         early."""
         held = weighed(self.problem, self.ended[content])
         return float(held.nbytes - _room(self.problem))
-
-
-def _then(method: str, states: str) -> str:
-    if not states or f"+{method}".endswith(f"+{states}"):
-        return method
-    return states if method == IDENTITY else f"{method}+{states}"
 
 
 def _room(problem: Problem) -> int:

@@ -116,8 +116,12 @@ class Comparison:
     def quick(self) -> None:
         """Evaluate all candidates except planners, and the best variants of methods' grids."""
         list(self._grow([c for c in self.first if not self._has_planner(c)]))
-        for candidate, result in self._variants() if self.all else ():
-            self.pairs[candidate.name] = candidate, result
+        if self.all:
+            pairs = [pair for pair in self.pairs.values() if pair[0].origin != "asked"]
+            pairs.sort(key=lambda pair: pair[1].method)
+            most, run = self.config.most_methods, self._evaluate
+            for candidate, result in best_variants(self.job, self.registry, most, pairs, run):
+                self.pairs[candidate.name] = candidate, result
         list(self._grow(self._without_parts()))
 
     def late(self) -> Iterator[Result]:
@@ -180,12 +184,6 @@ class Comparison:
         """The result of the composition of all named methods but the last."""
         pair = self.pairs.get("+".join(names[:-1]))
         return pair[1] if pair else None
-
-    def _variants(self) -> list[Pair]:
-        pairs = [pair for pair in self.pairs.values() if pair[0].origin != "asked"]
-        pairs.sort(key=lambda pair: pair[1].method)
-        most = self.config.most_methods
-        return best_variants(self.job, self.registry, most, pairs, self._evaluate)
 
     def _without_parts(self) -> list[Pair]:
         """The rows that fit and whose step has not been broken into parts yet."""

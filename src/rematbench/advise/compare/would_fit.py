@@ -6,7 +6,6 @@ from dataclasses import replace as replaced
 from msgspec.structs import replace
 
 from rematbench.evaluate.result import Result, evaluate_plan
-from rematbench.inputs.cluster import Cluster
 from rematbench.inputs.kernel_rates import RateError
 from rematbench.inputs.layout import Layout, LayoutError
 from rematbench.inputs.system import with_facts
@@ -66,8 +65,8 @@ def _more_bytes(problem: Problem, result: Result) -> str:
 
     def larger(steps: int) -> Problem:
         hbm_bytes = cluster.hbm_bytes + steps * STEP_BYTES
-        host_bytes = cluster.host_bytes + host
-        return _on(problem, replace(cluster, hbm_bytes=hbm_bytes, host_bytes=host_bytes))
+        more = replace(cluster, hbm_bytes=hbm_bytes, host_bytes=cluster.host_bytes + host)
+        return replaced(problem, cluster=more, reserve_bytes=0, _memo={}, _weights={})
 
     steps = smallest_feasible(lambda n: larger(n).cost.headroom_bytes(plan), most) if most else 0
     if steps is None or not _fits(larger(steps), plan):
@@ -134,10 +133,6 @@ def _doubled(layout: Layout) -> Iterator[Layout]:
 
 def _at(problem: Problem, layout: Layout) -> Problem:
     return replaced(problem, layout=layout, reserve_bytes=0, _memo={}, _weights={})
-
-
-def _on(problem: Problem, cluster: Cluster) -> Problem:
-    return replaced(problem, cluster=cluster, reserve_bytes=0, _memo={}, _weights={})
 
 
 def _again(problem: Problem, result: Result, registry: Registry) -> Result | None:

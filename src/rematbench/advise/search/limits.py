@@ -3,7 +3,6 @@ no layout has here."""
 
 from collections.abc import Iterator
 
-from rematbench.advise.candidates.candidate import Variant
 from rematbench.advise.candidates.layouts import (
     MOST_MICRO_BATCH,
     other_dispatcher,
@@ -31,15 +30,9 @@ def not_searched(job: SearchSpace) -> list[str]:
     """What the space leaves out although `simulate` has it, and then what `simulate` does not
     model."""
     layouts = [choice.layout for choice in job.space.choices]
-    methods = _of_package() if job.package else _of_methods(job)
+    units = f"groups of more than {LARGEST_UNIT} layers"
+    methods = [units] if job.package else _of_methods(job)
     return [*_of_layouts(job, layouts), *methods, *_not_modelled(job, layouts)]
-
-
-def pieces_limits(variants: list[Variant]) -> Iterator[str]:
-    """The most pieces of every method that computes in pieces."""
-    for variant in variants:
-        if variant.scalar is not None and variant.scalar.scale == "pieces":
-            yield f"more pieces than {variant.scalar.values[-1]}"
 
 
 def _of_layouts(job: SearchSpace, layouts: list[Layout]) -> Iterator[str]:
@@ -70,12 +63,10 @@ def _of_exchanges(job: SearchSpace) -> Iterator[str]:
         yield "delayed weight gradients (--ep-overlap delayed_wgrad)"
 
 
-def _of_package() -> Iterator[str]:
-    yield f"groups of more than {LARGEST_UNIT} layers"
-
-
 def _of_methods(job: SearchSpace) -> Iterator[str]:
-    yield from pieces_limits(job.variants)
+    for variant in job.variants:
+        if variant.scalar is not None and variant.scalar.scale == "pieces":
+            yield f"more pieces than {variant.scalar.values[-1]}"
     yield "settings of methods that are not in their grids"
     if not job.states and job.model.experts is None:
         yield "optimizer states on the host in pieces (name optimizer_offload with --method)"

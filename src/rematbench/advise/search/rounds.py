@@ -259,7 +259,10 @@ def rounds(
             for pool in pools:
                 pool.add([Round(min(at.best_s, limit_s), listing)])
                 pool.begin()
-            states = _living([answer for pool in pools for _, answer in pool.run()])
+            answers = [answer for pool in pools for _, answer in pool.run()]
+            states = [answer for answer in answers if isinstance(answer, State)]
+            if len(states) < len(answers):
+                raise CommandError("a process of the search died (out of memory on this machine?)")
             fitting = distinct([*fitting, *(item for state in states for item in state.trials)])
             at = _after(at, states, fitting, listing=listing)
             yield at
@@ -285,13 +288,6 @@ def in_one_process(search: Search, *, most_work: int) -> tuple[list[Result], int
         if search.gap <= search.within or search.work >= most_work:
             break
     return [trial.result for trial in distinct(trials)], len(trials)
-
-
-def _living(answers: Sequence[State | NoAnswer]) -> list[State]:
-    states = [answer for answer in answers if isinstance(answer, State)]
-    if len(states) < len(answers):
-        raise CommandError("a process of the search died (out of memory on this machine?)")
-    return states
 
 
 def _after(

@@ -27,6 +27,8 @@ from rematbench.inputs.shapes import reached_share
 from rematbench.workload import Experts
 
 INDEX = 8
+Copied = tuple[tuple[Elementwise], tuple[Elementwise]]
+"""Kernels of copies, forward and backward."""
 ONCE = ("deepep", "hybridep")
 """Dispatchers that send a rank one copy of a token and add up its experts' outputs there."""
 HELD = ("permuted", "dispatched")
@@ -77,12 +79,6 @@ def router_bytes(experts: Experts, width: int = FP32) -> int:
     if experts.groups > 1:
         nbytes += count + 20 * experts.groups
     return nbytes
-
-
-def permutation_bytes(experts: Experts, width: int = FP32) -> int:
-    """Bytes of a token for which the order of its copies is saved: the map of tokens to experts,
-    the probabilities by expert, and the order."""
-    return (1 + width) * experts.count + INDEX * experts.active
 
 
 def _route(b: Builder, experts: Experts, x: str) -> None:
@@ -168,8 +164,10 @@ def _dispatch_once(b: Builder, layout: Layout, experts: Experts, x: str) -> tupl
 
 
 def _order(b: Builder, experts: Experts) -> str:
-    """Add what is saved of the order in which a rank's tokens are copied."""
-    tokens, nbytes = b.s.shard_tokens, permutation_bytes(experts, b.wide_bytes)
+    """Add what is saved of the order in which a rank's tokens are copied: of each token the map to
+    experts, the probabilities by expert, and the order."""
+    tokens = b.s.shard_tokens
+    nbytes = (1 + b.wide_bytes) * experts.count + INDEX * experts.active
     if b.padded:  # the order, of tokens and of probabilities by expert, and no map
         nbytes = 2 * INDEX * ceil(_sent(b, experts) / tokens)
     return b.add("permutation", tokens, nbytes, False)
@@ -209,21 +207,50 @@ def _sort(b: Builder, layout: Layout, experts: Experts, names: tuple[str, ...], 
     tokens = b.add("expert_in", rows, b.model.hidden * b.e)
     probs = b.add("expert_probs", rows, b.wide_bytes)
     gathered = b.nbytes(tokens, probs)
-    split = layout.expert_tp > 1
-    copied, back = copies_of(b, "sort", gathered + (b.nbytes(names[0]) if once else gathered))
+    copied = copies_of(b, "sort", gathered + (b.nbytes(names[0]) if once else gathered))
+    _take(b, names, saved, copied, "etp", gathered if layout.expert_tp > 1 else 0)
+    return rows
+
+
+def _take(
+    b: Builder,
+    inputs: tuple[str, ...],
+    saved: tuple[str, ...],
+    copied: Copied,
+    group: Group,
+    nbytes: int,
+) -> None:
+    """Add the copy into the order of experts, behind a gather of `nbytes` (0: none)."""
     b.op(
         name="sort",
-        inputs=names,
-        outputs=(tokens, probs, *saved),
+        inputs=inputs,
+        outputs=("expert_in", "expert_probs", *saved),
         saves=saved,
         row_local=False,
-        forward=copied,
-        backward_input=back,
-        gather=Comm("all_gather", "etp", gathered) if split else None,
-        grad_reduce=Comm("reduce_scatter", "etp", gathered) if split else None,
-        gathered_bytes=gathered if split else 0,
+        forward=copied[0],
+        backward_input=copied[1],
+        gather=Comm("all_gather", group, nbytes) if nbytes else None,
+        grad_reduce=Comm("reduce_scatter", group, nbytes) if nbytes else None,
+        gathered_bytes=nbytes,
     )
-    return rows
+
+
+def _give(
+    b: Builder, out: str, saved: tuple[str, ...], copied: Copied, group: Group, nbytes: int
+) -> None:
+    """Add the copy out of the order of experts, before a reduction of `nbytes` (0: none)."""
+    b.op(
+        name="unsort",
+        inputs=("expert_out",),
+        outputs=(out,),
+        saves=saved,
+        row_local=False,
+        forward=copied[0],
+        backward_input=copied[1],
+        reduce=Comm("reduce_scatter", group, nbytes) if nbytes else None,
+        grad_gather=Comm("all_gather", group, nbytes) if nbytes else None,
+        unreduced_bytes=nbytes,
+    )
 
 
 def _gather(b: Builder, layout: Layout, experts: Experts, x: str) -> int:
@@ -236,19 +263,8 @@ def _gather(b: Builder, layout: Layout, experts: Experts, x: str) -> int:
     whole = layout.ep * layout.expert_tp * b.nbytes(x)
     group: Group = "ep" if layout.ep > 1 else "etp"
     taken = b.nbytes(tokens, probs)
-    copied, back = copies_of(b, "sort", 2 * taken, taken + whole)
-    b.op(
-        name="sort",
-        inputs=(x, "router_scores", COUNTS),
-        outputs=(tokens, probs, saved),
-        saves=(saved,),
-        row_local=False,
-        forward=copied,
-        backward_input=back,
-        gather=Comm("all_gather", group, whole),
-        grad_reduce=Comm("reduce_scatter", group, whole),
-        gathered_bytes=whole,
-    )
+    copied = copies_of(b, "sort", 2 * taken, taken + whole)
+    _take(b, (x, "router_scores", COUNTS), (saved,), copied, group, whole)
     return rows
 
 
@@ -258,19 +274,8 @@ def _scatter(b: Builder, layout: Layout, ranks: int, out: str) -> None:
     b.shard(out)
     whole = ranks * b.nbytes(out)
     group: Group = "ep" if layout.ep > 1 else "etp"
-    copied, back = copies_of(b, "unsort", b.nbytes("expert_out") + whole)
-    b.op(
-        name="unsort",
-        inputs=("expert_out",),
-        outputs=(out,),
-        saves=("permutation",),
-        row_local=False,
-        forward=copied,
-        backward_input=back,
-        reduce=Comm("reduce_scatter", group, whole),
-        grad_gather=Comm("all_gather", group, whole),
-        unreduced_bytes=whole,
-    )
+    copied = copies_of(b, "unsort", b.nbytes("expert_out") + whole)
+    _give(b, out, ("permutation",), copied, group, whole)
 
 
 def _exchange(
@@ -371,23 +376,12 @@ def _combine(b: Builder, layout: Layout, experts: Experts, out: str, once: bool)
     ranks, and sum each token's copies: those of one rank before they leave it, if a token came
     `once`; the exchange then adds up the ranks'."""
     sent, hidden = _sent(b, experts), b.model.hidden * b.e
-    whole, split = b.nbytes("expert_out"), layout.expert_tp > 1
+    whole = b.nbytes("expert_out")
     copies = b.activations["expert_in"].rows // layout.expert_tp
     back = b.add("unsorted", b.activations["dispatched"].rows if once else copies, hidden)
     order, moved = ("permutation",), whole + (b.nbytes(back) if once else whole)
-    copied, copied_back = copies_of(b, "unsort", moved)
-    b.op(
-        name="unsort",
-        inputs=("expert_out",),
-        outputs=(back,),
-        saves=order if once else (),
-        row_local=False,
-        forward=copied,
-        backward_input=copied_back,
-        reduce=Comm("reduce_scatter", "etp", whole) if split else None,
-        grad_gather=Comm("all_gather", "etp", whole) if split else None,
-        unreduced_bytes=whole if split else 0,
-    )
+    copied = copies_of(b, "unsort", moved)
+    _give(b, back, order if once else (), copied, "etp", whole if layout.expert_tp > 1 else 0)
     if layout.ep > 1:
         combined = b.add("combined", b.s.shard_tokens if once else sent, hidden)
         (back,) = _exchange(b, "combine", (back,), (combined,))

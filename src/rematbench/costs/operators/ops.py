@@ -275,7 +275,7 @@ mask of the input's dropout, and for DoRA the outputs of the linear and of the a
 GATHERED_INPUTS = ("q", "k", "v", "gate", "up")
 """The linears whose adapters save an input that tensor-parallel ranks gather, as `_rows`."""
 _HEADS = ("q", "k", "v")
-_NORMS = (
+NORMS = (
     "attn_norm",
     "post_attn_norm",
     "mlp_norm",
@@ -364,8 +364,8 @@ ACTIVATIONS = frozenset(
         *(f"{name}_rows" for name in _HEADS),
         *(f"{name}{order}_raw" for name in "qk" for order in ("", "_rows")),
         *(f"{name}_repeated" for name in "kv"),
-        *(f"{norm}_out" for norm in _NORMS),
-        *(f"{n}_{s}" for n in (*_NORMS, *_MORE_NORMS) for s in ("wide", "root", "scaled")),
+        *(f"{norm}_out" for norm in NORMS),
+        *(f"{n}_{s}" for n in (*NORMS, *_MORE_NORMS) for s in ("wide", "root", "scaled")),
         *(f"attn_{name}" for name in _SCORES),
         *(f"{name}_mask" for name in ("embedding", "attn_residual", "layer_output")),
     }

@@ -12,7 +12,7 @@ Source: sail-sg/VocabularyParallelism 6191c3bf, megatron/core/tensor_parallel/vo
 from rematbench.costs.operators.ops import Comm
 from rematbench.engine.lowering.blocks.writer import BlockWriter
 from rematbench.engine.lowering.step_blocks import recv_block
-from rematbench.engine.program.action import COMM_KIND, COMPUTE, Action, Alloc, Exchange, Kind
+from rematbench.engine.program.action import COMPUTE, Action, Alloc, Kind
 from rematbench.engine.program.program import Block
 from rematbench.engine.program.storage import (
     ENDED,
@@ -134,17 +134,7 @@ class SharedVocabulary:
         reads = (self.output.gradient,) if gradient else ()
         comm = Comm("all_reduce", "pp", nbytes + self.tensor.nbytes * gradient)
         done = SHARED_OUT if gradient else SUMMED
-        w.add(
-            Action(
-                kind=COMM_KIND[comm.kind],
-                stream="dp",
-                part=NO_PART,
-                op="vocabulary",
-                reads=reads,
-                event=done,
-                exchange=Exchange(comm),
-            )
-        )
+        w.issue(comm, NO_PART, "vocabulary", reads, event=done)
         w.stall(comm)
         if gradient and not self.last:
             w.wait(COMPUTE, done)

@@ -65,25 +65,6 @@ def _of_parts(parts: Sequence[Part]) -> Iterator[RepeatedRequests]:
                 yield RepeatedRequests(moved, times)
 
 
-class CachedRequests:
-    """The requests of a block.  They are computed when a replay first needs them, because many
-    replays end early."""
-
-    def __init__(self, requests: Iterator[RepeatedRequests]) -> None:
-        self._made: list[RepeatedRequests] = []
-        self._rest: Iterator[RepeatedRequests] | None = requests
-
-    def __iter__(self) -> Iterator[RepeatedRequests]:
-        return iter(self._made) if self._rest is None else self._making(self._rest)
-
-    def _making(self, rest: Iterator[RepeatedRequests]) -> Iterator[RepeatedRequests]:
-        yield from self._made
-        for lines in rest:
-            self._made.append(lines)
-            yield lines
-        self._rest = None
-
-
 def _requests(
     actions: Sequence[Action], ends: Mapping[int, ModelPart] | None = None
 ) -> list[Request]:
@@ -96,7 +77,7 @@ def _requests(
         for alloc in action.allocs:
             if alloc.nbytes and not alloc.slot and alloc.storage.place != HOST:
                 lines.append((alloc.storage, rounded(alloc.nbytes), pool))
-        if late and _updates(action):
+        if late and action.kind is Kind.OPTIMIZER and action.stream != HOST_UPDATE:
             lines.append(((action.part, ""), UPDATED, 0))
         elif action.scratch:
             lines.append((None, rounded(action.scratch), 0))
@@ -114,10 +95,6 @@ def _pool(action: Action) -> int:
     """The stream of POOLS on which an action's outputs are allocated."""
     stream, alone = action.stream, not action.exchange.beside
     return POOLS.index("" if stream not in POOLS or (stream == "ep" and alone) else stream)
-
-
-def _updates(action: Action) -> bool:
-    return action.kind is Kind.OPTIMIZER and action.stream != HOST_UPDATE
 
 
 def _ends(block: Block) -> dict[int, ModelPart]:
@@ -150,12 +127,7 @@ def replay(
         steps = steps[:num_steps]
     else:
         passes = math.ceil(len(lengths.samples.drawn) / lengths.per_step)
-    chosen = {step.block for step in steps}
-    lines = {
-        index: CachedRequests(requests(rank.blocks[index], late=late is not None))
-        for index in chosen
-    }
-    run = _Run(memory, lines, late, lengths)
+    run = _Run(memory, rank.blocks, late, lengths)
     try:
         for nbytes in resident_bytes:
             memory.allocate(rounded(nbytes))
@@ -205,11 +177,13 @@ class _Run:
     def __init__(
         self,
         memory: Allocator,
-        lines: dict[int, CachedRequests],
+        blocks: Sequence[Block],
         late: Late | None,
         lengths: Lengths | None = None,
     ) -> None:
-        self.memory, self.lines, self.lengths = memory, lines, lengths
+        self.memory, self.blocks, self.lengths = memory, blocks, lengths
+        self.lines: dict[int, list[RepeatedRequests]] = {}  # of the blocks that have run
+        self.late = late is not None
         self.units = late.units if late else {}
         self.pool = POOLS.index("reduced") if late and late.beside else 0  # holds the gradients
         self.made: set[tuple[int, ModelPart]] = set()  # units whose states exist
@@ -255,8 +229,13 @@ class _Run:
     def _run(self, step: Step) -> None:
         index, micro_batch, chunk = step
         alive = self.alive.setdefault((micro_batch, chunk), {})
-        drawn = self.lengths and [RepeatedRequests(self.lengths.lines(step), 1)]
-        for lines, times in drawn or self.lines[index]:
+        if self.lengths:
+            found = [RepeatedRequests(self.lengths.lines(step), 1)]
+        else:
+            if index not in self.lines:
+                self.lines[index] = [*requests(self.blocks[index], late=self.late)]
+            found = self.lines[index]
+        for lines, times in found:
             for _ in range(times - 1):
                 before = self.memory.state
                 self._lines(lines, alive, chunk)

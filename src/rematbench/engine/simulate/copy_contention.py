@@ -51,12 +51,15 @@ def copy_traffic(
         id(block): [action for action in block.written if action.kind is Kind.SEND]
         for block, _ in program.block_runs
     }
+    cost = problem.cost
+    # Without sequence parallelism each rank sends a part of the tensor that all of them hold.
+    senders = 1 if problem.layout.sp else problem.layout.tp
     sent = fsum(
-        _sent_bytes(problem, action) * runs
+        action.nbytes / senders * runs
         for rank in program.ranks
         for block, runs in zip(rank.blocks, rank.runs, strict=True)
         for action in sends[id(block)]
-        if _crosses(problem, action, rank.rank)
+        if action.op in STEP and cost.crosses(rank.rank, rank.rank + STEP[action.op])
     )
     exchanged = _exchanged_bytes(problem, program)
 
@@ -66,7 +69,6 @@ def copy_traffic(
         return messages / moved[kind] if moved[kind] else 0.0
 
     busy_s = _kernels_s(program, kernel_s)
-    cost = problem.cost
     hbm_bytes_per_s = cost.cluster.hbm_bytes_per_s * cost.gpu.hbm_efficiency
     return CopyTraffic(
         two_way_share=_both(program, total),
@@ -234,13 +236,3 @@ def copied_bytes(block: Block, kind: Kind) -> int:
 
 def _copies(block: Block, kind: Kind) -> list[tuple[Action, int]]:
     return [pair for pair in block.copies if pair[0].kind is kind]
-
-
-def _crosses(problem: Problem, action: Action, rank: int) -> bool:
-    return action.op in STEP and problem.cost.crosses(rank, rank + STEP[action.op])
-
-
-def _sent_bytes(problem: Problem, action: Action) -> float:
-    """Bytes that one rank sends of a message: a 1/tp part where all tensor-parallel ranks hold the
-    whole tensor (no sequence parallelism)."""
-    return action.nbytes / (1 if problem.layout.sp else problem.layout.tp)

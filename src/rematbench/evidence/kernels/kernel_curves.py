@@ -127,7 +127,7 @@ def fit_gemm(sources: Sources, rows: Rows, sm_count: int) -> GemmRates:
         NEAR_GEMM,
     )
     rates = curve([rounded(x) for x in best])
-    speeds = dict(zip((row.line for row in rows), real / predicted(rates), strict=True))
+    speeds = real / predicted(rates)
     fitted = ("efficiency", "half_k", "tail", *(("accumulate",) if adds.any() else ()))
     proof = evidence(sources, rows, speeds, fitted, TILE_SOURCE)
     return msgspec.structs.replace(rates, evidence=proof)
@@ -191,7 +191,7 @@ def _half_waves(sources: Sources, rows: Rows, sm_count: int) -> Share:
         [0.6, 1.0, 400.0],
         ([0.01, 0.0, 0.0], [2.0, 50.0, 2e4]),
     )
-    speeds = dict(zip((row.line for row in rows), real / predicted(best), strict=True))
+    speeds = real / predicted(best)
     return Share(value=rounded(best[1]), evidence=evidence(sources, rows, speeds, ("value",)))
 
 
@@ -282,10 +282,9 @@ def _with_head_dims(
         for dim in dims
     }
     rates = msgspec.structs.replace(bare, head_dims={**factors, REFERENCE_HEAD_DIM: 1.0})
-    speeds = {
-        row.line: at_128[row.line] / float(head_dim_factor(rates, float(row.size("d"))))
-        for row in rows
-    }
+    speeds = [
+        at_128[row.line] / float(head_dim_factor(rates, float(row.size("d")))) for row in rows
+    ]
     others = tuple(f"head_dims.{dim}" for dim in dims if dim != REFERENCE_HEAD_DIM)
     told = bare.evidence
     proof = evidence(sources, rows, speeds, told.fitted + others, told.source)
@@ -389,7 +388,7 @@ def fit_bytes(
         NEAR_BYTES,
     )
     rates = curve([rounded(x, SMALLEST_S) for x in best])
-    speeds = dict(zip((row.line for row in own), predicted(rates) / real, strict=True))
+    speeds = predicted(rates) / real
     fitted = ("forward_bytes", "forward_fixed_s", "backward_bytes", "backward_fixed_s")
     why = f"launches: {declared.launches_source}"
     return msgspec.structs.replace(rates, evidence=evidence(sources, own, speeds, fitted, why))
@@ -418,7 +417,7 @@ def fit_unfused(
         lambda x: np.log(predicted(curve(x)) / real), [11.0, 4.0], ([0.0, 0.0], [60.0, 60.0])
     )
     rates = curve([rounded(x) for x in best])
-    speeds = dict(zip((row.line for row in own), predicted(rates) / real, strict=True))
+    speeds = predicted(rates) / real
     proof = evidence(sources, own, speeds, ("passes", "mask_passes"))
     return msgspec.structs.replace(rates, evidence=proof)
 

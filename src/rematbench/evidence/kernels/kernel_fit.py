@@ -91,9 +91,9 @@ def fit_share(sources: Sources, generation: str, declared: ShareRows, rows: Rows
     if declared.against is not None:
         base = median(measured(r).value for r in rows if declared.against.holds(r))
     of = "one" if declared.of == "against" else declared.of
-    shares = {r.line: measured(r).value / link_rate(sources, r, of) / base for r in found}
-    value = rounded(median(shares.values()))
-    speeds = {line: share / value for line, share in shares.items()}
+    shares = [measured(r).value / link_rate(sources, r, of) / base for r in found]
+    value = rounded(median(shares))
+    speeds = [share / value for share in shares]
     return Share(
         value=value, evidence=evidence(sources, found, speeds, ("value",), declared.source)
     )

@@ -57,18 +57,6 @@ UNITS: dict[str, tuple[Quantity, float]] = {
     "%": ("share", 1e-2),
     "% of peak": ("share", 1e-2),
 }
-COLUMNS = (
-    "source",
-    "what",
-    "implementation",
-    "gpu",
-    "dtype",
-    "shape",
-    "value",
-    "unit",
-    "convention",
-    "note",
-)
 
 
 class KernelRowError(ValueError):
@@ -117,8 +105,8 @@ def read_kernel_rows(path: Path) -> tuple[KernelRow, ...]:
     """Every row of the file; KernelRowError for the first row that cannot be read."""
     with path.open(encoding="utf-8", newline="") as file:
         reader = csv.DictReader(file)
-        if tuple(reader.fieldnames or ()) != COLUMNS:
-            raise KernelRowError(f"{path.name}: columns must be {', '.join(COLUMNS)}")
+        if tuple(reader.fieldnames or ()) != (columns := KernelRow.__struct_fields__[1:]):
+            raise KernelRowError(f"{path.name}: columns must be {', '.join(columns)}")
         return tuple(_row(cells, reader.line_num, path.name) for cells in reader)
 
 
@@ -427,13 +415,13 @@ def outliers(
 def evidence(
     sources: Sources,
     rows: Rows,
-    speeds: Mapping[int, float],
+    speeds: Iterable[float],
     fitted: tuple[str, ...],
     source: str = "",
 ) -> Evidence:
-    """The evidence of fitted numbers; `speeds`: measured / predicted speed by line of the CSV.
+    """The evidence of fitted numbers; `speeds`: measured / predicted speed of each row.
     KernelFitError if an outlier has no reason."""
-    off = {line: float(speed) - 1.0 for line, speed in speeds.items()}
+    off = {row.line: float(speed) - 1.0 for row, speed in zip(rows, speeds, strict=True)}
     return Evidence(
         fitted=fitted,
         rows=len(rows),

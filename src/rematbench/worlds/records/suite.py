@@ -1,6 +1,5 @@
 """Suites: problems, and the methods to run on each problem; one bundle of runs per method."""
 
-from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
@@ -85,13 +84,6 @@ class Suite(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     matrix: dict[str, Any] | None = None
 
 
-def check_names(names: Sequence[str], variants: Sequence[Variant], label: str) -> None:
-    """ConfigError if two problems have the same name, or a variant names an unknown problem."""
-    require_unique(names, label, "problems")
-    for variant in variants:
-        require_among(variant.problems, names, (label, f"variants: {variant.method}", "problem"))
-
-
 AnySuite = TypeVar("AnySuite", bound=Suite)
 
 
@@ -101,10 +93,14 @@ def load_suite(path: Path) -> Suite:
 
 
 def read_suite(path: Path, kind: type[AnySuite]) -> AnySuite:
-    """Like `load_suite`, for a kind of suite with additional keys."""
+    """Like `load_suite`, for a kind of suite with additional keys.  ConfigError also for two
+    problems with one name, or a variant of an unknown problem."""
     label = str(path)
     suite = convert(read_mapping(path, label), kind, label)
-    check_names([problem.name for problem in suite.problems], suite.variants, label)
+    names = [problem.name for problem in suite.problems]
+    require_unique(names, label, "problems")
+    for variant in suite.variants:
+        require_among(variant.problems, names, (label, f"variants: {variant.method}", "problem"))
     return suite
 
 

@@ -1,15 +1,13 @@
 """The ends of a model on one rank: lookups of embeddings, losses, and what joins the columns of two
 predictions."""
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from rematbench.worlds.torch import arithmetic
 from rematbench.worlds.torch.groups import Group
-from rematbench.worlds.torch.operands import Call, Tensors
+from rematbench.worlds.torch.operands import Call, Operator, Tensors
 from rematbench.worlds.torch.rank_model import SAVED
 
 PREDICTED = 0.1
@@ -128,17 +126,9 @@ def _gather_columns_backward(call: Call) -> Tensors:
     return {call.op.inputs[0]: own.contiguous()}
 
 
-FORWARD: dict[str, Callable[[Call], Tensors]] = {
-    **dict.fromkeys(("embedding", "next_embedding"), embedding),
-    **dict.fromkeys(("join_cat", "hand_on"), _beside),
-    "join_gather": _gather_columns,
-    **dict.fromkeys(SAVED, loss),
+OPERATORS = {
+    **dict.fromkeys(("embedding", "next_embedding"), Operator(embedding, weight=embedding_weight)),
+    **dict.fromkeys(("join_cat", "hand_on"), Operator(_beside, _beside_backward)),
+    "join_gather": Operator(_gather_columns, _gather_columns_backward),
+    **dict.fromkeys(SAVED, Operator(loss, loss_backward)),
 }
-BACKWARD_INPUT: dict[str, Callable[[Call], Tensors]] = {
-    **dict.fromkeys(("join_cat", "hand_on"), _beside_backward),
-    "join_gather": _gather_columns_backward,
-    **dict.fromkeys(SAVED, loss_backward),
-}
-BACKWARD_WEIGHT: dict[str, Callable[[Call], None]] = dict.fromkeys(
-    ("embedding", "next_embedding"), embedding_weight
-)

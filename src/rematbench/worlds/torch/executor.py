@@ -217,7 +217,7 @@ class Executor:
     def forward(self, action: Action, span: Span) -> None:
         found = self.names.of(action, span.chunk)
         call = self._call(action, span, found)
-        made = operators.FORWARD[action.op](call)
+        made = operators.OPERATORS[action.op].forward(call)
         for output, (name, fresh) in found.places.items():
             if fresh:
                 self._put(name, span, made[output])
@@ -265,7 +265,7 @@ class Executor:
         gradients of the outputs change in place (RoPE is undone), so weight gradients of the same
         rows must follow, and each row must come only once."""
         found = self.names.of(action, span.chunk)
-        made = operators.BACKWARD_INPUT[action.op](self._backward_call(action, span, found))
+        made = operators.OPERATORS[action.op].backward(self._backward_call(action, span, found))
         if found.context:
             self._spread(action, span, made)
         adding = iter(found.adding)
@@ -297,7 +297,7 @@ class Executor:
 
     def backward_weight(self, action: Action, span: Span) -> None:
         found = self.names.of(action, span.chunk)
-        operators.BACKWARD_WEIGHT[action.op](self._backward_call(action, span, found))
+        operators.OPERATORS[action.op].weight(self._backward_call(action, span, found))
 
     def _put(self, storage: Storage, span: Span, tensor: Tensor) -> None:
         rows = (span.first, span.size) if tensor.dim() > 1 else (0, 0)

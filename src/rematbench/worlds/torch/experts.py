@@ -12,7 +12,7 @@ permutation, is a row of bytes with fields of several types; what the stack save
 written here stays empty.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ from rematbench.costs.operators.launches import COUNTS
 from rematbench.costs.operators.ops import Activation
 from rematbench.workload import Experts
 from rematbench.worlds.torch import arithmetic
-from rematbench.worlds.torch.operands import Call, Tensors
+from rematbench.worlds.torch.operands import Call, Operator, Tensors
 
 
 def experts_of(call: Call) -> Experts:
@@ -324,29 +324,14 @@ def expert_fc2_weight(call: Call) -> None:
         arithmetic.add_weight_gradient(call.parameter(f"{prefix}fc2").grad, grad[rows], x[rows])
 
 
-FORWARD: dict[str, Callable[[Call], Tensors]] = {
-    "router": route,
-    COUNTS: count,
-    "permute": permute,
-    "sort": sort,
-    "expert_fc1": expert_fc1,
-    "expert_act": expert_act,
-    "expert_fc2": expert_fc2,
-    "unsort": unsort,
-    "unpermute": unpermute,
-}
-BACKWARD_INPUT: dict[str, Callable[[Call], Tensors]] = {
-    "router": route_backward,
-    "permute": permute_backward,
-    "sort": sort_backward,
-    "expert_fc1": expert_fc1_backward,
-    "expert_act": expert_act_backward,
-    "expert_fc2": expert_fc2_backward,
-    "unsort": unsort_backward,
-    "unpermute": unpermute_backward,
-}
-BACKWARD_WEIGHT: dict[str, Callable[[Call], None]] = {
-    "router": route_weight,
-    "expert_fc1": expert_fc1_weight,
-    "expert_fc2": expert_fc2_weight,
+OPERATORS = {
+    "router": Operator(route, route_backward, route_weight),
+    COUNTS: Operator(count),
+    "permute": Operator(permute, permute_backward),
+    "sort": Operator(sort, sort_backward),
+    "expert_fc1": Operator(expert_fc1, expert_fc1_backward, expert_fc1_weight),
+    "expert_act": Operator(expert_act, expert_act_backward),
+    "expert_fc2": Operator(expert_fc2, expert_fc2_backward, expert_fc2_weight),
+    "unsort": Operator(unsort, unsort_backward),
+    "unpermute": Operator(unpermute, unpermute_backward),
 }

@@ -1,13 +1,11 @@
 """The operators of memory layers on one rank: product keys, and a lookup in a table of values."""
 
-from collections.abc import Callable
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from rematbench.model import Memory
-from rematbench.worlds.torch.operands import Call, Tensors
+from rematbench.worlds.torch.operands import Call, Operator, Tensors
 
 
 def _given(call: Call) -> Memory:
@@ -79,12 +77,7 @@ def _lookup_weight(call: Call) -> None:
     total.index_add_(0, call.tensors["memory_rows"].flatten(), added.flatten(0, 1).to(total.dtype))
 
 
-FORWARD: dict[str, Callable[[Call], Tensors]] = {"memory_keys": _memory_keys, "lookup": _lookup}
-BACKWARD_INPUT: dict[str, Callable[[Call], Tensors]] = {
-    "memory_keys": _memory_keys_backward,
-    "lookup": _lookup_backward,
-}
-BACKWARD_WEIGHT: dict[str, Callable[[Call], None]] = {
-    "memory_keys": _memory_keys_weight,
-    "lookup": _lookup_weight,
+OPERATORS = {
+    "memory_keys": Operator(_memory_keys, _memory_keys_backward, _memory_keys_weight),
+    "lookup": Operator(_lookup, _lookup_backward, _lookup_weight),
 }

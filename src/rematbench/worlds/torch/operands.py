@@ -4,11 +4,11 @@ Every micro-batch and step has the same storages. So they are computed once for 
 chunk; afterwards the host only looks up storages and issues kernels.
 """
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from itertools import takewhile
 from operator import attrgetter
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import torch
 import torch.nn.functional as F
@@ -261,3 +261,16 @@ class Call(NamedTuple):
         weight = self.weight(name)
         self.model.flop += 2.0 * x.shape[0] * weight.numel()
         return F.linear(x, weight, bias)
+
+
+def _absent(call: Call) -> NoReturn:
+    raise KeyError(call.op.name)
+
+
+class Operator(NamedTuple):
+    """What an operator computes: its outputs, the gradients of its inputs, and those of its
+    weights, which it adds.  KeyError for a pass that it does not have."""
+
+    forward: Callable[[Call], Tensors]
+    backward: Callable[[Call], Tensors] = _absent
+    weight: Callable[[Call], None] = _absent

@@ -6,17 +6,13 @@ from typing import get_args
 import torch
 from torch import Tensor
 
-from rematbench.costs.operators.ops import LINEAR_INPUTS, QUANTISED
+from rematbench.costs.operators.ops import LINEAR_INPUTS, NORMS, QUANTISED
 from rematbench.model import AdapterTarget
 from rematbench.worlds.torch import arithmetic, ends, experts, memory, quantised
 from rematbench.worlds.torch import attention_backends as attn
 from rematbench.worlds.torch.groups import Group
-from rematbench.worlds.torch.operands import Call, Tensors
+from rematbench.worlds.torch.operands import Call, Operator, Tensors
 from rematbench.worlds.torch.parameters import ADAPTED, HEAD_NORMS
-
-Forward = Callable[[Call], Tensors]
-Backward = Callable[[Call], Tensors]
-Weight = Callable[[Call], None]
 
 COLUMNS = (
     *("qkv", "q_up", "kv_up", "fc1", "lm_head", "shared_fc1", "q_down", "kv_down"),
@@ -25,11 +21,6 @@ COLUMNS = (
 """The column-parallel operators, and the projections to few columns, which no rank splits: each
 output has its own weight, so that none is a view."""
 ROWS = ("proj", "fc2", "shared_fc2", "memory_proj")
-NORMS = (
-    *("attn_norm", "mlp_norm", "post_attn_norm", "post_mlp_norm", "final_norm"),
-    *("q_latent_norm", "kv_latent_norm", *HEAD_NORMS),
-    *("next_norm", "hidden_norm", "predict_norm"),
-)
 DROPS = tuple(f"lora_{target}_in" for target in get_args(AdapterTarget))
 ADAPTERS = tuple(f"lora_{target}" for target in get_args(AdapterTarget))
 """The products with the first matrix of an adapter; the linear adds those with the second."""
@@ -43,11 +34,6 @@ def _whole_sequences(heads: Tensor, ranks: int, batch: int) -> Tensor:
     """(ranks batch part) x columns -> (batch sequence) x columns."""
     parts = heads.view(ranks, batch, -1, heads.shape[-1])
     return parts.transpose(0, 1).reshape(-1, heads.shape[-1])
-
-
-def _by_rank(sequences: Tensor, ranks: int, batch: int) -> Tensor:
-    """(batch sequence) x columns -> (ranks batch part) x columns."""
-    return _whole_sequences(sequences, batch, ranks)
 
 
 def _heads(call: Call, x: Tensor, heads: int) -> Tensor:
@@ -65,7 +51,7 @@ def _flat(x: Tensor) -> Tensor:
 
 def _columns(call: Call, x: Tensor) -> Tensor:
     ranks, batch = call.model.problem.layout.ulysses, call.model.attention.batch
-    return _by_rank(_flat(x), ranks, batch) if ranks > 1 else _flat(x)
+    return _whole_sequences(_flat(x), batch, ranks) if ranks > 1 else _flat(x)
 
 
 def slice_order(call: Call) -> list[int]:
@@ -448,40 +434,19 @@ def _mul_backward(call: Call) -> Tensors:
 
 # -- by name --------------------------------------------------------------------------------------
 
-FORWARD: dict[str, Forward] = {
-    **dict.fromkeys(NORMS, _norm),
-    **dict.fromkeys(COLUMNS, _column),
-    **dict.fromkeys((*ROWS, *ADAPTERS), _row),
-    **dict.fromkeys(DROPS, _drop),
-    **dict.fromkeys(SUMS, _residual),
-    **dict.fromkeys((f"{name}{QUANTISED}" for name in LINEAR_INPUTS), _quantise),
-    "k_turn": _turn,
-    "k_join": _join,
-    "attention": attention,
-    **dict.fromkeys(("act", "shared_act", "memory_mul"), _act),
-    "mul": _mul,
-    **ends.FORWARD,
-    **experts.FORWARD,
-    **memory.FORWARD,
-}
-BACKWARD_INPUT: dict[str, Backward] = {
-    **dict.fromkeys(NORMS, _norm_backward),
-    **dict.fromkeys(COLUMNS, _column_backward),
-    **dict.fromkeys((*ROWS, *ADAPTERS), _row_backward),
-    **dict.fromkeys(DROPS, _drop_backward),
-    "k_turn": _turn_backward,
-    "k_join": _join_backward,
-    "attention": attention_backward,
-    **dict.fromkeys(("act", "shared_act", "memory_mul"), _act_backward),
-    "mul": _mul_backward,
-    **ends.BACKWARD_INPUT,
-    **experts.BACKWARD_INPUT,
-    **memory.BACKWARD_INPUT,
-}
-BACKWARD_WEIGHT: dict[str, Weight] = {
-    **dict.fromkeys(COLUMNS, _column_weight),
-    **dict.fromkeys((*ROWS, *ADAPTERS), _row_weight),
-    **ends.BACKWARD_WEIGHT,
-    **experts.BACKWARD_WEIGHT,
-    **memory.BACKWARD_WEIGHT,
+OPERATORS: dict[str, Operator] = {
+    **dict.fromkeys((*NORMS, *HEAD_NORMS), Operator(_norm, _norm_backward)),
+    **dict.fromkeys(COLUMNS, Operator(_column, _column_backward, _column_weight)),
+    **dict.fromkeys((*ROWS, *ADAPTERS), Operator(_row, _row_backward, _row_weight)),
+    **dict.fromkeys(DROPS, Operator(_drop, _drop_backward)),
+    **dict.fromkeys(SUMS, Operator(_residual)),
+    **dict.fromkeys((f"{name}{QUANTISED}" for name in LINEAR_INPUTS), Operator(_quantise)),
+    "k_turn": Operator(_turn, _turn_backward),
+    "k_join": Operator(_join, _join_backward),
+    "attention": Operator(attention, attention_backward),
+    **dict.fromkeys(("act", "shared_act", "memory_mul"), Operator(_act, _act_backward)),
+    "mul": Operator(_mul, _mul_backward),
+    **ends.OPERATORS,
+    **experts.OPERATORS,
+    **memory.OPERATORS,
 }

@@ -36,12 +36,6 @@ class Mark:
             self.callbacks.pop(0)()
 
 
-def host_clock() -> Callable[[], float]:
-    """Start a clock of the host; the returned function gives the seconds since the start."""
-    start = time.perf_counter()
-    return lambda: time.perf_counter() - start
-
-
 class Streams:
     """The streams of a device, as the executor uses them; this class is for a CPU. On a CPU an
     action is done when it has been issued; only messages are pending."""
@@ -86,7 +80,8 @@ class Streams:
 
     def clock(self) -> Callable[[], float]:
         """Start a clock; the returned function gives the seconds since the start."""
-        return host_clock()
+        start = time.perf_counter()
+        return lambda: time.perf_counter() - start
 
 
 UNORDERED = frozenset({"pp_recv"})

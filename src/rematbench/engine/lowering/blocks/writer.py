@@ -227,7 +227,21 @@ class BlockWriter:
         if rows.fraction != 1.0:
             comm = Comm(comm.kind, comm.group, int(comm.nbytes * rows.fraction))
         self.wait(comm.stream, after or self.mark(COMPUTE))
-        event = self.new_event()
+        return self.issue(comm, part, op, reads, allocs, rows)
+
+    def issue(
+        self,
+        comm: Comm,
+        part: ModelPart,
+        op: str,
+        reads: Sequence[Storage],
+        allocs: Sequence[Alloc] = (),
+        rows: Rows = WHOLE,
+        event: Event | None = None,
+    ) -> Event:
+        """Append a collective on its group's stream and return its end event: `event`, or a new
+        event of the block."""
+        event = event or self.new_event()
         self.add(
             Action(
                 kind=COMM_KIND[comm.kind],

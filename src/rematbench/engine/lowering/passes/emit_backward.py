@@ -187,7 +187,8 @@ class BackwardEmitter:
 
     def _start_pieces(self, updater: ReadyWriter, unit: Unit) -> None:
         if self.reducer:
-            updater.after(self.reducer.take_reduced())
+            updater.after(self.reducer.reduced)
+            self.reducer.reduced = []
         elif unit.prefix in updater.due:
             updater.after([Reduced(unit.prefix, (self.w.mark(COMPUTE),))])
 

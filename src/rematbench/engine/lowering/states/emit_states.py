@@ -11,13 +11,11 @@ from rematbench.engine.lowering.blocks.chunk_ops import Unit
 from rematbench.engine.lowering.blocks.writer import BlockWriter
 from rematbench.engine.lowering.states.state_shards import has_whole_gradients, sharded
 from rematbench.engine.program.action import (
-    COMM_KIND,
     COMPUTE,
     GRADIENTS_DOWN,
     SHARD_UP,
     Action,
     Alloc,
-    Exchange,
     Kind,
 )
 from rematbench.engine.program.storage import (
@@ -201,21 +199,10 @@ class ParameterGatherer:
                 return copied
             w.wait("dp", copied)
             allocs, reads = (), (buffer,)
-        event = w.new_event()
-        w.add(
-            Action(
-                kind=Kind.ALL_GATHER,
-                stream="dp",
-                part=part,
-                op="parameters",
-                reads=reads,
-                allocs=allocs,
-                event=event,
-                exchange=Exchange(Comm("all_gather", group, payload)),
-            )
-        )
+        comm = Comm("all_gather", group, payload)
+        event = w.issue(comm, part, "parameters", reads, allocs)
         if self.beside:
-            w.stall(Comm("all_gather", group, payload))
+            w.stall(comm)
         return event
 
     def _shard_up(
@@ -421,10 +408,6 @@ class GradReducer:
         self.reduced += [Reduced(unit.prefix, events) for unit in self.bucket]
         self.bucket = []
 
-    def take_reduced(self) -> list[Reduced]:
-        found, self.reduced = self.reduced, []
-        return found
-
     def _leaving(self, unit: Unit) -> int:
         """The parameters of this rank's part of a unit whose gradients go to the host."""
         if self.leaving is not None:
@@ -440,19 +423,7 @@ class GradReducer:
         experts = sum(unit.trained_experts for unit in self.bucket)
         comms = self.reductions(size, self.system.states.reduce_bytes * experts)
         for comm in comms:
-            event = w.new_event()
-            w.add(
-                Action(
-                    kind=COMM_KIND[comm.kind],
-                    stream="dp",
-                    part=self.bucket[-1].prefix,
-                    op="gradients",
-                    reads=storages,
-                    allocs=allocs,
-                    event=event,
-                    exchange=Exchange(comm),
-                )
-            )
+            event = w.issue(comm, self.bucket[-1].prefix, "gradients", storages, allocs)
             storages, allocs = (*storages, *(alloc.storage for alloc in allocs)), ()
         for comm in comms if self.beside else ():
             w.stall(comm)
