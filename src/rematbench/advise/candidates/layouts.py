@@ -330,7 +330,7 @@ def _states_and_experts(
     peers where the other parameters have none."""
     (tp, cp, pp, dp), experts = degrees, work.model.experts
     ranks, pairs = tp * cp * dp, list[tuple[int, int | None]]([(1, None)])
-    if experts is not None:  # an expert has no tensor parallelism, or that of attention
+    if experts is not None:  # an expert is whole, or is split as attention is
         pairs = [
             (ep, etp)
             for etp in (sorted({1, tp}) if fixed.etp is None else [fixed.etp])

@@ -182,7 +182,7 @@ class _Run:
         lengths: Lengths | None = None,
     ) -> None:
         self.memory, self.blocks, self.lengths = memory, blocks, lengths
-        self.lines: dict[int, list[RepeatedRequests]] = {}  # of the blocks that have run
+        self.lines: dict[int, list[RepeatedRequests]] = {}  # by block that has run
         self.late = late is not None
         self.units = late.units if late else {}
         self.pool = POOLS.index("reduced") if late and late.beside else 0  # holds the gradients
