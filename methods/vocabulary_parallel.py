@@ -6,8 +6,8 @@ Source: Yeung et al., Balancing Pipeline Parallelism with Vocabulary Parallelism
 and its artifact sail-sg/VocabularyParallelism.  vocab-1 is Algorithm 1 with two barriers in a
 micro-batch (rank r keeps pp - r + 2 micro-batches), vocab-2 Algorithm 2 with one (pp - r + 1);
 interlaced is nnScaler's pipeline, whose stages wait for each other in every such pass (1.5 pp).
-Deviations: the passes of a vocabulary have fixed places in the order, where the artifact walks an
-estimate; the sum of the input lookup runs with the softmax's.
+Deviations: the passes of a vocabulary have fixed places in the order, where the artifact derives
+them from estimated times; the input lookup and its sum are part of the softmax's pass.
 """
 
 from typing import ClassVar, Literal

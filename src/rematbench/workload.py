@@ -40,8 +40,9 @@ __all__ = [
 
 
 class Packing(NamedTuple):
-    """Codes of `bits`, for each `block` of them (0: none that counts) a scale of `scale_bytes` and,
-    if there are `zeros`, a zero of `bits`; `nested` scales share an fp32 one (0: none do)."""
+    """Codes of `bits`.  Each `block` of codes (0: scales are not counted) has a scale of
+    `scale_bytes` and, with `zeros`, a zero of `bits`; `nested` scales share a scale in fp32 (0:
+    they do not)."""
 
     bits: int
     block: int = 0
@@ -64,9 +65,9 @@ PACKINGS = {
     "marlin": Packing(4, 128, 2),
     "int8": Packing(8, 128, 2, zeros=True),
 }
-"""nf4: fp32 scales, or in 8 bits (bitsandbytes, functional.py: quantize_4bit).  int4, int8: fp16
-ones (AutoGPTQ @058fd80a, qlinear_cuda_old.py); ungrouped: one for a column, left out.  marlin:
-without zeros (IST-DASLab/marlin @0f102e1)."""
+"""nf4 has scales in fp32, nf4_double in 8 bits (bitsandbytes, functional.py: quantize_4bit); int4
+and int8 have them in fp16 (AutoGPTQ @058fd80a, qlinear_cuda_old.py); int4_ungrouped has a scale for
+each column, which is left out; marlin has no zeros (IST-DASLab/marlin @0f102e1)."""
 PACKED_BYTES = {name: packing.bytes for name, packing in PACKINGS.items()}
 
 

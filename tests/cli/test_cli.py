@@ -159,7 +159,9 @@ def test_a_recipe_has_bf16_beside_it() -> None:
     job = "--model llama-3.1-8b --cluster h100-80gb --gpus 8 --seq-len 4096 --global-batch 64"
     words = ["simulate", "keep_all", *job.split(), "--tp", "2", "--recipe", "fp8"]
     told = " ".join(typed(*words).out.split())
-    assert re.search(r"in bf16 without its recipe: step .* times with it\); .* GiB in all", told)
+    assert re.search(
+        r"in bf16 without its recipe: step .* times as fast with it\); .* GiB in all", told
+    )
     found = json.loads(typed(*words, "--json").out)
     assert found["without_recipe"]["step_s"] > found["step_s"]
 

@@ -34,5 +34,5 @@ def beside(plain: Result, result: Result) -> str:
     if not plain.timed:
         return f"{words}: {room}"
     step_s, rate = plain.timed.step_s, rounded(plain.timed.tokens_per_s_per_gpu)
-    gain = f" ({step_s / result.timed.step_s:.2f} times with it)" if result.timed else ""
+    gain = f" ({step_s / result.timed.step_s:.2f} times as fast with it)" if result.timed else ""
     return f"{words}: step {seconds(step_s)}, {rate} tokens/s/GPU{gain}; {room}"

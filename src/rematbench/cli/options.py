@@ -235,7 +235,7 @@ def _fact_options(opened: Collection[str] = (), note: str = "") -> Iterator[insp
         option = Option(*words, min=least, max=most, metavar=described.metavar or None, help=text)
         hint = kind | None if default is None else kind
         yield _parameter(name, Annotated[hint, option], default)
-    about = "Adapters, by words without lora_ (also targets=, base=, dtype=), or PEFT's file."
+    about = "Adapters in one option (rank=, targets=, base=, dtype=), or PEFT's file."
     yield _parameter("lora", Annotated[str, Option(metavar="rank=R,..", help=about)], "")
 
 
@@ -247,7 +247,7 @@ def adapters_of(text: str) -> dict[str, Any]:
 
         reading = read_file(Path(text), {})
         if reading.package != "PEFT" or reading.refused:
-            wrong = reading.refused or ["expected rank=R,.. or PEFT's adapter_config.json"]
+            wrong = reading.refused or ["expected rank=R,... or PEFT's adapter_config.json"]
             raise CommandError(f"--lora {text}: {'; '.join(wrong)}")
         return {name: one for name, one in reading.values.items() if name in facts(Trained)}
     short = {name.removeprefix("lora_").removesuffix("_dtype"): name for name in facts(Trained)}

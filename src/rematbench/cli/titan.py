@@ -28,8 +28,8 @@ SCHEDULES = {1: "1F1B", 2: "Interleaved1F1B"}
 
 
 def titan_answer(asked: Request) -> FlagsAnswer:
-    """The configuration whose activation checkpointing decides a request's plan; `missing` has what
-    no key says."""
+    """The configuration whose activation checkpointing decides a request's plan; `missing`
+    has the facts that no key states."""
     problem, registry = asked.problem, discover([])
     plan, missing = asked.method.plan(problem, asked.base), list(_inexpressible(problem))
     assert not isinstance(plan, Unsupported)
@@ -46,7 +46,7 @@ def titan_answer(asked: Request) -> FlagsAnswer:
         for name, values in sections.items()
         for line in (f"[{name}]", *(f"{key} = {_toml(value)}" for key, value in values.items()))
     )
-    said = ("name and flavor of the model are not here",)
+    said = ("the model's name and flavor are left out",)
     return FlagsAnswer(baseline=TITAN, flags=text, missing=tuple(missing), remarks=said)
 
 
@@ -61,7 +61,7 @@ def _modes(layers: int) -> Iterator[tuple[tuple[str, Any], Section]]:
 
 
 def _inexpressible(problem: Problem) -> Iterator[str]:
-    """What of a problem no key says."""
+    """The facts of a problem that no key states."""
     lay, work, system = problem.layout, problem.workload, problem.system
     facts = {
         f"stack {system.name} (torchtitan's are torchtitan and those based on it)": (

@@ -251,8 +251,8 @@ class CostModel(KernelCosts):
         return parameters_per_rank * ranks / rate if rate else 0.0
 
     def host_cast_s(self, parameters: int) -> float:
-        """Seconds in which the host casts updated weights of a rank to compute precision: master
-        weights are read, weights written, through the rank's share of the node's DRAM; 0 for a
+        """Seconds in which the host casts updated weights of a rank to compute precision: it reads
+        master weights and writes weights through the rank's share of the node's DRAM; 0 for a
         cluster without a rate."""
         width = self.system.host.host_grad_bytes + self.system.states.param_bytes
         ranks = min(self.cluster.gpus_per_node, self.layout.gpus)

@@ -158,8 +158,8 @@ def pieces_host_bytes(updated: Sequence[int], visiting: Sequence[int], system: S
 def tensors_host_bytes(parts: Sequence[int], system: System) -> int:
     """Host bytes of a rank that updates `parts` parameters of each of its tensors on the host: a
     copy of the weights, pinned gradients, and pageable moments.  The copy is pinned if the device
-    has the weights in fp32 (`resident_bytes`); of weights in 16 bits a pinned copy is made, of that
-    a pageable one in fp32, and the block of the first serves the next tensor.  Source:
+    has the weights in fp32 (`resident_bytes`).  Weights in 16 bits are copied into a pinned block,
+    which the next tensor uses again, and from there into pageable fp32.  Source:
     megatron-core 0.16.1, optimizer/cpu_offloading/hybrid_optimizer.py
     (_get_sub_optimizer_param_groups, _set_sub_optimizer_grads)."""
     width, rest = system.host.host_grad_bytes, system.states.optimizer_bytes

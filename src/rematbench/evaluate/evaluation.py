@@ -43,8 +43,7 @@ class RankBytes(Struct, frozen=True, kw_only=True):
     rank's step with the device peak.  `host_state`: states in host memory, in their pinned blocks
     (`HostStates.held`); `host_update`: a temporary
     copy during their update; `host_rounding`: bytes by which pinned blocks exceed the activations
-    in them; `absent`: bytes of gradients that are not there at the peak: those by which it is below
-    the peak of activations with all gradients."""
+    in them; `absent`: bytes of gradients that are not allocated at the peak."""
 
     parameter: int
     gradient: int

@@ -322,8 +322,8 @@ def with_band(result: Result, family: str = "") -> Result:
 
 def with_host_rates(result: Result) -> Result:
     """A result with its band; on a node without a host rate the seconds are those at the geometric
-    mean of the rates measured on shipped clusters, and the band is as much wider as the slowest and
-    the fastest of them change the step."""
+    mean of the slowest and the fastest measured rate, and the band is wider by as much as these two
+    change the step."""
     problem, plan, why = result.problem, result.plan, result.not_timed.removeprefix(NOT_TIMED)
     result = with_band(result)
     if plan is None or problem.untimed or not lacks_host_rate(problem, plan):

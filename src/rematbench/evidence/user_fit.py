@@ -252,8 +252,8 @@ class Calibrated(Struct, frozen=True, kw_only=True):
 
 @cache
 def stacks() -> dict[tuple[str, str, str], list[Row]]:
-    """The committed rows out of source that have a speed and slopes, by (source, stack,
-    cluster)."""
+    """The committed rows, predicted without their source, that have a speed and slopes, by
+    (source, stack, cluster)."""
     found: dict[tuple[str, str, str], list[Row]] = defaultdict(list)
     for row in out_of_source():
         if log_error(row) is not None and number(row, slope_column(SCALES[0])) is not None:

@@ -34,7 +34,7 @@ LINEARS = {f"{name}_proj": name for name in PATHS}
 LINEARS |= {"qkv_proj": "q,k,v", "gate_up_proj": "gate,up", "linear_qkv": "q,k,v"}
 LINEARS |= {"linear_proj": "o", "linear_fc1": "gate,up", "linear_fc2": "down"}
 LAYERS = range(100)
-"""Layers of which a pattern names all or none."""
+"""Layers: a pattern names all of them or none."""
 PARTS = {"embed_tokens": "embedding", "lm_head": "head", "norm": "norms"}
 USUAL: dict[str, dict[str, Any]] = {
     "TRL": {"rank": 16, "dropout": 0.05, "targets": "q,v", "double": False},
@@ -159,7 +159,7 @@ def _named(word: str) -> list[str]:
         }  # fmt: skip
     except re.error:
         return []
-    some = any(len(hit) > 1 for hit in hits.values())  # adapters of some layers alone
+    some = any(len(hit) > 1 for hit in hits.values())  # only some layers have adapters
     return [] if some else [one for one in PATHS if hits[one] == {True}]
 
 

@@ -62,7 +62,7 @@ OFFLOADED = ("attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm")
 """The modules of --offload-modules whose tensors are modelled; those of experts are not."""
 SWIFT_TASKS = {("megatron", "sft"), ("megatron", "pt"), ("megatron", "rlhf")}
 SIZED = {"num-layers", "hybrid-layer-pattern"}
-"""Options that only a line with the model's sizes has."""
+"""Options that a line has only if it states the model's sizes."""
 SLIME = "max-tokens-per-gpu"
 ENGINE = {"tensor_model_parallel_size", "pipeline_model_parallel_size", "use_mca"}
 ENGINE |= {"expert_model_parallel_size", "virtual_pipeline_model_parallel_size"}
@@ -278,7 +278,7 @@ def _named_model(reading: Reading, options: Options) -> None:
     reading.model.clear()
     sizes = {*dialect("megatron")[""].shapes, "num_experts", "mtp_num_layers"}
     for option in sorted(option for option in options if option.replace("-", "_") in sizes):
-        reading.refused.append(f"--{option}: the model has a name, whose sizes are taken")
+        reading.refused.append(f"--{option}: the line names its model, whose sizes are taken")
     for option in ("model", "load"):
         name = first_value(options, option)
         if name and "model" not in reading.values:

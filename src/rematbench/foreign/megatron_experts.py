@@ -13,7 +13,7 @@ from rematbench.inputs.configfile import ConfigError
 WIDTHS = {
     "num-experts": "count",
     "moe-router-topk": "active",
-    "moe-intermediate-size": "ffn",  # of MindSpeed
+    "moe-intermediate-size": "ffn",  # MindSpeed has this name
     "moe-ffn-hidden-size": "ffn",
     "moe-shared-expert-intermediate-size": "shared_ffn",
     "moe-router-num-groups": "groups",

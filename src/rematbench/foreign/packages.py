@@ -88,7 +88,8 @@ def read_files(paths: list[Path], variables: Mapping[str, str] | None = None) ->
 
 def _by_name(whole: Reading, named: Path) -> None:
     """Take the states of a file that is not here from its name (`zero3`, `ds_z2_offload.json`,
-    as ms-swift and LLaMA-Factory name theirs; what axolotl's do not say is declared)."""
+    as ms-swift and LLaMA-Factory name theirs; config/foreign/axolotl.yaml has the states that the
+    names of axolotl's files do not state)."""
     stage = re.search(r"(?:zero|z|stage)[-_]?([0-3])", named.name.lower())
     if stage is None or "partial" in named.name:
         whole.notes.append(f"{named} is not here: name it after {whole.file}")
@@ -99,7 +100,7 @@ def _by_name(whole: Reading, named: Path) -> None:
             whole.put(name, value, str(named))
     for word in ("compile", "autotp", "fp8"):
         if word in named.name:
-            whole.refused.append(f"{named}: {word} is in its name, and the file is not here")
+            whole.refused.append(f"{named} is not here, and its name says {word}")
     moves = re.search(r"(no_)?offload(_param|_optim)?", named.name.lower())
     if moves and not moves[1]:
         homes = ("optimizer", "parameters") if stage[1] == "3" else ("optimizer",)
@@ -169,7 +170,9 @@ def _launch(path: Path, label: str, variables: dict[str, list[str]]) -> Reading:
     reading.facts |= _environment(script)
     reading.notes += [f"loop: {words}" for words in dict.fromkeys(script.loops)]
     if script.absent:
-        reading.notes.append(f"not here, so not read: {', '.join(dict.fromkeys(script.absent))}")
+        reading.notes.append(
+            f"sourced but not here, so not read: {', '.join(dict.fromkeys(script.absent))}"
+        )
     if script.undecided:
         tests = ", ".join(dict.fromkeys(script.undecided))
         reading.notes.append(
@@ -234,7 +237,7 @@ def _configured(script: Script) -> Reading | None:
             reading = READERS[package](data, script.file)
             read_launcher(reading, script, options)
             if alone := [one for one in words if one.endswith("_single_device")]:
-                reading.put("gpus", 1, alone[0])  # a recipe of torchtune
+                reading.put("gpus", 1, alone[0])  # torchtune names such recipes so
             return reading
     return None
 

@@ -46,9 +46,9 @@ class Reading(Struct, kw_only=True):
 
 
 def named_file(file: str | Path, named: object) -> Path:
-    """The file that another file names: at its path from that file's folder or from one above it
-    (where a command of a checkout starts), else at the longest end of its path that is there, as
-    the folder before it may be a variable.  Its name in that file's folder if it is nowhere."""
+    """The file that another file names: its path is tried from that file's folder, then from each
+    folder above (a command may start there), then without its first parts, as these may be a
+    variable.  If no such file exists: its name in that file's folder."""
     folder, path = Path(file).parent, Path(str(named))
     above = folder.resolve().parents if path.parent.name else ()
     ends = (Path(*path.parts[start:]) for start in range(1, len(path.parts)))

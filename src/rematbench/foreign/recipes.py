@@ -37,7 +37,7 @@ BACKENDS = {
     "te": "it quantises the output projection too, which is not modelled",
     "msamp": "gradients and states in FP8 are not modelled",
 }
-"""The backends of accelerate's FP8, each with why it is not read."""
+"""The backends of accelerate's FP8, each with the reason why it is not read."""
 ROWWISE = ("LLaMA-Factory",)
 """Trainers that ask torchao for scales of rows."""
 LEFT_OUT = {"output", "router.gate"}
@@ -113,19 +113,19 @@ def _read_torchao(reading: Reading, section: Mapping[str, Any], at: str, usual: 
 
 
 def _read_gather(reading: Reading, value: Any, key: str, named: str) -> None:
-    """Quantised weights that are gathered: torchao has them beside its default recipe alone."""
+    """Read the gather of quantised weights, which torchao has only with its default recipe."""
     if is_off(value):
         return
     if named:
-        reading.refused.append(f"{key}: torchao has no such gather beside recipe {named}")
+        reading.refused.append(f"{key}: torchao has no such gather with recipe {named}")
     else:
         reading.put("fp8_params", True, key)
 
 
 def read_accelerate_recipe(reading: Reading, data: Mapping[str, Any], at: str) -> None:
-    """Read FP8 of accelerate (fp8_backend, fp8_enable_fsdp_float8_all_gather; in a section they may
-    be without fp8_): torchao quantises all linears but the first, a query's projection, and the
-    last, the output's.  `at`: what messages have before a key."""
+    """Read FP8 of accelerate (fp8_backend, fp8_enable_fsdp_float8_all_gather, in a section also
+    without fp8_).  torchao quantises all linears but the first (the projection of queries) and the
+    last (that of the output).  `at`: the text before a key in messages."""
     rows, plain = reading.package in ROWWISE, {key.removeprefix("fp8_"): data[key] for key in data}
     word = str(plain.get("backend") or "").lower()
     usual = {"": "torchao", "auto": "torchao"} if rows or reading.package == "axolotl" else {}
@@ -140,4 +140,6 @@ def read_accelerate_recipe(reading: Reading, data: Mapping[str, Any], at: str) -
         reading.put("recipe", "fp8-rows" if rows else "fp8", f"{at}backend")
         _read_gather(reading, plain.get(GATHER), f"{at}{GATHER}", "rowwise" * rows)
         if not rows:
-            reading.notes.append("the first linear, which torchao leaves in 16 bits, counts in FP8")
+            reading.notes.append(
+                "the first linear, which torchao leaves in 16 bits, is counted in FP8"
+            )

@@ -44,7 +44,7 @@ COMPARED = {"-eq": "==", "-ne": "!=", "-gt": ">", "-ge": ">=", "-lt": "<", "-le"
 SHELLS = {"bash", "sh", "/bin/bash", "/bin/sh"}
 LAUNCHERS = {"srun", "nohup"}
 ENDS = {"|", "||", "&&", "&", ";"}
-"""Words after which a text that `eval` starts has another command."""
+"""The words that end a command in a text that `eval` starts."""
 PREFIXES = {"eval", "exec"}
 """Words before a command that change nothing which is read."""
 GPUS = re.compile(r"(?:[a-zA-Z][\w.-]*:)*(\d+)(?:\([^)]*\))?(?:,.*)?")
@@ -58,10 +58,10 @@ LONGEST = 1 << 20
 class Script(Struct):
     """The commands of a script, each a list of words; its variables; its functions; its
     here-documents by the file into which they are written; the options of its Slurm headers; the
-    conditions on values that are not in the script; the loops of which only the first word is read;
-    the scripts that it sources and that are not here.
+    conditions on values that are not in the script; the loops that are read for their first word
+    alone; the scripts that it sources and that are not here.
 
-    `text`: what is read now; `depth`: how many files and functions it may still enter.
+    `text`: the text that is being read; `depth`: how many files and functions it may still enter.
     """
 
     file: str
@@ -288,8 +288,8 @@ def _words(script: Script, words: Iterable[Node]) -> list[str]:
 
 
 def _echoed(script: Script, node: Node) -> Node:
-    """A word with the text that its `$(...)` print where these only test and echo: `$([ $A = 1 ] &&
-    echo --b)`; what other commands print is not known."""
+    """A word whose `$(...)` are replaced by what they print, if they only test and echo
+    (`$([ $A = 1 ] && echo --b)`); what other commands print is not known."""
     if node.get("Type") != "CmdSubst":
         parts = node.get("Parts", ())
         return {**node, "Parts": [_echoed(script, part) for part in parts]} if parts else node

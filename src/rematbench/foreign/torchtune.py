@@ -37,7 +37,7 @@ def read_torchtune(data: Mapping[str, Any], file: str) -> Reading:
         reading.refused.append(f"tensor_parallel_plan: {WHOLE_LOGITS}")
     for key in ("custom_sharded_layers", "memory_efficient_fsdp_wrap"):
         if not is_off(data.get(key)):
-            text = "embedding and head are freed after use, and are counted as kept gathered here"
+            text = "embedding and head are freed after use, but are counted as kept gathered"
             reading.notes.append(f"{key}: {text}")
     if not is_off(_section(data, "dataset").get("packed")):
         reading.notes.append("dataset.packed: attention stays inside documents: --document-len")

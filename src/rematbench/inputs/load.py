@@ -315,8 +315,8 @@ def _aliases() -> dict[str, str]:
 
 
 class RowClaim(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The published rows of a stack: rows of one of `systems` (a name with * is a pattern, of
-    versions that nobody read), and rows of the family `system` whose note contains `note`.
+    """The published rows of a stack: rows of one of `systems` (a name with * is a pattern for
+    versions that were not read), and rows of the family `system` whose note contains `note`.
     `recompute` maps a word in the recompute column of such a row to the stack's method."""
 
     system: str = ""
@@ -340,8 +340,8 @@ def claim_of_row(system: str, note: str) -> tuple[str, dict[str, str]]:
 
 @cache
 def version_of(system: str) -> str:
-    """The stack with the longest pattern for a published name; empty without one, and for names
-    that a file has, in any spelling."""
+    """The stack with the longest pattern for a published name; empty if no pattern matches, and
+    for a name that a file states, in any spelling."""
     claims, plain = _claimed_rows(), _plain(system)
     patterns = {name: stem for stem, claim in claims.items() for name in claim.systems}
     families = (claim.system for claim in claims.values())

@@ -27,9 +27,8 @@ class Recipe(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
       (0: a tensor has one scale).  `rows`: pieces of a tensor are quantised as the whole is if they
       have a multiple of so many rows (0: never, as a piece has another largest element).
     - `amax_passes`: times that a tensor is read for its largest element before it is quantised.
-    - `reduces`: the largest elements that ranks reduce: of a `tensor` that tensor parallelism
-      gathers quantised, before that; of the `history` of a pass, behind it, over all ranks of a
-      stage.
+    - `reduces`: the largest elements that ranks reduce: of a `tensor`, before tensor parallelism
+      gathers it quantised; of the `history` of a pass, after it, over all ranks of a stage.
     - `keeps_original`: a linear saves its input in 16 bits where another operator saves that too
       (set_save_original_input of TransformerEngine, which delayed scales do not allow).
     - `gathered_forms`: forms of an output's gradient that tensor parallelism gathers (by rows, and

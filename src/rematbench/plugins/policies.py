@@ -19,11 +19,10 @@ Setting = str | int | float | bool | list[str]
 class Policy(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A method with settings.  `smallest` names a parameter to tune: `compare` raises it from 1
     until the plan fits, and a user gives its value after the policy's name (`full_recompute:block
-    3`).  Empty: the policy has no parameter to tune.  `needs`: it is tried for models with
-    experts, shared experts, latent attention, or this and experts, alone, or on stacks that have
-    inputs of layers on the host with ZeRO 3, Megatron-core's modules on the host, or FSDP (empty:
-    for all).  `keys`: how a trainer's
-    file asks for it."""
+    3`).  Empty: the policy has no parameter to tune.  `needs`: it is tried only for models with
+    experts, shared experts, latent attention, or the last two together, or only on stacks that can
+    keep inputs of layers on the host with ZeRO 3, saved tensors of Megatron-core's modules on the
+    host, or that have FSDP (empty: for all).  `keys`: the keys of a trainer's file for it."""
 
     name: str
     method: str

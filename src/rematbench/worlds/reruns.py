@@ -54,7 +54,7 @@ def differences(rerun: Record, committed: Record) -> list[str]:
     both = bool(rerun.measured) and bool(committed.measured)
     new, old = (_compared(record, measured=both) for record in (rerun, committed))
     bound, found = BOUNDS[rerun.spec.precision], []
-    for name in (name for name in old if name in new):  # counts say what one of them lacks
+    for name in (name for name in old if name in new):  # counts show parts that are missing
         now, then, of_step = new[name], old[name], name.endswith(":")
         if now != then and not (of_step and abs(now - then) <= bound * abs(then)):
             found.append(f"{name} {_difference(now, then)}{f' (bound {bound:g})' * of_step}")
@@ -69,8 +69,8 @@ def _input(record: Record, kind: str) -> str:
 
 
 def _compared(record: Record, *, measured: bool) -> dict[str, Any]:
-    """What of a record is compared, by name; a part that a record lacks is None.  A name that ends
-    with a colon is of a loss or a norm, which rounding may change."""
+    """The parts of a record that are compared, by name; None for a part that it lacks.  A name with
+    a colon at its end belongs to a loss or a norm, which rounding may change."""
     found = {name: getattr(record, name) for name in SIMULATED}
     found |= {name: getattr(record.engine, name, None) for name in RAN}
     seen = record.measured if measured and record.measured else Measured()

@@ -222,7 +222,7 @@ def _held(layout: Layout, problem: Problem) -> tuple[int, int, int]:
     of experts, and in the sums of whole gradients."""
     parameter, gradient, _ = state_fates(layout, problem.system)
     width = gathered_bytes(problem) if parameter.release == "step" else 0
-    if problem.workload.fp8_params:  # at least as many as all would have in quantised copies
+    if problem.workload.fp8_params:  # a lower bound: some weights are not quantised, and are wider
         width = min(width, problem.system.states.gather_bytes)
     here = layout.state_shards == 1 and parameter.home == "device"
     sums = problem.system.states.reduce_bytes if gradient.release == "step" else 0
@@ -238,8 +238,8 @@ def _shards(layout: Layout, problem: Problem) -> list[int]:
 
 
 def _comes_later(fate: StateFate, layout: Layout, problem: Problem) -> bool:
-    """Whether gradients are sums until the reduction, or the only backward makes them, so that
-    another moment can have the peak."""
+    """Whether the peak may be at a moment without gradients: they are sums until the reduction, or
+    the only backward of the step allocates them."""
     once = layout.num_micro_batches == 1 and layout.pp == 1
     fresh = problem.system.states.fresh_gradients and once
     return fate.kind == "gradient" and (fate.release == "step" or fresh)

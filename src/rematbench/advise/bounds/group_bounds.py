@@ -148,7 +148,7 @@ class GroupBounds(LayoutGroup):
         text: str,
         ask: Callable[[Composition], Reply | Refused],
     ) -> Reply | Refused:
-        """What `ask` returns of the method `text`, asked once."""
+        """The answer of `ask` on the method `text`; it is computed once."""
         if text not in known:
             try:
                 known[text] = ask(self.registry.resolve(text, None, self.problem))

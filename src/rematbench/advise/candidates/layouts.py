@@ -183,13 +183,12 @@ def _dense_between_experts(work: Workload) -> str:
 
 
 Exchange = tuple[Dispatcher | None, bool, System]
-"""A dispatcher of experts beside the stack's (None: the stack's), whether exchanges overlap, and
-the stack with both."""
+"""Another dispatcher of experts (None: the stack's), whether exchanges overlap, and the stack with
+both."""
 
 
 def _open_exchanges(spec: Job, cluster: Cluster, system: System) -> list[Exchange]:
-    """The exchanges of experts that the stack has beside its own, where the job leaves them
-    open."""
+    """The other exchanges of experts that the stack can run, where the job does not choose them."""
     flex = other_dispatcher(spec, cluster, system)
     overlaps = (False, True) if switches_overlap(spec, system) else (False,)
     return [
@@ -324,7 +323,7 @@ def _states_and_experts(
     peers where the other parameters have none."""
     (tp, cp, pp, dp), experts = degrees, work.model.experts
     ranks, pairs = tp * cp * dp, list[tuple[int, int | None]]([(1, None)])
-    if experts is not None:  # an expert has no tensor parallelism, or that of attention
+    if experts is not None:  # an expert is whole, or is split as attention is
         pairs = [
             (ep, etp)
             for etp in (sorted({1, tp}) if fixed.etp is None else [fixed.etp])

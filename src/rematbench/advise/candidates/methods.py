@@ -110,8 +110,8 @@ def variants(
 
 
 def _tuned(registry: Registry, text: str) -> Variant:
-    """A method with settings that the user typed (with a colon and none: as it is, without the
-    policies of its name), or a policy by its name."""
+    """A policy by its name, or a method with the settings that the user typed; `method:` is the
+    method without settings, where a policy has the same name."""
     methods = registry.resolve(text).methods
     if len(methods) > 1:
         raise MethodError(f"{text!r}: name single methods only; search composes them itself")

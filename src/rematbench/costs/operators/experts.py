@@ -164,8 +164,8 @@ def _dispatch_once(b: Builder, layout: Layout, experts: Experts, x: str) -> tupl
 
 
 def _order(b: Builder, experts: Experts) -> str:
-    """Add what is saved of the order in which a rank's tokens are copied: of each token the map to
-    experts, the probabilities by expert, and the order."""
+    """Add what the backward needs of the order in which a rank's tokens are copied: for each token
+    the map to experts, the probabilities by expert, and the order."""
     tokens = b.s.shard_tokens
     nbytes = (1 + b.wide_bytes) * experts.count + INDEX * experts.active
     if b.padded:  # the order, of tokens and of probabilities by expert, and no map
@@ -220,7 +220,7 @@ def _take(
     group: Group,
     nbytes: int,
 ) -> None:
-    """Add the copy into the order of experts, behind a gather of `nbytes` (0: none)."""
+    """Add the copy into the order of experts, after a gather of `nbytes` (0: none)."""
     b.op(
         name="sort",
         inputs=inputs,

@@ -48,7 +48,7 @@ class Attention(Struct, frozen=True, tag="attention"):
 class Elementwise(Struct, frozen=True, tag="elementwise"):
     """A memory-bound kernel (or a fused run of them): bytes read plus written, kernels launched;
     `batch`: a loop issues the launches for each of so many groups; `of_weights`: the bytes are
-    those of weights, all of which some of the rows need too."""
+    those of weights, and a part of the rows needs all of them too."""
 
     hbm_bytes: int
     launches: int = 1

@@ -81,9 +81,9 @@ class Op(Struct, frozen=True, kw_only=True):
 
     `row_local`: each output row depends on the same input row only. `alias_inputs`: inputs whose
     gradient is the same tensor as the output's gradient (a residual addition), so the backward
-    moves no bytes. `scratch_*` are bytes that exist only during the kernel. `widened_bytes`: so are
-    those of a packed weight that is widened, in the forward and in the backward of the input; some
-    of the rows need all of them.
+    moves no bytes. `scratch_*` are bytes that exist only during the kernel. So are `widened_bytes`,
+    those of a packed weight that is widened in the forward and in the backward of the input; a part
+    of the rows needs all of them.
 
     `holds`: tensors that the caller of a module keeps until the end of this operator, in a forward.
 

@@ -6,9 +6,9 @@ treat it as any saved tensor.  Where another operator saves the input too, the l
 quantises again in its backward, if the recipe allows it (megatron-core 0.16.1, attention.py and
 shared_experts.py: set_save_original_input).  torchao keeps the input in 16 bits and casts it, and
 the weight, at each use.  Gathers of inputs and of output gradients under sequence parallelism move
-quantised bytes, behind a reduction of the largest element where a tensor has one scale from its
-values now (with_amax_reduction of TransformerEngine's linears).  Each quantisation reads its tensor
-in 16 bits and writes its forms.
+quantised bytes, after a reduction of the largest element where a tensor has one scale from its
+current values (with_amax_reduction of TransformerEngine's linears).  Each quantisation reads its
+tensor in 16 bits and writes its forms.
 Deviations: norms and activations do not write quantised outputs themselves, and the rows of experts
 are not padded to the recipe's multiples.
 """
@@ -26,10 +26,10 @@ from rematbench.inputs.system import System
 from rematbench.workload import Workload
 
 EAGER_BYTES, EAGER_KERNELS, EAGER_SCRATCH = 33, 6, 8
-"""Of an element that torchao casts outside a compiler: absolute values, their largest, fp32, times
-the scale, between the limits, in 8 bits (torchao 0.9, float8/float8_scaling_utils.py and
-float8_utils.py: bf16 is read twice and copied once, fp32 written and read three times, and two
-tensors of fp32 are alive at a time)."""
+"""Costs of an element that torchao casts without a compiler, in six kernels: absolute values, their
+maximum, the cast to fp32, the scaling, the clamp, the cast to 8 bits (torchao 0.9,
+float8/float8_scaling_utils.py and float8_utils.py: bf16 is read twice and copied once, fp32 written
+and read three times, and two tensors of fp32 are alive at a time)."""
 LARGEST = Comm("amax", "tp", 4)
 PLAIN = ("router", "index", "lm_head", "predict_head", "shared_add")
 

@@ -92,7 +92,7 @@ def emit_step_end(steps: Steps, plan: Plan, problem: Problem) -> None:
 
 
 def _end_amaxes(steps: Steps, problem: Problem) -> None:
-    """Reduce, behind the update of quantised parameters, the largest elements of shards of weights,
+    """After the update of quantised parameters, reduce the largest elements of shards of weights,
     or of their blocks where scales are in fp32 (TransformerEngine 2.x, pytorch/tensor/utils.py:
     cast_master_weights_to_fp8; torchao 0.9, float8/fsdp_utils.py:
     precompute_float8_dynamic_scale_for_fsdp)."""

@@ -120,7 +120,7 @@ def fresh_peak(rank: RankProgram) -> int:
         for action in rank.blocks[step.block].actions:
             if action.kind is Kind.BACKWARD_WEIGHT:
                 gradients += made.pop((step.chunk, action.part), 0)
-            elif action.kind is Kind.OPTIMIZER:  # also those whose weights have no kernel
+            elif action.kind is Kind.OPTIMIZER:  # units without a weight kernel have gradients too
                 gradients, made = gradients + sum(made.values()), {}
             for alloc in action.allocs:
                 if alloc.storage.place != HOST and not alloc.slot:

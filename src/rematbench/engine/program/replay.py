@@ -182,10 +182,10 @@ class _Run:
         lengths: Lengths | None = None,
     ) -> None:
         self.memory, self.blocks, self.lengths = memory, blocks, lengths
-        self.lines: dict[int, list[RepeatedRequests]] = {}  # of the blocks that have run
+        self.lines: dict[int, list[RepeatedRequests]] = {}  # by block that has run
         self.late = late is not None
         self.units = late.units if late else {}
-        self.pool = POOLS.index("reduced") if late and late.beside else 0  # of gradients
+        self.pool = POOLS.index("reduced") if late and late.beside else 0  # holds the gradients
         self.made: set[tuple[int, ModelPart]] = set()  # units whose states exist
         self.gradients: dict[
             tuple[int, ModelPart, str], list[MemoryBlock]

@@ -220,7 +220,7 @@ def _model(row: Row, words: dict[str, Any]) -> tuple[Model, str]:
     if latent:
         stated["latent"] = _latent(model, latent)
     for every, column in ((1, "window"), (2, "alternate_window")):
-        if size := stated.pop(column, 0):  # the first layer has it
+        if size := stated.pop(column, 0):  # the first layer has a window
             layers = range(shape.get("num_layers", model.num_layers))
             stated["attention_window"] = tuple(0 if i % every else size for i in layers)
     if text(row, "experts") not in NONE:
@@ -230,12 +230,12 @@ def _model(row: Row, words: dict[str, Any]) -> tuple[Model, str]:
 
 
 HUB = re.compile(r"[\w-]+/([\w.-]+)(?<!\.yaml)(?<!\.yml)(?<!\.json)")
-"""A model's name on a hub, ORGANISATION/MODEL."""
+"""The name of a model on a hub, ORGANISATION/MODEL."""
 
 
 def _shipped(kind: Kind, name: str) -> str:
-    """The shipped name that a name spells in another case, with other separators, with details in
-    parentheses or with its organisation on a hub; other names as they are."""
+    """The shipped name of a name that has another case, other separators, details in parentheses or
+    an organisation of a hub; other names as they are."""
     hub = HUB.fullmatch(name) if kind == "model" and not Path(name).exists() else None
     name = hub[1] if hub else name
     plain = re.sub("[ _]", "-", INSIDE.sub("", name).strip().lower())

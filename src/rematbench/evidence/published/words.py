@@ -146,7 +146,7 @@ def spelled(word: str, terms: Iterable[str]) -> tuple[str, str] | None:
 
 @cache
 def _index(terms: tuple[str, ...]) -> dict[str, str]:
-    """The term of each spelling: its parts without separators, or in the order of the alphabet."""
+    """The term of each spelling: its parts without separators, or in alphabetical order."""
     spellings = {term: _parts(term) for term in reversed(terms)}
     joined = {"".join(parts): term for term, parts in spellings.items()}
     return {" ".join(sorted(parts)): term for term, parts in spellings.items()} | joined

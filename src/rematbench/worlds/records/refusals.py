@@ -103,7 +103,7 @@ def _refused_of_adapters(problem: Problem) -> dict[str, bool]:
         "weights that do not train, other than with low-rank adapters": others,
         f"frozen weights in {work.base_dtype}": work.base_dtype != "stack"
         and not PACKINGS.get(work.base_dtype, Packing(4)).block,
-        "packed weights that ranks share by unit, of memory layers, or beside a prediction": packed
+        "packed weights with ZeRO 2 or 3, memory layers or a prediction of more tokens": packed
         and (lay.zero_stage >= GRADIENT_STAGE or model.memory is not None or model.mtp_layers > 0),
         "frozen norms in fp32": work.fp32_norms and work.element_bytes < SUM_BYTES["fp32"],
         f"what trains in {work.trained_dtype}": work.trained_dtype != "stack",

@@ -68,7 +68,7 @@ class Tracker(DispatchMode):
                 self._states.append(storage)
 
     def forget(self, tensor: Tensor) -> None:
-        """Take a storage of the transport out of the count, for its lifetime."""
+        """Do not count a storage of the transport as long as it lives."""
         storage = tensor.untyped_storage()
         key = storage._cdata
         self._remove(key)

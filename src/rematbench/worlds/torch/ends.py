@@ -18,7 +18,7 @@ def embedding(call: Call) -> Tensors:
     model = call.model
     table = call.parameter("embedding").value
     whole = model.problem.layout.tp == 1
-    if model.shares:  # the rows of all stages' tables
+    if model.shares:  # each stage has a part of the table
         out = model.looked_up[call.span.micro_batch].clone()
     else:
         out = arithmetic.embed(_ids(call), table, model.vocab_start, whole=whole)
@@ -43,7 +43,7 @@ def embedding_weight(call: Call) -> None:
     total = call.parameter("embedding").grad
     whole = model.problem.layout.tp == 1
     if model.shares:
-        with _disable_current_modes():  # outside the ledger, as a message's copy
+        with _disable_current_modes():  # the ledger does not count transport memory
             model.input_gradients[call.span.micro_batch] = call.grads[0].clone()
     else:
         arithmetic.embed_backward(total, call.grads[0], ids, model.vocab_start, whole=whole)
@@ -82,11 +82,11 @@ def softmax(
     saved: Tensor, labels: Tensor, start: int, group: Group
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Turn the logits of a vocabulary shard from `start` on into softmax over the shards of a
-    group, in place.  Returns of each token the largest logit, the sum of exponentials, and how far
+    group, in place.  Returns for each token the largest logit, the sum of exponentials, and how far
     its label's logit lies from the largest (0 if no shard has the label)."""
     top = saved.amax(-1)
     group.all_reduce(top, "max")
-    top.clamp_(min=torch.finfo(top.dtype).min)  # of a shard with padded columns only
+    top.clamp_(min=torch.finfo(top.dtype).min)  # a shard may have padded columns only
     saved.sub_(top[:, None])
     column, mine = arithmetic.in_shard(labels, start, saved.shape[-1])
     target = saved.gather(1, column[:, None])[:, 0].masked_fill(~mine, 0.0)

@@ -439,8 +439,8 @@ class Messages:
         self._begin(message, work)
 
     def post(self, data: Tensor, message: Message) -> None:
-        """Send what the transport holds until the end of the step; the action's event is complete
-        at once."""
+        """Send a tensor that the transport holds until the end of the step; the action's event is
+        complete at once."""
         self.posted.append((self._send(data, message), data))
 
     def flush(self) -> None:

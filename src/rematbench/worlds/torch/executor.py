@@ -99,7 +99,7 @@ class Executor:
             self.table = self.vocabulary.over(self.table)
 
     def _outside(self, tensor: Tensor) -> None:
-        """Take a tensor of the transport out of the ledger."""
+        """Leave a tensor of the transport out of the ledger."""
         if self.tracker is not None:
             self.tracker.forget(tensor)
 

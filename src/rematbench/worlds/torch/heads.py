@@ -18,12 +18,12 @@ from torch import Tensor
 from rematbench.worlds.torch.groups import Group
 
 SPLIT = ("q", "k", "v")
-"""The weights (and biases) of which a piece of heads has some rows."""
+"""The weights (and biases) whose rows are split into pieces of heads."""
 
 
 class Heads(NamedTuple):
-    """Of each rank that shares a sequence's heads (Ulysses), the piece of this number of its heads,
-    of `slices`, and of its heads of keys, of `keys`: with few heads of keys, pieces share them."""
+    """Piece `number` of the heads that each of `ranks` has under Ulysses: its query heads are cut
+    into `slices` pieces, its KV heads into `keys`.  If KV heads are few, pieces share them."""
 
     number: int
     slices: int
@@ -34,7 +34,7 @@ class Heads(NamedTuple):
         return self.keys if name[0] in "kv" else self.slices
 
     def parts(self, name: str, whole: Tensor, dim: int) -> list[Tensor]:
-        """The views, one for each rank, of the piece in a tensor with all heads along `dim`."""
+        """Views of the piece, a view for each rank, in a tensor with all heads along `dim`."""
         pieces = self.pieces(name)
         if pieces == 1:
             return [whole]
@@ -48,7 +48,7 @@ class Heads(NamedTuple):
 
 
 def put(target: Tensor, made: Tensor, heads: Heads | None) -> None:
-    """Copy a result into an existing tensor, of a piece of heads into its columns."""
+    """Copy a result into a tensor; that of a piece of heads fills the columns of the piece."""
     parts = heads.parts("attn_out", target, -1) if heads else [target]
     for part, some in zip(parts, made.chunk(len(parts), -1), strict=True):
         part.copy_(some.reshape(part.shape))

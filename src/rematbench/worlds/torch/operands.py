@@ -188,14 +188,14 @@ class Call(NamedTuple):
         return self.value(f"{name}.bias") if has else None
 
     def value(self, name: str) -> Tensor:
-        """A weight or bias, of a piece of heads its rows."""
+        """A weight or bias; for a piece of heads, the rows of the piece."""
         return self._piece(name, self.parameter(name).value)
 
     def _piece(self, name: str, whole: Tensor) -> Tensor:
         return self.heads.of(name, whole, 0) if self._split(name) and self.heads else whole
 
     def sums(self, name: str) -> list[Tensor]:
-        """The sum of a weight's gradients, of a piece of heads its rows, for each rank."""
+        """The sum of a weight's gradients; for a piece of heads, the rows of the piece by rank."""
         whole = self.parameter(name).grad
         return self.heads.parts(name, whole, 0) if self._split(name) and self.heads else [whole]
 
@@ -243,7 +243,7 @@ class Call(NamedTuple):
         return self._piece(name, self.widened((name,)).wide[name] if known is None else known)
 
     def widened(self, names: Sequence[str]) -> "Call":
-        """The call with the packed weights `names` widened in one matrix."""
+        """The call with the packed weights `names` widened into one matrix."""
         found = {name: self.parameter(name) for name in names}
         sizes = [one.shape.numel() for one in found.values()]
         whole = self.model.where.new_empty(sum(sizes), dtype=self.model.dtype)
@@ -251,7 +251,7 @@ class Call(NamedTuple):
         return self._replace(wide={name: one.widened(part) for (name, one), part in parts})
 
     def opened(self, names: Sequence[str]) -> "Call":
-        """The call with the weights of one fused linear, if they are packed, widened together."""
+        """The call; the weights of a fused linear are widened together if they are packed."""
         fused = self.model.problem.system.kernels.fused_linears
         opens = fused and all(self.parameter(name).spec.packing for name in names)
         return self.widened(names) if opens else self

@@ -95,7 +95,7 @@ def _to_ranks(call: Call, grad: Tensor) -> Tensor:
 
 
 def _shape(call: Call) -> attn.Shape:
-    """One rank's attention, or that of a piece of its heads."""
+    """The shape of a rank's attention, or of a piece of its heads."""
     shape = call.model.attention
     if call.heads is None:
         return shape
@@ -104,7 +104,7 @@ def _shape(call: Call) -> attn.Shape:
 
 
 def _of_heads(call: Call, x: Tensor) -> Tensor:
-    """The columns of a piece of heads, of what has those of all."""
+    """The columns of a piece of heads, from a tensor that has the columns of all heads."""
     whole = call.heads is not None and call.op.outputs[0] == "attn_out"
     return call.heads.of("attn_out", x, 1) if whole and call.heads else x
 

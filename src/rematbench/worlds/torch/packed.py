@@ -46,7 +46,7 @@ def packed(weight: Tensor, name: str) -> Tensor:
         return torch.empty(nbytes(count, packing), dtype=torch.uint8, device="meta")
     x = _blocks(weight.reshape(-1).float(), packing.block)
     steps, zeros = (1 << packing.bits) - 1, None
-    if packing.zeros:  # from the least to the largest value, and 0 has a code
+    if packing.zeros:  # codes cover all values, and 0 has a code
         low, high = (x.amin(1).clamp(max=0), x.amax(1).clamp(min=0))
         scales = (high - low) / steps
     else:
@@ -77,7 +77,7 @@ def _blocks(x: Tensor, size: int) -> Tensor:
 
 
 def _packed_scales(scales: Tensor, packing: Packing) -> tuple[list[Tensor], Tensor]:
-    """The bytes of scales, and what these say."""
+    """The packed bytes of scales, and the rounded scales that they hold."""
     if packing.nested:
         groups = _blocks(scales, packing.nested)
         tops = groups.amax(1)
@@ -94,7 +94,7 @@ def _nested(codes: Tensor, tops: Tensor, packing: Packing) -> Tensor:
 
 
 def _together(codes: Tensor, bits: int) -> Tensor:
-    """Two codes of 4 bits in a byte."""
+    """Codes in bytes; two codes of 4 bits share a byte."""
     if bits == 8:
         return codes
     pairs = _blocks(codes, 2)
@@ -106,7 +106,7 @@ def _apart(data: Tensor, bits: int) -> Tensor:
 
 
 def widen(data: Tensor, name: str, out: Tensor) -> Tensor:
-    """Write what the bytes of a packed weight say into `out`, piece by piece."""
+    """Write the values of a packed weight into `out`, piece by piece."""
     packing, flat = PACKINGS[name], out.view(-1)
     sizes = _sizes(flat.numel(), packing)
     tops, scales, zeros, codes = torch.split(data, list(sizes))

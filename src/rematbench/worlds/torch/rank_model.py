@@ -83,7 +83,7 @@ class RankModel:
         self.of_heads = next((run for run in plan.mini_sequences if run.of == "heads"), None)
         self.shares = plan.schedule in VOCABULARY
         self.looked_up: list[Tensor] = []
-        """Of a vocabulary that stages share: the rows of the input table, by micro-batch."""
+        """The rows of the input table by micro-batch, if stages share a vocabulary."""
         self.input_gradients: dict[int, Tensor] = {}
         self.units = [self._by_prefix(chunk) for chunk in self.chunks]
         order = problem.system.parallel.rank_order

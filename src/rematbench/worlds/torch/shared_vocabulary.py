@@ -1,11 +1,11 @@
-"""The passes of a vocabulary that all stages share, on one stage (see the lowering's module of this
-name).
+"""The passes that one stage runs for a vocabulary that all stages share (the lowering's module of
+the same name has their order).
 
 Stages reach the barriers of several micro-batches in different orders, which the collectives of one
 communicator cannot do.  So every stage sends its part of a barrier to each other stage, and each
 adds the parts itself.  Parts are in the memory of the transport, outside the ledger, and so are the
 rows of the input table: those of all micro-batches are summed over the stages before the first
-pass, and their gradients are spread behind the last one, so that a lookup inside a pass moves
+pass, and their gradients are spread after the last pass, so that a lookup inside a pass moves
 nothing.
 """
 
@@ -29,7 +29,7 @@ Act = Callable[[Action, Span], None]
 ALONE = Group(1, 0, None)
 BARRIERS = "sg"
 VECTORS = 3
-"""Of each token: the largest logit, the sum of exponentials, and the logit of the label."""
+"""For each token: the largest logit, the sum of exponentials, and the logit of the label."""
 
 
 class SharedVocabulary:
@@ -56,12 +56,12 @@ class SharedVocabulary:
         }
 
     def over(self, table: dict[Kind, Act]) -> dict[Kind, Act]:
-        """An executor's table in which this vocabulary does its actions."""
+        """An executor's table, in which this class does the actions of the vocabulary."""
         return {kind: partial(self._act, usual) for kind, usual in table.items()}
 
     def _act(self, usual: Act, action: Action, span: Span) -> None:
         if action.part == SHARE or action.op == "vocabulary":
-            if action.op != "lookup":  # those of all micro-batches are made together
+            if action.op != "lookup":  # look_up makes all micro-batches together
                 self.work[action.kind, action.op](action, span)
         elif action.kind in (Kind.SEND, Kind.RECV) and action.op[0] in BARRIERS:
             (self.send_part if action.kind is Kind.SEND else self.receive_part)(action, span)
@@ -99,7 +99,7 @@ class SharedVocabulary:
         return self.model.local[0][SHARE][name]
 
     def _call(self, action: Action, span: Span, name: str) -> Call:
-        """The call of an operator, whose first read gets a name."""
+        """The call of an operator; `name`: the activation that its first read holds."""
         unit = self.model.units[0][SHARE]
         tensors = {name: self.memory[span.key(action.reads[0])].data}
         return Call(self.model, unit, unit.table.op(action.op), span, tensors)
@@ -113,7 +113,7 @@ class SharedVocabulary:
         self._put(action, span, call.linear(call.tensors["x"], "lm_head", None))
 
     def softmax(self, action: Action, span: Span) -> None:
-        """The softmax of the stage's own logits, and the vectors by which others correct it."""
+        """The softmax of the stage's own logits, and the vectors by which all stages correct it."""
         call = self._call(action, span, "logits")
         (saved,) = ends.loss(call).values()
         labels, (_, mine) = self.model.batches[span.micro_batch].labels, self._labels(span)
@@ -159,8 +159,8 @@ class SharedVocabulary:
         return torch.stack(rows).view(self.stages, VECTORS, -1)
 
     def _corrections(self, span: Span) -> tuple[Tensor, Tensor, Tensor]:
-        """Of each token the largest logit, the sum of exponentials, and the factor by which each
-        stage's own softmax becomes its part of the whole one."""
+        """For each token the largest logit, the sum of exponentials, and the factor by which each
+        stage's softmax becomes its part of the whole softmax."""
         tops, totals, _ = self._vectors(span).unbind(1)
         top = tops.amax(0)
         totals = totals * (tops - top).exp()
@@ -172,7 +172,7 @@ class SharedVocabulary:
 
     def _part(self, barrier: str, span: Span) -> Tensor:
         """What this stage sends to the others: its vectors, or its part of the output's gradient.
-        With one barrier both, and the weights of its labels, which the softmax does not scale."""
+        With a single barrier it sends both, and the weights of its labels, which are not scaled."""
         last = self.stage == self.stages - 1
         output = storage_of(HEAD if last else SHARE, "final_norm_out").gradient
         found = [self.vectors[span.micro_batch]] if barrier == "s" else []

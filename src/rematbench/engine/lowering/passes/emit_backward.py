@@ -146,7 +146,7 @@ class BackwardEmitter:
 
     def _graphs(self) -> set[int]:
         """The places of sharded layers that are rebuilt as graphs of their own (`Zero.reentrant`).
-        FSDP knows of none of them before, and gathers none ahead.  A pipeline has all gathered."""
+        FSDP does not know their order and gathers none ahead.  A pipeline keeps all gathered."""
         zero, gatherer = self.chunk.problem.system.zero, self.gatherer
         alone = self.chunk.problem.layout.pp == 1
         fsdp = zero.reentrant and zero.data_parallel == "fsdp" and alone
@@ -166,7 +166,7 @@ class BackwardEmitter:
             self.held += gatherer.own(unit)
         elif unit.layer >= 0 and unit.place in self.graphs and frozen:
             kept = storage_of(unit.prefix, "held")
-            for storage in (kept, kept.gradient):  # the input's takes the bytes that it had
+            for storage in (kept, kept.gradient):  # the input stays in its bytes
                 self.held.append(storage)
                 emit_alloc(self.w, storage, unit.table.activations["layer_input"].nbytes)
 

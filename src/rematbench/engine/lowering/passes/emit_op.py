@@ -16,8 +16,8 @@ from rematbench.plan import PlanError
 Storages = Sequence[tuple[Storage, int]]
 
 OPERANDS, GRADIENTS = 3, 2
-"""The largest elements that TransformerEngine keeps of a product's pass (pytorch/quantization.py):
-of input, weight and output; of the output's gradient and the input's."""
+"""The largest elements that TransformerEngine keeps for each pass of a product: of input, weight
+and output; of the gradients of output and input (pytorch/quantization.py)."""
 NOT_AGAIN = (
     "disable moe in recompute_modules, and full recomputation, when enabling "
     "overlap_moe_expert_parallel_comm"
@@ -156,13 +156,13 @@ def _kernels(
 
 
 def emit_amax(w: BlockWriter, unit: Unit, op: str, comm: Comm | None, reads: list[Storage]) -> None:
-    """Reduce the largest element of a tensor that is quantised next, if other ranks have parts."""
+    """Reduce the largest element of a tensor that is quantised next, if ranks have parts of it."""
     if comm is not None:
         w.wait(COMPUTE, w.collective(comm, unit.prefix, op, reads, []))
 
 
 def emit_amaxes(w: BlockWriter, chunk: ChunkOps, numbers: int) -> None:
-    """Reduce the largest elements of a pass, `numbers` of each product, over the ranks of the stage
+    """After a pass, reduce `numbers` largest elements of each product over the ranks of the stage
     (TransformerEngine 2.x, pytorch/quantization.py: reduce_and_update_fp8_tensors, at the end of
     the outermost autocast, which Megatron-core opens for a chunk in its recipe `delayed`; its group
     is that of tensor, context and data parallelism)."""

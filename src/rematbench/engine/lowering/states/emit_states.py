@@ -184,7 +184,7 @@ class ParameterGatherer:
         buffer, parameters, group, quantised = whole
         narrow = self.system.states.gather_bytes
         payload = narrow * parameters
-        if self.layerwise:  # buffers are read by kernels, quantised ones as they are sent
+        if self.layerwise:  # kernels read the buffers; quantised parameters keep their sent width
             payload = self.width * (parameters - quantised)
             payload += min(self.width, narrow) * quantised
         allocs = (Alloc(buffer, payload),) if self.layerwise else ()
