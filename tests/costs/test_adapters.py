@@ -1,6 +1,7 @@
 """What trains: saved bytes against PEFT's trace and closed forms, states by class of parameter, and
 published peaks."""
 
+import re
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from rematbench.engine.lowering.lower import lower
 from rematbench.evaluate.evaluator import evaluate
 from rematbench.evaluate.problems import make_problem
 from rematbench.evaluate.proof import check
+from rematbench.evidence.peaks import fits_word
 from rematbench.evidence.published.row_cases import read_case
 from rematbench.evidence.published.words import committed
 from rematbench.inputs.job import Job
@@ -256,7 +258,8 @@ def test_words_of_other_sheets_on_adapters(column: str, cell: str, facts: dict[s
 
 @pytest.mark.full
 def test_all_published_peaks_of_adapters() -> None:
-    """Every row; those that print nothing exceed the device."""
+    """Every row.  Those that print nothing exceed the device, or leave too little of it to be sure
+    (Llama-2-70B on two GPUs, whose totals are within 3 % of nvidia-smi's): FITS, TIGHT."""
     rows = predicted([*committed("adapters.csv")])
     ran = [row for row in rows if row["status"] == "ok"]
     assert len(ran) == 45
@@ -264,7 +267,19 @@ def test_all_published_peaks_of_adapters() -> None:
         assert row["pred_status"] == "ok"
         peak = float(row["peak_device_bytes"])
         assert float(row["pred_peak_device_bytes"]) == pytest.approx(peak, rel=0.01)
-    assert {row["pred_status"] for row in rows if row["status"] != "ok"} == {"oom"}
+    silent = [row for row in rows if row["status"] != "ok"]
+    edge = [row for row in silent if row["pred_status"] != "oom"]
+    assert (len(silent), {(row["model"], row["gpus"]) for row in edge}) == (
+        27,
+        {("llama2-70b", "2")},
+    )
+    for row in edge:
+        shown = re.search(r"nvidia-smi (\d+) MiB", row["note"])
+        assert shown
+        total = float(row["pred_device_total_bytes"])
+        assert total == pytest.approx(int(shown[1]) << 20, rel=0.03)
+        left, room = (float(row[f"pred_{name}_bytes"]) for name in ("headroom", "usable"))
+        assert fits_word(left, room) == "tight"
 
 
 @pytest.mark.full
