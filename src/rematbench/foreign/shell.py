@@ -213,9 +213,9 @@ def _joined(script: Script, node: Node) -> bool | None:
 
 
 def _case(script: Script, node: Node) -> bool | None:
-    value = expand_text(node["Word"], script.variables)
+    value = _text(script, node["Word"])
     for item in node.get("Items", ()):
-        patterns = [expand_text(word, script.variables) for word in item["Patterns"]]
+        patterns = [_text(script, word) for word in item["Patterns"]]
         if any(fnmatch.fnmatchcase(value, pattern) for pattern in patterns):
             return _run(script, item.get("Stmts", ()))
     return None
@@ -233,7 +233,7 @@ def _tested(script: Script, node: Node, source: str) -> bool | None:
     """The value of a part of `[[ ... ]]`; None for a test of a file."""
     sign = node.get("Op")
     if node["Type"] == "Word":
-        return bool(expand_text(node, script.variables))
+        return bool(_text(script, node))
     if sign in ("&&", "||"):
         sides = [bool(_tested(script, node[side], source)) for side in ("X", "Y")]
         return all(sides) if sign == "&&" else any(sides)
@@ -247,7 +247,7 @@ def _tested(script: Script, node: Node, source: str) -> bool | None:
 
 def _compared(script: Script, node: Node, source: str) -> bool:
     sign = str(node["Op"])
-    left, right = (expand_text(node[side], script.variables) for side in ("X", "Y"))
+    left, right = (_text(script, node[side]) for side in ("X", "Y"))
     if not left and right:
         script.undecided.append(source)
     if sign == "=~":
@@ -287,6 +287,10 @@ def _words(script: Script, words: Iterable[Node]) -> list[str]:
     ]
 
 
+def _text(script: Script, word: Node | None) -> str:
+    return expand_text(word and _echoed(script, word), script.variables)
+
+
 def _echoed(script: Script, node: Node) -> Node:
     """A word whose `$(...)` are replaced by what they print, if they only test and echo
     (`$([ $A = 1 ] && echo --b)`); what other commands print is not known."""
@@ -312,15 +316,14 @@ def _assign(script: Script, assignments: Iterable[Node]) -> None:
         if node.get("Naked"):
             continue
         name = node["Name"]["Value"]
-        value = node.get("Value")
-        values = [expand_text(value and _echoed(script, value), script.variables)]
+        values = [_text(script, node.get("Value"))]
         if "Array" in node:
             elements = node["Array"].get("Elems", ())
             keyed = ({"Name": node["Name"], **part} for part in elements if "Index" in part)
             _assign(script, keyed)
             values = _words(script, (part["Value"] for part in elements))
         if "Index" in node:
-            name += f"[{expand_text(node['Index'], script.variables)}]"
+            name += f"[{_text(script, node['Index'])}]"
         if node.get("Append"):
             before = script.variables.get(name, [])
             joined = "Array" in node or not before
@@ -333,7 +336,7 @@ def _assign(script: Script, assignments: Iterable[Node]) -> None:
 def _call(script: Script, node: Node) -> bool | None:
     """Set the variables before a command, and run the command; the value of a test."""
     _assign(script, node.get("Assigns", ()))
-    words = node.get("Args", [])
+    words = [_echoed(script, word) for word in node.get("Args", [])]
     texts = [expand_text(word, script.variables) for word in words]
     while texts and texts[0] in PREFIXES:
         words, texts = words[1:], texts[1:]
@@ -363,7 +366,7 @@ def _document(script: Script, texts: list[str], redirections: Iterable[Node]) ->
             script.variables[texts[-1]] = [text]
         for target in redirections:
             if target["Op"] in (">", ">>"):
-                name = Path(expand_text(target["Word"], script.variables)).name
+                name = Path(_text(script, target["Word"])).name
                 script.documents[name] = text
     return bool(documents)
 

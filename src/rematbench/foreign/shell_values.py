@@ -85,8 +85,8 @@ def _pieces(parts: list[Node], variables: Variables, *, quoted: bool = False) ->
 
 
 def _output(part: Node, variables: Variables) -> list[str]:
-    """The output of `echo` and of `expr A + B`, whose operators are those of a calculation; the
-    output of other commands is empty."""
+    """The output of `expr A + B`, whose operators are those of a calculation; the output of other
+    commands is empty."""
     calls = [statement.get("Cmd") or {} for statement in part.get("Stmts", ())]
     words = [
         word
@@ -94,8 +94,6 @@ def _output(part: Node, variables: Variables) -> list[str]:
         for argument in call.get("Args", ())
         for word in expand_words(argument, variables)
     ]
-    if words[:1] == ["echo"]:
-        return [" ".join(words[1:])]
     try:
         name, left, sign, right = words
         return [str(int(OPERATIONS[sign](int(left), int(right))))] if name == "expr" else []
