@@ -13,6 +13,7 @@ from rematbench.foreign.recipes import GATHER, SCALES
 from rematbench.inputs.recipes import library_of
 from rematbench.plan import Unsupported
 from rematbench.plugins.discover import discover
+from rematbench.plugins.registry import Registry
 from rematbench.problem import Problem
 from rematbench.worlds.packages.flags import FlagsAnswer, alike
 
@@ -34,7 +35,7 @@ def titan_answer(asked: Request) -> FlagsAnswer:
     plan, missing = asked.method.plan(problem, asked.base), list(_inexpressible(problem))
     assert not isinstance(plan, Unsupported)
     sections = _sections(problem)
-    for (name, settings), section in _modes(problem.workload.model.num_layers):
+    for (name, settings), section in _modes(problem.workload.model.num_layers, registry):
         made = registry.resolve(name, settings).plan(problem, problem.base_plan)
         if not isinstance(made, Unsupported) and alike(problem, plan, made):
             sections["activation_checkpoint"] = section
@@ -50,12 +51,12 @@ def titan_answer(asked: Request) -> FlagsAnswer:
     return FlagsAnswer(baseline=TITAN, flags=text, missing=tuple(missing), remarks=said)
 
 
-def _modes(layers: int) -> Iterator[tuple[tuple[str, Any], Section]]:
+def _modes(layers: int, registry: Registry) -> Iterator[tuple[tuple[str, Any], Section]]:
     """Methods with their settings, each with the section that stands for it."""
     yield ("keep_all", {}), {"mode": "none"}
     yield ("full_recompute", {}), {"mode": "full"}
     selective = {"mode": "selective", "selective_ac_option": "op"}
-    yield recompute_method("selective(op)", discover([])), selective
+    yield recompute_method("selective(op)", registry), selective
     for every in range(2, layers + 1):
         yield ("full_recompute", {"every": every}), {**selective, "selective_ac_option": str(every)}
 

@@ -30,15 +30,14 @@ from rematbench.plugins.discover import discover
 from rematbench.plugins.registry import Composition, Registry
 from rematbench.problem import Problem
 
-PICKED = (
-    *("tokens_per_s_per_gpu", "step_s", "mfu_causal", "status", "evidence"),
-    *("reserved_bytes", "device_total_bytes", "headroom_bytes", "usable_bytes"),
-)
+SPEEDS = ("tokens_per_s_per_gpu", "step_s", "mfu_causal")
+BYTES = ("reserved_bytes", "device_total_bytes", "headroom_bytes", "usable_bytes")
+PICKED = (*SPEEDS, *BYTES, "status", "evidence")
 """Columns of a result's row that a prediction has under their own names."""
 COLUMNS = tuple(
     f"pred_{name}"
     for name in (
-        *(*PICKED[:3], "peak_device_bytes", "peak_host_bytes", *PICKED[5:], "offload_fraction"),
+        *(*SPEEDS, "peak_device_bytes", "peak_host_bytes", *BYTES, "offload_fraction"),
         *("status", "reason", "attention", "constants", "low", "high", "evidence"),
     )
 )
