@@ -111,10 +111,10 @@ import sys
 from functools import cache
 sys.path.insert(0, sys.argv[1])
 import msgspec
-from rematbench.solve.packing import Tensor, best_fit
+from rematbench.solve.packing import Tensor, pack
 from tests.engine.twin.test_methods import of
 sys.stdout.buffer.write(msgspec.json.encode(of("lynx_opt", "1f1b")[1], order="deterministic"))
-sys.stdout.write(str(best_fit([Tensor(3 + i % 5, i % 7, i % 7 + 2 + i % 4) for i in range(24)])))
+sys.stdout.write(str(pack(tuple(Tensor(3 + i % 5, i % 7, i % 7 + 2 + i % 4) for i in range(24)))))
 """
 
 

@@ -53,12 +53,7 @@ class Live(NamedTuple):
 
 
 def pool_bytes(rank: RankProgram) -> int:
-    """Return the bytes of a rank's staging pools."""
-    return sum(slot_bytes(rank).values())
-
-
-def slot_bytes(rank: RankProgram) -> dict[Slot | None, int]:
-    """Return the bytes of each staging slot of a rank, which is as large as its largest tenant."""
+    """Return the bytes of a rank's staging pools.  Each slot is as large as its largest tenant."""
     slots: dict[Slot | None, int] = {}
     for block in rank.blocks:
         here: dict[tuple[Slot | None, str], int] = {}
@@ -68,7 +63,7 @@ def slot_bytes(rank: RankProgram) -> dict[Slot | None, int]:
             here[alloc.slot, who] += alloc.nbytes * pieces * (1 if who else layers)
         for (slot, _), nbytes in here.items():
             slots[slot] = max(slots.get(slot, 0), nbytes)
-    return slots
+    return sum(slots.values())
 
 
 def _slotted(parts: Sequence[Part], pieces: int, layers: int) -> Iterator[tuple[Alloc, int, int]]:

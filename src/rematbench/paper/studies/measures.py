@@ -16,8 +16,7 @@ from rematbench.plan import Plan, Unsupported
 from rematbench.plugins.registry import Composition
 from rematbench.problem import Problem
 from rematbench.solve.layer_costs import forward_s
-from rematbench.solve.memory_plan import lifetimes
-from rematbench.solve.packing import live_peak
+from rematbench.solve.memory_plan import memory_plan
 from rematbench.solve.search import first_true
 
 Values: TypeAlias = dict[str, int | float | str]
@@ -91,17 +90,19 @@ def _peak(problem: Problem, plan: Plan, ops: frozenset[str]) -> int:
 
 def plan_waste(problem: Problem, plan: Plan) -> Values:
     """Device bytes of the fullest rank on an unlimited device, states included: live bytes at the
-    peak, and bytes reserved by the caching allocator with default and with expandable segments."""
+    peak, bytes planned ahead (MEMO's two levels), and bytes reserved by the caching allocator with
+    default and with expandable segments."""
     program = lower(plan, problem)
     ranks = program_bytes(problem, plan, program)
     number = fullest_rank(ranks)
     held, actions = ranks[number], program.ranks[number]
     states = held.parameter + held.gradient + held.optimizer
-    resident = held.blocks(actions.late)
-    live_bytes = states + live_peak(lifetimes(actions))
+    resident, planned = held.blocks(actions.late), memory_plan(actions)
+    live_bytes = states + planned.lower_bound_bytes
     reserved_bytes = replay(actions, resident, None).reserved_bytes
     return {
         "live_bytes": live_bytes,
+        "planned_bytes": states + planned.peak_bytes,
         "reserved_bytes": reserved_bytes,
         "expandable_bytes": replay(actions, resident, None, mode="expandable").reserved_bytes,
         "reserved_over_live": reserved_bytes / live_bytes,
