@@ -188,18 +188,15 @@ class Pieces(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     `places` is repeated over the pieces.  `start`: pieces wait for the norm of all gradients, or
     start as soon as their gradients are reduced in the last backward.  `clip`: the update scales
-    gradients by the norm of all, which a piece that starts earlier cannot.  `wire`: the weights
-    that go up after an update on the host are in compute precision (param; the host casts) or are
-    master weights (the device casts).  `slots`: visits in flight; their copies, and the cast and
-    copy of weights that the host updated, run beside other updates.  With 0 slots each piece
-    follows the piece before it.
+    gradients by the norm of all, which a piece that starts earlier cannot.  `slots`: visits in
+    flight; their copies, and the cast and copy of weights that the host updated, run beside other
+    updates.  With 0 slots each piece follows the piece before it.
     """
 
     size: PositiveInt = 100_000_000
     places: Annotated[tuple[Place, ...], Meta(min_length=1)] = ("host",)
     start: Literal["norm", "ready"] = "norm"
     clip: bool = True
-    wire: Literal["param", "master"] = "param"
     slots: NonNegativeInt = 1
 
 

@@ -206,7 +206,6 @@ def test_a_piece_that_starts_a_unit_early_is_found(monkeypatch: pytest.MonkeyPat
     ("layout", "changes", "words"),
     [
         ({}, {"clip": True}, "nothing can be clipped by it; clip must be false"),
-        ({}, {"wire": "master"}, "wire must be param"),
         ({}, {"places": ("visit",), "slots": 0}, "their visits need slots"),
         (
             {"tp": 2, "sp": True, "system": "deepspeed"},

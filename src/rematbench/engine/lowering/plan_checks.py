@@ -6,7 +6,6 @@ from msgspec.structs import asdict
 
 from rematbench.costs.operators.memory import table_on_host
 from rematbench.costs.operators.ops import ACTIVATIONS
-from rematbench.engine.lowering.states.state_pieces import master_bytes
 from rematbench.engine.lowering.states.state_shards import rank_sharded
 from rematbench.host.console import gib
 from rematbench.inputs.configfile import closest
@@ -149,11 +148,6 @@ def _check_pieces(plan: Plan, problem: Problem) -> None:
         )
     if why := too_early(plan, problem, pieces):
         raise PlanError(why)
-    if pieces.wire == "master" and master_bytes(problem) <= problem.system.states.param_bytes:
-        raise PlanError(
-            f"wire master: system {problem.system.name} has no master weights wider than its "
-            f"{problem.system.states.param_bytes}-byte weights; wire must be param"
-        )
     shares = [rank_sharded(problem, plan, rank, optimizer) for rank in range(problem.layout.pp)]
     if away and pieces.size > min(shares):
         raise PlanError(
@@ -172,9 +166,6 @@ def too_early(plan: Plan, problem: Problem, pieces: Pieces) -> str:
         "the norm of all gradients is not known yet, so nothing can be clipped by it; clip must be "
         "false": pieces.clip,
         "their visits need slots": not pieces.slots and "visit" in pieces.places,
-        "the device would wait in its backward to cast master weights; wire must be param": (
-            pieces.wire == "master"
-        ),
         "parameters at home on the host are updated after the backward; start must be norm": (
             plan.state("parameter").home == "host"
         ),
