@@ -161,7 +161,7 @@ def flash_attn_func(
     return attend(q, k, v, None, dropout_p, causal, softmax_scale, True).transpose(1, 2)
 
 
-_package = flash_utils._lazy_define_process_function(flash_attn_func)  # type: ignore[no-untyped-call]
+_package = flash_utils._lazy_define_process_function(flash_attn_func)
 _PARTS: dict[str, tuple[tuple[Any, str, Callable[..., Any]], ...]] = {
     "flash": ((functional, "scaled_dot_product_attention", attend),),
     "flash_attn": (
