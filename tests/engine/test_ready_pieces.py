@@ -71,7 +71,7 @@ def test_programs_are_sound_and_move_the_bytes_of_a_later_start(
     for kind in (Kind.D2H, Kind.H2D):
         assert copied(program, kind) == copied(later, kind)
     step = evaluate(made, plan)
-    by_op = evaluate_program(made, plan, program, op_level=True)
+    by_op = evaluate_program(made, plan, program, record=True)
     assert by_op.step_s == pytest.approx(step.step_s, rel=1e-12)
     states = [
         [(r.parameter, r.gradient, r.optimizer, r.host_state) for r in program_bytes(made, p, q)]

@@ -11,10 +11,8 @@ from rematbench.host.console import gib
 from rematbench.inputs.configfile import closest
 from rematbench.inputs.stages import stages_of
 from rematbench.plan import (
-    ByteBudget,
     Fate,
     Group,
-    Offload,
     Pass,
     Pieces,
     Plan,
@@ -23,6 +21,7 @@ from rematbench.plan import (
     Select,
     Split,
     gathers_by_layer,
+    leaves,
     passes_refusal,
     refusal,
     slices_refusal,
@@ -210,7 +209,7 @@ def graph_conflict(plan: Plan, problem: Problem) -> str:
     fates = [rule.fate for rule in plan.rules]
     gathered = gathers_by_layer(plan.state("parameter"), problem.layout)
     reasons = {
-        "activations on the host": any(_moves(fate) for fate in fates),
+        "activations on the host": any(map(leaves, fates)),
         "whole layers recomputed": not kernels.captures_iteration
         and any(_whole(fate) for fate in fates),
         "the module moe recomputed": "moe_router" in kernels.cuda_graphs
@@ -223,17 +222,6 @@ def graph_conflict(plan: Plan, problem: Problem) -> str:
     }
     scope = {"layer": "layers"}.get(kernels.cuda_graphs, kernels.cuda_graphs)
     return refusal(f"CUDA graphs of {scope} ({problem.system.name}) do not allow", reasons)
-
-
-def _moves(fate: Fate) -> bool:
-    match fate:
-        case Offload():
-            return True
-        case Split():
-            return fate.offload > 0
-        case ByteBudget():
-            return fate.alpha > 0
-    return False
 
 
 def _whole(fate: Fate) -> bool:
