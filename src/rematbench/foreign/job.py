@@ -315,6 +315,8 @@ def _system(
     if values.get("cp", 1) > 1 and not overrides.get("system") and base in ROTATING:
         facts |= ROTATING[base]
         base = "torchtitan-2026" if reading.package == "torchtitan" else "trl"
+    elif values.get("flat_units") and values.get("zero_stage"):  # FSDP2 records no stream
+        facts["waiting_frees"] = 2
     if values.get("reentrant") and values.get("flat_units"):  # FSDP2's hooks hold nothing
         facts["reentrant"] = True
     if values.get("wide_weights") and base == UNSHARDED:
