@@ -1,5 +1,6 @@
 """The layout: parallel degrees, micro-batch and batch."""
 
+from functools import cache
 from typing import Annotated
 
 from rematbench.host.declared import Fact, Part
@@ -143,7 +144,12 @@ class Layout(Degrees, frozen=True, kw_only=True, forbid_unknown_fields=True):
 def even_partition(num_layers: int, layout: Layout) -> Partition:
     """The partition[rank][chunk] of contiguous layers over virtual stages.  Sizes differ by at most
     one; the middle stages take the remainder, because the ends also hold embedding and head."""
-    stages = layout.num_chunks
+    return _even(num_layers, layout.pp, layout.vpp)
+
+
+@cache
+def _even(num_layers: int, pp: int, vpp: int) -> Partition:
+    stages = pp * vpp
     base, extra = divmod(num_layers, stages)
     sizes = [base] * stages
     start = (stages - extra) // 2
@@ -151,7 +157,4 @@ def even_partition(num_layers: int, layout: Layout) -> Partition:
         sizes[i] += 1
     bounds = [sum(sizes[:i]) for i in range(stages + 1)]
     virtual = [tuple(range(bounds[i], bounds[i + 1])) for i in range(stages)]
-    return tuple(
-        tuple(virtual[chunk * layout.pp + rank] for chunk in range(layout.vpp))
-        for rank in range(layout.pp)
-    )
+    return tuple(tuple(virtual[chunk * pp + rank] for chunk in range(vpp)) for rank in range(pp))
