@@ -77,9 +77,9 @@ class Problem:
 
     `attention`: whether attention scores are in memory; `backend`: a fused kernel other than the
     stack's ("": the stack's).  A method that tunes its plan to the device leaves `reserve_bytes` of
-    each device free.  `stack_choice`: what the run chooses of its stack (`system` and `cluster`
-    have it already).  `evaluator` is the chunk-level evaluator; `weigher` computes the bytes of a
-    plan without simulating time (the results of both are memoised).
+    each device free.  `stack_choice`: the options of the stack that the run sets (`system` and
+    `cluster` already follow them).  `evaluator` is the chunk-level evaluator; `weigher` computes
+    the bytes of a plan without simulating time (the results of both are memoised).
     Raises LayoutError, and RateError for a kernel that the GPUs cannot run.
     """
 
@@ -107,7 +107,8 @@ class Problem:
         _refuse_experts(self)
 
     def _check_attention(self) -> None:
-        """RateError if no kernel of the stack runs fused attention on the GPUs in the precision."""
+        """Raise RateError if no fused attention kernel of the stack runs on the GPUs in the
+        problem's precision."""
         generation, work = self.cluster.generation, self.workload
         problem = self.calibration.kernels.refusal(generation, self.kernel)
         if not problem and generation != CPU:
@@ -119,7 +120,8 @@ class Problem:
 
     @cached_property
     def untimed(self) -> str:
-        """Why no kernel of this problem has seconds, in one line; empty if all have."""
+        """Why the seconds of this problem's kernels are not predicted, in one line; empty if they
+        are."""
         generation, precision = self.cluster.generation, self.workload.precision
         rates, tf32, missing = self.calibration.kernels, self.system.kernels.tf32, ""
         missing = self.workload.model.untimed or untimed(self.workload, generation)
@@ -153,7 +155,8 @@ class Problem:
 
     @property
     def chosen(self) -> StackChoice:
-        """The choices that request this problem's kernels, homes and overlap of its stack."""
+        """The stack choice that reproduces this problem: its attention kernel, the homes of its
+        states and the overlap of its experts' exchanges."""
         system = self.system
         overlap = "delayed_wgrad" if system.experts.delayed_wgrad else "on"
         return msgspec.structs.replace(
@@ -178,15 +181,15 @@ class Problem:
 
     @cached_property
     def tp_overlap(self) -> TpOverlap:
-        """The overlap of tensor-parallel collectives with GEMMs that the stack has over the links
-        of this layout's groups."""
+        """How the stack overlaps tensor-parallel collectives with GEMMs, given the links of this
+        layout's groups."""
         ranks = self.system.parallel
         inside = self.cost.group("tp", 0).nodes == 1 or ranks.gemm_overlap_links == "all"
         return ranks.tp_overlap if inside or ranks.tp_overlap != "gemm" else "backward"
 
     @property
     def ep_overlaps(self) -> bool:
-        """Whether experts' exchanges run beside the compute of another micro-batch, where a forward
+        """Whether experts' exchanges overlap the compute of another micro-batch wherever a forward
         follows a backward."""
         exchanges = self.layout.ep > 1 and self.system.experts.ep_overlap != "none"
         return exchanges and not self.system.host.launch_blocking
@@ -301,8 +304,9 @@ class Problem:
 
     @property
     def embedding_ranks(self) -> tuple[int, int] | None:
-        """The first rank, and the other rank that has a copy of the token embedding: as its output
-        projection, or for a prediction.  They exchange its gradient.  None without another."""
+        """The first rank, and the other rank that has a copy of the token embedding (as its output
+        projection, or to predict further tokens).  The two exchange its gradient.  None if no
+        other rank has a copy."""
         tied, last = self.workload.model.tied_embeddings, self.layout.pp - 1
         other = last if tied else self.prediction_rank
         return (0, other) if last and other is not None else None
@@ -332,8 +336,8 @@ class Problem:
 
 
 def _refuse_experts(problem: Problem) -> None:
-    """LayoutError for a step with experts that is not modelled: with the model's parameters, the
-    states of the fullest rank and the bytes that a layer with experts saves."""
+    """Raise LayoutError for a step with experts that is not modelled.  The message has the model's
+    parameters, the states of the fullest rank and the bytes that a layer with experts saves."""
     work, lay = problem.workload, problem.layout
     model = work.model
     if not (refused := unmodelled_of_experts(model, problem.system)):
@@ -349,7 +353,7 @@ def _refuse_experts(problem: Problem) -> None:
 
 
 def rank_states(problem: Problem, plan: Plan, rank: int) -> StateBytes:
-    """Bytes of the training states of one rank on the device under the layout's ZeRO stage.  Those
+    """Bytes of the training states of one rank on the device under the layout's ZeRO stage.  States
     of experts are sharded over expert data parallelism."""
     lay, system, found = problem.layout, problem.system, list[tuple[StateBytes, StateBytes]]()
     for trained in (False, True):
@@ -366,7 +370,7 @@ def rank_states(problem: Problem, plan: Plan, rank: int) -> StateBytes:
 
 
 def expert_parameters(problem: Problem, plan: Plan, rank: int, *, trained: bool = False) -> int:
-    """Parameters of experts that one rank holds; with `trained` those of them with a gradient."""
+    """Parameters of experts that one rank holds; `trained`: only those with a gradient."""
     if problem.workload.model.experts is None:
         return 0
     layers = [problem.layer(index) for chunk in plan.partition[rank] for index in chunk]
@@ -379,14 +383,14 @@ def tied_on_one_rank(problem: Problem) -> bool:
 
 
 def gathered_bytes(problem: Problem) -> int:
-    """Bytes of a parameter in a buffer that kernels read or write: as the stack gathers it, and
-    not narrower than the precision of the kernels."""
+    """Bytes per parameter in a buffer that kernels read or write: the width in which the stack
+    gathers, but at least the width of the kernels' precision."""
     return max(problem.system.states.gather_bytes, problem.workload.element_bytes)
 
 
 def completed_after_backward(problem: Problem) -> str:
-    """The reason why a gradient is incomplete at the end of its unit's backward, so that
-    optimizer-in-backward would be wrong; empty if all gradients are complete."""
+    """Why some gradient is incomplete at the end of its unit's backward, so that an update in the
+    backward would be wrong; empty if all gradients are complete."""
     layout, count = problem.layout, problem.layout.num_micro_batches
     if count > 1:
         return f"optimizer-in-backward needs one micro-batch per step, not {count}"
@@ -399,7 +403,7 @@ def completed_after_backward(problem: Problem) -> str:
 
 
 def head_parameters(problem: Problem) -> tuple[int, int]:
-    """Parameters of the head on its rank, and those of them with a gradient."""
+    """(parameters of the head on its rank, how many of them have a gradient)."""
     ops = weighted_operators(problem, problem.head)
     return sum(op.parameters for op in ops), sum(op.trained_parameters for op in ops)
 
@@ -412,12 +416,13 @@ def weighted_operators(problem: Problem, table: OpTable) -> list[Op]:
 
 
 def trained_operators(problem: Problem, table: OpTable) -> list[Op]:
-    """The operators of a table that have parameters with a gradient, as in `weighted_operators`."""
+    """The operators of `weighted_operators` that have parameters with a gradient."""
     return [op for op in weighted_operators(problem, table) if op.trained_parameters]
 
 
 def rank_parameters(problem: Problem, plan: Plan, rank: int, *, trained: bool = False) -> int:
-    """Parameters of one rank after tensor and pipeline parallelism; `trained`: with a gradient."""
+    """Parameters of one rank after tensor and pipeline parallelism; `trained`: only those with a
+    gradient."""
     tables = [problem.layer(index) for chunk in plan.partition[rank] for index in chunk]
     if plan.schedule in VOCABULARY:
         share, norm, positions = problem.shared
