@@ -113,6 +113,16 @@ class ByteBudget(Struct, frozen=True, tag="byte_budget", kw_only=True):
 Fate = Keep | Recompute | Offload | Split | ByteBudget
 
 
+def leaves(fate: Fate) -> bool:
+    """Whether a fate copies bytes to the host."""
+    match fate:
+        case Split():
+            return fate.offload > 0
+        case ByteBudget():
+            return fate.alpha > 0
+    return isinstance(fate, Offload)
+
+
 class Select(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The sites to which a rule applies; None selects all.  `layers` are global indices,
     `micro_batches` is a half-open range [first, last), and `slices` are slice numbers.  `kept`
@@ -188,17 +198,15 @@ class Pieces(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     `places` is repeated over the pieces.  `start`: pieces wait for the norm of all gradients, or
     start as soon as their gradients are reduced in the last backward.  `clip`: the update clips
-    gradients by that norm, so it cannot be combined with an earlier start.  `wire`: after an update
-    on the host, weights are sent in compute precision (param; the host casts) or as master weights
-    (master; the device casts).  `slots`: visits in flight, whose copies overlap with other updates,
-    as do the cast and copy of weights that the host updated.  With 0 slots pieces run one by one.
+    gradients by that norm, so it cannot be combined with an earlier start.  `slots`: visits in
+    flight, whose copies overlap with other updates, as do the cast and copy of weights that the
+    host updated.  With 0 slots pieces run one by one.
     """
 
     size: PositiveInt = 100_000_000
     places: Annotated[tuple[Place, ...], Meta(min_length=1)] = ("host",)
     start: Literal["norm", "ready"] = "norm"
     clip: bool = True
-    wire: Literal["param", "master"] = "param"
     slots: NonNegativeInt = 1
 
 
@@ -358,11 +366,6 @@ class Plan(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         apart = any(item.kind == "W" for order in self.orders for item in order)
         return apart or (self.schedule in (*ZERO_BUBBLE, *SHAPES) and not self.orders)
 
-    @property
-    def splits_passes(self) -> bool:
-        """Whether passes cover slices or a shared vocabulary, which mini-sequences cannot cut."""
-        return bool(self.slices) or self.schedule in VOCABULARY
-
     def state(self, kind: StateKind) -> StateFate:
         """The fate of a kind of state (default: unsharded and on the device)."""
         return next((s for s in self.states if s.kind == kind), StateFate(kind=kind))
@@ -441,7 +444,8 @@ def passes_refusal(plan: Plan, layout: Layout, system: System, model: Model) -> 
     reasons = {
         "experts": model.experts is not None,
         "layers that predict more tokens": model.mtp_layers > 0,
-        "tensor parallelism without norms before": layout.tp > 1 and not model.pre_norm,
+        "tensor parallelism in layers without norms at their inputs": layout.tp > 1
+        and not model.pre_norm,
         "tied embeddings on a rank with both ends": plan.turns and model.tied_embeddings,
         "CUDA graphs": system.kernels.captures,
         **_of_states(plan, layout),
