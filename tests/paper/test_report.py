@@ -1,6 +1,5 @@
 """The page is self-contained and silent about what is not there; claims pass or say why not."""
 
-import csv
 import html
 import re
 import shutil
@@ -168,7 +167,7 @@ def test_a_long_text_is_said_once_where_all_before_it_repeats(tmp_path: Path) ->
 
 
 def test_gpus_are_named_only_when_records_name_them(results: Path) -> None:
-    assert no_gpu_sentence(results).startswith("We used no GPU (no H800 or A100)")
+    assert no_gpu_sentence(results).startswith("GPUs used: none. Not used: H800, A800,")
     folder = results / "measured" / "executed"
     folder.mkdir(parents=True)
     (folder / "x.json").write_text('{"world": "executed", "device": "NVIDIA H200"}')
@@ -330,33 +329,6 @@ def test_more_stacks_than_colours_and_markers_are_all_drawn(tmp_path: Path) -> N
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split()[0] == str(count + 1)  # and the line of one MFU
-
-
-def test_a_method_of_the_user_fails_no_claim(tmp_path: Path) -> None:
-    """More rows in a table of arms, another winner of a cell and another name among the ties."""
-    committed = ROOT / "results" / "expected"
-    (claim,) = (each for each in load_artifact().claims if each.id == "C7")
-    for name in claim.tables:
-        head, *lines = read_cells(committed / f"{name}.csv") or [[]]
-        mine = [*lines[0]]
-        mine[head.index("arm")] = "mine"
-        if name == "matrix_fastest":
-            ties = head.index("ties")
-            lines[0] = mine
-            lines[1][ties] = f"{lines[1][ties]}, mine"
-        else:
-            lines.append(mine)
-        with (tmp_path / f"{name}.csv").open("w", newline="", encoding="utf-8") as file:
-            csv.writer(file).writerows([head, *lines])
-    artifact = Artifact(claims=(claim,), tolerance=1e-6)
-    (finding,) = check(artifact, tmp_path, committed)
-    assert finding.line.startswith("PASS C7")
-    assert finding.line.endswith("4 rows are yours, not compared.")
-    head, *lines = read_cells(committed / "matrix_longest.csv") or [[]]
-    with (tmp_path / "matrix_longest.csv").open("w", newline="", encoding="utf-8") as file:
-        csv.writer(file).writerows([head, *lines[1:]])
-    (finding,) = check(artifact, tmp_path, committed)
-    assert finding.line.startswith("FAIL C7")
 
 
 INPUTS = {

@@ -27,6 +27,8 @@ _KINDS = ("source", "fitted", "assumed")
 """The words with which a value says where it is from."""
 ASSUMED = "assumed: "
 """Start of the source of a value that nobody has read: it is the usual one."""
+FEW = 8
+"""An error names all allowed words if there are at most so many and none is similar."""
 
 
 class ConfigError(UserError):
@@ -98,12 +100,13 @@ def require_unique(names: Sequence[str], label: str, key: str) -> None:
 def require_among(
     names: Iterable[str], allowed: Sequence[str], where: tuple[str, str, str]
 ) -> None:
-    """ConfigError for the first of `names` that is not in `allowed`.  `where` is (file, key, kind),
-    where `kind` is the word for a named thing (`problem`)."""
+    """ConfigError for the first of `names` that is not in `allowed`, with the closest allowed name
+    or the few that there are.  `where`: (file, key, the word for a named thing, as `problem`)."""
     label, key, kind = where
     for name in names:
         if name not in allowed:
-            raise ConfigError(label, key, f"no {kind} {name!r}{closest(name, allowed)}")
+            few = f" (known: {', '.join(allowed)})" if len(allowed) <= FEW else ""
+            raise ConfigError(label, key, f"no {kind} {name!r}{closest(name, allowed) or few}")
 
 
 def read_text(path: Path, label: str) -> str:

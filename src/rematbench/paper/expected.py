@@ -17,19 +17,11 @@ from rematbench.inputs.paths import data_dir
 Cells = list[list[str]]
 
 NOTHING = 1e-12
-"""Absolute tolerance: a difference of equal shares leaves a rounding error of this size."""
-
+"""Absolute tolerance: the rounding error of a difference of two equal shares."""
 
 ROUNDING = 1e-9
-"""Largest difference of seconds (a share of them) and of shares between two searches with the
-same answer: sums in another order."""
-
-
-METHOD_COLUMNS = ("arm", "label", "any_name")
-"""Columns of the claims' tables that name a method of `methods/`."""
-
-TIES = "ties"
-"""The column of names that tie with the fastest."""
+"""Largest difference between two searches with the same answer, which may add in another order:
+relative for seconds, absolute for shares."""
 
 
 class Bound(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -79,13 +71,11 @@ class Artifact(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class ClaimFinding(Struct, frozen=True, kw_only=True):
-    """The result of checking one claim: its problems, whether its tables exist, and how many rows
-    name a method of the user, which the expected tables do not have."""
+    """The result of checking one claim: its problems, and whether its tables exist."""
 
     claim: TableClaim
     problems: tuple[str, ...]
     tables_exist: bool = True
-    not_compared: int = 0
 
     @property
     def line(self) -> str:
@@ -94,8 +84,7 @@ class ClaimFinding(Struct, frozen=True, kw_only=True):
         found = "; ".join(f"{one.says}: {one.count} of {one.of}" for one in self.claim.finds)
         says = f" Found: {found}." if found and not self.problems else ""
         why = f" [{'; '.join(self.problems)}]" if self.problems else ""
-        rest = f" {self.not_compared} rows are yours, not compared." if self.not_compared else ""
-        return f"{word} {self.claim.id} {self.claim.text}{says}{why}{rest}"
+        return f"{word} {self.claim.id} {self.claim.text}{says}{why}"
 
 
 def load_artifact() -> Artifact:
@@ -124,49 +113,8 @@ def check(artifact: Artifact, tables: Path, expected: Path) -> list[ClaimFinding
             problems = [f"{name}.csv is missing in {tables}" for name in lacking]
         else:
             problems = _problems(claim, artifact.tolerance, pair, expected)
-        extra = sum(yours(pair(name)) for name in claim.tables)
-        found.append(
-            ClaimFinding(
-                claim=claim,
-                problems=tuple(problems),
-                tables_exist=not lacking,
-                not_compared=extra,
-            )
-        )
+        found.append(ClaimFinding(claim=claim, problems=tuple(problems), tables_exist=not lacking))
     return found
-
-
-def yours(table: Pair) -> int:
-    """The number of a table's rows that name a method of the user."""
-    return len(_own_rows(table.ours, table.theirs)[0]) if table.ours and table.theirs else 0
-
-
-def _own_rows(ours: Cells, theirs: Cells) -> tuple[set[int], set[str]]:
-    """The numbers of the rows that name a method which no row of the expected table names, and
-    these names."""
-    columns = [index for index, column in enumerate(ours[0]) if column in METHOD_COLUMNS]
-    if ours[0] != theirs[0]:
-        return set(), set()
-    shipped = {row[index] for row in theirs[1:] for index in columns}
-    names = {row[index] for row in ours[1:] for index in columns} - shipped
-    lines = enumerate(ours[1:], start=1)
-    return {number for number, row in lines if names & {row[index] for index in columns}}, names
-
-
-def without_yours(ours: Cells, theirs: Cells) -> tuple[Cells, Cells]:
-    """Both tables without the rows that name a method of the user, and without its name among
-    ties."""
-    numbers, names = _own_rows(ours, theirs)
-    if not names:
-        return ours, theirs
-    if len(ours) == len(theirs):  # a row of a cell, won by the user's method
-        theirs = [row for number, row in enumerate(theirs) if number not in numbers]
-    kept = [[*row] for number, row in enumerate(ours) if number not in numbers]
-    if TIES in ours[0]:
-        at = ours[0].index(TIES)
-        for row in kept[1:]:
-            row[at] = ", ".join(name for name in row[at].split(", ") if name not in names)
-    return kept, theirs
 
 
 def _problems(
@@ -178,8 +126,7 @@ def _problems(
         if theirs is None:
             found.append(f"{name}.csv is missing in {expected}")
         else:
-            compared = without_yours(ours or [], theirs)
-            found += [f"{name}: {text}" for text in differences(*compared, tolerance)[:1]]
+            found += [f"{name}: {text}" for text in differences(ours or [], theirs, tolerance)[:1]]
     if claim.bound is not None and not found:
         value = measured(claim.bound, pair(claim.bound.table).ours or [])
         if value is None or not value <= claim.bound.most:
@@ -187,8 +134,6 @@ def _problems(
             bound = claim.bound
             found.append(f"{bound.statistic} {bound.column} is {shown}, allowed {bound.most:.4g}")
     for find in claim.finds if not found else ():
-        if yours(pair(find.table)):
-            continue
         count, of = counted(find, pair(find.table).ours or [])
         if (count, of) != (find.count, find.of):
             found.append(f"{find.says}: {count} of {of}, claimed {find.count} of {find.of}")

@@ -29,7 +29,7 @@ from rematbench.worlds.records.record import Record, keep_record, read_record
 
 
 class Point(Job, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One traced run: a problem, a policy's settings, a rank, and its published value.
+    """One traced run of rank 0: a problem, a policy's settings, and its published value.
 
     The published value is a `cell` of runs.csv (table, model, recompute, offload fraction) or a
     `claim`. A claim is the longest sequence in tokens, given by the row's id in claims.csv and the
@@ -42,7 +42,6 @@ class Point(Job, frozen=True, kw_only=True, forbid_unknown_fields=True):
     system: str
     settings: dict[str, Any] = field(default_factory=dict)
     baseline: str = "megatron_core"
-    rank: int = 0
     cell: tuple[Any, ...] = ()
     claim: tuple[str, NonNegativeInt] | None = None
 
@@ -92,7 +91,7 @@ def trace_points(points: tuple[Point, ...], folder: Path) -> list[Record]:
 
 
 def _job(point: Point) -> PackageJob:
-    return job(point.problem, _method(point), "traced", rank=point.rank, timeout_s=600.0)
+    return job(point.problem, _method(point), "traced", timeout_s=600.0)
 
 
 def _method(point: Point) -> Composition:
@@ -148,9 +147,9 @@ def _where(point: Point) -> tuple[Any, ...]:
 
 
 def peak_bytes(point: Point, *, with_stack: bool = False) -> int | str:
-    """Predicted peak device bytes of the traced rank's stage under the plan of the baseline's
-    plan.py, on the point's system; `with_stack` adds the tensors of the package's stack;
-    `unsupported` if there is no plan."""
+    """Predicted peak device bytes of the first stage under the plan of the baseline's plan.py, on
+    the point's system; `with_stack` adds the tensors of the package's stack; `unsupported` if there
+    is no plan."""
     method = _method(point)
     if with_stack:
         problem = package_problem(method, point.problem)
@@ -160,10 +159,9 @@ def peak_bytes(point: Point, *, with_stack: bool = False) -> int | str:
     if isinstance(plan, Unsupported):
         return "unsupported"
     program = lower(plan, problem)
-    stage = point.rank // (point.layout.tp * point.layout.cp * point.layout.dp)
-    found = program_bytes(problem, plan, program)[stage]
+    found = program_bytes(problem, plan, program)[0]
     if with_stack and isinstance(problem, StackProblem):
-        peak = activation_peak(method.methods[0], problem, program.ranks[stage], found)
+        peak = activation_peak(method.methods[0], problem, program.ranks[0], found)
         found = replace(found, activation_peak=peak)
     return found.device_peak
 

@@ -16,8 +16,8 @@ Factory = Callable[[int], Problem]
 
 class Longest(Struct, frozen=True, kw_only=True):
     """The longest sequence that fits, in tokens (0: none fits), and the peak at that length.
-    `fails_at` is the next longer length that was tried and does not fit; `binds` names the memory
-    that is then too small."""
+    `fails_at` is the next longer length, which does not fit; `binds` names the memory that is too
+    small at that length."""
 
     seq_len: int
     fails_at: int

@@ -55,8 +55,8 @@ def _run_line(problem: str, record: Record) -> Line:
         "status": record.status,
         "reason": record.reason,
         "plan_hash": record.plan_hash,
-        "headroom_bytes": _blank(record.headroom_bytes),
-        "host_headroom_bytes": _blank(record.host_headroom_bytes),
+        "headroom_bytes": record.headroom_bytes,
+        "host_headroom_bytes": record.host_headroom_bytes,
         "binds": record.binds,
         "rematbench": record.provenance.rematbench,
         "calibration_hash": spec.calibration_hash,
@@ -72,10 +72,6 @@ def _speed(record: Record) -> Line:
     return {
         key: value for key, value in msgspec.structs.asdict(measured[0]).items() if key != "warmup"
     }
-
-
-def _blank(value: int | None) -> int | str:
-    return "" if value is None else value
 
 
 def method_table(records: Sequence[tuple[str, Record]], labels: Mapping[str, str]) -> Table:

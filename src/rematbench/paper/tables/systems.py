@@ -1,5 +1,5 @@
-"""The table of systems: what of each system of the literature runs here, in which worlds, and how
-far published values are from ours; or the reason why it does not run."""
+"""The table of systems of the literature: what of each runs here, in which worlds, and how far our
+values are from published ones; or why nothing of it runs."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
