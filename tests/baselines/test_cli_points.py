@@ -9,6 +9,7 @@ from typer.testing import CliRunner
 
 from rematbench.cli.app import command_line
 from rematbench.host.console import CommandError
+from rematbench.host.errors import UserError
 from rematbench.paper.studies import baseline_points
 from rematbench.paper.studies.baseline_points import load_points
 from rematbench.paper.tables.baselines import build
@@ -154,12 +155,12 @@ def test_what_does_not_run_is_said_and_ends_with_1(
     assert done.exit_code == 1
     assert done.output == "UNSUPPORTED: megatron_core: --x is not known\n"
     for text, why in (
-        (b"\xff\xfe", "not a text file; it must hold the output of `flags`"),
+        (b"\xff\xfe", "cannot be read (not UTF-8 text)"),
         (b" \n", "is empty"),
     ):
         printed.write_bytes(text)
         unread = RUN.invoke(APP, ["baseline", "run", *TRACE[1:], "--options", str(printed)])
-        assert isinstance(unread.exception, CommandError)
+        assert isinstance(unread.exception, UserError)
         assert why in str(unread.exception)
 
 

@@ -24,7 +24,7 @@ from rematbench.worlds.records.suite_cells import Cell, cells
 What = Literal["executed", "traced", "points", "agreement"]
 
 
-def measure(  # an option of the command line each
+def measure(  # every option is a parameter
     what: Annotated[What, Argument(help="Which records.")],
     output: Output,
     suite: Annotated[

@@ -1,8 +1,9 @@
 """The commands about one run: plan, simulate, timeline."""
 
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Any, TypeAlias
+from typing import Annotated, TypeAlias
 
 import msgspec
 import typer
@@ -12,8 +13,7 @@ from typer import Option
 
 from rematbench.cli.beside import beside, without_recipe
 from rematbench.cli.options import Request, RunOptions, request, takes_run
-from rematbench.cli.plots import Plot, need_figure, write_ranks
-from rematbench.cli.show import as_json, banner, heading, method_line, show
+from rematbench.cli.show import as_json, heading, method_line, show
 from rematbench.cli.targets import Json, Notes, Out, need_file
 from rematbench.engine.lowering.blocks.chunk_ops import ChunkOps
 from rematbench.engine.lowering.blocks.fates import Resolved, resolve
@@ -45,7 +45,6 @@ def simulate(
     run: RunOptions,
     json: Json = False,
     notes: Notes = False,
-    plot: Plot = None,
     check: Annotated[
         bool, Option("--check", help="Also prove that the lowered plan is safe.")
     ] = False,
@@ -62,15 +61,12 @@ def simulate(
         --global-batch 256 --tp 4 --pp 8 --vpp 6 --set alpha=0.63
     """
     need_file("-o", out)
-    need_figure(plot)
     asked = request(run)
     result = evaluate_method(asked.problem, asked.method, asked.base, checked=check)
     if out is not None:
         record = make_record(result, asked.method)
         write_record(record, out)
     result = _with_errors(result)
-    if plot is not None:
-        write_ranks(result, "\n".join((*heading(asked.problem), banner(result))), plot)
     twin = without_recipe(run)
     if json:
         values = as_json(asked, result) | ({"without_recipe": twin.row()} if twin else {})
@@ -168,8 +164,8 @@ def _held(stage: Stage) -> str:
     return f"{layers[0]}-{layers[-1]}" if len(layers) > 1 else str(layers[0])
 
 
-Lines: TypeAlias = dict[tuple[str, str, Resolved], int]
-"""The numbers of layers with an activation of one fate, by part, name and fate."""
+Lines: TypeAlias = Counter[tuple[str, str, Resolved]]
+"""The number of layers in which an activation has a fate, by part, activation and fate."""
 
 
 def _fate_lines(
@@ -177,21 +173,16 @@ def _fate_lines(
 ) -> list[tuple[list[Phase], Lines]]:
     """The fates of a chunk; phases with equal fates share them."""
     ops = ChunkOps.of_plan(asked.problem, planned, rank, chunk)
-    found: list[tuple[list[Phase], dict[Any, Resolved]]] = []
+    found: list[tuple[list[Phase], Lines]] = []
     for phase in PHASES:
         fates, _ = resolve(planned, ops.sites, phase, 0)
-        same = next((phases for phases, seen in found if seen == fates), None)
+        lines: Lines = Counter((part, name, fate) for (part, _, name), fate in fates.items())
+        same = next((phases for phases, seen in found if seen == lines), None)
         if same is None:
-            found.append(([phase], fates))
+            found.append(([phase], lines))
         else:
             same.append(phase)
-    counted: list[tuple[list[Phase], Lines]] = []
-    for phases, fates in found:
-        lines: Lines = {}
-        for (part, _, name), fate in fates.items():
-            lines[(part, name, fate)] = lines.get((part, name, fate), 0) + 1
-        counted.append((phases, lines))
-    return counted
+    return found
 
 
 def _fate_table(lines: Lines) -> Table:

@@ -62,7 +62,7 @@ def show_space(out: Console, job: SearchJob) -> None:
 
 
 def assumed_of(job: SearchJob) -> str:
-    """The kernels and constants of every layout of a search: they are those of one."""
+    """The kernels and constants that a search assumes, which all of its layouts share."""
     return assumed(job.problem(job.space.choices[0]))
 
 
@@ -77,7 +77,7 @@ def show_plans(out: Console, job: SearchJob, results: list[Result]) -> str:
         return ""
     out.print(plain(f"FASTEST: {summary(results[0], where(results[0]))}"), style="bold")
     out.print()
-    table = PlanTable(out, HEADS, framed=True)
+    table = PlanTable(out, HEADS)
     rows = [
         list(_cells(out, job, search_row(place, item), item))
         for place, item in enumerate(results, 1)
@@ -87,7 +87,7 @@ def show_plans(out: Console, job: SearchJob, results: list[Result]) -> str:
 
 
 def where(result: Result) -> str:
-    """A layout in words: what is above one, and where the optimizer's states are."""
+    """A layout in words: the degrees above 1, and the optimizer's states if the host has them."""
     lay, uneven = result.problem.layout, result.job.uneven_layers
     words = [f"{name} {getattr(lay, name)}" for name in (*DEGREES, "ep") if getattr(lay, name) > 1]
     words += ["without sp"] if lay.tp > 1 and not lay.sp else []
