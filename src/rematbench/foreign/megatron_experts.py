@@ -25,14 +25,14 @@ FLEXIBLE = ("deepep", "hybridep")
 BALANCED_BY_LOSS = ("aux_loss", "seq_aux_loss", "global_aux_loss")
 TYPE = "moe-token-dispatcher-type"
 FUSIONS = {"moe-router-fusion": "fused_router", "enable-experimental": "fused_indices"}
-"""Switches, each with the fact of the stack that it states; the experimental kernels also need
+"""Switches, each with the stack's fact that it sets; the experimental kernels also need
 PERMUTES."""
 PERMUTES = "moe-permute-fusion"
 
 
 def read_experts(reading: Reading, options: Options) -> None:
-    """Set the experts of a model that the line describes, and the capacity, the dispatcher and the
-    overlap of any model.  ConfigError for a wrong value."""
+    """Set the experts' sizes if the line states them, and the capacity, the dispatcher and the
+    overlap also if it only names its model.  ConfigError for a wrong value."""
     _capacity(reading, options)
     if options.get("num-experts"):
         _widths(reading, options)
@@ -51,7 +51,7 @@ def _fuses(option: str, options: Options) -> bool:
 
 
 def _widths(reading: Reading, options: Options) -> None:
-    """The experts of a model that the line describes."""
+    """Set the sizes and the router of the experts."""
     experts: dict[str, Any] = {"active": 2, "ffn": reading.model.get("ffn", 0)}
     for option, name in WIDTHS.items():
         if options.get(option):
@@ -69,7 +69,7 @@ def _widths(reading: Reading, options: Options) -> None:
 
 
 def _capacity(reading: Reading, options: Options) -> None:
-    """The capacity of an expert; a factor below 0 is none."""
+    """Set the capacity of an expert; a factor below 0 means no limit."""
     option = "moe-expert-capacity-factor"
     text = first_value(options, option)
     factor = number(text or -1.0, reading.file, f"--{option}")
@@ -80,7 +80,7 @@ def _capacity(reading: Reading, options: Options) -> None:
 
 
 def _router(options: Options, file: str) -> dict[str, Any]:
-    """The router where it is unlike the defaults of Experts."""
+    """The fields of the router that differ from the defaults of Experts."""
     router: dict[str, Any] = {}
     if first_value(options, "moe-router-score-function", "softmax") != "softmax":
         router["router"] = first_value(options, "moe-router-score-function", "")
