@@ -25,7 +25,7 @@ from rematbench.cli.titan import TITAN, titan_answer
 from rematbench.evaluate.result import evaluate_method, told_fragmented
 from rematbench.host.console import CommandError, align_left, console, gib, grid, plain
 from rematbench.host.table import GIB
-from rematbench.inputs.configfile import read_text, require_among
+from rematbench.inputs.configfile import require_among
 from rematbench.inputs.job import DEFAULT_SYSTEM
 from rematbench.plan import Unsupported
 from rematbench.plugins.registry import IDENTITY
@@ -129,10 +129,6 @@ def run_baseline(  # noqa: PLR0913, PLR0917  # every option is a parameter
     ] = TIMED_STEPS,
     device: Annotated[Device | None, Option(help="Default: cuda if available.")] = None,
     timeout: Timeout = 600,
-    options: Annotated[
-        Path | None,
-        Option(metavar="FILE", help="Configure the baseline from the output of `flags`."),
-    ] = None,
     out: Out = None,
     rank: Rank = None,
     world_size: Size = None,
@@ -152,18 +148,12 @@ def run_baseline(  # noqa: PLR0913, PLR0917  # every option is a parameter
     need_file("-o", out)
     made = of_baseline(run)
     launched = is_launched(rank, world_size, (address, port), made.problem.layout.gpus)
-    printed = read_text(options, f"--options {options}") if options else ""
-    if options and not printed.strip():
-        raise CommandError(
-            f"--options {options}: the file is empty; it must hold the output of `flags`"
-        )
     asked: dict[str, package.Option] = {
         "steps": steps,
         "warmup": warmup,
         "timed_steps": timed_steps,
         "device": device or ("cuda" if has_gpu() else "cpu"),
         "timeout_s": timeout,
-        "options": printed,
     }
     if launched and rank is not None:
         record = package.run_as_rank(made.problem, made.method, rank, out, **asked)
@@ -297,8 +287,8 @@ def broken_lines(flags: str) -> str:
 
 
 def remarks(answer: FlagsAnswer) -> Iterator[str]:
-    """Comments on what options do not say.  A run with `--options` skips them; if the options are a
-    JSON object they go to stderr."""
+    """What the options leave out, as lines of comments (printed to stderr beside JSON, which has no
+    comments)."""
     yield from answer.remarks
     if answer.assumed:
         yield f"assumed, not set (no option): {', '.join(answer.assumed)}"
