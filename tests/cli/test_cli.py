@@ -146,6 +146,15 @@ def test_a_person_reads_the_verdict_first_and_no_op_aloud() -> None:
     assert "MFU, dense" not in short
 
 
+def test_the_bytes_of_ranks_are_drawn(tmp_path: Path) -> None:
+    drawn = tmp_path / "ranks.svg"
+    assert typed("simulate", "keep_all", *PIPE, "--plot", str(drawn)).code == 0
+    text = drawn.read_text()
+    assert all(word in text for word in ("rank 3", "optimizer", "FITS: "))
+    wrong = typed("simulate", "keep_all", *PIPE, "--plot", str(tmp_path / "ranks.txt"))
+    assert "expected a file of .pdf, .png, .svg" in wrong.err
+
+
 def test_a_recipe_has_bf16_beside_it() -> None:
     job = "--model llama-3.1-8b --cluster h100-80gb --gpus 8 --seq-len 4096 --global-batch 64"
     words = ["simulate", "keep_all", *job.split(), "--tp", "2", "--recipe", "fp8"]

@@ -13,7 +13,8 @@ from typer import Option
 
 from rematbench.cli.beside import beside, without_recipe
 from rematbench.cli.options import Request, RunOptions, request, takes_run
-from rematbench.cli.show import as_json, heading, method_line, show
+from rematbench.cli.plots import Plot, need_figure, write_ranks
+from rematbench.cli.show import as_json, banner, heading, method_line, show
 from rematbench.cli.targets import Json, Notes, Out, need_file
 from rematbench.engine.lowering.blocks.chunk_ops import ChunkOps
 from rematbench.engine.lowering.blocks.fates import Resolved, resolve
@@ -45,6 +46,7 @@ def simulate(
     run: RunOptions,
     json: Json = False,
     notes: Notes = False,
+    plot: Plot = None,
     check: Annotated[
         bool, Option("--check", help="Also prove that the lowered plan is safe.")
     ] = False,
@@ -61,12 +63,15 @@ def simulate(
         --global-batch 256 --tp 4 --pp 8 --vpp 6 --set alpha=0.63
     """
     need_file("-o", out)
+    need_figure(plot)
     asked = request(run)
     result = evaluate_method(asked.problem, asked.method, asked.base, checked=check)
     if out is not None:
         record = make_record(result, asked.method)
         write_record(record, out)
     result = _with_errors(result)
+    if plot is not None:
+        write_ranks(result, "\n".join((*heading(asked.problem), banner(result))), plot)
     twin = without_recipe(run)
     if json:
         values = as_json(asked, result) | ({"without_recipe": twin.row()} if twin else {})

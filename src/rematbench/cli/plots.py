@@ -1,4 +1,4 @@
-"""Answers as figures: speed against headroom, and the parts of each step."""
+"""Answers as figures: speed against headroom with the parts of each step, and bytes by rank."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 from typer import Option
 
 from rematbench.cli.targets import need_file
-from rematbench.host.chart_style import BLUE, GREY, PARTS, TEXT_IN
+from rematbench.evaluate.result import Result
+from rematbench.host.chart_style import BLUE, GREEN, GREY, ORANGE, PARTS, PINK, SKY, TEXT_IN
 from rematbench.host.console import CommandError
 from rematbench.host.table import GIB
 from rematbench.inputs.paths import data_dir
@@ -36,8 +37,8 @@ def need_figure(path: Path | None) -> None:
 
 def write_plot(rows: Sequence[Row], path: Path) -> None:
     """Draw the rows of a comparison or a search that fit and have a time.  Each row is a point with
-    its band as error bar (blue: tied with the first; hollow: outside of the published range), and a
-    stacked bar of its step's seconds."""
+    its band as error bar (blue: tied with the first; hollow: outside of the published range;
+    square: the best plan of a package `alone`), and a stacked bar of its step's seconds."""
     timed = [row for row in rows if row["status"] == "ok" and row["step_s"] is not None]
     fitting = [row for row in timed if not row["same_as"]]
     bars = fitting[:MOST_BARS]
@@ -50,6 +51,40 @@ def write_plot(rows: Sequence[Row], path: Path) -> None:
         handles, labels = right.get_legend_handles_labels()
         if handles:
             figure.legend(handles, labels, loc="outside lower center", ncols=5)
+
+
+def write_ranks(result: Result, title: str, path: Path) -> None:
+    """Draw the device bytes of each pipeline rank at its peak by kind, and a line at the bytes that
+    a process may use."""
+    ranks = result.evaluation.ranks if result.evaluation else ()
+    kinds = {
+        "parameters": (BLUE, [rank.parameter for rank in ranks]),
+        "gradients": (SKY, [rank.gradient_at_peak for rank in ranks]),
+        "optimizer": (GREEN, [rank.optimizer for rank in ranks]),
+        "activations": (ORANGE, [rank.activation_peak for rank in ranks]),
+        "buffers": (PINK, [rank.pools for rank in ranks]),
+    }
+    with _figure(path, 1.4 + 0.17 * len(ranks)) as figure:
+        axes = figure.subplots()
+        begin = [0.0] * len(ranks)
+        for kind, (colour, sizes) in kinds.items():
+            values = [size / GIB for size in sizes]
+            begin = _stack(axes, values, begin, label=kind, color=colour)
+        axes.axvline(result.problem.usable_bytes / GIB, ls="--", color=GREY, label="usable")
+        axes.set_yticks(range(len(ranks)), [f"rank {index}" for index in range(len(ranks))])
+        axes.invert_yaxis()
+        axes.set_xlabel("allocated bytes at the peak (GiB); reserved bytes decide the verdict")
+        figure.suptitle(title, fontsize=8)
+        figure.legend(loc="outside lower center", ncols=6)
+
+
+def _stack(
+    axes: "Axes", values: Sequence[float], begin: Sequence[float], **look: Any
+) -> list[float]:
+    """Draw one segment of each horizontal bar from `begin` on, and return where the segments
+    end."""
+    axes.barh(range(len(values)), values, left=begin, **look)
+    return [start + length for start, length in zip(begin, values, strict=True)]
 
 
 @contextmanager
@@ -88,14 +123,16 @@ def _speeds(axes: "Axes", rows: Sequence[Row]) -> None:
         room = row["headroom_bytes"] / GIB
         colour = BLUE if row["tied_with_best"] or not index else GREY
         axes.plot([room, room], [low, high], color=colour, lw=0.6)
-        axes.plot(room, speed, "o", color=colour, mfc="white" if row["outside"] else colour)
+        marker = "s" if row.get("alone") else "o"
+        axes.plot(room, speed, marker, color=colour, mfc="white" if row["outside"] else colour)
         axes.annotate(
             str(index + 1), (room, speed), xytext=(3, 3), textcoords="offset points", fontsize=7
         )
     axes.set_xlabel("headroom of the fullest device (GiB)")
     axes.set_ylabel("tokens/s/GPU")
     said = "lines: 80 % band; blue: tied with 1; hollow: outside of the published range"
-    axes.set_title(said, fontsize=6, loc="left")
+    squares = "; squares: a package alone" if any(row.get("alone") for row in rows) else ""
+    axes.set_title(said + squares, fontsize=6, loc="left")
     axes.set_ylim(bottom=0)
     if not rows:
         axes.text(0.5, 0.5, "nothing fits", transform=axes.transAxes, ha="center")
@@ -107,8 +144,7 @@ def _steps(axes: "Axes", rows: Sequence[Row]) -> None:
     for part, (colour, label, hatch) in PARTS.items():
         values = [row[f"{part}_s"] or 0.0 for row in rows]
         if any(value > LEAST_S for value in values):
-            axes.barh(places, values, left=begin, label=label, color=colour, hatch=hatch, lw=0.3)
-        begin = [a + b for a, b in zip(begin, values, strict=True)]
+            begin = _stack(axes, values, begin, label=label, color=colour, hatch=hatch, lw=0.3)
     axes.set_yticks(places, [f"{i + 1}  {row['name']}" for i, row in enumerate(rows)], fontsize=7)
     axes.invert_yaxis()
     axes.set_xlabel("seconds of the step")

@@ -140,10 +140,16 @@ class SearchAnswer:
 
     @property
     def pictured(self) -> list[dict[str, Any]]:
-        """Every number of the plans, which are named with their layout."""
-        return [
+        """Every number of the plans, and of the best plan of each package alone, named with their
+        layouts."""
+        rows = [
             item.row() | {"name": item.method.replace("+", "\n+") + f"\n{where(item)}"}
             for item in self.results
+        ]
+        return rows + [
+            item.row() | {"name": f"{name} alone\n{where(item)}", "alone": True}
+            for name, item in self.alone.items()
+            if item and item.fits
         ]
 
     def json(self) -> str:

@@ -13,6 +13,7 @@ import msgspec
 import pandas as pd
 from msgspec import Struct
 
+from rematbench.costs.flops import over_peak
 from rematbench.host.files import write_atomically
 from rematbench.host.table import GIB, SUFFIXES, TableText
 from rematbench.inputs.configfile import convert, read_mapping
@@ -128,10 +129,21 @@ class Table(Struct, frozen=True, kw_only=True):
 
     @property
     def full_note(self) -> str:
-        """The note, and the number of omitted rows."""
+        """The note, why an MFU is over 100 %, and the number of omitted rows."""
         cut = len(self.rows) - self.shown if self.shown else 0
         more = f"{cut} more rows in {self.name}.csv." if cut > 0 else ""
-        return " ".join(part for part in (self.note, more) if part)
+        return " ".join(part for part in (self.note, self._over_peak, more) if part)
+
+    @property
+    def _over_peak(self) -> str:
+        """Why a shown MFU is over 100 %; empty if none is."""
+        shown = {column.key for column in self.columns if column.heading}
+        causal, dense = (
+            max((float(row.get(key) or 0.0) for row in self.rows if key in shown), default=0.0)
+            for key in ("mfu_causal", "mfu_dense")
+        )
+        why = over_peak(causal, dense)
+        return f"MFU {why}." if why else ""
 
     def printed(self) -> TableText:
         texts = self.texts
