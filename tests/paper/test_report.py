@@ -1,5 +1,6 @@
 """The page is self-contained and silent about what is not there; claims pass or say why not."""
 
+import csv
 import html
 import re
 import shutil
@@ -329,6 +330,33 @@ def test_more_stacks_than_colours_and_markers_are_all_drawn(tmp_path: Path) -> N
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split()[0] == str(count + 1)  # and the line of one MFU
+
+
+def test_a_method_of_the_user_fails_no_claim(tmp_path: Path) -> None:
+    """More rows in a table of arms, another winner of a cell and another name among the ties."""
+    committed = ROOT / "results" / "expected"
+    (claim,) = (each for each in load_artifact().claims if each.id == "C7")
+    for name in claim.tables:
+        head, *lines = read_cells(committed / f"{name}.csv") or [[]]
+        mine = [*lines[0]]
+        mine[head.index("arm")] = "mine"
+        if name == "matrix_fastest":
+            ties = head.index("ties")
+            lines[0] = mine
+            lines[1][ties] = f"{lines[1][ties]}, mine"
+        else:
+            lines.append(mine)
+        with (tmp_path / f"{name}.csv").open("w", newline="", encoding="utf-8") as file:
+            csv.writer(file).writerows([head, *lines])
+    artifact = Artifact(claims=(claim,), tolerance=1e-6)
+    (finding,) = check(artifact, tmp_path, committed)
+    assert finding.line.startswith("PASS C7")
+    assert finding.line.endswith("4 rows of your own methods were not compared.")
+    head, *lines = read_cells(committed / "matrix_longest.csv") or [[]]
+    with (tmp_path / "matrix_longest.csv").open("w", newline="", encoding="utf-8") as file:
+        csv.writer(file).writerows([head, *lines[1:]])
+    (finding,) = check(artifact, tmp_path, committed)
+    assert finding.line.startswith("FAIL C7")
 
 
 INPUTS = {

@@ -8,7 +8,7 @@ from typing import Annotated
 import msgspec
 import typer
 from msgspec.structs import asdict
-from typer import Option
+from typer import Argument, Option
 
 from rematbench.cli.options import (
     Request,
@@ -28,7 +28,8 @@ from rematbench.host.table import GIB
 from rematbench.inputs.configfile import require_among
 from rematbench.inputs.job import DEFAULT_SYSTEM
 from rematbench.plan import Unsupported
-from rematbench.plugins.registry import IDENTITY
+from rematbench.plugins.discover import check_baseline
+from rematbench.plugins.registry import IDENTITY, MethodError
 from rematbench.problem import Problem
 from rematbench.worlds import package
 from rematbench.worlds.packages.flags import Costs, FlagsAnswer, alike, costs, flags_of
@@ -61,6 +62,26 @@ def list_baselines() -> None:
     console().print(table)
     for path, reason in broken_baselines().items():
         typer.echo(f"left out: {path}: {reason}", err=True)
+
+
+@app.command("check")
+def check(
+    folder: Annotated[Path, Argument(metavar="DIR", help="The folder of a baseline.")],
+) -> None:
+    """Check a baseline's folder: its policy, its functions, its files; exit code 1 if one lacks.
+
+    \b
+    Example:
+      rematbench baseline check baselines/megatron_core
+    """
+    try:
+        found = check_baseline(folder)
+    except MethodError as error:
+        raise CommandError(f"{folder / 'plan.py'}: {error}") from error
+    typer.echo(f"ok: {folder / 'plan.py'} has the policy {', '.join(found)}")
+    lacks = [name for name in ("run.py", "stack.py") if not (folder / name).is_file()]
+    if lacks:
+        raise CommandError(f"{folder} has no {' and no '.join(lacks)}: it is compared, but not run")
 
 
 def of_baseline(options: RunOptions) -> Request:

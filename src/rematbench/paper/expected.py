@@ -24,6 +24,13 @@ ROUNDING = 1e-9
 relative for seconds, absolute for shares."""
 
 
+METHOD_COLUMNS = ("arm", "label", "any_name")
+"""Columns of the claims' tables that name a method of `methods/`."""
+
+TIES = "ties"
+"""The column of names that tie with the fastest."""
+
+
 class Bound(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A statistic of a column's absolute values, and the largest value that it may have."""
 
@@ -71,11 +78,13 @@ class Artifact(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class ClaimFinding(Struct, frozen=True, kw_only=True):
-    """The result of checking one claim: its problems, and whether its tables exist."""
+    """The result of checking one claim: its problems, whether its tables exist, and how many rows
+    of the user's own methods are left out of its tables."""
 
     claim: TableClaim
     problems: tuple[str, ...]
     tables_exist: bool = True
+    not_compared: int = 0
 
     @property
     def line(self) -> str:
@@ -84,7 +93,9 @@ class ClaimFinding(Struct, frozen=True, kw_only=True):
         found = "; ".join(f"{one.says}: {one.count} of {one.of}" for one in self.claim.finds)
         says = f" Found: {found}." if found and not self.problems else ""
         why = f" [{'; '.join(self.problems)}]" if self.problems else ""
-        return f"{word} {self.claim.id} {self.claim.text}{says}{why}"
+        own = f" {self.not_compared} rows of your own methods were not compared."
+        rest = own if self.not_compared else ""
+        return f"{word} {self.claim.id} {self.claim.text}{says}{why}{rest}"
 
 
 def load_artifact() -> Artifact:
@@ -93,10 +104,12 @@ def load_artifact() -> Artifact:
 
 
 class Pair(NamedTuple):
-    """A table as it was made here, and as it is expected; None if there is no such file."""
+    """A table as it was made here, and as it is expected; None if there is no such file.  Rows that
+    name a method of the user are left out; `yours` is their number."""
 
     ours: Cells | None
     theirs: Cells | None
+    yours: int = 0
 
 
 def check(artifact: Artifact, tables: Path, expected: Path) -> list[ClaimFinding]:
@@ -104,7 +117,7 @@ def check(artifact: Artifact, tables: Path, expected: Path) -> list[ClaimFinding
 
     @cache
     def pair(name: str) -> Pair:
-        return Pair(read_cells(tables / f"{name}.csv"), read_cells(expected / f"{name}.csv"))
+        return pair_of(read_cells(tables / f"{name}.csv"), read_cells(expected / f"{name}.csv"))
 
     found = []
     for claim in artifact.claims:
@@ -113,8 +126,33 @@ def check(artifact: Artifact, tables: Path, expected: Path) -> list[ClaimFinding
             problems = [f"{name}.csv is missing in {tables}" for name in lacking]
         else:
             problems = _problems(claim, artifact.tolerance, pair, expected)
-        found.append(ClaimFinding(claim=claim, problems=tuple(problems), tables_exist=not lacking))
+        found.append(
+            ClaimFinding(
+                claim=claim,
+                problems=tuple(problems),
+                tables_exist=not lacking,
+                not_compared=sum(pair(name).yours for name in claim.tables),
+            )
+        )
     return found
+
+
+def pair_of(ours: Cells | None, theirs: Cells | None) -> Pair:
+    """Both tables without the rows that name a method which no expected row names, and without such
+    a name among ties."""
+    if not ours or not theirs or ours[0] != theirs[0]:
+        return Pair(ours, theirs)
+    columns = [index for index, column in enumerate(ours[0]) if column in METHOD_COLUMNS]
+    shipped = {row[index] for row in theirs for index in columns}
+    names = {row[index] for row in ours for index in columns} - shipped
+    own = {at for at, row in enumerate(ours) if names & {row[index] for index in columns}}
+    if own and len(ours) == len(theirs):  # the user's method won these cells
+        theirs = [row for at, row in enumerate(theirs) if at not in own]
+    kept = [[*row] for at, row in enumerate(ours) if at not in own]
+    for row in kept[1:] if own and TIES in ours[0] else ():
+        ties = row[at := ours[0].index(TIES)].split(", ")
+        row[at] = ", ".join(name for name in ties if name not in names)
+    return Pair(kept, theirs, len(own))
 
 
 def _problems(
@@ -122,7 +160,7 @@ def _problems(
 ) -> list[str]:
     found = []
     for name in claim.tables:
-        ours, theirs = pair(name)
+        ours, theirs, _ = pair(name)
         if theirs is None:
             found.append(f"{name}.csv is missing in {expected}")
         else:
@@ -134,6 +172,8 @@ def _problems(
             bound = claim.bound
             found.append(f"{bound.statistic} {bound.column} is {shown}, allowed {bound.most:.4g}")
     for find in claim.finds if not found else ():
+        if pair(find.table).yours:
+            continue
         count, of = counted(find, pair(find.table).ours or [])
         if (count, of) != (find.count, find.of):
             found.append(f"{find.says}: {count} of {of}, claimed {find.count} of {find.of}")
