@@ -216,7 +216,8 @@ def show(record: Record, problem: Problem | None = None) -> None:
     if seen is None or engine is None:
         typer.echo(f"{record.status.upper()}: {record.reason}")
         return
-    typer.echo(f"{engine.label} ({record.world}; {_versions(engine.stack)}; {engine.backend})")
+    versions = ", ".join(f"{name} {version}" for name, version in engine.stack.items())
+    typer.echo(f"{engine.label} ({record.world}; {versions}; {engine.backend})")
     for name, kernel in engine.kernels.items():
         typer.echo(f"  {name}: {kernel}")
     if engine.shim:
@@ -232,10 +233,6 @@ def show(record: Record, problem: Problem | None = None) -> None:
     if problem is not None and seen.step_s:
         typer.echo(f"  {timing(seen.step_s)}")
         typer.echo(f"  {speed_text(measured_speed(problem, seen.step_s, engine.device))}")
-
-
-def _versions(stack: dict[str, str]) -> str:
-    return ", ".join(f"{name} {version}" for name, version in stack.items())
 
 
 @takes_run

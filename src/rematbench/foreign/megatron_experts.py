@@ -24,7 +24,8 @@ FLEXIBLE = ("deepep", "hybridep")
 """Backends of the dispatcher `flex`."""
 BALANCED_BY_LOSS = ("aux_loss", "seq_aux_loss", "global_aux_loss")
 TYPE = "moe-token-dispatcher-type"
-FUSIONS = {"moe-router-fusion": "fused_router", "enable-experimental": "fused_indices"}
+ROUTER = "moe-router-fusion"
+FUSIONS = {ROUTER: "fused_router", "enable-experimental": "fused_indices"}
 """Switches, each with the stack's fact that it sets; the experimental kernels also need
 PERMUTES."""
 PERMUTES = "moe-permute-fusion"
@@ -36,7 +37,8 @@ def read_experts(reading: Reading, options: Options) -> None:
     _capacity(reading, options)
     if options.get("num-experts"):
         _widths(reading, options)
-        reading.facts |= {fact: True for option, fact in FUSIONS.items() if _fuses(option, options)}
+        fused = FUSIONS if PERMUTES in options else {ROUTER: FUSIONS[ROUTER]}
+        reading.facts |= {fact: True for option, fact in fused.items() if option in options}
     if options.get("num-experts") or {TYPE, "moe-enable-deepep"} & options.keys():
         _dispatcher(reading, options)
     if "moe-shared-expert-overlap" in options:
@@ -44,10 +46,6 @@ def read_experts(reading: Reading, options: Options) -> None:
     if (overlap := "overlap-moe-expert-parallel-comm") in options:
         delayed = "delay-wgrad-compute" in options
         reading.put("ep_overlap", "delayed_wgrad" if delayed else "on", f"--{overlap}")
-
-
-def _fuses(option: str, options: Options) -> bool:
-    return option in options and (option != "enable-experimental" or PERMUTES in options)
 
 
 def _widths(reading: Reading, options: Options) -> None:

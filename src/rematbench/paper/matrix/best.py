@@ -302,9 +302,15 @@ def read_answer(row: Row, cell: SearchJob) -> CommittedPlan:
 
 def _read(row: Row, cell: SearchJob) -> CommittedPlan:
     places = {place: number(row, f"{place}_short_bytes") for place in ("device", "host")}
+    choice = None
+    if row["name"]:
+        layout = cell.request.spec.changed(**{key: int(row[key]) for key in OPEN}).layout
+        sizes = tuple(int(layers) for layers in row["partition"].split(","))
+        divided = partitions(layout, cell.model.num_layers)
+        choice = next(one for one in divided if one.sizes == sizes)
     return CommittedPlan(
         name=row["name"],
-        choice=_choice(row, cell) if row["name"] else None,
+        choice=choice,
         step_s=number(row, "step_s") or inf,
         gap=number(row, "gap"),
         layouts=int(row["layouts"]),
@@ -312,9 +318,3 @@ def _read(row: Row, cell: SearchJob) -> CommittedPlan:
         short={place: nbytes for place, nbytes in places.items() if nbytes},
         reason=row["reason"],
     )
-
-
-def _choice(row: Row, cell: SearchJob) -> LayoutChoice:
-    layout = cell.request.spec.changed(**{key: int(row[key]) for key in OPEN}).layout
-    sizes = tuple(int(layers) for layers in row["partition"].split(","))
-    return next(one for one in partitions(layout, cell.model.num_layers) if one.sizes == sizes)

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from msgspec import Struct, field
+from msgspec import field
 from msgspec.structs import replace
 
 from rematbench.engine.lowering.lower import lower
@@ -55,27 +55,16 @@ class Point(Job, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return " ".join(f"{key}={value}" for key, value in self.settings.items()) or "none"
 
 
-class Points(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The file of points: the fields of each point, with its `layout` as a mapping."""
-
-    source: str
-    points: tuple[dict[str, Any], ...]
-
-
-class _Whole(Struct, frozen=True):
-    layout: Layout
-
-
 def load_points() -> tuple[Point, ...]:
     """The shipped points; ConfigError, naming the path, if their file is invalid."""
     path = data_dir("config") / "baseline_points.yaml"
-    listed = convert(read_mapping(path, str(path)), Points, str(path)).points
+    listed = read_mapping(path, str(path))["points"]
     return tuple(_point(values, f"{path}: points: {i}") for i, values in enumerate(listed))
 
 
 def _point(values: dict[str, Any], label: str) -> Point:
     others = {key: value for key, value in values.items() if key != "layout"}
-    layout = convert({"layout": values.get("layout")}, _Whole, label).layout
+    layout = convert(values["layout"], Layout, label)
     return convert({**degrees(layout), **others}, Point, label)
 
 

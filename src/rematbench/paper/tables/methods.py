@@ -61,17 +61,10 @@ def _run_line(problem: str, record: Record) -> Line:
         "rematbench": record.provenance.rematbench,
         "calibration_hash": spec.calibration_hash,
     }
-    return head | layout | result | _speed(record)
-
-
-def _speed(record: Record) -> Line:
-    """The numbers of the first measured repeat (a simulated run has one repeat)."""
-    measured = [repeat for repeat in record.repeats if not repeat.warmup]
-    if not measured:
-        return {}
-    return {
-        key: value for key, value in msgspec.structs.asdict(measured[0]).items() if key != "warmup"
-    }
+    measured = (msgspec.structs.asdict(one) for one in record.repeats if not one.warmup)
+    speed = next(measured, {})
+    speed.pop("warmup", None)
+    return head | layout | result | speed
 
 
 def method_table(records: Sequence[tuple[str, Record]], labels: Mapping[str, str]) -> Table:

@@ -196,6 +196,7 @@ def band_table(cells: Sequence[LeftOutCell], rows: Sequence[Row]) -> Table:
     """Coverage of bands by source: for `cells`, bands learnt from the other sources; without cells,
     the predicted bands of `rows`."""
     found = coverage(cells) if cells else shipped_coverage(rows)
+    margins = "; ".join(f"{kind} {in_words(kind)}" for kind in get_args(Quantity))
     if cells:
         errors = speed_errors(cells)
         found += [pooled(found, errors), pooled_rows(found, errors)]
@@ -208,14 +209,8 @@ def band_table(cells: Sequence[LeftOutCell], rows: Sequence[Row]) -> Table:
         level=100 * LEVEL,
         one_layout=_ratios(one_layout=True),
         layouts=_ratios(one_layout=False),
-        margins=_margins(),
+        margins=margins,
     )
-
-
-def _margins() -> str:
-    """The margins of device bytes in a sentence."""
-    each = "; ".join(f"{kind} {in_words(kind)}" for kind in get_args(Quantity))
-    return f"Device bytes, published above predicted, by the quantity that rows print: {each}."
 
 
 def _ratios(*, one_layout: bool) -> str:
