@@ -17,18 +17,18 @@ Fraction = Annotated[float, Meta(ge=0.0, le=1.0)]
 Phase = Literal["warmup", "steady", "cooldown"]
 Scope = Literal["consumer", "layer"]
 Shape = Literal["zb-v", "v-half", "v-min"]
-"""The schedules whose chunks turn at the last rank: rank r has the virtual stages r and 2 pp - 1 -
-r of a model, so rank 0 has both of its ends.  Weight gradients have passes of their own."""
+"""Schedules whose chunks turn back at the last rank: rank r has the virtual stages r and 2 pp - 1 -
+r, so rank 0 has the embedding and the head.  Weight gradients have separate passes."""
 Schedule = Literal[
     "gpipe", "1f1b", "interleaved_1f1b", "zb-h1", "zb-h2", "vocab-1", "vocab-2", "interlaced", Shape
 ]
 SHAPES: tuple[Shape, ...] = get_args(Shape)
 ZERO_BUBBLE: dict[Schedule, int] = {"zb-h1": 1, "zb-h2": 2}
-"""The schedules with weight gradients apart: by how many passes more than the next rank a rank
-warms up, and by how many passes its weight gradients come earlier."""
+"""Schedules with separate passes for weight gradients.  The number says how many more warm-up
+passes a rank has than the next rank, and by how many passes its weight gradients come earlier."""
 VOCABULARY: dict[Schedule, int] = {"vocab-1": 2, "vocab-2": 1, "interlaced": 0}
-"""The schedules of 1F1B in which all stages share the vocabulary, with the barriers of a
-micro-batch that run beside other passes (interlaced: the passes wait for each other)."""
+"""1F1B schedules in which all stages share the vocabulary, with the number of barriers of a
+micro-batch that overlap other passes (interlaced: none, because all stages wait for each other)."""
 StateKind = Literal["parameter", "gradient", "optimizer"]
 
 Settings = Mapping[str, str | int | float | bool]
@@ -38,7 +38,7 @@ MIB = 1 << 20
 
 
 class PlanError(UserError):
-    """A plan that cannot be lowered; the message has the rule, the site or the number."""
+    """A plan that cannot be lowered; the message names the rule, the site or the number."""
 
 
 class Unsupported(Struct, frozen=True):
@@ -64,8 +64,9 @@ class Group(Struct, frozen=True, tag="group"):
 
 
 class Window(Struct, frozen=True, tag="window"):
-    """The place where recomputation is hidden: during a collective of operator `op` in `direction`,
-    `layer_offset` layers before the consumer, or before the pipeline's receive or send."""
+    """The time at which recomputation is hidden: during a collective of operator `op` in
+    `direction`, `layer_offset` layers before the consumer, or before the pipeline's receive or
+    send."""
 
     op: str
     direction: Literal["forward", "backward", "before_recv", "before_send"]
@@ -75,9 +76,9 @@ class Window(Struct, frozen=True, tag="window"):
 class Recompute(Struct, frozen=True, tag="recompute"):
     """Drop the tensor after its last forward reader and recompute it in the backward.
 
-    `scope` is the time: just before each consumer, at the start of the layer's backward, or once
-    for a group of layers.  `whole` recomputes every operator of the scope (a checkpointed module,
-    as in Megatron's full recomputation), not only the operators that the missing tensors need.
+    `scope` says when: just before each consumer, at the start of the layer's backward, or once for
+    a group of layers.  `whole` recomputes every operator of the scope (a checkpointed module, as in
+    Megatron's full recomputation), not only the operators that the missing tensors need.
     """
 
     scope: Scope | Group = "consumer"
@@ -91,9 +92,9 @@ class Offload(Struct, frozen=True, tag="offload"):
 
 # Why: docs/decisions/plan.md, Is a share of bytes approximated by a share of rows?
 class Split(Struct, frozen=True, tag="split"):
-    """Divide the rows of one site.  floor(rows x offload) rows are offloaded to the host,
-    floor(rows x recompute) rows are rebuilt, and the rest is kept.  A row is a token of the rank's
-    shard, the same before and after a gather."""
+    """Divide the rows of a tensor: floor(rows x offload) rows are offloaded to the host, floor(rows
+    x recompute) rows are rebuilt, and the rest is kept.  A row is a token of the rank's shard, the
+    same before and after a gather."""
 
     offload: Fraction = 0.0
     recompute: Fraction = 0.0
@@ -111,6 +112,16 @@ class ByteBudget(Struct, frozen=True, tag="byte_budget", kw_only=True):
 
 
 Fate = Keep | Recompute | Offload | Split | ByteBudget
+
+
+def leaves(fate: Fate) -> bool:
+    """Whether a fate copies bytes to the host."""
+    match fate:
+        case Split():
+            return fate.offload > 0
+        case ByteBudget():
+            return fate.alpha > 0
+    return isinstance(fate, Offload)
 
 
 class Select(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -188,18 +199,15 @@ class Pieces(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     `places` is repeated over the pieces.  `start`: pieces wait for the norm of all gradients, or
     start as soon as their gradients are reduced in the last backward.  `clip`: the update scales
-    gradients by the norm of all, which a piece that starts earlier cannot.  `wire`: the weights
-    that go up after an update on the host are in compute precision (param; the host casts) or are
-    master weights (the device casts).  `slots`: visits in flight; their copies, and the cast and
-    copy of weights that the host updated, run beside other updates.  With 0 slots each piece
-    follows the piece before it.
+    gradients by the norm of all, which a piece that starts earlier cannot.  `slots`: visits in
+    flight; their copies, and the cast and copy of weights that the host updated, run beside other
+    updates.  With 0 slots each piece follows the piece before it.
     """
 
     size: PositiveInt = 100_000_000
     places: Annotated[tuple[Place, ...], Meta(min_length=1)] = ("host",)
     start: Literal["norm", "ready"] = "norm"
     clip: bool = True
-    wire: Literal["param", "master"] = "param"
     slots: NonNegativeInt = 1
 
 
@@ -248,9 +256,9 @@ class StateFate(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 class MiniSequence(Struct, frozen=True, omit_defaults=True):
     """Compute a run of operators in `count` pieces: of the rank's rows, if they are row-local, or,
-    from the projection to queries to the end of attention, of its heads (`of`).  A piece of heads
-    computes in its own backward again the inputs of attention, and its output in row order from
-    its output in head order (Untied Ulysses, arXiv 2602.21196)."""
+    from the projection to queries to the end of attention, of its heads (`of`).  In its backward, a
+    piece of heads recomputes the inputs of attention, and the output in row order from the output
+    in head order (Untied Ulysses, arXiv 2602.21196)."""
 
     ops: tuple[str, ...]
     count: PositiveInt
@@ -258,10 +266,10 @@ class MiniSequence(Struct, frozen=True, omit_defaults=True):
 
 
 class Pass(NamedTuple):
-    """One pass of one chunk for one micro-batch on one rank.  `kind`: a forward (True), a backward
-    (False), or one half of a backward: the gradients of inputs ("B"), or those of weights ("W");
-    or a part of a vocabulary that all stages share: logits and softmax ("S"), or the gradient of
-    the weights behind them ("T")."""
+    """One pass of one chunk for one micro-batch on one rank.  `kind`: a forward (True); a backward
+    (False); the half of a backward for gradients of inputs ("B") or of weights ("W"); or, for a
+    vocabulary that all stages share, logits and softmax ("S") or the gradient of its weights
+    ("T")."""
 
     kind: bool | Literal["B", "W", "S", "T"]
     micro_batch: int
@@ -278,7 +286,7 @@ class Pass(NamedTuple):
 
     @property
     def of_layers(self) -> bool:
-        """Whether the pass is of a chunk's layers, not of a vocabulary that stages share."""
+        """Whether the pass runs a chunk's layers, not a part of a shared vocabulary."""
         return self.kind not in ("S", "T")
 
     @property
@@ -322,11 +330,11 @@ class Plan(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return msgspec.structs.replace(self, rules=(*self.rules, *rules))
 
     def sliced(self, slices: tuple[int, ...]) -> "Plan":
-        """This plan under 1F1B over slices of so many tokens."""
+        """This plan under 1F1B, with sequences cut into slices of these numbers of tokens."""
         return msgspec.structs.replace(self, slices=slices, schedule="1f1b")
 
     def turned(self, shape: Shape) -> "Plan":
-        """This plan, of two chunks on a rank, under a schedule whose chunks turn."""
+        """This plan, which has two chunks per rank, under a schedule whose chunks turn."""
         there, back = zip(*self.partition, strict=True)
         partition = tuple(zip(there, reversed(back), strict=True))
         return msgspec.structs.replace(self, partition=partition, schedule=shape)
@@ -337,12 +345,11 @@ class Plan(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def turns(self) -> bool:
-        """Whether the chunks turn at the last rank."""
+        """Whether the chunks turn back at the last rank."""
         return self.schedule in SHAPES
 
     @property
     def head_rank(self) -> int:
-        """The rank of the head."""
         return 0 if self.turns else len(self.partition) - 1
 
     @property
@@ -355,15 +362,9 @@ class Plan(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def halves(self) -> bool:
-        """Whether some backwards have a pass for weight gradients alone."""
+        """Whether weight gradients have passes of their own."""
         apart = any(item.kind == "W" for order in self.orders for item in order)
         return apart or (self.schedule in (*ZERO_BUBBLE, *SHAPES) and not self.orders)
-
-    @property
-    def splits_passes(self) -> bool:
-        """Whether passes are of slices, or of a vocabulary that stages share: neither has pieces of
-        operators."""
-        return bool(self.slices) or self.schedule in VOCABULARY
 
     def state(self, kind: StateKind) -> StateFate:
         """The fate of a kind of state (default: unsharded and on the device)."""
@@ -376,8 +377,8 @@ def state_fates(layout: Layout, system: System) -> tuple[StateFate, ...]:
     before each use.  Sharded gradients are in host memory if the stack keeps them there with its
     optimizer.  A pipeline gathers and reduces once in a step: FSDP2's stages of a pipeline neither
     reshard nor reduce before the last backward (torch 2.13, torch/distributed/pipelining/stage.py,
-    backward_maybe_with_nosync and perform_reduce_grad).  With more chunks on a rank than stay
-    gathered the schedule gathers a chunk before its pass, here layer by layer."""
+    backward_maybe_with_nosync and perform_reduce_grad).  If a rank has more chunks than stay
+    gathered, the schedule gathers a chunk before its pass (here layer by layer)."""
     shards, held = layout.state_shards, layout.pp > 1
     stage = layout.zero_stage
     sharded_grad = shards if stage >= 2 else 1
@@ -413,8 +414,8 @@ def state_fates(layout: Layout, system: System) -> tuple[StateFate, ...]:
 
 
 def gathers_by_layer(parameter: StateFate, layout: Layout) -> bool:
-    """Whether the weights of a layer are brought into a buffer before each use: gathered from the
-    peers that hold them, or copied from host memory, or both."""
+    """Whether a layer's weights are put into a buffer before each use: gathered from data-parallel
+    peers, copied from host memory, or both."""
     elsewhere = layout.has_peers or parameter.home == "host"
     return parameter.gather == "layer" and elsewhere
 
@@ -425,7 +426,8 @@ def refusal(words: str, reasons: Mapping[str, bool]) -> str:
 
 
 def _of_states(plan: Plan, layout: Layout) -> dict[str, bool]:
-    """The states that exclude passes of a part of the work, and whether the plan has them."""
+    """The choices for states that exclude passes of a part of the work (half backwards, slices),
+    and whether the plan makes them."""
     gradient, optimizer = plan.state("gradient"), plan.state("optimizer")
     early = optimizer.pieces is not None and optimizer.pieces.start == "ready"
     return {
@@ -436,13 +438,14 @@ def _of_states(plan: Plan, layout: Layout) -> dict[str, bool]:
 
 
 def passes_refusal(plan: Plan, layout: Layout, system: System, model: Model) -> str:
-    """Why a plan's passes for weight gradients alone are not lowered; empty if they are."""
+    """Why a plan's separate passes for weight gradients are not lowered; empty if they are."""
     if not plan.halves:
         return ""
     reasons = {
         "experts": model.experts is not None,
         "layers that predict more tokens": model.mtp_layers > 0,
-        "tensor parallelism without norms before": layout.tp > 1 and not model.pre_norm,
+        "tensor parallelism in layers without norms at their inputs": layout.tp > 1
+        and not model.pre_norm,
         "tied embeddings on a rank with both ends": plan.turns and model.tied_embeddings,
         "CUDA graphs": system.kernels.captures,
         **_of_states(plan, layout),
@@ -453,12 +456,12 @@ def passes_refusal(plan: Plan, layout: Layout, system: System, model: Model) -> 
 def slices_refusal(
     plan: Plan, system: System, layout: Layout, work: Workload, attention: str
 ) -> str:
-    """Why slices of a sequence are not lowered; empty if they are."""
+    """Why a plan's slices of a sequence are not lowered; empty if they are."""
     if not plan.slices:
         return ""
     model, total = work.model, sum(plan.slices)
     if total != work.seq_len:
-        return f"slices of {total} tokens in all are no sequence of {work.seq_len}"
+        return f"the slices have {total} tokens in all, but a sequence has {work.seq_len}"
     reasons = {
         "context parallelism": layout.cp > 1 or layout.ulysses > 1,
         "several chunks on a rank": layout.vpp > 1 and plan.schedule != "interleaved_1f1b",

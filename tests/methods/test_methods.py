@@ -328,7 +328,7 @@ def test_other_layers_are_kept() -> None:
 def test_a_printed_list_is_read_back(layers: set[int]) -> None:
     base = problem(pp=1).base_plan
     whole = type(base)(partition=partition_of_sizes([41], 1))
-    assert chosen_layers(whole, layers_text(layers), "") == tuple(sorted(layers))
+    assert chosen_layers(whole, layers_text(layers)) == tuple(sorted(layers))
 
 
 @pytest.mark.parametrize(("text", "reason"), TABLES["wrong_lists"])

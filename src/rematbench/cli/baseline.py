@@ -152,10 +152,6 @@ def run_baseline(  # noqa: PLR0913, PLR0917  # an option of the command line eac
         str, Option(metavar="cpu|cuda", help="Device to run on (default: cuda if available).")
     ] = "",
     timeout: Timeout = 600,
-    options: Annotated[
-        Path | None,
-        Option(metavar="FILE", help="Configure the baseline from the output of `flags`."),
-    ] = None,
     out: Out = None,
     rank: Rank = None,
     world_size: Size = None,
@@ -177,25 +173,12 @@ def run_baseline(  # noqa: PLR0913, PLR0917  # an option of the command line eac
     need_file("-o", out)
     made = of_baseline(run)
     launched = is_launched(rank, world_size, (address, port), made.problem.layout.gpus)
-    try:
-        printed = options.read_text() if options else ""
-    except OSError as error:
-        raise CommandError(f"--options {options}: cannot be read ({error.strerror})") from error
-    except UnicodeDecodeError as error:
-        raise CommandError(
-            f"--options {options}: not a text file; it must hold the output of `flags`"
-        ) from error
-    if options and not printed.strip():
-        raise CommandError(
-            f"--options {options}: the file is empty; it must hold the output of `flags`"
-        )
     asked: dict[str, package.Option] = {
         "steps": steps,
         "warmup": warmup,
         "timed_steps": timed_steps,
         "device": device or ("cuda" if has_gpu() else "cpu"),
         "timeout_s": timeout,
-        "options": printed,
     }
     if launched and rank is not None:
         record = package.run_as_rank(made.problem, made.method, rank, out, **asked)
@@ -331,8 +314,8 @@ def broken_lines(flags: str) -> str:
 
 
 def remarks(answer: FlagsAnswer) -> Iterator[str]:
-    """What options do not say: comments, which a run with `--options` does not read (of a JSON
-    object they go to stderr)."""
+    """What the options leave out, as lines of comments (printed to stderr beside JSON, which has no
+    comments)."""
     yield from answer.remarks
     if answer.assumed:
         yield f"assumed, not set (no option): {', '.join(answer.assumed)}"

@@ -226,7 +226,7 @@ def timeline(
     """
     need_file("-o", output)
     again = _replayed(run)
-    write_timeline(again, output)
+    write_timeline(again.title, again.evaluation, output)
     step = seconds(again.evaluation.step_s)
     typer.echo(f"{output}: one step of {step}; open it at https://ui.perfetto.dev")
 

@@ -23,6 +23,9 @@ DEGREES = ("tp", "cp", "pp", "vpp", "ulysses", "ep", "shard_degree", "micro_batc
 WIDE = {"param_bytes": 4, "grad_bytes": 4, "reduce_bytes": 4}
 WIDE |= {"optimizer_bytes": 8, "late_state_bytes": 8}
 """The states of weights in fp32 under autocast; DeepSpeed narrows them, FSDP has them anyway."""
+FLAT_UNITS = {"waiting_frees": 2}
+"""torch's first FSDP: torch 2.11, distributed/fsdp/_limiter_utils.py, as limit_all_gathers is on
+(accelerate 1.15, utils/dataclasses.py).  FSDP2's frees and hooks hold nothing."""
 SIZES = ("num_layers", "hidden", "num_heads", "num_kv_heads", "head_dim", "ffn")
 UNSHARDED = "huggingface-flash"
 """The stack of a trainer without DeepSpeed and FSDP, where every rank holds all states."""
@@ -315,8 +318,8 @@ def _system(
     if values.get("cp", 1) > 1 and not overrides.get("system") and base in ROTATING:
         facts |= ROTATING[base]
         base = "torchtitan-2026" if reading.package == "torchtitan" else "trl"
-    if values.get("reentrant") and values.get("flat_units"):  # FSDP2's hooks hold nothing
-        facts["reentrant"] = True
+    if values.get("flat_units") and values.get("cp", 1) == 1:  # a ring needs FSDP2
+        facts |= FLAT_UNITS | {"reentrant": bool(values.get("reentrant"))}
     if values.get("wide_weights") and base == UNSHARDED:
         facts |= WIDE
         reading.notes.append("weights in fp32, which autocast narrows operator by operator")

@@ -333,32 +333,56 @@ class _RankLowering:
         raise AssertionError(f"no block of {key}")
 
     def _forward_block(self, chunk: ChunkOps, fates: Fates, gather: bool, *, beside: bool) -> Block:
-        plan, system = self.plan, self.problem.system
-        parameter = plan.state("parameter")
-        release, ends = parameter.release == "forward", parameter.keeps_ends
-        of_layout = parameter, system, self.problem.layout, self.width
+        transfers = self.plan.transfers
 
         def emitter(chunk: ChunkOps, fates: Fates) -> ForwardEmitter:
-            gatherer: ParameterGatherer | None = None
-            if gather and self.by_matrix:
-                gatherer = self._matrix_gatherer(chunk, fates, forward=True)
-            elif gather:
-                tied = self._tied(chunk)
-                gatherer = ParameterGatherer(*of_layout, tied, release=release, keeps_ends=ends)
-            elif self.holds:
-                gatherer = HeldParameters(*of_layout, release=False)
-            return ForwardEmitter(chunk, fates, plan.transfers, gatherer, beside=beside)
+            gatherer = self._gatherer(chunk, fates, gather, forward=True)
+            return ForwardEmitter(chunk, fates, transfers, gatherer, beside=beside)
 
         ahead = self._layers_ahead(chunk) if self.layerwise else len(chunk.units)
-        return block_of(chunk, fates, plan.transfers, ahead if gather else 0, emitter, forward=True)
+        return block_of(chunk, fates, transfers, ahead if gather else 0, emitter, forward=True)
 
-    def _matrix_gatherer(self, chunk: ChunkOps, fates: Fates, *, forward: bool) -> MatrixGatherer:
-        parameter, system = self.plan.state("parameter"), self.problem.system
-        back = backward_order(chunk, fates)
-        kept = kept_matrices(chunk, back, system)
-        order = forward_order(chunk) if forward else back
-        lay = self.problem.layout
-        return MatrixGatherer(parameter, system, order, kept, forward=forward, layout=lay)
+    def _gatherer(
+        self, chunk: ChunkOps, fates: Fates, gather: bool, *, forward: bool
+    ) -> ParameterGatherer | None:
+        """The writer of a pass's parameter gathers, or of the names of copies that an earlier pass
+        gathered; None if the pass needs neither."""
+        parameter, system, lay = (
+            self.plan.state("parameter"),
+            self.problem.system,
+            self.problem.layout,
+        )
+        if gather and self.by_matrix:
+            back = backward_order(chunk, fates)
+            kept = kept_matrices(chunk, back, system)
+            order = forward_order(chunk) if forward else back
+            return MatrixGatherer(parameter, system, order, kept, forward=forward, layout=lay)
+        held = self.holds and not (forward and gather)
+        if not (gather or held):
+            return None
+        return (HeldParameters if held else ParameterGatherer)(
+            *(parameter, system, lay, self.width, self._tied(chunk)),
+            release=not forward or parameter.release == "forward",
+            keeps_ends=forward and parameter.keeps_ends,
+        )
+
+    def _reducer(self, chunk: ChunkOps, reduce: bool, *, norms: bool = False) -> GradReducer | None:
+        """The writer of a backward's gradient reductions; None if it has none.  `norms`: gradients
+        of norms are summed before each reduction."""
+        plan, problem, tied = self.plan, self.problem, self._tied(chunk)
+        states = plan.state("gradient"), plan.state("optimizer")
+        leaving = self.leaving[chunk.chunk] if self.leaving else None
+        reducer: GradReducer | None = None
+        if self.sums:
+            reducer = GradientSums(plan, problem, first=reduce)
+        elif reduce and self.buckets is not None:
+            reducer = BucketReducer(*states, problem, tied, self.buckets, leaving)
+        elif reduce or norms:
+            system, lay = problem.system, problem.layout
+            reducer = GradReducer(*states, system, lay, self.width, tied, leaving)
+        if reducer:
+            reducer.sums_in_last = norms
+        return reducer
 
     def _layers_ahead(self, chunk: ChunkOps) -> int:
         if self.by_matrix:
@@ -368,64 +392,36 @@ class _RankLowering:
     def _backward_block(
         self, chunk: ChunkOps, fates: Fates, reduce: bool, *, beside: bool, updates: bool
     ) -> Block:
-        plan, problem = self.plan, self.problem
-        parameter = plan.state("parameter")
-        states = plan.state("gradient"), plan.state("optimizer")
-        leaving = self.leaving[chunk.chunk] if self.leaving else None
+        transfers = self.plan.transfers
 
         def emitter(chunk: ChunkOps, fates: Fates) -> BackwardEmitter:
-            gatherer: ParameterGatherer | None = None
-            reducer: GradReducer | None = None
-            tied = self._tied(chunk)
-            if self.by_matrix:
-                gatherer = self._matrix_gatherer(chunk, fates, forward=False)
-            elif self.layerwise:
-                kind = HeldParameters if self.holds else ParameterGatherer
-                of_layout = parameter, problem.system, problem.layout, self.width
-                gatherer = kind(*of_layout, tied, release=True)
-            norms = updates and problem.layout.sequence_parallel
-            if self.sums:
-                reducer = GradientSums(plan, problem, first=reduce)
-            elif reduce and self.buckets is not None:
-                reducer = BucketReducer(*states, problem, tied, self.buckets, leaving)
-            elif reduce or norms:
-                reducer = GradReducer(
-                    *states, problem.system, problem.layout, self.width, tied, leaving
-                )
-            if reducer:
-                reducer.sums_in_last = norms
+            gatherer = self._gatherer(chunk, fates, self.layerwise, forward=False)
+            norms = updates and self.problem.layout.sequence_parallel
+            reducer = self._reducer(chunk, reduce, norms=norms)
             updater = self._updater(chunk) if updates else None
-            transfers = plan.transfers
             return BackwardEmitter(
                 chunk, fates, transfers, gatherer, reducer, updater, beside=beside
             )
 
         by_unit = self.leaving_gradients or self.update_in_backward
+        leaving = bool(self.leaving and self.leaving[chunk.chunk])
         if updates or (reduce and (self.buckets is not None or not by_unit or leaving)):
             return emitter(chunk, fates).block()  # buckets and pieces reach over many layers
         ahead = self._layers_ahead(chunk) if self.layerwise else 0
-        return block_of(chunk, fates, plan.transfers, ahead, emitter, forward=False)
+        return block_of(chunk, fates, transfers, ahead, emitter, forward=False)
 
     def _half_block(self, chunk: ChunkOps, fates: Fates, reduce: bool | None) -> Block:
         """The half of a backward for gradients of inputs (`reduce` None) or of weights, which
         reduces gradients if `reduce` says so."""
-        plan, problem, tied = self.plan, self.problem, self._tied(chunk)
-        states = plan.state("gradient"), plan.state("optimizer")
+        transfers = self.plan.transfers
 
         def emitter(chunk: ChunkOps, fates: Fates) -> BackwardEmitter | WeightEmitter:
-            first = BackwardEmitter(chunk, fates, plan.transfers, None, None, apart=True)
-            if reduce is None:
-                return first
-            reducer: GradReducer | None = None
-            if reduce and self.buckets is not None:
-                reducer = BucketReducer(*states, problem, tied, self.buckets, None)
-            elif reduce:
-                reducer = GradReducer(*states, problem.system, problem.layout, self.width, tied)
-            return WeightEmitter(first, reducer)
+            first = BackwardEmitter(chunk, fates, transfers, None, None, apart=True)
+            return first if reduce is None else WeightEmitter(first, self._reducer(chunk, reduce))
 
         if reduce and self.buckets is not None:
             return emitter(chunk, fates).block()
-        return block_of(chunk, fates, plan.transfers, 0, emitter, forward=False)
+        return block_of(chunk, fates, transfers, 0, emitter, forward=False)
 
     def _updater(self, chunk: ChunkOps) -> Callable[[BlockWriter], ReadyWriter]:
         cut = self.plan.state("optimizer").pieces

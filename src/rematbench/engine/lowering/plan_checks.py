@@ -6,16 +6,13 @@ from msgspec.structs import asdict
 
 from rematbench.costs.operators.memory import table_on_host
 from rematbench.costs.operators.ops import ACTIVATIONS
-from rematbench.engine.lowering.states.state_pieces import master_bytes
 from rematbench.engine.lowering.states.state_shards import rank_sharded
 from rematbench.host.console import gib
 from rematbench.inputs.configfile import closest
 from rematbench.inputs.stages import stages_of
 from rematbench.plan import (
-    ByteBudget,
     Fate,
     Group,
-    Offload,
     Pass,
     Pieces,
     Plan,
@@ -24,6 +21,7 @@ from rematbench.plan import (
     Select,
     Split,
     gathers_by_layer,
+    leaves,
     passes_refusal,
     refusal,
     slices_refusal,
@@ -149,11 +147,6 @@ def _check_pieces(plan: Plan, problem: Problem) -> None:
         )
     if why := too_early(plan, problem, pieces):
         raise PlanError(why)
-    if pieces.wire == "master" and master_bytes(problem) <= problem.system.states.param_bytes:
-        raise PlanError(
-            f"wire master: system {problem.system.name} has no master weights wider than its "
-            f"{problem.system.states.param_bytes}-byte weights; wire must be param"
-        )
     shares = [rank_sharded(problem, plan, rank, optimizer) for rank in range(problem.layout.pp)]
     if away and pieces.size > min(shares):
         raise PlanError(
@@ -172,9 +165,6 @@ def too_early(plan: Plan, problem: Problem, pieces: Pieces) -> str:
         "the norm of all gradients is not known yet, so nothing can be clipped by it; clip must be "
         "false": pieces.clip,
         "their visits need slots": not pieces.slots and "visit" in pieces.places,
-        "the device would wait in its backward to cast master weights; wire must be param": (
-            pieces.wire == "master"
-        ),
         "parameters at home on the host are updated after the backward; start must be norm": (
             plan.state("parameter").home == "host"
         ),
@@ -219,7 +209,7 @@ def graph_conflict(plan: Plan, problem: Problem) -> str:
     fates = [rule.fate for rule in plan.rules]
     gathered = gathers_by_layer(plan.state("parameter"), problem.layout)
     reasons = {
-        "activations on the host": any(_moves(fate) for fate in fates),
+        "activations on the host": any(map(leaves, fates)),
         "whole layers recomputed": not kernels.captures_iteration
         and any(_whole(fate) for fate in fates),
         "the module moe recomputed": "moe_router" in kernels.cuda_graphs
@@ -232,17 +222,6 @@ def graph_conflict(plan: Plan, problem: Problem) -> str:
     }
     scope = {"layer": "layers"}.get(kernels.cuda_graphs, kernels.cuda_graphs)
     return refusal(f"CUDA graphs of {scope} ({problem.system.name}) do not allow", reasons)
-
-
-def _moves(fate: Fate) -> bool:
-    match fate:
-        case Offload():
-            return True
-        case Split():
-            return fate.offload > 0
-        case ByteBudget():
-            return fate.alpha > 0
-    return False
 
 
 def _whole(fate: Fate) -> bool:

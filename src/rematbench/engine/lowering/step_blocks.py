@@ -7,7 +7,7 @@ from msgspec.structs import replace
 
 from rematbench.costs.operators.ops import Activation, Comm
 from rematbench.engine.lowering.blocks.writer import BlockWriter
-from rematbench.engine.lowering.passes.emit_op import Storages, emit_copies_in, emit_copies_out
+from rematbench.engine.lowering.passes.emit_op import Storages, emit_copies
 from rematbench.engine.program.action import COMPUTE, WEIGHTS_DOWN, Action, Alloc, Kind
 from rematbench.engine.program.program import Block
 from rematbench.engine.program.storage import (
@@ -74,14 +74,14 @@ def send_block(tensor: Activation, storage: Storage, direction: str) -> Block:
 def d2h_block(storages: Storages) -> Block:
     w = BlockWriter()
     w.wait("d2h", ENDED["f"])
-    emit_copies_out(w, storages, COPIED_OUT)
+    emit_copies(w, Kind.D2H, storages, COPIED_OUT)
     return Block("D2H", tuple(w.actions))
 
 
 def h2d_block(storages: Storages, slot: Slot | None) -> Block:
     w = BlockWriter()
     w.wait("h2d", w.mark(COMPUTE))  # compute waited for the D2H copy and frees the memory needed
-    emit_copies_in(w, storages, COPIED_IN, slot)
+    emit_copies(w, Kind.H2D, storages, COPIED_IN, slot)
     return Block("H2D", tuple(w.actions))
 
 

@@ -45,12 +45,12 @@ kernels that run at the same time."""
 
 GRADIENTS_DOWN, WEIGHTS_UP = "gradients_down", "weights_up"
 SHARD_UP, WEIGHTS_DOWN = "shard_up", "weights_down"
-"""The operator names of copies of states: gradients to an update on the host, the updated weights
-back; a rank's shard of weights in host memory before its gather, and after an update on the
-device."""
-STATES_UP, STATES_DOWN, CAST = "states_up", "states_down", "cast"
-"""The operator names of a visit's copies: a piece's states to the device for its update, and back;
-and of the device's cast of master weights that went up."""
+"""The operator names of copies of states.  For an update on the host: gradients down, and updated
+weights up.  For weights at home on the host: a rank's shard up before its gather, and weights down
+after an update on the device."""
+STATES_UP, STATES_DOWN = "states_up", "states_down"
+"""The operator names of a visit's copies: a piece's states to the device for its update, and
+back."""
 STATE_COPIES = (GRADIENTS_DOWN, WEIGHTS_UP, SHARD_UP, WEIGHTS_DOWN, STATES_UP, STATES_DOWN)
 
 COMM_KIND: dict[CommKind, Kind] = {

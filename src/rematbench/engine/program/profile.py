@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from rematbench.costs.copies import pinned_block_bytes
 from rematbench.engine.program.action import Action
-from rematbench.engine.program.program import Block, Part, Program, RankProgram
+from rematbench.engine.program.program import Part, Program, RankProgram
 from rematbench.engine.program.storage import HOST, Storage
 
 
@@ -90,22 +90,16 @@ class _Profiler:
             if here is None:
                 continue
             block = rank.blocks[step[0]]
-            if left.pop(id(block), None) is None:
-                self._replay(block, here)
-            else:
+            if left.pop(id(block), None) is not None:
                 self.profiles[id(block)] = _profile(block.label, block.parts, here)
+                continue
+            if id(block) not in self.outlives:
+                self.outlives[id(block)] = _outlive(block.parts)
+            births, deaths = self.outlives[id(block)]
+            here.update(births)
+            for dead in deaths:
+                here.pop(dead, None)
         return [self.profiles[id(block)] for block in rank.blocks]
-
-    def _replay(self, block: Block, sizes: dict[Storage, int]) -> None:
-        births, deaths = self._outlive(block)
-        sizes.update(births)
-        for dead in deaths:
-            sizes.pop(dead, None)
-
-    def _outlive(self, block: Block) -> Lifetimes:
-        if id(block) not in self.outlives:
-            self.outlives[id(block)] = _outlive(block.parts)
-        return self.outlives[id(block)]
 
 
 def _outlive(parts: Sequence[Part]) -> Lifetimes:

@@ -187,9 +187,8 @@ class _Run:
         self.units = late.units if late else {}
         self.pool = POOLS.index("reduced") if late and late.beside else 0  # holds the gradients
         self.made: set[tuple[int, ModelPart]] = set()  # units whose states exist
-        self.gradients: dict[
-            tuple[int, ModelPart, str], list[MemoryBlock]
-        ] = {}  # by chunk, unit, operator
+        # The gradients' blocks by chunk, unit and operator.
+        self.gradients: dict[tuple[int, ModelPart, str], list[MemoryBlock]] = {}
         self.alive: dict[tuple[int, int], dict[object, MemoryBlock]] = {}
         self.rounds: list[tuple[object, list[int]]] = []
         self.done = 0

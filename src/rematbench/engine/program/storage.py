@@ -84,7 +84,6 @@ class Role(Enum):
     SUMS = ("", "sums")
     SHARD = ("", "shard")
     STATES = ("", "states")
-    MASTER = ("", "master")
 
     __hash__ = object.__hash__  # by identity: Enum's own hashes the name each time
 

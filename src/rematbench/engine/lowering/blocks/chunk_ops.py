@@ -120,12 +120,11 @@ class ChunkOps:
         facts: ChunkFacts = PLAIN,
     ) -> None:
         self.facts = facts
-        self.mini_sequences, self.held, cuts, self.shares, self.backward_next, turns = facts
-        self.turns = turns
+        self.mini_sequences, self.held, cuts, self.shares, self.backward_next, self.turns = facts
         pp, vpp = problem.layout.pp, problem.layout.vpp
         self.problem, self.stage, self.chunk, self.layers = problem, stage, chunk, layers
         self.first = stage == 0 and chunk == 0
-        self.last = chunk == vpp - 1 and stage == (0 if turns else pp - 1)
+        self.last = chunk == vpp - 1 and stage == (0 if self.turns else pp - 1)
         virtual = chunk * pp + stage
         self.cut, self.local = virtual in cuts, virtual + 1 in cuts
         self._logits = True

@@ -285,9 +285,8 @@ class BlockWriter:
         (`liveness.freed`).  `unit_starts` then count the FREEs too.  If a piece does not free the
         same tensors as the piece before it, all pieces are written."""
         frees = frees_by_action(self.actions, survivors, arrivals)
-        ends: dict[int, set[Storage]] = defaultdict(
-            set
-        )  # tensors that pieces free, by number of pieces
+        # The tensors that pieces free, by the number of pieces.
+        ends: dict[int, set[Storage]] = defaultdict(set)
         for piece in self._repeated:
             ends[piece.periods.times] |= piece.deaths(self.actions, frees)
         for piece in self._repeated:
