@@ -1,4 +1,4 @@
-"""One planning problem, frozen: workload, cluster, system, layout, sites and costs."""
+"""One immutable planning problem: workload, cluster, stack and layout, with operators and costs."""
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
@@ -130,8 +130,8 @@ class Problem:
         if not self.calibration.has_rates(generation):
             known = ", ".join(sorted(set(self.calibration.gpus) & set(rates.generations) - {CPU}))
             missing = (
-                f"no kernel rates of {generation} (there are rates of {known}; a cluster's file "
-                "that names one of these as its generation is timed with its shares of the peaks)"
+                f"no kernel rates of {generation} (there are rates of {known}; a cluster file that "
+                "names one of these as its generation is timed by that generation's efficiencies)"
             )
         elif self.kernel != "unfused" and (lacks := rates.lacks(generation, self.kernel)):
             missing = lacks
@@ -141,8 +141,7 @@ class Problem:
         return f"{NOT_TIMED}{missing}" if missing else ""
 
     def __getstate__(self) -> dict[str, object]:
-        """The state to pickle for another process: the problem without cached chunks, costs and
-        evaluations."""
+        """The pickled state: the problem without cached chunks, costs and evaluations."""
         cached = ("chunks", "_costs")
         state = {key: value for key, value in self.__dict__.items() if key not in cached}
         return {**state, "_memo": {}, "_weights": {}}
@@ -169,14 +168,14 @@ class Problem:
 
     @property
     def constants(self) -> tuple[str, str, str]:
-        """The entries of config/calibration.yaml that apply: GPU generation, cluster, stack."""
+        """The applicable entries of config/calibration.yaml: GPU generation, network, stack."""
         network = self.calibration.network_entry(self.cluster.constants)
         system = self.calibration.system_entry(self.system.constants)
         return self.cluster.generation, network, system
 
     @cached_property
     def chunks(self) -> dict[Hashable, object]:
-        """A cache of lowering for the problem's chunks (`ChunkOps.of`, `ChunkOps.fates`)."""
+        """A cache that lowering fills (`ChunkOps.of`, `ChunkOps.fates`)."""
         return {}
 
     @cached_property
@@ -196,7 +195,7 @@ class Problem:
 
     @cached_property
     def non_torch_bytes(self) -> int:
-        """Device bytes of the driver, the CUDA context and the communicators."""
+        """Device bytes that the driver, the CUDA context and the communicators take."""
         return non_torch_bytes(self.cluster, self.layout, self.system, self.calibration)
 
     @property
@@ -206,18 +205,18 @@ class Problem:
 
     @property
     def room_bytes(self) -> int:
-        """Device bytes that processes may take: `usable_bytes`, the CUDA context and the
+        """Device bytes that processes may take: `usable_bytes` plus CUDA context and
         communicators."""
         return room_bytes(self.cluster, self.calibration)
 
     @cached_property
     def workspace_bytes(self) -> int:
-        """Bytes of torch's allocator that each rank holds beside its states: workspaces of matrix
-        products, and scales that FSDP does not shard."""
+        """Bytes of torch's allocator that each rank holds beside its states: cuBLAS and
+        TransformerEngine workspaces, and scales that FSDP does not shard."""
         count = self.system.kernels.workspaces
         if self.workload.model.experts is not None:
             count += self.system.experts.expert_workspaces
-        each = self.calibration.workspace_bytes(self.cluster.generation)
+        each = self.calibration.gpu_bytes(self.cluster.generation).workspace_bytes
         scales = unsharded_scales(self.workload, self.layout, self.system)
         return self.system.kernels.cublas_bytes + round(count * each) + scales
 
@@ -228,8 +227,8 @@ class Problem:
 
     @cached_property
     def _costs(self) -> dict[str, Any]:
-        """The attributes of the problem's CostModel, which all its facades share.  They do not
-        refer to the problem, so an unused problem is freed without a garbage collection."""
+        """The attributes of the problem's CostModel, which all facades share.  They do not refer to
+        the problem, so an unused problem is freed without a garbage collection."""
         return vars(
             CostModel(
                 cluster=self.cluster,
@@ -260,7 +259,7 @@ class Problem:
 
     @cached_property
     def shared(self) -> SharedVocabulary:
-        """The parts of a vocabulary that all stages share."""
+        """The operators of a vocabulary that all stages share."""
         of = (self.workload, self.layout, self.system)
         return shared_vocabulary(*of, self.embedding, self.head)
 
@@ -312,12 +311,11 @@ class Problem:
         return (0, other) if last and other is not None else None
 
     def layer(self, index: int) -> OpTable:
-        """Operators of a layer (global index); layers differ in attention window, in whether they
-        have experts, and in whether they predict one more token."""
+        """The operators of a layer (global index), which follow from its kind (`LayerKind`)."""
         return self._layers[self._kinds[index]]
 
     def variant(self, index: int) -> int:
-        """The index in `layer_kinds` of a decoder layer (global index)."""
+        """The index in `layer_kinds` of the operators of a layer (global index)."""
         return list(self._layers).index(self._kinds[index])
 
     @property
@@ -378,7 +376,7 @@ def expert_parameters(problem: Problem, plan: Plan, rank: int, *, trained: bool 
 
 
 def tied_on_one_rank(problem: Problem) -> bool:
-    """Whether embedding and output projection share one weight on one rank (tied, pp = 1)."""
+    """Whether embedding and output projection are one weight on one rank (tied, pp = 1)."""
     return problem.workload.model.tied_embeddings and problem.layout.pp == 1
 
 
@@ -409,8 +407,8 @@ def head_parameters(problem: Problem) -> tuple[int, int]:
 
 
 def weighted_operators(problem: Problem, table: OpTable) -> list[Op]:
-    """The operators of a table that have parameters; a tied output projection counts only if the
-    embedding is on another rank."""
+    """The operators of a table that have parameters on their rank; a tied output projection has
+    some only if the embedding is on another rank."""
     tied = table.part == "head" and tied_on_one_rank(problem)
     return [op for op in table.ops if op.parameters and not (tied and op.name == "lm_head")]
 
@@ -436,8 +434,8 @@ def rank_parameters(problem: Problem, plan: Plan, rank: int, *, trained: bool = 
 
 
 class CostFacade(CostModel):
-    """The cost formulas of a problem, and evaluations of whole plans for methods.  `attributes` are
-    the attributes of the problem's CostModel, which all facades of the problem share."""
+    """The cost formulas of a problem, and evaluations of whole plans for methods.  `attributes`:
+    those of the problem's CostModel, which all facades share."""
 
     __slots__ = ("_problem",)
 
@@ -456,8 +454,8 @@ class CostFacade(CostModel):
         return memo[key]
 
     def weigh(self, plan: Plan) -> Weight | Evaluation:
-        """Peaks and reserved bytes of a plan (memoised); if the problem has a weigher, without a
-        simulation of time."""
+        """Peaks and reserved bytes of a plan (memoised).  A problem with a weigher does not
+        simulate time for them."""
         key = msgspec.json.encode(plan)
         weights, weigher = self._problem._weights, self._problem.weigher
         if weigher is None or key in self._problem._memo:
@@ -471,22 +469,23 @@ class CostFacade(CostModel):
         return max(self.weigh(plan).peak_device_bytes)
 
     def headroom_bytes(self, plan: Plan) -> int:
-        """Usable device bytes, minus `reserve_bytes`, minus the bytes that the fullest rank
-        reserves; negative for a plan that does not fit."""
+        """Usable device bytes minus `reserve_bytes` and the reserved bytes of the fullest rank;
+        negative for a plan that does not fit."""
         room = self._problem.usable_bytes - self._problem.reserve_bytes
         return room - self.weigh(plan).reserved_bytes
 
     def pipeline_offload_estimator(self, chunk_bytes: float) -> PipelineOffloadEstimator:
-        """ATC'24's estimate of the first stage's bytes as a function of the offloaded share."""
+        """ATC'24's estimator of the first stage's bytes for any offloaded share."""
         return pipeline_offload_estimator(self.workload.model, self.layout, chunk_bytes)
 
     def step_s(self, plan: Plan) -> float:
-        """Seconds of one optimizer step; RateError if kernels have none."""
+        """Seconds of one optimizer step; RateError if kernels cannot be timed."""
         self.require_rates()
         return self.evaluate(plan).step_s
 
     def recompute_s(self, table: OpTable, missing: frozenset[str]) -> float:
-        """Seconds of kernels and collectives that rebuild `missing` from other saved tensors."""
+        """Seconds of the kernels and collectives that recompute `missing` from the other saved
+        tensors."""
         available = frozenset(table.saved) - missing
         return fsum(
             self.op_s(op, "forward")

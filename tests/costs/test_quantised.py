@@ -207,7 +207,7 @@ def test_products_are_faster_where_they_are_deep() -> None:
 
 def test_nvfp4_has_bytes_and_no_seconds() -> None:
     found = made(recipe="nvfp4", **BLACKWELL)
-    assert "no published rate of products of recipe nvfp4" in found.untimed
+    assert "no published rate of matrix products of recipe nvfp4" in found.untimed
     assert evaluate(found, found.base_plan).ranks[0].device_peak > 0
 
 

@@ -106,14 +106,18 @@ def _kinds(
     }
 
 
+LAYERS_BACKWARD = (False, "B", "W")
+"""Kinds of passes backward of a chunk's layers."""
+
+
 def first_passes(order: tuple[Pass, ...], *, forward: bool) -> dict[int, Pass]:
-    own = (item for item in reversed(order) if item.of_layers)
-    return {item.chunk: item for item in own if item.forward is forward}
+    kinds = (True,) if forward else LAYERS_BACKWARD
+    return {item.chunk: item for item in reversed(order) if item.kind in kinds}
 
 
 def last_backwards(order: tuple[Pass, ...]) -> dict[int, Pass]:
     """Return the last backward of each chunk, after which its gradients are complete."""
-    return {item.chunk: item for item in order if item.of_layers and not item.forward}
+    return {item.chunk: item for item in order if item.kind in LAYERS_BACKWARD}
 
 
 @lru_cache(maxsize=256)
