@@ -112,11 +112,6 @@ def _state_bytes(problem: Problem, plan: Plan, table: OpTable) -> float:
     return weights * table.parameters + (sums + fsum(per.values())) * table.trained
 
 
-def balanced_partition(relocation: Relocation) -> tuple[tuple[tuple[int, ...], ...], ...]:
-    times = StageTimes(relocation)
-    return contiguous(balance(times.counts, times))
-
-
 def relocated(
     problem: Problem, base: Plan, *, exact: bool, repartition: bool
 ) -> Plan | Unsupported:
@@ -144,7 +139,8 @@ def _searched(relocation: Relocation, repartition: bool) -> Plan:
     best = relocation.fit(base)
     lay = problem.layout
     if repartition and lay.pp > 1 and lay.vpp == 1 and not base.rules:
-        partition = balanced_partition(relocation)
+        times = StageTimes(relocation)
+        partition = contiguous(balance(times.counts, times))
         if partition != base.partition:
             moved = relocation.fit(replace(base, partition=partition))
             best = relocation.faster(best, moved)

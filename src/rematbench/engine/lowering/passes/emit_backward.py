@@ -257,7 +257,8 @@ class BackwardEmitter:
             event = w.collective(op.grad_gather, unit.prefix, op.name, incoming, allocs, self.rows)
             issued = len(w.actions) - 1
             self.rebuild.window(unit, op.name, "backward")
-            if self._gather_overlaps(op):
+            alone = op.has_weight and bool(op.backward_input) and op.regather is None
+            if alone and self.chunk.problem.tp_overlap == "gemm":
                 w.wait(COMPUTE, w.mark_begin(issued))
                 overlapping = event
             else:
@@ -290,10 +291,6 @@ class BackwardEmitter:
             self.w.run_beside(unit.variant)
         self.rebuild.window(unit, op.name, "backward")
         self.w.wait(COMPUTE, event)
-
-    def _gather_overlaps(self, op: Op) -> bool:
-        gemm = self.chunk.problem.tp_overlap == "gemm"
-        return gemm and op.has_weight and bool(op.backward_input) and op.regather is None
 
     def _between(self, unit: Unit, op: Op, role: Role) -> Storage:
         return storage_of(unit.prefix, op.name, role, piece=self.recomputer.number)

@@ -87,7 +87,7 @@ def gradients_that_leave(chunks: Sequence[ChunkOps], plan: Plan) -> Leaving | No
 def rank_share(chunks: Sequence[ChunkOps], optimizer: StateFate) -> int:
     """The number of parameters that a rank's optimizer updates."""
     units = [unit for chunk in chunks for unit in chunk.units]
-    experts = sum(unit.trained_experts for unit in units)
+    experts = sum(unit.table.trained_experts for unit in units)
     rest = sum(unit.trained for unit in units) - experts
     return sharded(rest, experts, optimizer, chunks[0].problem.layout)
 
@@ -100,7 +100,7 @@ def unit_ranges(
     start = 0
     for chunk in reversed(chunks):
         for unit in reversed(chunk.units):
-            experts = unit.trained_experts
+            experts = unit.table.trained_experts
             rest, layout = unit.trained - experts, chunk.problem.layout
             stop = start + sharded(rest, experts, optimizer, layout)
             yield chunk, unit, start, stop
