@@ -302,8 +302,7 @@ def returned_bytes(problem: Problem, plan: Plan, rank: int, activations: int) ->
 
 def gathered_chunks_bytes(problem: Problem, plan: Plan, rank: int) -> int:
     """Device bytes of the chunks whose parameters a pipeline rank keeps gathered while it gathers
-    those of other chunks again: the largest chunks, less the two layers that a pass gathers
-    anyway."""
+    others again: the largest chunks, less the two layers that a pass gathers anyway."""
     lay, parameter = problem.layout, plan.state("parameter")
     if not lay.gathers_again or not gathers_by_layer(parameter, lay):
         return 0

@@ -364,8 +364,8 @@ class BackwardEmitter:
         return pieces
 
     def _accumulated(self, unit: Unit, op: Op) -> list[Storage]:
-        """The existing gradients to which this operator adds in place (of residual branches, or of
-        whole tensors)."""
+        """The existing gradients to which this operator adds in place (residuals, whole
+        tensors)."""
         storages, grads = self.recomputer.storages(unit), self.grads
         names = (unit.table.of_gradient(name) for name in op.inputs)
         return [grads[storages[n]] for n in names if storages[n] in grads]

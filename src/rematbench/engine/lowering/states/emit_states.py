@@ -42,8 +42,7 @@ class Reduced(NamedTuple):
 
 class Gathered(NamedTuple):
     """A part of a unit's parameters that is gathered at once: its storage, its number of
-    parameters, the group that holds its shards, and how many of its parameters matrix products read
-    in quantised form."""
+    parameters, the group that holds its shards, and how many parameters products read quantised."""
 
     storage: Storage
     parameters: int
@@ -128,8 +127,7 @@ class ParameterGatherer:
         return tuple(part.storage for part in self.parts(unit))
 
     def _read(self, unit: Unit) -> list[Unit]:
-        """The units whose weights the unit's kernels read: itself and, for a tied head, the
-        embedding."""
+        """The units whose weights a unit's kernels read (for a tied head, also the embedding)."""
         shared = self.tied if unit.table.part == "head" else None
         return [unit, shared] if shared else [unit]
 

@@ -71,8 +71,7 @@ Leaving = tuple[dict[ModelPart, int], ...]
 
 
 def gradients_that_leave(chunks: Sequence[ChunkOps], plan: Plan) -> Leaving | None:
-    """How many gradients of each unit leave the device once they are reduced; None if all or none
-    do."""
+    """The gradients of each unit that leave the device once reduced; None if all or none do."""
     optimizer = plan.state("optimizer")
     if optimizer.pieces is None or plan.state("gradient").home == "device":
         return None
@@ -222,8 +221,7 @@ class _Writer:
             self.ready = self.w.mark(COMPUTE)
 
     def _end_visits(self, leave: int) -> None:
-        """Wait for the oldest visits to return until `leave` are in flight, and free their
-        storages."""
+        """Wait for the oldest visits until `leave` are in flight, and free their storages."""
         while len(self.visiting) > leave:
             end, states = self.visiting.pop(0)
             self.w.wait(COMPUTE, end)
