@@ -11,7 +11,6 @@ from rematbench import __version__
 from rematbench.cli.options import Request
 from rematbench.cli.rank_table import freed_bytes, stages
 from rematbench.costs.flops import megatron_flop_per_token, model_flop_per_token, over_peak
-from rematbench.costs.operators.memory import table_traffic
 from rematbench.costs.tiles import untiled
 from rematbench.engine.lowering.lower import lower
 from rematbench.engine.simulate.seconds import action_seconds
@@ -176,25 +175,11 @@ def job_notes(problem: Problem) -> list[str]:
     faster, leaner = faster_attention(problem), leaner_exchanges(problem)
     notes = (
         *(f"does not tile: {line}" for line in untiled_of(problem)),
-        _table_note(problem),
         f"{faster} (--attention, if the stack has it)" if faster else "",
         leaner,
         _versions(problem.system),
     )
     return [note for note in notes if note]
-
-
-def _table_note(problem: Problem) -> str:
-    """What a dense update moves for rows of a memory layer's table that no token reads."""
-    given = problem.workload.model.memory
-    if given is None:
-        return ""
-    every, idle = table_traffic(problem.workload, problem.layout, problem.system.states)
-    return (
-        f"memory layers: a token reads {given.picked} of {given.rows:,} rows in each; a step's "
-        f"dense update of the table moves {gib(every)} GiB, at most {gib(every - idle)} GiB of it "
-        "for rows that some token reads; no published time"
-    )
 
 
 def untiled_of(problem: Problem) -> tuple[str, ...]:
