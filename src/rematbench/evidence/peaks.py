@@ -36,7 +36,7 @@ from rematbench.inputs.paths import data_dir
 from rematbench.problem import Problem
 
 ABOUT: PeakKind = "device"
-"""The quantity that verdicts are about."""
+"""The quantity of bytes that decides a verdict."""
 MOST_MISS = 0.10
 """Largest share by which published device totals of a stack may exceed the predicted ones; beyond
 it a device total is not shown as a prediction."""
@@ -155,7 +155,7 @@ again."""
 
 
 def left_free() -> str:
-    """RESERVE in words."""
+    """RESERVE as a percentage of the predicted device total, in words."""
     return f"{100 * math.expm1(RESERVE):.1f} %"
 
 
