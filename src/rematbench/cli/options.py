@@ -32,8 +32,7 @@ from rematbench.inputs.job import (
     is_switched_off,
     options,
 )
-from rematbench.inputs.layout import Partition
-from rematbench.inputs.stages import partition_of_sizes
+from rematbench.inputs.layout import Partition, partition_of_sizes
 from rematbench.plan import Plan
 from rematbench.plugins.discover import discover
 from rematbench.plugins.registry import Composition

@@ -58,8 +58,8 @@ class Phases(NamedTuple):
 @cache
 def hosted_cases() -> tuple[tuple[Cell, PublishedCase], ...]:
     """The rows of named nodes, each with its case."""
-    rows = [row for row in committed(HOSTED) if row["cluster"]]
-    return tuple((row, read_case(row, discover())) for row in rows)
+    registry = discover()
+    return tuple((row, read_case(row, registry)) for row in committed(HOSTED) if row["cluster"])
 
 
 def kind_of(case: PublishedCase) -> HostKind:

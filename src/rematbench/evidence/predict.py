@@ -192,7 +192,7 @@ def _columns(result: Result, case: PublishedCase) -> Cells:
     reason = "; ".join(text for text in (result.reason, case.assumed, unread(problem)) if text)
     if evaluation is None or plan is None:
         return _nothing(result.status, reason)
-    row = result.row()
+    row = result.quick_row()
     cells = {f"pred_{key}": row[key] for key in PICKED} | {
         "pred_reason": reason,
         "pred_peak_device_bytes": peak_bytes(result, case.peak_kind, case.peak_rank),

@@ -85,8 +85,8 @@ def _pieces(parts: list[Node], variables: Variables, *, quoted: bool = False) ->
 
 
 def _output(part: Node, variables: Variables) -> list[str]:
-    """The output of `expr A + B`, whose operators are those of a calculation; the output of other
-    commands is empty."""
+    """The output of `expr A * B - C`, whose operators are those of a calculation; the output of
+    other commands is empty."""
     calls = [statement.get("Cmd") or {} for statement in part.get("Stmts", ())]
     words = [
         word
@@ -94,11 +94,21 @@ def _output(part: Node, variables: Variables) -> list[str]:
         for argument in call.get("Args", ())
         for word in expand_words(argument, variables)
     ]
+    if words[:1] != ["expr"]:
+        return []
     try:
-        name, left, sign, right = words
-        return [str(int(OPERATIONS[sign](int(left), int(right))))] if name == "expr" else []
+        for signs in ("*/%", "+-", OPERATIONS):
+            at = 2
+            while at < len(words) - 1:
+                left, sign, right = words[at - 1 : at + 2]
+                if sign in signs:
+                    value = OPERATIONS[sign](int(left), int(right))
+                    words[at - 1 : at + 2] = [str(int(value))]
+                else:
+                    at += 2
     except (KeyError, ValueError, ZeroDivisionError):
         return []
+    return words[1:] if len(words) == 2 else []
 
 
 def expand_document(document: Node, variables: Variables) -> str:

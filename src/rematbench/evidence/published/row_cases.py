@@ -31,7 +31,7 @@ from rematbench.inputs.configfile import ConfigError, closest
 from rematbench.inputs.constants import Calibration
 from rematbench.inputs.job import Job
 from rematbench.inputs.kernel_rates import RateError
-from rematbench.inputs.layout import Degrees, Layout, LayoutError
+from rematbench.inputs.layout import Degrees, Layout, LayoutError, partition_of_sizes
 from rematbench.inputs.load import (
     Kind,
     claim_of_row,
@@ -42,7 +42,7 @@ from rematbench.inputs.load import (
     names,
     version_of,
 )
-from rematbench.inputs.stages import partition_of_sizes, stages_of, stages_text
+from rematbench.inputs.stages import stages_of, stages_text
 from rematbench.inputs.system import StackChoice, System, ZeroStage, with_facts
 from rematbench.model import GATED
 from rematbench.plan import Unsupported

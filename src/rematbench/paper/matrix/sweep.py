@@ -144,7 +144,7 @@ def _line(result: Result | None) -> Line:
     """The columns of a plan at a layout (None: no layout is known for the arm)."""
     if result is None:
         return {"status": "oom", "reason": "no arm fits at any layout of the cell"}
-    row, verdict = result.row(), result.verdict
+    row, verdict = result.quick_row() | {"run_with": result.command}, result.verdict
     line = {key: row[key] for key in (*PICKED, *(TIMED if result.fits else ()))}
     line |= {"alpha": result.plan.fit.get("alpha") if result.plan else None}
     short = verdict.short_bytes if verdict else {}

@@ -156,7 +156,7 @@ def of_result(blank: StudyAnswer, result: Result) -> StudyAnswer:
     evaluation, plan = result.evaluation, result.plan
     if evaluation is None or plan is None:
         return replace(blank, status=result.status, reason=result.reason)
-    row, rank = result.row(), evaluation.ranks[fullest_rank(evaluation.ranks)]
+    row, rank = result.quick_row(), evaluation.ranks[fullest_rank(evaluation.ranks)]
     speeds = () if evaluation.not_timed else SPEEDS
     values: Values = {
         **{name: row[name] for name in speeds},
