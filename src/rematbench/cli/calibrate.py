@@ -14,18 +14,8 @@ from typer import Option
 
 from rematbench.cli.sheet import PROCESSES
 from rematbench.cli.targets import need_file
-from rematbench.evidence.accuracy import (
-    left_out_errors,
-    load_accuracy,
-    ratio_error,
-)
-from rematbench.evidence.calibrate import (
-    SCALES,
-    leave_one_out,
-    left_out_bytes,
-    moved,
-    tangents,
-)
+from rematbench.evidence.accuracy import left_out_errors, load_accuracy, ratio_error
+from rematbench.evidence.calibrate import SCALES, leave_one_out, left_out_bytes, moved, tangents
 from rematbench.evidence.calibrate import calibrate as fitted
 from rematbench.evidence.expert_pace import fitted_pace, left_out_experts
 from rematbench.evidence.fit import FitReport

@@ -24,12 +24,7 @@ from rematbench.cli.plan_table import (
 from rematbench.evaluate.result import ALIKE, Result, assumed
 from rematbench.evidence.bands import ratio_band
 from rematbench.evidence.peaks import about
-from rematbench.host.console import (
-    gib,
-    percent,
-    plain,
-    rounded,
-)
+from rematbench.host.console import gib, percent, plain, rounded
 from rematbench.host.table import GIB
 from rematbench.worlds.packages.process import broken_baselines
 

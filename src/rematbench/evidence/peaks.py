@@ -21,13 +21,7 @@ from typing import get_args
 
 from rematbench.evaluate.result import Fit
 from rematbench.evaluate.verdict import unknown_bytes
-from rematbench.evidence.job_evidence import (
-    BYTES,
-    PEAK,
-    log_error,
-    out_of_source,
-    published_stack,
-)
+from rematbench.evidence.job_evidence import BYTES, PEAK, log_error, out_of_source, published_stack
 from rematbench.evidence.published.row_cases import stack_of
 from rematbench.evidence.published.sheets import PeakKind, Quantity, Row, read_sheet
 from rematbench.evidence.quantiles import Errors, quantile
