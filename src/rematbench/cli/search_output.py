@@ -130,7 +130,7 @@ def proof_lines(
     """The proved gap, or why nothing fits.  `ended`: not after Ctrl-C."""
     stopped = "" if ended else "stopped: "
     if not job.bounded:
-        yield "no bound covers these stages: methods are tried with all layers and with a list"
+        yield "no bound covers these stages, so methods are tried on all layers and on listed ones"
         return
     if results:
         yield (

@@ -167,7 +167,7 @@ def test_refit_refuses_a_row_of_a_new_kind(tmp_path: Path) -> None:
     path = tmp_path / "kernels.csv"
     new = "a document,attention_forward,fa9,H100,bf16,b=1;h=8;s=512;d=128;causal=1,9,TFLOP/s,,\n"
     path.write_text(PUBLISHED.read_text(encoding="utf-8") + new, encoding="utf-8")
-    with pytest.raises(KernelFitError, match="neither used nor excluded: lines 1969"):
+    with pytest.raises(KernelFitError, match="lines 1969 are neither used nor excluded"):
         refit(FOLDER, path)
 
 

@@ -138,7 +138,7 @@ def refit(folder: Path, published: Path) -> dict[str, msgspec.Struct]:
     lost = unclaimed(sources, every)
     if lost:
         lines = ", ".join(str(row.line) for row in lost)
-        raise KernelFitError(f"kernels.csv: neither used nor excluded: lines {lines}")
+        raise KernelFitError(f"kernels.csv: lines {lines} are neither used nor excluded")
     rows = sources.used(every)
     found = {name: fit_generation(sources, name, rows) for name in sources.generations}
     hbm = {name: part.hbm.value for name, part in found.items()}
