@@ -232,7 +232,6 @@ class GroupReport(Struct, frozen=True, kw_only=True):
     floor: float | None
     left_out: float | None
     checks: tuple[Check, ...] = ()
-    note: str = ""
 
     @property
     def cells(self) -> int:
@@ -341,7 +340,6 @@ def _group_report(
         floor=floor,
         left_out=left_out.get(group.name),
         checks=_checks(group, tested, reached["mean"], floor),
-        note=group.note or group.in_sample,
         **reached,
     )
 
