@@ -49,8 +49,11 @@ def is_short(config: pytest.Config) -> bool:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Before any test file is read: how many examples its tests draw."""
+    """Before any test file is read: how many examples its tests draw.  The second worker reads the
+    folders from the last one on: each file's assertions are rewritten by one worker, and kept."""
     settings.load_profile("short" if is_short(config) else "all")
+    if os.environ.get("PYTEST_XDIST_WORKER") == "gw1" and config.args == config.getini("testpaths"):
+        config.args = sorted(map(str, Path(__file__).parent.glob("*/")), reverse=True)
 
 
 @pytest.fixture(scope="session")
@@ -68,7 +71,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Modules that share a set-up come first in each half of the tests.  Two workers begin with a
     half each, and a worker without a test takes single ones from the end of the other's list."""
     modules: dict[Path, list[pytest.Item]] = {}
-    for item in items:
+    for item in sorted(items, key=lambda item: item.path):
         modules.setdefault(item.path, []).append(item)
 
     def place(path: Path) -> int:
