@@ -91,7 +91,7 @@ def _read(row: Row, registry: Registry) -> PublishedCase | Cells:
         return read_case(row, registry)
     except RowError as error:
         return _nothing(error.status, str(error))
-    except Exception as error:  # a bad row never brings the sheet down
+    except Exception as error:  # one bad row must not stop the sheet
         return _nothing("failed", f"{type(error).__name__}: {error}")
 
 
@@ -160,7 +160,7 @@ def predict_case(
             result = with_band(result, result.family)
     except RowError as error:
         return _nothing(error.status, str(error))
-    except Exception as error:  # a bad row never brings the sheet down
+    except Exception as error:  # one bad row must not stop the sheet
         return _nothing("failed", f"{type(error).__name__}: {error}")
     return _columns(result, case)
 

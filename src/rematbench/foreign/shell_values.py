@@ -44,8 +44,8 @@ def expand_text(word: Node | None, variables: Variables) -> str:
 
 
 def expand_words(word: Node, variables: Variables) -> list[str]:
-    """The words that a word stands for: an array or a variable with several words gives several.
-    A quoted text with options (`"--split 1,2"`, `bash -c "... --lr 1"`) is split as well."""
+    """The words to which a word expands: an array, or a variable with spaces, gives several.  A
+    quoted text with options (`"--split 1,2"`, `bash -c "... --lr 1"`) is split as well."""
     quoted = word["Parts"][0]["Type"] in ("SglQuoted", "DblQuoted")
     words = []
     for piece in _pieces(word["Parts"], variables):
@@ -62,7 +62,7 @@ def _split(text: str) -> list[str]:
 
 
 def _pieces(parts: list[Node], variables: Variables, *, quoted: bool = False) -> list[str]:
-    """The texts of the parts of a word: as many as the array in it has values."""
+    """The texts to which the parts of a word expand: one, or one per value of an array in it."""
     pieces = [""]
     for part in parts:
         if part["Type"] == "Lit":  # a backslash in quotes escapes these characters alone
@@ -85,8 +85,8 @@ def _pieces(parts: list[Node], variables: Variables, *, quoted: bool = False) ->
 
 
 def _output(part: Node, variables: Variables) -> list[str]:
-    """The output of `expr A + B`, whose operators are those of a calculation; the output of other
-    commands is empty."""
+    """The output of `expr A * B - C`, whose operators are those of a calculation; the output of
+    other commands is empty."""
     calls = [statement.get("Cmd") or {} for statement in part.get("Stmts", ())]
     words = [
         word
@@ -94,11 +94,21 @@ def _output(part: Node, variables: Variables) -> list[str]:
         for argument in call.get("Args", ())
         for word in expand_words(argument, variables)
     ]
+    if words[:1] != ["expr"]:
+        return []
     try:
-        name, left, sign, right = words
-        return [str(int(OPERATIONS[sign](int(left), int(right))))] if name == "expr" else []
+        for signs in ("*/%", "+-", OPERATIONS):
+            at = 2
+            while at < len(words) - 1:
+                left, sign, right = words[at - 1 : at + 2]
+                if sign in signs:
+                    value = OPERATIONS[sign](int(left), int(right))
+                    words[at - 1 : at + 2] = [str(int(value))]
+                else:
+                    at += 2
     except (KeyError, ValueError, ZeroDivisionError):
         return []
+    return words[1:] if len(words) == 2 else []
 
 
 def expand_document(document: Node, variables: Variables) -> str:
