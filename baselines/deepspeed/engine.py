@@ -15,7 +15,6 @@ from deepspeed.utils import groups, safe_get_full_grad
 from torch import Tensor
 
 from baselines.common.meter import Meter
-from baselines.deepspeed.configuration import read
 from baselines.deepspeed.model import Attention, Decoder
 from baselines.deepspeed.places import SHIM, moves, separate_places
 from baselines.deepspeed.plan import DeepSpeed
@@ -61,11 +60,11 @@ class Rig:
 
 
 def configuration(job: PackageJob, policy: DeepSpeed) -> dict[str, Any]:
-    """The configuration for deepspeed.initialize: the policy's own, or the job's options."""
-    if job.options:
-        return read(job.options)
+    """The configuration for deepspeed.initialize: the policy's, with the job's own settings."""
     run = job.run
-    return policy.configuration(run.model, run.layout, run.precision)
+    made = policy.configuration(run.model, run.layout, run.precision)
+    zero = made["zero_optimization"] | job.settings.get("zero_optimization", {})
+    return {**made, **job.settings, "zero_optimization": zero}
 
 
 @contextmanager

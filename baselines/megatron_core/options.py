@@ -97,25 +97,6 @@ OPTIONS: dict[str, Callable[[System], str | None]] = {
 no option gives."""
 POLICY = ("fused_swiglu", "param_bytes")
 """Facts that the options of a policy and the precision give."""
-NAMES = frozenset({
-    *("attention_backend", "cross_entropy_loss_fusion", "no_rope_fusion", "transformer_impl"),
-    *("use_precision_aware_optimizer", "exp_avg_dtype", "exp_avg_sq_dtype", "tp_comm_overlap"),
-    *("grad_reduce_in_bf16", "no_overlap_p2p_communication", "use_tp_pp_dp_mapping"),
-    *("overlap_grad_reduce", "overlap_param_gather", "ddp_bucket_size", "cp_comm_type"),
-    *("overlap_moe_expert_parallel_comm", "delay_wgrad_compute"),
-    *("moe_expert_capacity_factor", "moe_pad_expert_input_to_capacity"),
-    *("moe_flex_dispatcher_backend", "moe_token_dispatcher_type", "moe_grouped_gemm"),
-    *("optimizer_cpu_offload", "make_vocab_size_divisible_by", "swiglu"),
-    *("softmax_type", "untie_embeddings_and_output_weights", "disable_bias_linear", "vocab_size"),
-    *("group_query_attention", "max_position_embeddings", "position_embedding_type"),
-    *("num_attention_heads", "num_experts", "moe_layer_freq", "num_layers", "normalization"),
-    *("fp8_format", "fp8_recipe", "fp8_param_gather", "fp4_format", "fp4_recipe"),
-    *("first_last_layers_bf16", "num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"),
-    *("reuse_grad_buf_for_mxfp8_param_ag", "cuda_graph_impl", "cuda_graph_scope"),
-    *("num_distributed_optimizer_instances", "multi_latent_attention", "mtp_num_layers"),
-})  # fmt: skip
-"""Names of the options printed here that a run of the package does not check against its job: the
-run has no GPU to overlap on, and takes the model from the job."""
 
 
 def stack_words(problem: Problem) -> list[str]:

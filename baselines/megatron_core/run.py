@@ -16,7 +16,6 @@ from baselines.common.meter import Meter
 from baselines.common.training import train
 from baselines.common.weights import assemble, model_specs, norms
 from baselines.megatron_core import shim
-from baselines.megatron_core.arguments import policy_of
 from baselines.megatron_core.guards import check, has_transformer_engine
 from baselines.megatron_core.plan import MegatronCore
 from rematbench.worlds.packages.process import PackageJob
@@ -33,19 +32,13 @@ def stack() -> dict[str, str]:
 
 
 def refuse(job: PackageJob) -> None:
-    policy = _policy(job)
-    check(job, policy)
+    check(job, _policy(job))
     if job.device == "cpu":
         shim.preload()  # once, before ranks are forked
-    if job.device == "cpu" and job.options:
-        from baselines.megatron_core.config import transformer_config  # noqa: PLC0415
-
-        transformer_config(job, policy)  # raises for options that it refuses
 
 
 def _policy(job: PackageJob) -> MegatronCore:
-    policy = msgspec.convert(job.run.parameters["megatron_core"], MegatronCore)
-    return policy_of(job.options, policy, job.run) if job.options else policy
+    return msgspec.convert(job.run.parameters["megatron_core"], MegatronCore)
 
 
 @cache

@@ -99,6 +99,7 @@ def test_a_recomputed_layer_under_fsdp_is_a_graph_of_its_own(
     expected = default if given == "default" else given
     stack = facts(job(tmp_path, small(base, text), "job.yaml")[0])
     assert stack.get("reentrant") == (expected if version == 1 else None)
+    assert stack.get("waiting_frees") == (2 if version == 1 else None)
 
 
 @pytest.mark.parametrize(("word", "width"), [("fp32", 4), ("bf16", None), ("none", None)])

@@ -98,7 +98,7 @@ def failure_lines(rows: list[Cell]) -> list[str]:
 
 
 @takes_problem
-def row(  # an option of the command line each
+def row(  # every option is a parameter
     run: RunOptions,
     log: Annotated[Path, Argument(metavar="LOG", help="What the trainer printed.")],
     output: Annotated[Path, Option("-o", "--output", metavar="ROWS.csv")],

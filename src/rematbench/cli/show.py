@@ -185,7 +185,7 @@ def job_notes(problem: Problem) -> list[str]:
 
 
 def _table_note(problem: Problem) -> str:
-    """What a dense update moves for rows of a memory layer's table that no token reads."""
+    """A note on memory layers: the bytes that a dense update moves for rows that no token reads."""
     given = problem.workload.model.memory
     if given is None:
         return ""
@@ -343,6 +343,8 @@ def run_notes(request: Request, result: Result, evaluation: PlanEvaluation) -> l
     problem, band = result.problem, result.error_band
     why = over_peak(evaluation.mfu_causal, evaluation.mfu_dense)
     timed = not evaluation.not_timed and not nominal(problem)
+    exact = result.plan is not None and has_exact_pins(problem.system, result.plan)
+    pins = "in buffers of exact size" if exact else "as torch pins them"
     notes = (
         *nominal(problem),
         *retried(result.retries),
@@ -355,16 +357,11 @@ def run_notes(request: Request, result: Result, evaluation: PlanEvaluation) -> l
         f"device memory beside the reserved bytes: CUDA context and communicators; fragmentation "
         f"{gib(evaluation.reserved_bytes - max(evaluation.peak_device_bytes))} GiB of them "
         f"({_segments(result)}); bytes of ranks are allocated bytes in issue order",
-        f"host memory: {_pins(result)}; {gib(problem.cluster.host_bytes)} GiB are installed",
+        f"host memory: activations are pinned {pins}; {gib(problem.cluster.host_bytes)} GiB are "
+        "installed",
         world_line(problem),
     )
     return [note for note in notes if note]
-
-
-def _pins(result: Result) -> str:
-    """How activations are pinned in host memory."""
-    exact = result.plan is not None and has_exact_pins(result.problem.system, result.plan)
-    return "in buffers of exact size" if exact else "as torch pins it"
 
 
 def world_line(problem: Problem) -> str:
@@ -384,7 +381,8 @@ def retried(retries: Retries | None) -> list[str]:
 
 
 def _segments(result: Result) -> str:
-    """Whose bytes the reserved ones are: of planned addresses, or of the framework's allocator."""
+    """What the reserved bytes follow from: planned addresses, or the segments of torch's
+    allocator."""
     plan, problem, evaluation = result.plan, result.problem, result.evaluation
     segments = "expandable" if problem.system.states.expandable_segments else "default"
     if plan is None or plan.addresses != "planned":
@@ -397,13 +395,13 @@ def _segments(result: Result) -> str:
 
 
 def tight_line() -> str:
-    """What `tight` means."""
+    """A note that explains the verdict `tight`."""
     free = f"what tuned plans leave free ({left_free()} of the device total)"
     return f"tight: fits, but the headroom is below {free} or below the bytes that no total counts"
 
 
 def covers() -> str:
-    """The two shares of published rows inside the bands learnt from other sources."""
+    """The shares of published rows inside the bands learnt from the other sources, in words."""
     sources, rows = (f"{100 * share:.0f} %" for share in inside_shares())
     return f"inside: {sources} of rows if each source weighs 1, {rows} if each row does"
 

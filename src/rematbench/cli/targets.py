@@ -8,7 +8,7 @@ from typer import Option
 
 from rematbench.host.console import CommandError
 
-Output = Annotated[Path, Option("-o", "--output", metavar="DIR", help="File or folder to write.")]
+Output = Annotated[Path, Option("-o", "--output", metavar="DIR", help="Folder to write.")]
 Methods = Annotated[
     list[Path] | None,
     Option("--methods", metavar="DIR", help="Folder or file with more methods (repeatable)."),

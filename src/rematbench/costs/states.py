@@ -278,16 +278,15 @@ def non_torch_bytes(
     common = calibration.common
     inside, between = communicators(layout, cluster.domain(layout.gpus), system.parallel.rank_order)
     buffers = inside * common.communicator_node_bytes + between * common.communicator_network_bytes
-    generation = cluster.generation
-    beside = calibration.withheld_bytes(generation) + calibration.context_bytes(generation)
-    return int(beside + buffers)
+    gpu = calibration.gpu_bytes(cluster.generation)
+    return int(gpu.withheld_bytes + gpu.context_bytes + buffers)
 
 
 def room_bytes(cluster: Cluster, calibration: Calibration) -> int:
     """Device bytes that processes may take: the device's memory less what the driver withholds.
     nvidia-smi counts no withheld byte as used: rows that ran out of memory on an A100 of 81,920 MiB
     show at most 81,045 (fms-acceleration @876e2ed)."""
-    withheld = int(calibration.withheld_bytes(cluster.generation))
+    withheld = int(calibration.gpu_bytes(cluster.generation).withheld_bytes)
     if cluster.non_torch_bytes is not None:
         withheld = min(withheld, cluster.non_torch_bytes)
     return cluster.hbm_bytes - withheld

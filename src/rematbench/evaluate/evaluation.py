@@ -153,13 +153,11 @@ def evaluate_program(
     program: Program,
     *,
     ranks: tuple[RankBytes, ...] | None = None,
-    op_level: bool = False,
     record: bool = False,
 ) -> PlanEvaluation:
-    """Evaluate a lowered plan.  `op_level`: simulate every action instead of chunks.  `record`:
-    keep the timeline, which needs the op level.  `ranks`: the plan's `program_bytes`, if they are
-    known."""
-    simulation = _simulated(problem, program, op_level=op_level, record=record)
+    """Evaluate a lowered plan.  `record`: simulate every action instead of chunks, and keep the
+    timeline.  `ranks`: the plan's `program_bytes`, if they are known."""
+    simulation = _simulated(problem, program, record=record)
     lay, work = problem.layout, problem.workload
     tokens = lay.global_batch * work.seq_len
     found = speed(problem, simulation.step_s)
@@ -187,14 +185,12 @@ NOTHING = Simulation(step_s=nan, rank_end_s=(), stream_busy_s=())
 """The simulation of a problem whose kernels have no seconds."""
 
 
-def _simulated(problem: Problem, program: Program, *, op_level: bool, record: bool) -> Simulation:
-    if problem.untimed and not (op_level or record):
+def _simulated(problem: Problem, program: Program, *, record: bool) -> Simulation:
+    if problem.untimed and not record:
         return NOTHING
     problem.cost.require_rates()
     seconds = action_seconds(problem, program)
-    if op_level or record:
-        return simulate(program, seconds, record=record)
-    return simulate_chunks(program, seconds)
+    return simulate(program, seconds, record=True) if record else simulate_chunks(program, seconds)
 
 
 def not_timed(problem: Problem, plan: Plan) -> str:

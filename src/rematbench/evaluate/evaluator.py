@@ -130,22 +130,18 @@ def weighed(
     return lowered.held[at]
 
 
-def unpressed(program: Program, rank: int, held: RankBytes) -> AllocatorPeaks:
-    """Return the allocator peaks of a rank on a device with unlimited memory."""
-    return replayed(program, rank, held, None)
-
-
 def replayed(
     program: Program,
     rank: int,
     held: RankBytes,
-    capacity_bytes: int | None,
+    capacity_bytes: int | None = None,
     *,
     whole: bool = False,
     enough_bytes: float = inf,
 ) -> AllocatorPeaks:
-    """Return the allocator peaks of a rank over two training steps.  The second step finds the
-    segments that the first step left cached, and may need others.  Unless `whole`, only the
+    """Return the allocator peaks of a rank over two training steps on a device of `capacity_bytes`
+    (None: of unlimited memory).  The second step finds the segments that the first step left
+    cached, and may need others.  Unless `whole`, only the
     beginning of each step is replayed: up to twice the passes that lead to the peak, and two more.
     By then the schedule has run for as long as its warm-up, more than a period, and the pattern of
     blocks repeats (tests compare with all passes).  The replay ends once more than `enough_bytes`
@@ -170,8 +166,8 @@ def rank_reserved(program: Program, rank: int, held: RankBytes, usable_bytes: in
     activations itself, return the bytes of that placement."""
     if placed := _placed_bytes(program, rank, held):
         return Reserved(placed)
-    peaks = unpressed(program, rank, held)
-    return _within(usable_bytes, peaks, partial(replayed, program, rank, held))
+    replay_at = partial(replayed, program, rank, held)
+    return _within(usable_bytes, replay_at(), replay_at)
 
 
 def _within(

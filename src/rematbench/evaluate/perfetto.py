@@ -8,7 +8,7 @@ microseconds).
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
@@ -24,22 +24,12 @@ RED = "terrible"
 """The reserved colour name that both viewers draw in red."""
 
 
-class Recorded(Protocol):
-    """A run whose evaluation recorded its intervals."""
-
-    @property
-    def title(self) -> str: ...
-
-    @property
-    def evaluation(self) -> PlanEvaluation: ...
-
-
-def write_timeline(run: Recorded, path: Path) -> None:
-    """Write a recorded run's timeline.  The file appears whole or not at all."""
+def write_timeline(title: str, evaluation: PlanEvaluation, path: Path) -> None:
+    """Write the timeline of a recorded evaluation.  The file appears whole or not at all."""
     document = {
-        "traceEvents": list(timeline_events(run.evaluation)),
+        "traceEvents": list(timeline_events(evaluation)),
         "displayTimeUnit": "ms",
-        "otherData": {"title": run.title, "step_s": run.evaluation.step_s},
+        "otherData": {"title": title, "step_s": evaluation.step_s},
     }
     partial = path.with_name(path.name + ".part")
     partial.write_bytes(msgspec.json.encode(document))

@@ -106,6 +106,10 @@ class PlannedJob(Struct, frozen=True, kw_only=True):
         """The facts of the job under the column names of sheets, so that joined tables can be told
         apart: model, cluster, stack, layout, sequence length, precision, attention, the date of the
         calibration constants, and which constants and kernels are assumed."""
+        return self.quick_facts() | {"assumes": assumed(self.problem)}
+
+    def quick_facts(self) -> dict[str, Any]:
+        """The same without `assumes`, for which other stacks and networks are simulated."""
         problem = self.problem
         lay, work = problem.layout, problem.workload
         return {
@@ -128,7 +132,6 @@ class PlannedJob(Struct, frozen=True, kw_only=True):
             "partition": _layers(self),
             "rematbench": rematbench.__version__,
             "constants": problem.calibration.date,
-            "assumes": assumed(problem),
         }
 
 
@@ -280,6 +283,10 @@ class Result(Struct, frozen=True, kw_only=True):
         """Return every number in base SI units and fractions, under the column names of all tables;
         None if the result has no such number.  If the plan does not fit, the speeds are those that
         it would have if it did."""
+        return self.quick_row() | {"assumes": assumed(self.problem), "run_with": self.command}
+
+    def quick_row(self) -> dict[str, Any]:
+        """The same without `assumes` and `run_with`."""
         evaluation, (low, high) = self.evaluation, self.band or (None, None)
         notes = self.plan.fit if self.plan else {}
         return {
@@ -309,15 +316,14 @@ class Result(Struct, frozen=True, kw_only=True):
             "runs_on": " ".join(self.runs_on),
             "bound_s": self.bound_s,
             "losses": self.losses,
-            **self.job.facts(),
-            "run_with": self.command,
+            **self.job.quick_facts(),
         }
 
     def line(self, columns: Sequence[str], **more: Any) -> dict[str, Any]:
         """A line of a table: `columns` of `row` and of `more`, the facts of the job, and the
         command."""
-        values = self.row() | more
-        return {key: values[key] for key in (*columns, *self.job.facts(), "run_with")}
+        values, facts = self.row() | more, self.job.quick_facts()
+        return {key: values[key] for key in (*columns, *facts, "assumes", "run_with")}
 
 
 def evaluate_method(

@@ -5,7 +5,6 @@ from collections import defaultdict
 from collections.abc import Callable
 
 from rematbench.engine.program.action import (
-    CAST,
     GRADIENTS_DOWN,
     HOST_UPDATE,
     SHARD_UP,
@@ -72,7 +71,7 @@ class _Pieces:
             self.updated[piece] = action.stream
         elif action.op == GRADIENTS_DOWN and piece in self.updated:
             return f"sends gradients of {piece} down after their update"
-        elif action.op in (WEIGHTS_UP, STATES_DOWN, CAST) and piece not in self.updated:
+        elif action.op in (WEIGHTS_UP, STATES_DOWN) and piece not in self.updated:
             return f"sends {piece} before its update"
         if action.op == STATES_DOWN:
             self.back.add(piece)
@@ -89,13 +88,10 @@ class _Pieces:
         return f"uses {piece} while {late} may still use it" if late else ""
 
     def lost(self, frees: tuple[Storage, ...]) -> str:
-        """A visit that is freed before its states are back, or master weights before their cast, in
-        words; empty if none."""
+        """A visit that is freed before its states are back on the host, in words; empty if none."""
         for storage in frees:
             if storage.role is Role.STATES and storage.part not in self.back:
                 return f"frees {storage}, which is not back on the host"
-            if storage.role is Role.MASTER and storage.part and storage.part not in self.up:
-                return f"frees {storage}, which is not cast"
         return ""
 
     def late(
@@ -264,8 +260,7 @@ class StateCheck:
         if own:
             self.pieces.units[piece] = own
         updates = action.kind is Kind.OPTIMIZER
-        writes = updates and action.stream != HOST_UPDATE
-        writes |= action.op == CAST or (action.op == WEIGHTS_UP and not action.allocs)
+        writes = (updates and action.stream != HOST_UPDATE) or action.op == WEIGHTS_UP
         reads = updates or action.op == GRADIENTS_DOWN
         if reads and (words := self._unready(piece, own, stream, clock)):
             return words

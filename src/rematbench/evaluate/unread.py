@@ -7,7 +7,6 @@ from msgspec.json import encode
 from msgspec.structs import replace
 
 from rematbench.evaluate.effects import acting
-from rematbench.evaluate.evaluator import evaluate
 from rematbench.host.console import worded
 from rematbench.host.declared import flat
 from rematbench.inputs.configfile import ASSUMED
@@ -71,7 +70,7 @@ def _unread_network(problem: Problem) -> str:
     slower = replace(cluster, nic_bytes_per_s=SLOWER * cluster.nic_bytes_per_s)
     there = dataclasses.replace(problem, cluster=slower, _memo={}, _weights={})
     try:
-        here_s, there_s = (evaluate(one, one.base_plan).step_s for one in (problem, there))
+        here_s, there_s = (one.cost.evaluate(one.base_plan).step_s for one in (problem, there))
     except PlanError:
         return ""
     rate = f"{cluster.node_network_bytes_per_s / 1e9:g} GB/s a node"

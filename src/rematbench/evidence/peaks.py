@@ -49,7 +49,7 @@ def trained_by(whole: bool) -> str:
 
 @cache
 def lines_of_bytes(trains: str = trained_by(whole=True)) -> tuple[Row, ...]:
-    """The lines of config/left_out_bytes.csv of jobs with this word of `trained_by`."""
+    """The lines of config/left_out_bytes.csv of jobs that train this (a word of `trained_by`)."""
     needed = ("source", "quantity", "trains", "bytes", "pred_bytes")
     lines = read_sheet(data_dir("config") / BYTES, needed)
     return tuple(line for line in lines if line["trains"] == trains)
@@ -85,8 +85,9 @@ def margin(quantity: PeakKind = ABOUT, trains: str = trained_by(whole=True)) -> 
 
 
 def of_sources(lines: Iterable[Row]) -> list[str]:
-    """A line for each quantity and source of jobs that train alike: rows, the median of their
-    absolute errors, and the share inside the margin that the other sources give."""
+    """A line for each quantity and source, apart for jobs that train all weights and for adapters:
+    the number of rows, their median absolute error, and the share inside the margin that the other
+    sources give."""
     lines, found = tuple(lines), []
     for trains, quantity in product(sorted({one["trains"] for one in lines}), get_args(Quantity)):
         alike = [line for line in lines if line["trains"] == trains]

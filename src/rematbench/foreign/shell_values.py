@@ -44,8 +44,8 @@ def expand_text(word: Node | None, variables: Variables) -> str:
 
 
 def expand_words(word: Node, variables: Variables) -> list[str]:
-    """The words that a word stands for: an array or a variable with several words gives several.
-    A quoted text with options (`"--split 1,2"`, `bash -c "... --lr 1"`) is split as well."""
+    """The words to which a word expands: an array, or a variable with spaces, gives several.  A
+    quoted text with options (`"--split 1,2"`, `bash -c "... --lr 1"`) is split as well."""
     quoted = word["Parts"][0]["Type"] in ("SglQuoted", "DblQuoted")
     words = []
     for piece in _pieces(word["Parts"], variables):
@@ -62,7 +62,7 @@ def _split(text: str) -> list[str]:
 
 
 def _pieces(parts: list[Node], variables: Variables, *, quoted: bool = False) -> list[str]:
-    """The texts of the parts of a word: as many as the array in it has values."""
+    """The texts to which the parts of a word expand: one, or one per value of an array in it."""
     pieces = [""]
     for part in parts:
         if part["Type"] == "Lit":  # a backslash in quotes escapes these characters alone

@@ -1,4 +1,4 @@
-"""Directories of the shipped data: in a checkout, or inside an installed wheel."""
+"""Directories of the shipped data, in a checkout or inside an installed wheel."""
 
 from pathlib import Path
 from typing import Literal
@@ -17,8 +17,8 @@ _PACKAGE = Path(__file__).resolve().parents[1]
 def data_dir(kind: DataKind) -> Path:
     """The directory of one kind of shipped data.
 
-    A wheel contains `rematbench/_data`.  A checkout (editable install) uses its top-level
-    directories instead, so that edits take effect at once.
+    An installed wheel has it in `rematbench/_data`.  A checkout (editable install) uses its
+    top-level directories instead, so that edits take effect at once.
     """
     packaged = _PACKAGE / "_data"
     if packaged.is_dir():

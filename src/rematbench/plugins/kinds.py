@@ -6,7 +6,7 @@ position in KINDS of its last kind.  Methods with different places compose in th
 from collections.abc import Iterable
 from typing import Literal
 
-from rematbench.plan import ByteBudget, Fate, Offload, Plan, Recompute, Split
+from rematbench.plan import Fate, Plan, Recompute, Split, leaves
 from rematbench.problem import Problem
 from rematbench.solve.kept import overruled
 
@@ -40,17 +40,11 @@ def changed_kinds(base: Plan, plan: Plan) -> frozenset[ChangeKind]:
 
 
 def _fate_kinds(fate: Fate) -> set[ChangeKind]:
-    match fate:
-        case Recompute():
-            return {"rebuild"}
-        case Offload():
-            return {"offload"}
-        case ByteBudget(alpha=alpha):
-            return {"offload"} if alpha else set()
-        case Split(offload=offload, recompute=recompute):
-            shares: dict[ChangeKind, float] = {"offload": offload, "rebuild": recompute}
-            return {kind for kind, share in shares.items() if share}
-    return set()
+    kinds: dict[ChangeKind, bool] = {
+        "offload": leaves(fate),
+        "rebuild": isinstance(fate, Recompute) or (isinstance(fate, Split) and fate.recompute > 0),
+    }
+    return {kind for kind, holds in kinds.items() if holds}
 
 
 def place(kinds: Iterable[ChangeKind]) -> int:
@@ -64,17 +58,11 @@ def clash(problem: Problem, base: Plan, plan: Plan) -> str:
     for key in ("partition", "schedule", "orders", "slices"):
         if getattr(base, key) not in (getattr(problem.base_plan, key), getattr(plan, key)):
             return key
-    offloads = any("offload" in _fate_kinds(rule.fate) for rule in base.rules)
-    if offloads and plan.transfers != base.transfers:
+    if copies(base) and plan.transfers != base.transfers:
         return "transfers"
     return overruled(problem, base, plan)
 
 
-def leaves(fate: Fate) -> bool:
-    """Whether a fate may move bytes to the host."""
-    return isinstance(fate, Offload | ByteBudget) or (isinstance(fate, Split) and fate.offload > 0)
-
-
 def copies(plan: Plan) -> bool:
-    """Whether a plan may copy activations to the host."""
+    """Whether a plan copies activations to the host."""
     return any(leaves(rule.fate) for rule in plan.rules)

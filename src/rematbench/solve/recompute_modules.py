@@ -104,32 +104,19 @@ def rebuilding_groups(names: tuple[str, ...], plan: Plan, size: int) -> list[Rul
     return rules
 
 
-def chosen_layers(base: Plan, layers: str, per_chunk: str) -> tuple[int, ...] | str:
+def chosen_layers(base: Plan, layers: str) -> tuple[int, ...] | str:
     """The layers that a text lists (`0-5,20`: global indices, of which prediction layers follow the
-    decoder's), or the first so many of each chunk in pipeline order (`per_chunk`, as `6,5,0`).  A
-    sentence where a text is wrong, or lists none of the layers."""
-    virtual = base.virtual
-    last = max(layer for chunk in virtual for layer in chunk)
-    if layers and per_chunk:
-        return "layers and per_chunk exclude each other"
-    if not re.fullmatch(r"\d{1,6}(-\d{1,6})?(,\d{1,6}(-\d{1,6})?)*", layers or per_chunk):
-        return f"{layers or per_chunk!r} is no list of numbers, as 0-5,20"
+    decoder's); a sentence if the text is wrong or lists none of the layers."""
+    last = max(layer for chunk in chunks_of(base) for layer in chunk)
+    if not re.fullmatch(r"\d{1,6}(-\d{1,6})?(,\d{1,6}(-\d{1,6})?)*", layers):
+        return f"{layers!r} is not a list of layers such as 0-5,20"
     found: set[int] = set()
-    if layers:
-        for word in layers.split(","):
-            first, _, end = word.partition("-")
-            found |= set(range(int(first), min(int(end or first), last + 1) + 1))
-        if not found or max(found) > last:
-            return f"layers {layers}: the layers are 0-{last}"
-        return tuple(sorted(found))
-    counts = [int(count) if count.isdigit() else -1 for count in per_chunk.split(",")]
-    sizes = [len(chunk) for chunk in virtual]
-    if len(counts) != len(sizes) or not all(
-        0 <= n <= of for n, of in zip(counts, sizes, strict=True)
-    ):
-        return f"per_chunk {per_chunk}: the chunks have {','.join(map(str, sizes))} layers"
-    found = {layer for chunk, n in zip(virtual, counts, strict=True) for layer in chunk[:n]}
-    return tuple(sorted(found)) or f"per_chunk {per_chunk} selects no layer"
+    for word in layers.split(","):
+        first, _, end = word.partition("-")
+        found |= set(range(int(first), min(int(end or first), last + 1) + 1))
+    if not found or max(found) > last:
+        return f"layers {layers}: the layers are 0-{last}"
+    return tuple(sorted(found))
 
 
 def layers_text(layers: Iterable[int]) -> str:

@@ -254,16 +254,15 @@ class ActionCosts:
         return self.cost.p2p_s(action.nbytes, rank, peer % pp, replicated=shared)
 
     def _copy_s(self, action: Action, _: int) -> float:
-        """Seconds of a copy.  Weights that the host updated are cast first, unless the device casts
-        them.  States that visit share the link with states on their way back if visits overlap."""
+        """Seconds of a copy.  The host casts the weights that it updated before it sends them.
+        States on a visit share the link with states on their way back if visits overlap."""
         direction: CopyDirection = "d2h" if action.kind is Kind.D2H else "h2d"
         visits = action.op in (STATES_UP, STATES_DOWN)
         crowd = self.pieces.traffic if visits else self.crowd
         seconds = self.cost.copy_s(action.nbytes, direction, crowd)
-        if action.op == WEIGHTS_UP and not action.allocs:
-            seconds += self.cost.host_cast_s(
-                action.nbytes // self.problem.system.states.param_bytes
-            )
+        if action.op == WEIGHTS_UP:
+            count = action.nbytes // self.problem.system.states.param_bytes
+            seconds += self.cost.host_cast_s(count)
         return seconds
 
     def _device_copy_s(self, action: Action, _: int) -> float:

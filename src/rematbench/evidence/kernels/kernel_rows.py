@@ -12,13 +12,14 @@ reason in sources.yaml; otherwise the fit fails (`unclaimed`, `outliers`).
 import csv
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Literal, TypeAlias, get_args
+from typing import Literal, TypeAlias
 
 import msgspec
 import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray
 
+from rematbench.inputs.configfile import convert
 from rematbench.inputs.kernel_rates import Evidence, Outlier
 
 KernelKind = Literal[
@@ -111,17 +112,9 @@ def read_kernel_rows(path: Path) -> tuple[KernelRow, ...]:
 
 
 def _row(cells: dict[str, str], line: int, label: str) -> KernelRow:
-    for column, allowed in (("what", get_args(KernelKind)), ("unit", get_args(Unit))):
-        if cells[column] not in allowed:
-            known = ", ".join(allowed)
-            raise KernelRowError(
-                f"{label} line {line}: {column} {cells[column]!r} (known: {known})"
-            )
     try:
-        shape = parse_shape(cells["shape"])
-        return msgspec.convert(
-            {**cells, "line": line, "shape": shape, "value": float(cells["value"])}, type=KernelRow
-        )
+        typed = {"line": line, "shape": parse_shape(cells["shape"]), "value": float(cells["value"])}
+        return convert({**cells, **typed}, KernelRow, "")
     except ValueError as error:
         raise KernelRowError(f"{label} line {line}: {error}") from None
 
@@ -182,7 +175,7 @@ class Match(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A condition on rows; a row matches if every non-empty field holds.
 
     `what`, `gpu`, `dtype`, `unit` and the values of `shape` must equal one of the listed words.
-    `source`, `implementation`, `convention` and `note` must contain one of the listed texts.
+    `source`, `implementation` and `note` must contain one of the listed texts.
     `at_least` and `below` bound numbers of the shape, or `value` (in the published unit).
     """
 
@@ -192,7 +185,6 @@ class Match(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     gpu: tuple[str, ...] = ()
     dtype: tuple[str, ...] = ()
     unit: tuple[str, ...] = ()
-    convention: tuple[str, ...] = ()
     note: tuple[str, ...] = ()
     shape: dict[str, tuple[str, ...]] = {}
     at_least: dict[str, float] = {}
@@ -203,7 +195,6 @@ class Match(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         parts = (
             (self.source, row.source),
             (self.implementation, row.implementation),
-            (self.convention, row.convention),
             (self.note, row.note),
         )
         return (

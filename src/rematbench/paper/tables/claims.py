@@ -8,6 +8,7 @@ from typing import Any
 from rematbench.evaluate.result import Status
 from rematbench.evidence.published.derived import LAYOUTS, PUBLISHED
 from rematbench.evidence.published.sheets import number, read_predicted, read_sheet
+from rematbench.host.table import grouped
 from rematbench.paper.sheet.table import Table, table_of
 from rematbench.paper.studies.answers import Number, StudyAnswer, load_answers
 from rematbench.paper.studies.declarations import (
@@ -73,9 +74,7 @@ CLAIM_VERDICTS = (
 
 def in_short(lines: Sequence[Mapping[str, Any]]) -> str:
     """How many numbers and claims have which verdict, from the lines of the table."""
-    claims: dict[str, list[Mapping[str, Any]]] = {}
-    for line in lines:
-        claims.setdefault(line["id"], []).append(line)
+    claims = grouped((line["id"], line) for line in lines)
     counts = Counter(map(claim_verdict, claims.values()))
     summary = ", ".join(f"{counts[word]} {word}" for word in CLAIM_VERDICTS)
     within = sum(line["verdict"] == WITHIN for line in lines)
@@ -256,7 +255,7 @@ def _rule_answer(cells: Sequence[Mapping[str, Any]]) -> list[StudyAnswer]:
     if not cells:
         return []
     told = [cell for cell in scored_cells(cells, discover()) if cell["status"] in ("ok", "oom")]
-    safe = [cell for cell in told if cell["safe"]]  # a dash as status does not say what happened
+    safe = [cell for cell in told if cell["safe"]]  # a dash does not say what happened
     broken = sum(cell["status"] == "oom" for cell in safe)
     values: dict[str, Number] = {"oom_below": broken, "below": len(safe)}
     made = StudyAnswer(

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from msgspec.structs import replace
 
@@ -88,11 +87,13 @@ def actions_table(lines: Sequence[ActionSeconds]) -> Table:
             lines, key=lambda one: (at[one.cell], -abs(one.seconds - one.predicted_s))
         )
     ]
+    computes = (row for row in rows if row["stream"] == "compute")
+    works = [row for row in computes if row["kind"] != Kind.WAIT.value]
     sums = [
         f"{cell} {math.fsum(row['seconds'] for row in own):.4g} s, predicted "
         f"{math.fsum(row['predicted_s'] for row in own):.4g} s"
         for cell in cells
-        if (own := [row for row in rows if row["cell"] == cell and _works(row)])
+        if (own := [row for row in works if row["cell"] == cell])
     ]
     device = lines[0].provenance.device if lines else ""
     return table_of(
@@ -103,7 +104,3 @@ def actions_table(lines: Sequence[ActionSeconds]) -> Table:
         sums="; ".join(sums) or "nothing",
         lost=f" Did not run: {'; '.join(lost)}." if lost else "",
     )
-
-
-def _works(row: dict[str, Any]) -> bool:
-    return bool(row["stream"] == "compute" and row["kind"] != Kind.WAIT.value)

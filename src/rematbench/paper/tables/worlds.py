@@ -17,7 +17,7 @@ INPUTS = {
     "retraced": "results/paper/retraced.txt",
 }
 TABLES = ("worlds", "lossless")
-READS = ("methods/*.py",)  # the parameters of the methods
+READS = ("methods/*.py",)  # labels show parameters of methods
 
 
 def build(executed: list[Path], traced: list[Path], retraced: Path) -> list[Table]:
@@ -84,7 +84,7 @@ def _line(record: Record) -> dict[str, Any]:
         "simulated": top.ledger_boundary_peak_bytes,
         world: top.boundary_peak_bytes,
     }
-    if record.spec.precision == "bf16":  # the simulated states are those of bf16 training
+    if record.spec.precision == "bf16":  # simulated states are those of bf16
         line[f"{world}_error"] = top.peak_error
     if world == "executed":
         line |= _ran(found)

@@ -6,7 +6,6 @@ and if order, partition, states, mini-sequences and kind of transfers are the sa
 """
 
 from collections.abc import Container, Iterator
-from itertools import count
 from typing import Any
 
 import msgspec
@@ -167,22 +166,19 @@ def _plain(fate: Resolved) -> Resolved:
 
 
 class Offers:
-    """The plans of a package's policies with the fates of their first chunk.  Each plan is computed
-    at the first request and cached."""
+    """The plans of a package's policies, each with the fates of its first chunk.  A plan is made
+    when an iteration first reaches it, and kept for the next iteration."""
 
     def __init__(self, problem: Problem, name: str) -> None:
-        self._problem = problem
-        self._rest = candidate_plans(problem, name)
+        plans = (plan for _, plan in candidate_plans(problem, name))
+        self._rest = ((plan, _chunk_fates(problem, plan, 0, 0)) for plan in plans)
         self._plans: list[tuple[Plan, Table]] = []
 
     def __iter__(self) -> Iterator[tuple[Plan, Table]]:
-        for at in count():
-            if at == len(self._plans):
-                more = next(self._rest, None)
-                if more is None:
-                    return
-                self._plans.append((more[1], _chunk_fates(self._problem, more[1], 0, 0)))
-            yield self._plans[at]
+        yield from self._plans
+        for offer in self._rest:
+            self._plans.append(offer)
+            yield offer
 
 
 def unsaid(entry: MethodEntry, problem: Problem) -> tuple[str, ...]:

@@ -3,9 +3,6 @@
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from msgspec import Struct
-from msgspec.structs import fields
-
 from rematbench.inputs.layout import Layout
 from rematbench.problem import AttentionKind, Problem
 from rematbench.workload import Model, Workload
@@ -61,15 +58,3 @@ def without_options(reasons: Iterable[str]) -> tuple[str, ...]:
     """The reasons against jobs for which a baseline has no options, without those against jobs that
     only are not run here."""
     return tuple(reason for reason in reasons if not reason.endswith(NOT_RUN))
-
-
-def overridden(policy: Struct, options: Struct, names: Iterable[str]) -> str:
-    """The settings among `names` that `policy` sets and `options` overrides, in words; empty if
-    there are none.  A setting at its default counts as not set."""
-    defaults = {field.name: field.default for field in fields(policy)}
-    words = [
-        f"{name} is {getattr(policy, name)}, but the options say {getattr(options, name)}"
-        for name in names
-        if getattr(policy, name) not in (defaults[name], getattr(options, name))
-    ]
-    return "; ".join(words)

@@ -238,6 +238,8 @@ def plan_hash(problem: Problem, plan: Plan) -> str:
     for state in deeds["states"]:
         if state["pieces"] is None:  # hashes of records that are older than the field
             del state["pieces"]
+        else:
+            state["pieces"]["wire"] = "param"  # hashes of records that had this choice
     return _hash([table, deeds])
 
 

@@ -10,6 +10,7 @@ from rematbench.costs.operators.ops import LINEAR_INPUTS, NORMS, QUANTISED
 from rematbench.model import AdapterTarget
 from rematbench.worlds.torch import arithmetic, ends, experts, memory, quantised
 from rematbench.worlds.torch import attention_backends as attn
+from rematbench.worlds.torch.batch import slice_order
 from rematbench.worlds.torch.groups import Group
 from rematbench.worlds.torch.operands import Call, Operator, Tensors
 from rematbench.worlds.torch.parameters import ADAPTED, HEAD_NORMS
@@ -54,18 +55,9 @@ def _columns(call: Call, x: Tensor) -> Tensor:
     return _whole_sequences(_flat(x), batch, ranks) if ranks > 1 else _flat(x)
 
 
-def slice_order(call: Call) -> list[int]:
-    """For each slice of a sequence, its index among the slices that the ranks hold one after
-    another. The indices are Python numbers for views, because an index tensor would need a blocking
-    copy to a GPU in every call."""
-    cp = call.model.problem.layout.cp
-    ends = [(r, 2 * cp - 1 - r) for r in range(cp)]
-    at = {position: 2 * r + i for r, pair in enumerate(ends) for i, position in enumerate(pair)}
-    return [at[i] for i in range(2 * cp)]
-
-
 def _in_order(slices: Tensor, order: list[int]) -> Tensor:
-    """batch x slices x ...: a new tensor with the slices in the given order."""
+    """A new tensor, batch x slices x ..., with the slices in the given order.  It is made of views:
+    an index tensor would need a blocking copy to a GPU in every call."""
     return torch.cat([slices[:, place : place + 1] for place in order], 1)
 
 
@@ -82,14 +74,14 @@ def _whole_kv(call: Call, name: str) -> Tensor:
     by_slice = by_slice.permute(1, 0, 2, 3, 4, 5).reshape(
         shape.batch, 2 * cp, -1, shape.kv_heads, dim
     )
-    return _in_order(by_slice, slice_order(call)).flatten(1, 2).transpose(1, 2)
+    return _in_order(by_slice, slice_order(cp)).flatten(1, 2).transpose(1, 2)
 
 
 def _to_ranks(call: Call, grad: Tensor) -> Tensor:
     """The gradient of whole keys or values, as the ranks' rows one after another."""
     shape, cp = call.model.attention, call.model.problem.layout.cp
     parts = grad.transpose(1, 2).reshape(shape.batch, 2 * cp, -1)
-    positions = sorted(range(2 * cp), key=slice_order(call).__getitem__)
+    positions = sorted(range(2 * cp), key=slice_order(cp).__getitem__)
     back = _in_order(parts, positions)
     return back.view(shape.batch, cp, -1).transpose(0, 1).reshape(-1)
 

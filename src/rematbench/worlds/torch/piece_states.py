@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from rematbench.engine.program.action import CAST, GRADIENTS_DOWN, STATES_DOWN, STATES_UP, Action
+from rematbench.engine.program.action import GRADIENTS_DOWN, STATES_DOWN, STATES_UP, Action
 from rematbench.engine.program.storage import ModelPart, part_of
 from rematbench.plan import Piece
 from rematbench.worlds.torch.parameters import AdamW, Parameter, adamw, host_memory
@@ -140,23 +140,17 @@ class Pieces:
         _copy(streams, action.stream, piece.states, memory[span.key(action.reads[0])].data)
 
     def to_device(self, action: Action, span: Span, memory: Memory, streams: Streams) -> None:
-        """Copy the states of a visit up, or weights (or master weights) after their update."""
+        """Copy the states of a visit up, or weights after their update."""
         piece = self.of(action.part)
-        if action.op != STATES_UP and not action.allocs:
+        if action.op != STATES_UP:
             for each in piece.ranges:
                 _copy(streams, action.stream, each.weights, each.of(piece.weights))
             return
-        home = piece.states if action.op == STATES_UP else piece.states[: piece.piece.count]
+        home = piece.states
         with streams.storage_pool():
             room = torch.empty(home.shape, dtype=home.dtype, device=piece.device)
         streams.run(action.stream, lambda: room.copy_(home, non_blocking=True), room)
         memory.put(span.key(action.allocs[0].storage), Value(room))
-
-    def cast(self, action: Action, span: Span, memory: Memory) -> None:
-        assert action.op == CAST
-        masters = memory[span.key(action.reads[0])].data
-        for each in self.of(action.part).ranges:
-            each.weights.copy_(each.of(masters))
 
 
 def _copy(streams: Streams, stream: str, target: Tensor, source: Tensor) -> None:

@@ -19,7 +19,7 @@ from rematbench.engine.lowering.passes.emit_op import (
     Names,
     emit_alloc,
     emit_amaxes,
-    emit_copies_out,
+    emit_copies,
     emit_op,
 )
 from rematbench.engine.lowering.states.emit_states import ParameterGatherer
@@ -153,7 +153,7 @@ class ForwardEmitter:
     def _copy_out(self, leaving: list[tuple[Storage, int]], event: Event | None) -> None:
         self._drain(self.transfers.release_lag)
         self.w.wait("d2h", self.w.mark(COMPUTE))
-        event = emit_copies_out(self.w, leaving, event or self.w.new_event())
+        event = emit_copies(self.w, Kind.D2H, leaving, event or self.w.new_event())
         storages = tuple(storage for storage, _ in leaving)
         self.survivors.difference_update(storages)
         self.survivors.update(storage.on_host for storage in storages)

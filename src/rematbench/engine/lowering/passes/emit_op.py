@@ -178,22 +178,16 @@ def emit_alloc(w: BlockWriter, storage: Storage, nbytes: int) -> None:
     w.move(Kind.ALLOC, storage, (), (Alloc(storage, nbytes),))
 
 
-def emit_copies_out(w: BlockWriter, storages: Storages, event: Event) -> Event:
-    """Emit D2H copies of the storages; the last copy records `event`."""
-    for storage, nbytes in storages:
-        end = event if storage is storages[-1][0] else None
-        host = Alloc(storage.on_host, nbytes)
-        w.move(Kind.D2H, storage, (storage,), (host,), nbytes, stream="d2h", event=end)
-    return event
-
-
-def emit_copies_in(
-    w: BlockWriter, storages: Storages, event: Event, slot: Slot | None = None
+def emit_copies(
+    w: BlockWriter, kind: Kind, storages: Storages, event: Event, slot: Slot | None = None
 ) -> Event:
-    """Emit H2D copies of the storages into a staging slot, or into fresh memory without one.  The
-    last copy records `event`, which is returned."""
+    """Emit D2H or H2D copies of the storages.  Copies to the device fill a staging slot, or fresh
+    memory without one.  The last copy records `event`, which is returned."""
     for storage, nbytes in storages:
         end = event if storage is storages[-1][0] else None
-        device = Alloc(storage, nbytes, slot)
-        w.move(Kind.H2D, storage, (storage.on_host,), (device,), nbytes, stream="h2d", event=end)
+        source, made = storage, storage.on_host
+        if kind is Kind.H2D:
+            source, made = made, source
+        allocs = (Alloc(made, nbytes, slot),)
+        w.move(kind, storage, (source,), allocs, nbytes, stream=kind.value.lower(), event=end)
     return event

@@ -8,8 +8,8 @@ from rematbench.engine.lowering.blocks.chunk_ops import (
 )
 from rematbench.engine.lowering.blocks.fates import Fates
 from rematbench.engine.lowering.blocks.writer import BlockWriter
-from rematbench.engine.lowering.passes.emit_op import emit_copies_in
-from rematbench.engine.program.action import COMPUTE
+from rematbench.engine.lowering.passes.emit_op import emit_copies
+from rematbench.engine.program.action import COMPUTE, Kind
 from rematbench.engine.program.storage import COPIED_IN, Event, ModelPart, Slot, Storage
 from rematbench.plan import Transfers
 
@@ -90,7 +90,7 @@ class Reloader:
             coming, slot = self.offloaded[unit.prefix], self._slot(unit)
             own = [each for each, _ in coming if each.part == unit.prefix]
             self.w.slots = dict.fromkeys(own, slot) if slot else {}
-            self.fetched[unit.prefix] = emit_copies_in(self.w, coming, self.w.new_event())
+            self.fetched[unit.prefix] = emit_copies(self.w, Kind.H2D, coming, self.w.new_event())
             self.w.slots = {}
 
     def _slot(self, unit: Unit) -> Slot | None:

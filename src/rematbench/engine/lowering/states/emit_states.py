@@ -342,7 +342,7 @@ class GradReducer:
         if unit.trained:
             self.bucket.append(unit)
         if self.sums_in_last and unit.norm_parameters:
-            self._sum_norms(w, unit)
+            self.norms.append(self._sum_norms(w, unit))
         size = sum(self.system.states.reduce_bytes * u.trained for u in self.bucket)
         due = self.transient or last or size >= self.system.zero.bucket_bytes
         if self.bucket and due:
@@ -353,10 +353,10 @@ class GradReducer:
         if last:
             self._record_end(w)
 
-    def _sum_norms(self, w: BlockWriter, unit: Unit) -> None:
+    def _sum_norms(self, w: BlockWriter, unit: Unit) -> Event:
         reads = [self.buffer(unit)] if self.transient else []
         norms = norm_reduction(self.system, unit.norm_parameters)
-        self.norms.append(w.collective(norms, unit.prefix, "norm_gradients", reads, []))
+        return w.collective(norms, unit.prefix, "norm_gradients", reads, [])
 
     def _record_end(self, w: BlockWriter) -> None:
         if self.shared:
@@ -370,9 +370,7 @@ class GradReducer:
             for comm in self.reductions(width * unit.trained, width * unit.trained_experts):
                 w.wait(COMPUTE, w.collective(comm, unit.prefix, "gradients", reads, []))
         if self.sums_norms and unit.norm_parameters:
-            norms = norm_reduction(self.system, unit.norm_parameters)
-            reads = [self.buffer(unit)]
-            w.wait(COMPUTE, w.collective(norms, unit.prefix, "norm_gradients", reads, []))
+            w.wait(COMPUTE, self._sum_norms(w, unit))
         count = updated(unit, self.optimizer, self.layout)
         w.add(
             Action(

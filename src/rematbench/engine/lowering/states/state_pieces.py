@@ -15,7 +15,6 @@ from rematbench.engine.lowering.blocks.chunk_ops import ChunkOps, Unit
 from rematbench.engine.lowering.blocks.writer import BlockWriter
 from rematbench.engine.lowering.states.state_shards import sharded
 from rematbench.engine.program.action import (
-    CAST,
     COMPUTE,
     GRADIENTS_DOWN,
     HOST_UPDATE,
@@ -46,7 +45,7 @@ class PieceWidths(Struct, frozen=True, kw_only=True):
     moments; `scratch`: what an update on the device holds and frees; `down`: gradients that are
     still on the device and that the host's update needs; `up`: weights that the host's update sends
     to the device (0: weights are at home on the host); `back`: weights that an update on the device
-    sends to the host; `master`: whether `up` is cast on the device."""
+    sends to the host."""
 
     param: int
     states: int
@@ -54,31 +53,18 @@ class PieceWidths(Struct, frozen=True, kw_only=True):
     down: int
     up: int
     back: int
-    master: bool = False
 
 
 def piece_widths(plan: Plan, problem: Problem) -> PieceWidths:
-    system, pieces = problem.system, plan.state("optimizer").pieces
-    here = plan.state("parameter").home == "device"
-    master = pieces is not None and pieces.wire == "master"
-    up = master_bytes(problem) if master else system.states.param_bytes
+    system, here = problem.system, plan.state("parameter").home == "device"
     return PieceWidths(
         param=system.states.param_bytes,
         states=system.states.optimizer_bytes,
         scratch=system.states.step_scratch_bytes,
         down=0 if plan.state("gradient").home == "host" else system.host.host_grad_bytes,
-        up=up * here,
+        up=system.states.param_bytes * here,
         back=system.states.param_bytes * (not here),
-        master=master,
     )
-
-
-MASTERS = 3
-"""The states of AdamW with master weights: the weights and two moments, all of one width."""
-
-
-def master_bytes(problem: Problem) -> int:
-    return problem.system.states.optimizer_bytes // MASTERS
 
 
 Leaving = tuple[dict[ModelPart, int], ...]
@@ -212,28 +198,12 @@ class _Writer:
             return
         (piece, done), self.updated = self.updated, None
         part, nbytes = self._part(piece), self.widths.up * piece.count
-        master = storage_of(part, role=Role.MASTER)
-        allocs = (Alloc(master, nbytes),) if self.widths.master else ()
-        if allocs:  # their memory may be what compute has freed
-            self.w.wait("h2d", self.w.mark(COMPUTE))
         if nbytes:
-            done = self.w.state_copy(Kind.H2D, part, WEIGHTS_UP, nbytes, after=done, allocs=allocs)
-        if self.slots and not allocs:
+            done = self.w.state_copy(Kind.H2D, part, WEIGHTS_UP, nbytes, after=done)
+        if self.slots:
             self.back.append(done)
-            return
-        self.w.wait(COMPUTE, done)
-        for alloc in allocs:
-            self.w.add(
-                Action(
-                    kind=Kind.JOIN,
-                    stream=COMPUTE,
-                    part=part,
-                    op=CAST,
-                    reads=(alloc.storage,),
-                    nbytes=nbytes,
-                )
-            )
-            self.w.free(alloc.storage)
+        else:
+            self.w.wait(COMPUTE, done)
 
     def _visit(self, piece: Piece) -> None:
         self._end_visits(max(0, self.slots - 1))
