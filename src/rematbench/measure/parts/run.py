@@ -166,8 +166,8 @@ def summarize(ended: tuple[Ran, ...], request: GpuRequest, device: str) -> Summa
 
 
 def _lossless(request: GpuRequest) -> None:
-    """Compare every method's gradients with keep_all's, one launch per problem, all at once: a part
-    without seconds."""
+    """Compare every method's gradients with keep_all's. All problems run at the same time, each in
+    one launch, because nothing is timed here."""
     every = request.cells("lossless")
     same = [
         [cell for cell in every if problem_of(cell.name) == problem]

@@ -78,8 +78,9 @@ def state_rank(
 
 
 class ExpertPlace(NamedTuple):
-    """A rank's place among the ranks of its stage as experts fold onto them: which part of which
-    experts it holds, and its place among the ranks that hold the same."""
+    """A rank's place in the expert groups of its stage: the part of its experts that it holds
+    (`etp`), the share of all experts (`ep`), and its place among the ranks that hold the same
+    (`edp`)."""
 
     etp: int
     ep: int

@@ -129,8 +129,8 @@ class SharedVocabulary:
         return arithmetic.in_shard(labels, self.model.vocab_start, width)
 
     def output_gradient(self, action: Action, span: Span) -> None:
-        """This stage's part, from the gradient of its logits, or (before their softmax is
-        corrected) from its own softmax."""
+        """This stage's part of the output's gradient, from the gradient of its logits or, before
+        the softmax is corrected, from its own softmax."""
         call = self._call(action, span, "gradient")
         weight = call.weight("lm_head")
         self._put(action, span, call.tensors["gradient"].to(weight.dtype) @ weight)
