@@ -250,7 +250,7 @@ def offloading(optimizer: Any, parts: list[Tensor]) -> list[Tensor]:
 
 def updated(rig: Rig, *, without_state: bool = False) -> list[Tensor]:
     """The tensors that the optimizer updates: parameters, or ZeRO's flat parts. `without_state`:
-    only the tensors without moments so far."""
+    only the tensors that have no moments yet."""
     optimizer = rig.engine.optimizer
     inner = getattr(optimizer, "optimizer", optimizer)
     # ZeRO 3 shows its inner optimizer one part at a time, and only during the update.

@@ -26,7 +26,7 @@ from rematbench.worlds.records.record import RunSpec
 from rematbench.worlds.torch.batch import MicroBatch
 
 MASTER_AND_MOMENTS = {"bf16": 12, "fp32": 8}
-"""Bytes a parameter: an fp32 master copy for bf16 parameters, two moments."""
+"""Bytes per parameter of two moments and, for bf16 parameters, an fp32 master copy."""
 
 
 def _push(handler: offload.ChunkOffloadHandler, tensor: torch.Tensor) -> tuple[int, int]:

@@ -38,8 +38,7 @@ ON_DEMAND = {
 """Seconds that each part may take that runs only on request: steps of real packages, and by turns
 the steps of methods and the plans of a search."""
 ENDS_S = 25.0
-"""Seconds before its limit at which a part of turns starts no further turn, so that the last one
-can end."""
+"""Seconds between the planned end of a part's last turn and the limit of the part."""
 SUITES: dict[str, tuple[str, Callable[[Path], object]]] = {
     "layers": ("gpu_layers.yaml", load_layers),
     "searched": ("gpu_searched.yaml", load_searched),
