@@ -346,7 +346,7 @@ def notes(results: Sequence[Result], absent: Sequence[str] = ()) -> list[str]:
 
 
 def untimed_lines(results: Sequence[Result]) -> list[str]:
-    """Lines that name the rows that fit and have no time, by reason."""
+    """Lines that name the rows that fit but are not timed, grouped by reason."""
     fitting = [result for result in results if result.fits]
     reasons = grouped((one.not_timed, one.method) for one in fitting if one.not_timed)
     return [

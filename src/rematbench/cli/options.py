@@ -98,7 +98,9 @@ class RunOptions:
     ] = None
     reserve_gib: Annotated[
         float | None,
-        Option(min=0, metavar="G", help="GiB that tuned plans leave free (else: by peak errors)."),
+        Option(
+            min=0, metavar="G", help="GiB that tuned plans leave free (default: by peak errors)."
+        ),
     ] = None
     methods: Annotated[
         list[Path] | None,

@@ -37,8 +37,8 @@ def search(  # noqa: PLR0913, PLR0917  # every option is a parameter
         list[str] | None,
         Option(
             metavar="X",
-            help="Only this method and its compositions (repeatable); optimizer_offload: also "
-            "states on the host, under all methods or those named.",
+            help="Only this method and its compositions (repeatable); optimizer_offload also tries "
+            "states on the host, with all methods or the named ones.",
         ),
     ] = None,
     methods: Methods = None,

@@ -342,8 +342,8 @@ def _relative(name: str, mlp: str) -> str:
 
 
 def _kin(name: str) -> str:
-    """The longest name of a known model with which, and a dash, a row's name begins (test models
-    that share a tokenizer); empty if there is none."""
+    """The longest known model name NAME such that the row's name begins with `NAME-`, as test
+    models that share a tokenizer do; empty if there is none."""
     return max((n for n in names("model") if name.lower().startswith(f"{n}-")), key=len, default="")
 
 
