@@ -187,7 +187,7 @@ def _format(reading: Reading, data: Mapping[str, Any], key: str, double: bool) -
     """The format of the quantised weights."""
     eight = key == "load_in_8bit" or str(data.get(key)) == "8"
     method = str(data.get(_first(data, METHODS), "bnb")).lower()
-    if method not in ("bnb", "gptq", "awq") and key in BITS:
+    if method not in ("bnb", "bitsandbytes", "gptq", "awq") and key in BITS:
         why = "has no backward (--base-dtype marlin)" if method == "marlin" else "is not modelled"
         reading.refused.append(f"{_first(data, METHODS)}: {method} {why}")
     if eight or method in ("gptq", "awq") or key == "gptq":

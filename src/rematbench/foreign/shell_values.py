@@ -87,28 +87,17 @@ def _pieces(parts: list[Node], variables: Variables, *, quoted: bool = False) ->
 def _output(part: Node, variables: Variables) -> list[str]:
     """The output of `expr A * B - C`, whose operators are those of a calculation; the output of
     other commands is empty."""
-    calls = [statement.get("Cmd") or {} for statement in part.get("Stmts", ())]
-    words = [
-        word
-        for call in calls
-        for argument in call.get("Args", ())
-        for word in expand_words(argument, variables)
-    ]
-    if words[:1] != ["expr"]:
-        return []
+    calls = [(statement.get("Cmd") or {}).get("Args", ()) for statement in part.get("Stmts", ())]
+    words = [word for call in calls for one in call for word in expand_words(one, variables)]
+    text = " ".join(words[1:])
     try:
-        for signs in ("*/%", "+-", OPERATIONS):
-            at = 2
-            while at < len(words) - 1:
-                left, sign, right = words[at - 1 : at + 2]
-                if sign in signs:
-                    value = OPERATIONS[sign](int(left), int(right))
-                    words[at - 1 : at + 2] = [str(int(value))]
-                else:
-                    at += 2
-    except (KeyError, ValueError, ZeroDivisionError):
+        for signs in ("[*/%]", "[-+]", "[<>=!&|]+"):
+            while found := re.search(rf"(-?\d+) ({signs}) (-?\d+)", text):
+                value = OPERATIONS[found[2]](int(found[1]), int(found[3]))
+                text = f"{text[: found.start()]}{value:d}{text[found.end() :]}"
+    except (KeyError, ZeroDivisionError):
         return []
-    return words[1:] if len(words) == 2 else []
+    return [text] if words[:1] == ["expr"] and re.fullmatch(r"-?\d+", text) else []
 
 
 def expand_document(document: Node, variables: Variables) -> str:

@@ -65,6 +65,11 @@ def read_trainer(data: Mapping[str, Any], file: str, package: str) -> Reading:
     if optimizer.startswith("paged") and "lora_rank" not in reading.values:
         text = "a full device moves its states to the host, which is not modelled"
         reading.refused.append(f"optim: {optimizer}: {text}")
+    packed = data.get("model_quantization_config")
+    if packed and is_off(_mapping(data, "model_quantization_config_kwargs").get("dequantize")):
+        reading.refused.append(f"model_quantization_config: {packed} (weights stay quantised)")
+    if not is_off(data.get("torch_empty_cache_steps")):
+        reading.notes.append("torch_empty_cache_steps: the time of emptying is not counted")
     _packing(reading, data)
     if reading.package == "Transformers" and "precision" not in reading.values:
         reading.notes.append("neither --bf16 nor --fp16: bf16 is assumed")
@@ -246,6 +251,10 @@ SHARDING |= {"1": 3, "2": 2, "3": 0, "4": 3}
 FSDP_SYSTEM = "torchtitan"
 FSDP_WORDS = {"auto_wrap", "true", "fsdp2"}
 FSDP_WORDS |= {kind.lower() for kind in SHARDING if not kind.isdigit()}
+NARROW = {"param_bytes": 2, "grad_bytes": 2, "reduce_bytes": 2}
+NARROW |= {"optimizer_bytes": 4, "late_state_bytes": 4}
+"""States under axolotl's FSDP2 (0.19.0, monkeypatch/accelerate/fsdp2.py, fsdp2_prepare_model): the
+weights stay as they are loaded, where accelerate's own function widens them."""
 
 
 def _fsdp(reading: Reading, data: Mapping[str, Any], flat: Mapping[str, Any]) -> None:
@@ -281,7 +290,10 @@ def _fsdp(reading: Reading, data: Mapping[str, Any], flat: Mapping[str, Any]) ->
     if strategy in ("HYBRID_SHARD", "4"):
         reading.put("inside_node", 1, key)
     reading.put("zero_stage", 2 if reshard == "FALSE" else SHARDING[strategy], key)
-    reading.put("flat_units", str(plain.get("version", 1)) != "2" and "fsdp2" not in words, "fsdp")
+    flat_units = str(plain.get("version", 1)) != "2" and "fsdp2" not in words
+    reading.put("flat_units", flat_units, "fsdp")
+    if reading.package == "axolotl" and not flat_units and not data.get("adapter"):
+        reading.facts |= NARROW if data.get("bf16") or data.get("bfloat16") else {}
     if not is_off(plain.get("activation_checkpointing")):
         reading.method = ("full_recompute", {})
 

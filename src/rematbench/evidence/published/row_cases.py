@@ -58,13 +58,8 @@ PRINTED = ("forward_s", "backward_s", "update_s", "host_used_gib")
 """Further columns with results that a prediction has."""
 LAYOUT_COLUMNS = ("global_batch", "tp", "pp")
 SHAPE_COLUMNS = {
-    "layers": "num_layers",
-    "hidden": "hidden",
-    "heads": "num_heads",
-    "kv_heads": "num_kv_heads",
-    "ffn": "ffn",
-    "vocab": "vocab",
-    "head_dim": "head_dim",
+    **{"layers": "num_layers", "hidden": "hidden", "heads": "num_heads"},
+    **{"kv_heads": "num_kv_heads", "ffn": "ffn", "vocab": "vocab", "head_dim": "head_dim"},
 }
 OPTIONAL = ("head_dim",)
 """Fields that a row of a model without a file may leave out."""
