@@ -100,7 +100,7 @@ MEGATRON_FLOP = "Megatron-LM num_floating_point_operations"
 
 
 def _speed(row: Row, case: PublishedCase) -> Cells:
-    """Tokens/s per GPU that follow from a row's TFLOP/s; empty where it prints them, or does not
+    """Tokens/s per GPU computed from a row's TFLOP/s; empty if the row prints tokens/s, or does not
     print the dispatcher on which they depend."""
     counted = text(row, "tflops_convention").startswith(MEGATRON_FLOP)
     flop_per_s = float(text(row, "tflops_per_gpu_as_published") or 0) * 1e12
