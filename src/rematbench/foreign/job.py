@@ -180,7 +180,9 @@ def _partition(values: dict[str, Any], reading: Reading, layers: int) -> None:
         raise ConfigError(
             reading.file, key, f"{layers} layers do not divide over {stages} in this way"
         )
-    if len(set(sizes)) > 1:
+    if not all(sizes):  # the embedding or the loss has a stage to itself
+        values["stages"] = f"E{'|'.join('t' * size for size in sizes)}L"
+    elif len(set(sizes)) > 1:
         values["partition"] = ",".join(map(str, sizes))
 
 
