@@ -75,14 +75,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     modules: dict[tuple[str, str], list[pytest.Item]] = {}
     for item in sorted(items, key=lambda item: item.path):
         folder = item.path.parent.name
-        name = "" if folder == TOGETHER else str(item.path)
+        name = "" if folder == TOGETHER else item.path.name
         modules.setdefault((folder, name), []).append(item)
-
-    def place(module: tuple[str, str]) -> int:
-        return SHARING.index(module[0]) if module[0] in SHARING else len(SHARING)
-
+    order = {folder: at for at, folder in enumerate(SHARING)}
     halves: tuple[list[pytest.Item], list[pytest.Item]] = ([], [])
-    for module in sorted(modules, key=place):
+    for module in sorted(modules, key=lambda module: order.get(module[0], len(order))):
         min(halves, key=len).extend(modules[module])
     items[:] = chain(*sorted(halves, key=len, reverse=True))
 

@@ -103,7 +103,7 @@ def drive(name: str, jobs_path: Path, folder: Path) -> int:
     torch.set_num_threads(1)
     if jobs and jobs[0].device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
-        prepare("cpu")  # on CUDA a package's own settings come first
+        prepare("cpu")  # on CUDA the package sets its own variables before
     runner = cast(Runner, importlib.import_module(f"baselines.{name}.run"))
     traced = bool(jobs) and jobs[0].run.world == "traced"  # a trace is one process everywhere
     if not traced and (launched := _launched()):

@@ -197,7 +197,7 @@ def gradients(rig: Rig, *, whole: bool) -> tuple[dict[str, float], dict[str, Ten
     """Norms of gradients and, if `whole`, the gradients on rank 0 (a collective under ZeRO)."""
     norms, found = {}, {}
     if torch.cuda.is_available():
-        torch.cuda.synchronize()  # ZeRO 1 and 2, offloaded, read their pinned memory at once
+        torch.cuda.synchronize()  # offloaded, ZeRO 1 and 2 read pinned memory without waiting
     for name, parameter in rig.decoder.named_parameters():
         grad = safe_get_full_grad(parameter).detach()
         norms[name] = math.sqrt(square_sum(grad.reshape(-1)))
@@ -250,7 +250,7 @@ def offloading(optimizer: Any, parts: list[Tensor]) -> list[Tensor]:
 
 def updated(rig: Rig, *, without_state: bool = False) -> list[Tensor]:
     """The tensors that the optimizer updates: parameters, or ZeRO's flat parts. `without_state`:
-    only the tensors without moments so far."""
+    only the tensors that have no moments yet."""
     optimizer = rig.engine.optimizer
     inner = getattr(optimizer, "optimizer", optimizer)
     # ZeRO 3 shows its inner optimizer one part at a time, and only during the update.

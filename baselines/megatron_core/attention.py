@@ -92,7 +92,7 @@ def _absent(policy: MegatronCore, problem: Problem) -> int:
     and the gradient of the output, unless a checkpointed function holds them."""
     s = shapes(problem.workload, problem.layout, problem.system)
     grouped = s.kv_width < s.q_width
-    later = 2 * s.kv_width  # of q and k, without what v has more once per query head (q - kv)
+    later = 2 * s.kv_width  # q + kv for q and k, less v's excess once per query head (q - kv)
     if policy.recompute == "selective" and "core_attn" in policy.modules:
         return (later - s.q_width * (2 if grouped else 1)) * s.element_bytes
     alone = grouped or problem.workload.model.position == "rope"

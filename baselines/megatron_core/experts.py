@@ -1,4 +1,4 @@
-"""Experts of Megatron-core: their configuration, and what they need on fake tensors.
+"""Experts of Megatron-core: their configuration, and the stand-ins that fake tensors need.
 
 A fake tensor has no values, so nobody can read how many tokens an expert receives.  The stand-ins
 here give every expert the same number, which is the balance that a prediction assumes.  No stand-in
@@ -91,7 +91,7 @@ class Selecting(DispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _even_counts(dispatcher: Any, point: str, tokens_per_expert: Any) -> Any:
-    """The dispatcher's counts on the host, at the point where it copies them there."""
+    """Set the dispatcher's counts on the host, at the point where it would copy them there."""
     if point != dispatcher.cuda_dtoh_point:
         return tokens_per_expert
     tp, ep, here = dispatcher.tp_size, dispatcher.ep_size, dispatcher.num_local_experts

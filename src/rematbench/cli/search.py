@@ -178,8 +178,8 @@ def _refuse(find: str, speed: float, step: float, *, others: Sequence[object]) -
 
 
 def _run(job: SearchJob, shown: int, processes: int) -> tuple[Progress, bool]:
-    """(last progress, whether the search ended by itself); False after Ctrl-C.  Without bounds, the
-    plans that fit."""
+    """(last progress, whether the search ended without Ctrl-C).  If no bound covers the stages, the
+    progress has the plans that fit."""
     if not job.bounded:
         return Progress(results=ByLayer(job).stated()), True
     at, last = Progress(), time.monotonic()

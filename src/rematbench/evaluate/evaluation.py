@@ -1,10 +1,11 @@
 """Evaluates a plan on a problem: seconds, speed, bytes per rank, FLOPs.  The plan's method plays no
 part."""
 
+import dataclasses
 from collections import Counter
 from collections.abc import Sequence
 from functools import cache
-from math import nan
+from math import nan, sqrt
 from typing import get_args
 
 from msgspec import Struct
@@ -225,6 +226,21 @@ def host_rates() -> dict[str, float]:
     rates = ((one, one.host_update_parameters_per_s) for one in clusters)
     known = {one.name: rate / one.gpus_per_node for one, rate in rates if rate is not None}
     return known | OTHER_HOST_RATES
+
+
+def rated(problem: Problem, plan: Plan) -> Problem:
+    """The problem; on a node without the host rate that the plan needs, at the geometric mean of
+    the slowest and the fastest measured rate."""
+    if problem.untimed or not lacks_host_rate(problem, plan):
+        return problem
+    return at_host_rate(problem, sqrt(min(host_rates().values()) * max(host_rates().values())))
+
+
+def at_host_rate(problem: Problem, rate: float) -> Problem:
+    """The problem where the cores of each GPU update `rate` parameters/s."""
+    whole = rate * problem.cluster.gpus_per_node
+    cluster = replace(problem.cluster, host_update_parameters_per_s=whole)
+    return dataclasses.replace(problem, cluster=cluster, _memo={}, _weights={})
 
 
 def program_bytes(problem: Problem, plan: Plan, program: Program) -> tuple[RankBytes, ...]:

@@ -180,7 +180,9 @@ def _partition(values: dict[str, Any], reading: Reading, layers: int) -> None:
         raise ConfigError(
             reading.file, key, f"{layers} layers do not divide over {stages} in this way"
         )
-    if len(set(sizes)) > 1:
+    if not all(sizes):  # the embedding or the loss has a stage to itself
+        values["stages"] = f"E{'|'.join('t' * size for size in sizes)}L"
+    elif len(set(sizes)) > 1:
         values["partition"] = ",".join(map(str, sizes))
 
 
@@ -272,8 +274,8 @@ def _model_of_sizes(shape: dict[str, Any]) -> str:
 
 
 def _equal_model(shape: dict[str, Any]) -> str:
-    """The shipped model with all these fields, and without experts unless they are one of them;
-    learned positions may be more than the model's."""
+    """The shipped model with all these fields, and without experts unless `shape` has them.  The
+    number of learned positions may differ."""
     compared: dict[str, Any] = {"experts": None, "mtp_layers": 0} | {
         k: v for k, v in shape.items() if k != "max_positions"
     }

@@ -11,7 +11,6 @@ from tests.worlds.torch.cases import TINY_GPT
 LAYOUTS = ("cp2", "ulysses2", "dp2")
 METHODS = ("keep_all", "full_recompute", "memo", "mst")
 """On LAYOUTS; the others have every method."""
-BITWISE = ("tp2",)
 VARIANTS = {
     "tied ends keep": cases.case("pp2", "keep", model=cases.TIED),
     "tied ends offload": cases.case("pp2", "offload", model=cases.TIED),
@@ -40,7 +39,7 @@ CASES = grid.short(
         *grid.raw_cases("ulysses2-zero0", "keep"),
         *(replace(case, name=name) for name, case in VARIANTS.items()),
     ]
-) + [case for layout in BITWISE for case in grid.bitwise_cases(layout)]
+) + grid.bitwise_cases("tp2")
 (
     test_live_bytes_equal_the_ledger_after_every_action,
     test_gradients_equal_the_autograd_model,

@@ -38,8 +38,7 @@ ON_DEMAND = {
 """Seconds that each part may take that runs only on request: steps of real packages, and by turns
 the steps of methods and the plans of a search."""
 ENDS_S = 25.0
-"""Seconds before its limit at which a part of turns starts no further turn, so that the last one
-can end."""
+"""Seconds between the planned end of a part's last turn and the limit of the part."""
 SUITES: dict[str, tuple[str, Callable[[Path], object]]] = {
     "layers": ("gpu_layers.yaml", load_layers),
     "searched": ("gpu_searched.yaml", load_searched),
@@ -166,8 +165,8 @@ def summarize(ended: tuple[Ran, ...], request: GpuRequest, device: str) -> Summa
 
 
 def _lossless(request: GpuRequest) -> None:
-    """Compare every method's gradients with keep_all's, one launch per problem, all at once: a part
-    without seconds."""
+    """Compare every method's gradients with keep_all's. All problems run at the same time, each in
+    one launch, because nothing is timed here."""
     every = request.cells("lossless")
     same = [
         [cell for cell in every if problem_of(cell.name) == problem]

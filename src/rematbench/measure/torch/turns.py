@@ -68,8 +68,8 @@ class Turns:
     def turn(
         self, problem: Problem, plan: Plan, means: Means | None = None
     ) -> tuple[str, str, dict[str, Any]]:
-        """The status of a turn, the reason of a failure, and the fields of `TurnResult`.  `means`:
-        the step written by hand with these means of torch, in place of the plan's executor."""
+        """The status of a turn, the reason of a failure, and the fields of `TurnResult`. `means`:
+        run the step written by hand, with these torch features, in place of the plan's executor."""
         try:
             return "ok", "", self._turn(problem, plan, means)._asdict()
         except Exception as error:

@@ -355,7 +355,7 @@ def decode_record(stored: bytes) -> Record:
 
 
 def read_record(path: Path) -> Record:
-    """The record of a file; RecordError with the path if it cannot be read as one."""
+    """Read a record file; RecordError with the path if it is missing or not a record."""
     try:
         return decode_record(path.read_bytes())
     except OSError as error:

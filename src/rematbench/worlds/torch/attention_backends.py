@@ -34,7 +34,8 @@ from rematbench.inputs.system import AttentionBackend
 from rematbench.worlds.torch.arithmetic import wide
 
 LSE_ALIGN = 32
-"""The efficient operator pads lse to a multiple of these rows (kAlignLSE of torch's kernel)."""
+"""The efficient operator pads lse to a multiple of this number of rows (kAlignLSE of torch's
+kernel)."""
 
 Heads = Tensor
 """batch x heads x rows x head_dim, with any strides."""

@@ -101,8 +101,8 @@ class Names:
 
 
 def _own_slice(action: Action) -> tuple[Action, dict[str, list[Storage]]]:
-    """An attention's action with the tensors of its own slice alone, without gradients of keys and
-    values; and the keys and values of earlier slices."""
+    """An attention's action without the tensors of other slices and the gradients of keys and
+    values, and the keys and values of earlier slices by name."""
     number = slice_of(action)
     context: dict[str, list[Storage]] = {}
     for each in action.reads:

@@ -157,8 +157,8 @@ def _norm(call: Call) -> Tensors:
 
 
 def _split(group: Group, x: Tensor) -> tuple[int, Callable[[Tensor], None]]:
-    """The number of columns of whole rows, of which each rank of the group has as many as `x`, and
-    the sum over the group."""
+    """(the number of columns of a whole row, the sum over the group in place). Each rank of the
+    group has as many columns as `x`."""
     return group.size * x.shape[-1], group.all_reduce
 
 
@@ -309,7 +309,7 @@ def _turn_backward(call: Call) -> Tensors:
 
 
 def _join(call: Call) -> Tensors:
-    """A head's own columns of keys, then those that all heads share."""
+    """The keys: each head's own columns, followed by the columns that all heads share."""
     own, shared = (call.tensors[name] for name in call.op.inputs)
     heads = own.view(own.shape[0], call.model.shapes.heads, -1)
     every = shared[:, None].expand(-1, heads.shape[1], -1)

@@ -236,7 +236,8 @@ def _latent_specs(model: Model, given: Latent, prefix: str) -> dict[str, Paramet
 def _linear_specs(
     prefix: str, local: str, shape: tuple[int, int], split: int, *, bias: bool, expert: bool = False
 ) -> dict[str, ParameterSpec]:
-    """A linear of which tensor parallelism splits the outputs (dimension 0) or the inputs (1)."""
+    """The weight and bias of a linear. Tensor parallelism splits its outputs (`split` 0) or its
+    inputs (1)."""
     specs = {local: ParameterSpec(f"{prefix}.{local}.weight", shape, split, expert=expert)}
     if bias:
         whole = None if split else 0

@@ -22,7 +22,8 @@ STATES = 3
 
 
 class Range(NamedTuple):
-    """A range [first, last) of a parameter's own shard, at `at` in its piece."""
+    """The range [first, last) of this rank's shard of a parameter, which begins at `at` in its
+    piece."""
 
     parameter: Parameter
     first: int
@@ -42,7 +43,8 @@ class Range(NamedTuple):
 
 
 def ranges_of(pieces: Sequence[Piece], parameters: Sequence[Parameter]) -> list[list[Range]]:
-    """The ranges of each piece; ExecutionError if the pieces are not the rank's own shards."""
+    """The ranges of each piece; ExecutionError if the pieces do not cover exactly the rank's
+    shards."""
     found: list[list[Range]] = [[] for _ in pieces]
     start = 0
     for parameter in reversed(parameters):

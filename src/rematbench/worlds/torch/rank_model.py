@@ -155,8 +155,8 @@ class RankModel:
     def _build(
         self, unit: Unit, seed: int, draw: Draw, states: dict[str, UnitStates]
     ) -> dict[str, Parameter]:
-        """A unit's parameters by local name. Those that no earlier unit has are made; their states
-        go to `states` if they are kept by unit."""
+        """A unit's parameters by local name. Parameters that no earlier unit has are created here;
+        if states are kept by unit, `states` gets theirs."""
         lay = self.problem.layout
         named = self._locals(unit)
         fresh = [spec for spec in named.values() if spec.name not in self.parameters]
