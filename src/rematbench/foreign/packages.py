@@ -170,14 +170,12 @@ def _launch(path: Path, label: str, variables: dict[str, list[str]]) -> Reading:
     reading.facts |= _environment(script)
     reading.notes += [f"loop: {words}" for words in dict.fromkeys(script.loops)]
     if script.absent:
-        reading.notes.append(
-            f"sourced but not here, so not read: {', '.join(dict.fromkeys(script.absent))}"
-        )
+        absent = ", ".join(dict.fromkeys(script.absent))
+        reading.notes.append(f"sourced but not here, so not read: {absent}")
     if script.undecided:
         tests = ", ".join(dict.fromkeys(script.undecided))
-        reading.notes.append(
-            f"conditions on values that the script does not set, which count as empty: {tests}"
-        )
+        text = "conditions on values that the script does not set, which count as empty"
+        reading.notes.append(f"{text}: {tests}")
     return reading
 
 
