@@ -52,8 +52,8 @@ def whole(traces: list[Trace]) -> Figure:
 
 
 def compared(traces: list[Trace]) -> Figure:
-    """The first and the last rank of many steps: the whole step, and a part of it from its middle
-    on, in which single passes can be seen.  Steps without copies have no lanes for them."""
+    """The first and the last rank of many steps: the whole step, and an enlarged part that shows
+    single passes.  Steps without copies have no lanes for them."""
     lanes = [used(trace) for trace in traces]
     heights = [1.0 + 0.9 * (len(each) > 1) for each in lanes]
     figure, axes = plt.subplots(

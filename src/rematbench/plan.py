@@ -162,7 +162,7 @@ class Transfers(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     `before_send_phases`: phases in which the copy during a forward must end before that forward's
     send starts, so that copies never share the link with point-to-point traffic.
     `reload_slots`: number of alternating staging slots (0: fresh memory).  With chunk granularity a
-    slot holds a reloaded chunk.  With layer granularity the slots are round-robin buffers in both
+    slot holds a reloaded chunk.  With layer granularity the slots are rounding buffers in both
     directions: a layer may write into a slot once the copies of the slot's previous layer are
     complete.
     """

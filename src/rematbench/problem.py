@@ -107,8 +107,7 @@ class Problem:
         _refuse_experts(self)
 
     def _check_attention(self) -> None:
-        """Raise RateError if no fused attention kernel of the stack runs on the GPUs in the
-        problem's precision."""
+        """Raise RateError if the stack has no fused attention for these GPUs and this precision."""
         generation, work = self.cluster.generation, self.workload
         problem = self.calibration.kernels.refusal(generation, self.kernel)
         if not problem and generation != CPU:
@@ -120,8 +119,7 @@ class Problem:
 
     @cached_property
     def untimed(self) -> str:
-        """Why the seconds of this problem's kernels are not predicted, in one line; empty if they
-        are."""
+        """Why the kernels' seconds are not predicted, in one line; empty if they are."""
         generation, precision = self.cluster.generation, self.workload.precision
         rates, tf32, missing = self.calibration.kernels, self.system.kernels.tf32, ""
         missing = self.workload.model.untimed or untimed(self.workload, generation)
@@ -419,8 +417,7 @@ def trained_operators(problem: Problem, table: OpTable) -> list[Op]:
 
 
 def rank_parameters(problem: Problem, plan: Plan, rank: int, *, trained: bool = False) -> int:
-    """Parameters of one rank after tensor and pipeline parallelism; `trained`: only those with a
-    gradient."""
+    """Parameters of a rank after tensor and pipeline parallelism (`trained`: with a gradient)."""
     tables = [problem.layer(index) for chunk in plan.partition[rank] for index in chunk]
     if plan.schedule in VOCABULARY:
         share, norm, positions = problem.shared

@@ -81,8 +81,8 @@ WORKERS = {
 
 
 class Late(TyperCommand):
-    """A command whose module is imported when it runs.  Its line in the help is read from its
-    file, because to import all commands takes longer than many commands run."""
+    """A command whose module is imported when it runs.  Its line in the help is read from its file,
+    because importing all commands would take longer than many commands run."""
 
     def get_short_help_str(self, limit: int = 45) -> str:
         """The first sentence of the command's docstring, within `limit` letters."""

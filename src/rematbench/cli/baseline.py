@@ -10,14 +10,7 @@ import typer
 from msgspec.structs import asdict
 from typer import Argument, Option
 
-from rematbench.cli.options import (
-    Request,
-    RunOptions,
-    Timeout,
-    request,
-    settings_of,
-    takes_run,
-)
+from rematbench.cli.options import Request, RunOptions, Timeout, request, settings_of, takes_run
 from rematbench.cli.real import Address, Port, Rank, Size, has_gpu, is_launched, speed_text, timing
 from rematbench.cli.show import banner
 from rematbench.cli.targets import Json, Out, need_file

@@ -14,18 +14,8 @@ from typer import Option
 
 from rematbench.cli.sheet import PROCESSES
 from rematbench.cli.targets import need_file
-from rematbench.evidence.accuracy import (
-    left_out_errors,
-    load_accuracy,
-    ratio_error,
-)
-from rematbench.evidence.calibrate import (
-    SCALES,
-    leave_one_out,
-    left_out_bytes,
-    moved,
-    tangents,
-)
+from rematbench.evidence.accuracy import left_out_errors, load_accuracy, ratio_error
+from rematbench.evidence.calibrate import SCALES, leave_one_out, left_out_bytes, moved, tangents
 from rematbench.evidence.calibrate import calibrate as fitted
 from rematbench.evidence.expert_pace import fitted_pace, left_out_experts
 from rematbench.evidence.fit import FitReport
@@ -216,7 +206,7 @@ def calibrate_user_stack(
         if half_width > WIDEST and not force:
             raise CommandError(
                 f"{output}: not written: the calibrated stack has a band of +-{percent(half_width)}"
-                f", and more than {percent(WIDEST)} needs --force (mistyped rows are likelier)"
+                f"; above {percent(WIDEST)} that needs --force, because mistyped rows are likelier"
             )
         output.write_text(stack_file(rows, theta, half_width, path, output), encoding="utf-8")
         out.print(
@@ -260,9 +250,11 @@ def _show(out: Console, theta: Array, covariance: Array) -> None:
 def _learnt(rows: Sequence[dict[str, Any]], half_width: float) -> str:
     """The rows or stacks whose errors gave the band its half-width, in words."""
     if half_width > band_after(len(rows)):
-        return f"of these rows {'left out' if len(rows) > 1 else 'after the fit'}"
+        return f"of these rows{', each left out of its fit' if len(rows) > 1 else ' after the fit'}"
     known = max(count for count in COUNTS if count <= len(rows))
-    more = "" if known == len(rows) else f" (the largest number tried below your {len(rows)})"
+    more = (
+        "" if known == len(rows) else f" (the largest tried number of rows below your {len(rows)})"
+    )
     return f"of published stacks after a calibration on {known} row{'s' * (known > 1)} each{more}"
 
 

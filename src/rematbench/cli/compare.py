@@ -117,7 +117,6 @@ def compare(  # noqa: PLR0913, PLR0917  # every option is a parameter
     results = comparison.results()
     fits = any(result.fits for result in results)
     changes = [] if fits else would_fit(asked.problem, results, comparison.registry)
-    tight = comparison.when_tight(results)
     rows = table(results)
     if json:
         answer = {
@@ -126,11 +125,10 @@ def compare(  # noqa: PLR0913, PLR0917  # every option is a parameter
             "would_fit": changes,
             "unavailable": comparison.registry.broken,
             "left_out": comparison.left_out,
-            "when_tight": tight and tight.row(),
         }
         typer.echo(msgspec.json.format(msgspec.json.encode(answer)).decode())
     else:
-        printed.notes(results, changes, tight)
+        printed.notes(results, changes)
         best = results[0] if results else None
         twin = without_recipe(run, best.method) if best and best.evaluation else None
         if best is not None and twin is not None:
@@ -198,17 +196,13 @@ class Ranking:
         if rows:
             self.plans.rows(rows)
 
-    def notes(
-        self, results: Sequence[Result], changes: Sequence[str] = (), tight: Result | None = None
-    ) -> None:
-        """Print the verdict where planners changed it, a faster `tight` plan, what would make a
-        method fit where none does (`changes`), and how to read the table."""
+    def notes(self, results: Sequence[Result], changes: Sequence[str] = ()) -> None:
+        """Print the verdict if planners changed it, the changes that would make a method fit if
+        none does, and how to read the table."""
         self.out.print()
         if verdict(results) != self.verdict:
             late = "(a planner finished this plan after the table was printed)"
             self._say(f"{verdict(results)} {late}", style="bold")
-        if tight is not None:
-            self._say(f"FASTER but tight: {summary(tight)}, with --reserve-gib 0")
         shown = {result.method for result in results if result.verdict is not None}
         for policy in self.comparison.config.policies:
             if policy.keys and policy.name in shown:
@@ -346,7 +340,7 @@ def notes(results: Sequence[Result], absent: Sequence[str] = ()) -> list[str]:
 
 
 def untimed_lines(results: Sequence[Result]) -> list[str]:
-    """Lines that name the rows that fit and have no time, by reason."""
+    """Lines that name the rows that fit but are not timed, grouped by reason."""
     fitting = [result for result in results if result.fits]
     reasons = grouped((one.not_timed, one.method) for one in fitting if one.not_timed)
     return [

@@ -7,14 +7,7 @@ import typer
 from typer import Option
 
 from rematbench.cli.baseline import finish_baseline, of_baseline
-from rematbench.cli.options import (
-    Request,
-    RunOptions,
-    Timeout,
-    refuse_baseline,
-    request,
-    takes_run,
-)
+from rematbench.cli.options import Request, RunOptions, Timeout, refuse_baseline, request, takes_run
 from rematbench.cli.real import (
     Address,
     Local,

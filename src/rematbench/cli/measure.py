@@ -86,7 +86,7 @@ def _keep(records: Iterable[tuple[str, Record]], output: Path) -> list[str]:
 
 
 def _points(output: Path, only: list[str]) -> tuple[list[str], dict[str, str]]:
-    """Trace points of baselines; their names, and why some failed."""
+    """Trace points of baselines; return their names, and the reasons of those that failed."""
     points = load_points()
     require_among(only, [point.name for point in points], ("", "--only", "point"))
     chosen = tuple(point for point in points if not only or point.name in only)

@@ -98,7 +98,9 @@ class RunOptions:
     ] = None
     reserve_gib: Annotated[
         float | None,
-        Option(min=0, metavar="G", help="GiB that tuned plans leave free (else: by peak errors)."),
+        Option(
+            min=0, metavar="G", help="GiB that tuned plans leave free (default: by peak errors)."
+        ),
     ] = None
     methods: Annotated[
         list[Path] | None,
@@ -139,8 +141,8 @@ def takes_problem(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def takes_search(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command the facts of a Job as options; it receives them as its first argument.  The
-    degrees that a search tries are open (None) where they are not given."""
+    """Give a command the facts of a Job as options; it receives them as its first argument.
+    Degrees that are not given are None, and the search tries their values."""
     tried = [field.name for field in fields(Fixed) if field.default is None]
     note = "If given, the search keeps it."
     return _with_options(command, _fact_options(tried, note), lambda given: given)

@@ -24,15 +24,7 @@ from rematbench.evaluate.perfetto import write_timeline
 from rematbench.evaluate.result import Result, evaluate_method, told_fragmented
 from rematbench.evaluate.verdict import retries
 from rematbench.evidence.bands import with_host_rates
-from rematbench.host.console import (
-    CommandError,
-    align_left,
-    console,
-    grid,
-    plain,
-    seconds,
-    worded,
-)
+from rematbench.host.console import CommandError, align_left, console, grid, plain, seconds, worded
 from rematbench.inputs.stages import Stage, stages_of, stages_text
 from rematbench.plan import Phase, Plan, Unsupported
 from rematbench.worlds.records.plan_replay import Replay, replay, replay_plan

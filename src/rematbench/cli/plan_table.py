@@ -14,15 +14,15 @@ from rematbench.host.console import gib, plain, rounded
 from rematbench.host.table import GIB
 
 WIDE = 150
-"""A terminal of so many columns has room for long names."""
+"""A terminal with at least so many columns has room for long names."""
 
 LONGEST, SHORT = 48, 36
 """The most characters of a name on one line, of a wide and of another terminal."""
 
 
 class Head(Struct, frozen=True):
-    """A column: its heading, whether it holds words, and its place in the order in which columns
-    are dropped for room (the highest first; 0: never)."""
+    """A column: its heading, and whether it holds words.  `given_up`: its rank among the columns
+    that are dropped if there is no room (the highest is dropped first; 0: never)."""
 
     text: str
     words: bool = False
@@ -93,8 +93,8 @@ def folded_name(text: str, methods: Iterable[str], out: Console) -> str:
 
 
 def summary(result: Result, layout: str = "") -> str:
-    """A plan in a line: method, layout (where it is stated), speed with its band, bytes that are
-    left, and what a node's host holds."""
+    """A plan in a line: method, layout (if given), speed with its band, free device bytes, and the
+    host memory of a node."""
     name = f"{result.method} at {layout}" if layout else result.method
     room = f"{gib(result.headroom_bytes or 0)} GiB left{', tight' if result.fit == 'tight' else ''}"
     host = (result.host_node_bytes or 0) / GIB if layout else 0.0

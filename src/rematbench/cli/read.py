@@ -29,7 +29,7 @@ def read(  # every option is a parameter
         int | None, Option(min=1, metavar="V", help="Tokens of the vocabulary.")
     ] = None,
     method: Annotated[
-        str, Option(metavar="METHOD", help="Instead of the files' recomputation.")
+        str, Option(metavar="METHOD", help="Method in place of the files' recomputation.")
     ] = "",
     output: Annotated[
         Path | None,
@@ -46,7 +46,7 @@ def read(  # every option is a parameter
     ] = None,
     run: Annotated[bool, Option("--run", help="Also run the command.")] = False,
     anyway: Annotated[
-        bool, Option("--anyway", help="Run it also where keys are unknown, without them.")
+        bool, Option("--anyway", help="Run it even if keys are unknown, without these.")
     ] = False,
 ) -> None:
     """Read the files of a training job and print the equal `simulate` command.

@@ -37,8 +37,8 @@ def search(  # noqa: PLR0913, PLR0917  # every option is a parameter
         list[str] | None,
         Option(
             metavar="X",
-            help="Only this method and its compositions (repeatable); optimizer_offload: also "
-            "states on the host, under all methods or those named.",
+            help="Only this method and its compositions (repeatable); optimizer_offload also tries "
+            "states on the host, with all methods or the named ones.",
         ),
     ] = None,
     methods: Methods = None,
@@ -178,8 +178,8 @@ def _refuse(find: str, speed: float, step: float, *, others: Sequence[object]) -
 
 
 def _run(job: SearchJob, shown: int, processes: int) -> tuple[Progress, bool]:
-    """(last progress, whether the search ended by itself); False after Ctrl-C.  Without bounds, the
-    plans that fit."""
+    """(last progress, whether the search ended without Ctrl-C).  If no bound covers the stages, the
+    progress has the plans that fit."""
     if not job.bounded:
         return Progress(results=ByLayer(job).stated()), True
     at, last = Progress(), time.monotonic()

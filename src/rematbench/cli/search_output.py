@@ -24,12 +24,7 @@ from rematbench.cli.plan_table import (
 from rematbench.evaluate.result import ALIKE, Result, assumed
 from rematbench.evidence.bands import ratio_band
 from rematbench.evidence.peaks import about
-from rematbench.host.console import (
-    gib,
-    percent,
-    plain,
-    rounded,
-)
+from rematbench.host.console import gib, percent, plain, rounded
 from rematbench.host.table import GIB
 from rematbench.worlds.packages.process import broken_baselines
 
@@ -135,7 +130,7 @@ def proof_lines(
     """The proved gap, or why nothing fits.  `ended`: not after Ctrl-C."""
     stopped = "" if ended else "stopped: "
     if not job.bounded:
-        yield "no bound covers these stages: methods are tried with all layers and with a list"
+        yield "no bound covers these stages, so methods are tried on all layers and on listed ones"
         return
     if results:
         yield (

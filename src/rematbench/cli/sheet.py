@@ -7,10 +7,7 @@ import typer
 from typer import Argument, Option
 
 from rematbench.cli.options import RunOptions, request, takes_problem
-from rematbench.cli.targets import (
-    Methods,
-    need_file,
-)
+from rematbench.cli.targets import Methods, need_file
 from rematbench.evidence.predict import predict_rows, prediction_columns
 from rematbench.evidence.published.derived import all_cells, bundles
 from rematbench.evidence.published.row_cases import ASSUMED

@@ -27,7 +27,7 @@ Out = Annotated[
     Path | None,
     Option("-o", "--output", "--out", metavar="RECORD.json", help="Also write the record."),
 ]
-Notes = Annotated[bool, Option("--notes", help="Print all notes, and not three.")]
+Notes = Annotated[bool, Option("--notes", help="Print all notes instead of three.")]
 Json = Annotated[bool, Option("--json", help="Print the answer as JSON.")]
 
 

@@ -1,5 +1,4 @@
-"""The facts of a stack that act on a job: another value of such a fact changes the job's bytes or
-seconds."""
+"""The facts of a stack that act on a job: their other values change its bytes or seconds."""
 
 import dataclasses
 from collections.abc import Iterable, Iterator

@@ -1,10 +1,12 @@
 """Evaluates a plan on a problem: seconds, speed, bytes per rank, FLOPs.  The plan's method plays no
 part."""
 
+import dataclasses
 from collections import Counter
 from collections.abc import Sequence
 from functools import cache
-from math import nan
+from math import nan, sqrt
+from typing import get_args
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -25,7 +27,7 @@ from rematbench.engine.simulate.seconds import action_seconds, table_of
 from rematbench.inputs.layout import GATHERED_CHUNKS
 from rematbench.inputs.load import load_cluster, names
 from rematbench.inputs.system import System
-from rematbench.plan import Plan, gathers_by_layer
+from rematbench.plan import Plan, StateKind, gathers_by_layer
 from rematbench.problem import NOT_TIMED, Problem, gathered_bytes, rank_parameters
 
 OTHER_HOST_RATES = {"an H100 of NeMo-RL": 6.4e8}
@@ -226,6 +228,21 @@ def host_rates() -> dict[str, float]:
     return known | OTHER_HOST_RATES
 
 
+def rated(problem: Problem, plan: Plan) -> Problem:
+    """The problem; on a node without the host rate that the plan needs, at the geometric mean of
+    the slowest and the fastest measured rate."""
+    if problem.untimed or not lacks_host_rate(problem, plan):
+        return problem
+    return at_host_rate(problem, sqrt(min(host_rates().values()) * max(host_rates().values())))
+
+
+def at_host_rate(problem: Problem, rate: float) -> Problem:
+    """The problem where the cores of each GPU update `rate` parameters/s."""
+    whole = rate * problem.cluster.gpus_per_node
+    cluster = replace(problem.cluster, host_update_parameters_per_s=whole)
+    return dataclasses.replace(problem, cluster=cluster, _memo={}, _weights={})
+
+
 def program_bytes(problem: Problem, plan: Plan, program: Program) -> tuple[RankBytes, ...]:
     """Return the device and host bytes of every pipeline rank of a lowered plan, without
     simulation."""
@@ -256,24 +273,18 @@ def _rank_bytes(
 ) -> RankBytes:
     system = problem.system
     count = rank_parameters(problem, plan, rank, trained=True)
-    sizes = {
-        "parameter": system.states.param_bytes,
-        "gradient": system.states.grad_bytes,
-        "optimizer": system.states.optimizer_bytes,
-    }
-    device = {"parameter": 0, "gradient": 0, "optimizer": 0}
+    widths = system.states.param_bytes, system.states.grad_bytes, system.states.optimizer_bytes
     standing = reduce_buckets(count, problem.layout, system).standing + problem.workspace_bytes
     standing += dummy_gradient_bytes(problem, plan, rank)
     standing += gathered_chunks_bytes(problem, plan, rank)
     standing += returned_bytes(problem, plan, rank, ledger.device_peak_bytes)
     exact = has_exact_pins(system, plan)
     host = host_states(problem, plan, rank)
-    for kind in device:
-        fate = plan.state(kind)  # type: ignore[arg-type]  # the three state kinds
-        nbytes = rank_sharded(problem, plan, rank, fate) * sizes[kind]
-        if kind == "gradient" and lends_gradients(plan):
-            nbytes = 0
-        device[kind] = nbytes if fate.home == "device" else 0
+    device: dict[str, int] = {}
+    for fate, width in zip(map(plan.state, get_args(StateKind)), widths, strict=True):
+        lent = fate.kind == "gradient" and lends_gradients(plan)
+        here = fate.home == "device" and not lent
+        device[fate.kind] = rank_sharded(problem, plan, rank, fate) * width if here else 0
     for kind, left in on_device(problem, plan, rank).items():
         device[kind] += left
     device["parameter"] += quantised_bytes(problem, plan, rank)
@@ -307,8 +318,7 @@ def returned_bytes(problem: Problem, plan: Plan, rank: int, activations: int) ->
 
 def gathered_chunks_bytes(problem: Problem, plan: Plan, rank: int) -> int:
     """Device bytes of the chunks whose parameters a pipeline rank keeps gathered while it gathers
-    those of other chunks again: the largest chunks, less the two layers that a pass gathers
-    anyway."""
+    others again: the largest chunks, less the two layers that a pass gathers anyway."""
     lay, parameter = problem.layout, plan.state("parameter")
     if not lay.gathers_again or not gathers_by_layer(parameter, lay):
         return 0

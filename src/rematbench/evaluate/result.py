@@ -12,8 +12,8 @@ from msgspec.structs import replace
 
 import rematbench
 from rematbench.evaluate.breakdown import PARTS, losses
-from rematbench.evaluate.evaluation import PlanEvaluation, host_node_bytes
-from rematbench.evaluate.evaluator import SINGLE_EVALUATOR, Evaluator, timed, weighed
+from rematbench.evaluate.evaluation import PlanEvaluation, host_node_bytes, rated
+from rematbench.evaluate.evaluator import SINGLE_EVALUATOR, Evaluator, evaluate, timed, weighed
 from rematbench.evaluate.proof import Proof, check
 from rematbench.evaluate.unread import unread
 from rematbench.evaluate.verdict import Retries, Verdict, graphs, judge, judged, only_fragmented
@@ -398,6 +398,17 @@ def of_plan(blank: Result, plan: Plan, *, checked: bool = False) -> Result:
         verdict=verdict,
         proof=proof,
     )
+
+
+def at_middle_rate(result: Result) -> Result:
+    """A result whose seconds are those of `rated`, where its node has no host rate."""
+    if result.plan is None or not result.not_timed:
+        return result
+    there = rated(result.problem, result.plan)
+    if there is result.problem:
+        return result
+    reason = result.reason * (not result.fits)
+    return replace(result, evaluation=evaluate(there, result.plan), reason=reason)
 
 
 def told_fragmented(result: Result) -> Result:

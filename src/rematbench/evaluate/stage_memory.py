@@ -94,8 +94,7 @@ def _saved_bytes(
 
 
 def _site(storage: Storage | None) -> Site | None:
-    """The site of a storage that has a saved tensor, or its kept or offloaded rows; otherwise
-    None."""
+    """The site of a storage with a saved tensor or its kept or offloaded rows; else None."""
     if storage is None or storage.role is not Role.ACTIVATION:
         return None
     part = _PARTS.get(storage.part.letter)

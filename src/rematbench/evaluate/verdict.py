@@ -106,8 +106,7 @@ def unknown_bytes(problem: Problem) -> int:
 
 
 def graphs(problem: Problem) -> str:
-    """What CUDA graphs capture, and the bytes that no total counts, in words; empty if they capture
-    nothing."""
+    """What CUDA graphs capture, and the bytes that no total counts; empty without graphs."""
     if not problem.system.kernels.captures:
         return ""
     gb = unknown_bytes(problem) / 1e9

@@ -11,6 +11,7 @@ import itertools
 import math
 import statistics
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal, get_args
 
 from msgspec import Struct
@@ -232,7 +233,6 @@ class GroupReport(Struct, frozen=True, kw_only=True):
     floor: float | None
     left_out: float | None
     checks: tuple[Check, ...] = ()
-    note: str = ""
 
     @property
     def cells(self) -> int:
@@ -341,7 +341,6 @@ def _group_report(
         floor=floor,
         left_out=left_out.get(group.name),
         checks=_checks(group, tested, reached["mean"], floor),
-        note=group.note or group.in_sample,
         **reached,
     )
 
@@ -372,26 +371,18 @@ def _checks(
         for name, one in group.promises.items()
     ]
     words += [(name, {"reason": remark}) for name, remark in group.reported.items()]
+    check = partial(Check, group=group.name)
     checks = [
-        Check(group=group.name, statistic=name, value=statistic(name, group.metric, tested), **told)
+        check(statistic=name, value=statistic(name, group.metric, tested), **told)
         for name, told in words
     ]
     missing = _missing(group, tested)
     if missing and not set(group.promises) <= OVER_ROWS.keys():
         none = "cells without a prediction"
-        checks.append(
-            Check(group=group.name, statistic=none, value=missing, target=0.0, accepted=0.0)
-        )
+        checks.append(check(statistic=none, value=missing, target=0.0, accepted=0.0))
     if floor is not None and mean is not None and group.promises:
-        checks.append(
-            Check(
-                group=group.name,
-                statistic="mean below floor",
-                value=mean,
-                target=math.nextafter(floor, 0.0),
-                accepted=math.nextafter(floor, 0.0),
-            )
-        )
+        below = math.nextafter(floor, 0.0)
+        checks.append(check(statistic="mean below floor", value=mean, target=below, accepted=below))
     return tuple(checks)
 
 

@@ -14,7 +14,6 @@ All other numbers come from config/left_out.csv.  `coverage` tests the rows of e
 bands learnt from all other sources.
 """
 
-import dataclasses
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
@@ -25,9 +24,9 @@ from statistics import fmean, median
 from msgspec import Struct
 from msgspec.structs import replace
 
-from rematbench.evaluate.evaluation import PlanEvaluation, host_rates, lacks_host_rate
+from rematbench.evaluate.evaluation import at_host_rate, host_rates, lacks_host_rate, not_timed
 from rematbench.evaluate.evaluator import evaluate, same_plan
-from rematbench.evaluate.result import Band, Fit, Result
+from rematbench.evaluate.result import Band, Fit, Result, at_middle_rate
 from rematbench.evidence.job_evidence import (
     JobProperties,
     LeftOutCell,
@@ -43,7 +42,6 @@ from rematbench.evidence.peaks import fit_of
 from rematbench.evidence.published.sheets import SPEED, Row, number
 from rematbench.evidence.quantiles import Errors, quantile, source_quantile
 from rematbench.host.table import grouped
-from rematbench.plan import Plan
 from rematbench.plugins.registry import IDENTITY
 from rematbench.problem import NOT_TIMED, Problem
 
@@ -302,33 +300,25 @@ def with_band(result: Result, family: str = "") -> Result:
     return replace(result, error_band=band, fit=fit)
 
 
-def with_host_rates(result: Result) -> Result:
-    """A result with its band; on a node without a host rate the seconds are those at the geometric
-    mean of the slowest and the fastest measured rate, and the band is wider by as much as these two
-    change the step."""
-    problem, plan, why = result.problem, result.plan, result.not_timed.removeprefix(NOT_TIMED)
-    result = with_band(result)
-    if plan is None or problem.untimed or not lacks_host_rate(problem, plan):
-        return result
+def with_host_rates(result: Result, family: str = "") -> Result:
+    """A result with its band (`with_band`); on a node without a host rate the seconds are those of
+    `at_middle_rate`, and the band is wider by as much as the slowest and the fastest measured
+    rate change the step."""
+    problem, plan, result = result.problem, result.plan, at_middle_rate(result)
+    found, middle = with_band(result, family), result.evaluation
+    if plan is None or middle is None or found.error_band is None:
+        return found
+    if not lacks_host_rate(problem, plan):
+        return found
     slow, fast = min(host_rates().values()), max(host_rates().values())
-    middle = _at_host_rate(problem, plan, math.sqrt(slow * fast))
-    found = with_band(replace(result, evaluation=middle, reason=result.reason * (not result.fits)))
-    if found.error_band is None:
-        return result
-    steps = [_at_host_rate(problem, plan, rate).step_s for rate in (slow, fast)]
+    steps = [evaluate(at_host_rate(problem, rate), plan).step_s for rate in (slow, fast)]
     apart = max(abs(math.log(step_s / middle.step_s)) for step_s in steps)
-    outside = {**found.error_band.outside, "host rate": f"{why}, all of them inside the band"}
+    why = f"{not_timed(problem, plan).removeprefix(NOT_TIMED)}, all of them inside the band"
+    outside = {**found.error_band.outside, "host rate": why}
     band = replace(
         found.error_band, half_width=found.error_band.half_width + apart, outside=outside
     )
     return replace(found, error_band=band)
-
-
-def _at_host_rate(problem: Problem, plan: Plan, rate: float) -> PlanEvaluation:
-    """The evaluation of a plan where the cores of each GPU update `rate` parameters/s."""
-    whole = rate * problem.cluster.gpus_per_node
-    cluster = replace(problem.cluster, host_update_parameters_per_s=whole)
-    return evaluate(dataclasses.replace(problem, cluster=cluster, _memo={}, _weights={}), plan)
 
 
 def with_ties(results: Sequence[Result], half_width: float) -> list[Result]:

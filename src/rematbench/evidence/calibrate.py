@@ -116,8 +116,8 @@ def _trials(work: tuple[Row, list[Calibration]]) -> list[float]:
 
 
 def _lowered(case: PublishedCase, calibration: Calibration) -> _Lowered:
-    """A row planned with the starting constants, and lowered: the whole step, or, for a long step
-    without interleaving, steps of WARM and of LONG rounds.  ValueError where it has no plan."""
+    """A row planned with the starting constants and lowered: the whole step, or, for a long step
+    without interleaving, steps of WARM and of LONG rounds.  ValueError if it has no plan."""
     problem = case.problem(calibration)
     outcome = run_case(case, problem, discover())
     if outcome.plan is None:
@@ -243,10 +243,10 @@ def leave_one_out(
 
 
 def _sloped(work: tuple[dict[str, Any], Calibration, Calibration]) -> dict[str, Any]:
-    """A predicted row, with its tangents and its speed on the other generation where it has a
-    speed.  The tangents are taken under the constants that predicted the row, because other
-    constants can have another critical path; the other generation's are the shipped ones, which saw
-    no row of this generation."""
+    """A predicted row; if it has a speed, with its tangents and its speed on the other generation.
+    The tangents are taken under the constants that predicted the row, because other constants can
+    have another critical path; the other generation's are the shipped ones, which saw no row of
+    this generation."""
     row, constants, shipped = work
     if row["status"] != "ok" or not (row[SPEED] and row[f"pred_{SPEED}"]):
         return row

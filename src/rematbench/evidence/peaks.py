@@ -21,13 +21,7 @@ from typing import get_args
 
 from rematbench.evaluate.result import Fit
 from rematbench.evaluate.verdict import unknown_bytes
-from rematbench.evidence.job_evidence import (
-    BYTES,
-    PEAK,
-    log_error,
-    out_of_source,
-    published_stack,
-)
+from rematbench.evidence.job_evidence import BYTES, PEAK, log_error, out_of_source, published_stack
 from rematbench.evidence.published.row_cases import stack_of
 from rematbench.evidence.published.sheets import PeakKind, Quantity, Row, read_sheet
 from rematbench.evidence.quantiles import Errors, quantile
@@ -36,7 +30,7 @@ from rematbench.inputs.paths import data_dir
 from rematbench.problem import Problem
 
 ABOUT: PeakKind = "device"
-"""The quantity that verdicts are about."""
+"""The quantity of bytes that decides a verdict."""
 MOST_MISS = 0.10
 """Largest share by which published device totals of a stack may exceed the predicted ones; beyond
 it a device total is not shown as a prediction."""
@@ -155,7 +149,7 @@ again."""
 
 
 def left_free() -> str:
-    """RESERVE in words."""
+    """RESERVE as a percentage of the predicted device total, in words."""
     return f"{100 * math.expm1(RESERVE):.1f} %"
 
 

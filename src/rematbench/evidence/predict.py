@@ -18,7 +18,7 @@ from rematbench.engine.lowering.blocks.fates import resolve
 from rematbench.engine.lowering.lower import rank_orders
 from rematbench.evaluate.result import Result, evaluate_method, told_fragmented
 from rematbench.evaluate.unread import unread
-from rematbench.evidence.bands import with_band
+from rematbench.evidence.bands import with_host_rates
 from rematbench.evidence.hosted import placed_states, printed, timed
 from rematbench.evidence.published.row_cases import PRINTED, PublishedCase, read_case
 from rematbench.evidence.published.sheets import SPEED, PeakKind, PeakRank, Row, RowError, text
@@ -100,7 +100,7 @@ MEGATRON_FLOP = "Megatron-LM num_floating_point_operations"
 
 
 def _speed(row: Row, case: PublishedCase) -> Cells:
-    """Tokens/s per GPU that follow from a row's TFLOP/s; empty where it prints them, or does not
+    """Tokens/s per GPU computed from a row's TFLOP/s; empty if the row prints tokens/s, or does not
     print the dispatcher on which they depend."""
     counted = text(row, "tflops_convention").startswith(MEGATRON_FLOP)
     flop_per_s = float(text(row, "tflops_per_gpu_as_published") or 0) * 1e12
@@ -157,7 +157,7 @@ def predict_case(
         result = run_case(case, case.problem(constants), registry)
         result = replace(told_fragmented(result), status=result.status)
         if result.evaluation is not None and constants is None:
-            result = with_band(result, result.family)
+            result = with_host_rates(result, result.family)
     except RowError as error:
         return _nothing(error.status, str(error))
     except Exception as error:  # one bad row must not stop the sheet

@@ -101,7 +101,8 @@ def measured(rows: Sequence[Row]) -> MeasuredRows:
 
 
 def solved(rows: MeasuredRows, prior: ScalePrior) -> tuple[Array, Array]:
-    """The MAP log scales (scales) and their covariance: the likeliest of all iterates."""
+    """The maximum a posteriori (MAP) log scales, shape (scales,), and their covariance: those of
+    the likeliest iterate."""
     met: list[tuple[Array, Array]] = []
     for start in (np.zeros_like(LATE), LATE):
         theta, before = start, None

@@ -267,8 +267,8 @@ def _model_of_sizes(shape: dict[str, Any]) -> str:
 
 
 def _equal_model(shape: dict[str, Any]) -> str:
-    """The shipped model with all these fields, and without experts unless they are one of them;
-    learned positions may be more than the model's."""
+    """The shipped model with all these fields, and without experts unless `shape` has them.  The
+    number of learned positions may differ."""
     compared: dict[str, Any] = {"experts": None, "mtp_layers": 0} | {
         k: v for k, v in shape.items() if k != "max_positions"
     }

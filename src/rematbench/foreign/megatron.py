@@ -247,7 +247,7 @@ def read_arguments(
     reading = _read(options, Script(file=file))
     reading.unknown += unset
     for option, name in unset.items():
-        reading.notes.append(f"{option} is a variable of the environment: --set {name}=VALUE")
+        reading.notes.append(f"{option} is a variable of the environment: give --set {name}=VALUE")
     return reading
 
 
@@ -390,7 +390,9 @@ def _latent(reading: Reading, options: Options) -> None:
         return
     given = LATENT | {name.removeprefix("latent."): size for name, size in columns.items()}
     if "qk-layernorm" not in options:
-        reading.refused.append("--multi-latent-attention: compressed columns without norms")
+        reading.refused.append(
+            "--multi-latent-attention: compressed columns without norms are not modelled"
+        )
     model |= {
         "latent": given,
         "head_dim": given["nope"] + given["rope"],

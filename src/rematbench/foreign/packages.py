@@ -171,7 +171,7 @@ def _launch(path: Path, label: str, variables: dict[str, list[str]]) -> Reading:
     reading.notes += [f"loop: {words}" for words in dict.fromkeys(script.loops)]
     if script.absent:
         absent = ", ".join(dict.fromkeys(script.absent))
-        reading.notes.append(f"sourced but not here, so not read: {absent}")
+        reading.notes.append(f"scripts that are sourced but not here are not read: {absent}")
     if script.undecided:
         tests = ", ".join(dict.fromkeys(script.undecided))
         text = "conditions on values that the script does not set, which count as empty"

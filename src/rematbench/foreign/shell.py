@@ -376,7 +376,7 @@ def _document(script: Script, texts: list[str], redirections: Iterable[Node]) ->
 
 def _entered(script: Script, words: list[Node], texts: list[str]) -> bool:
     """Run what a command starts: a function, a script beside this one (sourced, or started with
-    arguments), or `bash -c '...'`.  Return whether there was such a thing.  The options before it
+    arguments), or `bash -c '...'`.  Return whether it did so.  The options before it
     are given to each of its commands."""
     if not script.depth:
         return False

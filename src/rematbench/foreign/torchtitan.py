@@ -10,7 +10,7 @@ from rematbench.foreign.recipes import read_converters
 
 SECTIONS = ("parallelism", "experimental", "training")
 """Sections that held parallel degrees in different versions."""
-WHOLE_LOGITS = "each rank of tensor parallelism with the logits of all tokens is not modelled"
+WHOLE_LOGITS = "logits of all tokens on each rank of tensor parallelism are not modelled"
 SIZE = re.compile(r"(\d+(?:\.\d+)?[bm])$", re.IGNORECASE)
 
 
@@ -89,7 +89,9 @@ def _compiled(reading: Reading, data: Mapping[str, Any]) -> str:
     if not new.get("enable"):
         return "torchtitan-compiled" if (data.get("training") or {}).get("compile") else ""
     if "model" not in components:
-        reading.refused.append(f"compile.components: {components} (a compiled loss alone)")
+        reading.refused.append(
+            f"compile.components: {components} (compiling the loss alone is not modelled)"
+        )
     return "torchtitan-2025-06" if "loss" in components else "torchtitan-compiled"
 
 

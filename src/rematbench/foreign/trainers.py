@@ -174,7 +174,7 @@ def _kernels(reading: Reading, data: Mapping[str, Any]) -> None:
     if reading.package == "TRL" and (loss == "chunked_nll" or usual):
         reading.put("pieces", PIECES, "loss_type")
         if loss is None:
-            reading.notes.append("TRL of 2026 has the loss in chunks (older: loss_type: nll)")
+            reading.notes.append("TRL of 2026 computes the loss in chunks (older: loss_type: nll)")
     if loss not in (None, "nll", "chunked_nll"):
         reading.refused.append(f"loss_type: {loss} (this loss is not modelled)")
 

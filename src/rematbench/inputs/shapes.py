@@ -2,7 +2,6 @@
 
 from msgspec import Struct
 
-from rematbench.inputs.kernel_rates import Quantity
 from rematbench.inputs.layout import Layout
 from rematbench.inputs.system import System
 from rematbench.workload import Workload
@@ -83,7 +82,7 @@ def packed_pairs(seq_len: int, document_len: int, window: int) -> int:
     return whole * causal_pairs(document_len, window) + causal_pairs(rest, window)
 
 
-def reached_share(places: Quantity, copies: int) -> Quantity:
+def reached_share(places: int, copies: int) -> float:
     """The expected number of ranks (or nodes) that receive at least one of a token's `copies`,
     divided by `copies`, if each copy goes to any of `places` with equal probability."""
     return places * (1.0 - (1.0 - 1.0 / places) ** copies) / max(copies, 1)

@@ -226,12 +226,7 @@ def targets() -> tuple[Target, ...]:
         ),
         _searched("layouts", "layouts", "0.1", sheet=f"{PUBLISHED}/runs.csv"),
         _searched("cells", "cells", suite="config/paper.yaml"),
-        _searched(
-            "sweeps",
-            "sweeps",
-            "1",
-            sheet=f"{PAPER}/tables/predictions.csv",
-        ),
+        _searched("sweeps", "sweeps", "1", sheet=f"{PAPER}/tables/predictions.csv"),
         _searched("spaces", "spaces", jobs="config/searched.yaml"),
         _searched("experts", "spaces", jobs="config/searched_experts.yaml"),
         Target(

@@ -88,8 +88,7 @@ def planned_peak(rank: RankProgram) -> int:
 
 
 def lifetimes(rank: RankProgram) -> Iterator[Lifetime]:
-    """Every device tensor (and kernel scratch) of a rank's program; staging slots exist
-    throughout."""
+    """Every device tensor (and kernel scratch) of a rank's program; slots exist throughout."""
     alive: dict[Key, tuple[int, int, int]] = {}
     slots: dict[Slot, dict[tuple[object, ...], int]] = {}
     clock = 0

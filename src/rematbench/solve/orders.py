@@ -6,8 +6,7 @@ from rematbench.problem import Problem
 
 
 def grouped_orders(problem: Problem, group: int) -> tuple[tuple[Pass, ...], ...]:
-    """The passes of every rank under generalised interleaving in groups of `group`
-    micro-batches."""
+    """Every rank's passes under generalised interleaving in groups of micro-batches."""
     lay = problem.layout
     of_layout = lay.pp, lay.vpp, group, lay.num_micro_batches
     return tuple(grouped(rank, *of_layout) for rank in range(lay.pp))

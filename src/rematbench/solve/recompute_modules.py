@@ -32,8 +32,7 @@ recompute_modules)."""
 
 
 def with_copies(names: Iterable[str]) -> tuple[str, ...]:
-    """Names of tensors, each followed by the name of its quantised copy, which a linear may save
-    instead."""
+    """Names of tensors, each with the name of the quantised copy that a linear may save."""
     return tuple(name for one in names for name in (one, f"{one}{QUANTISED}"))
 
 

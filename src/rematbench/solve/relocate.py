@@ -68,8 +68,7 @@ class Stage:
 
 
 def _halves(layers: Layers) -> tuple[Layers, ...]:
-    """Groups of a half, a quarter, ... of the layers: a choice of groups can have any number of
-    layers."""
+    """Groups of a half, a quarter, ... of the layers, which can add up to any number."""
     groups = []
     while layers:
         size = (len(layers) + 1) // 2

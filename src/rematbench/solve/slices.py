@@ -26,8 +26,7 @@ def refused(problem: Problem, base: Plan, count: int = 2, *, interleaved: bool =
 
 
 def unit_tokens(problem: Problem) -> int:
-    """The number of tokens by which a slice's length must be divisible, because sequence
-    parallelism splits it."""
+    """The divisor of every slice's length in tokens: sequence parallelism splits slices."""
     return problem.layout.tp if problem.layout.sequence_parallel else 1
 
 
@@ -52,8 +51,7 @@ def equal_work(problem: Problem, count: int) -> tuple[int, ...]:
 
 
 def even(problem: Problem, count: int) -> tuple[int, ...]:
-    """Return the lengths of `count` equal slices; empty if the sequence does not divide into
-    them."""
+    """Return the lengths of `count` equal slices; empty if the sequence has no such slices."""
     size, rest = divmod(problem.workload.seq_len, count)
     return () if rest or size % unit_tokens(problem) else (size,) * count
 

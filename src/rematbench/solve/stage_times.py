@@ -97,24 +97,14 @@ def _pass_s(problem: Problem) -> float:
 def _state_bytes(problem: Problem, plan: Plan, table: OpTable) -> float:
     """Device bytes of the states of a table's operators on a rank, including whole copies that a
     pipeline holds until its last pass."""
-    system, parameter, gradient = problem.system, plan.state("parameter"), plan.state("gradient")
-    sizes = {
-        "parameter": system.states.param_bytes,
-        "gradient": system.states.grad_bytes,
-        "optimizer": system.states.optimizer_bytes,
-    }
-    held = gathered_bytes(problem) if parameter.release == "step" else 0
-    sums = 0
-    if gradient.release == "step":
-        sums, sizes["gradient"] = system.states.reduce_bytes, 0
-    per = {s.kind: sizes[s.kind] / s.shards for s in plan.states if s.home == "device"}
+    states, summed = problem.system.states, plan.state("gradient").release == "step"
+    held = gathered_bytes(problem) if plan.state("parameter").release == "step" else 0
+    sums, gradient = (states.reduce_bytes, 0) if summed else (0, states.grad_bytes)
+    widths = {"parameter": states.param_bytes, "gradient": gradient}
+    widths["optimizer"] = states.optimizer_bytes
+    per = {s.kind: widths[s.kind] / s.shards for s in plan.states if s.home == "device"}
     weights = held + per.pop("parameter", 0.0)
     return weights * table.parameters + (sums + fsum(per.values())) * table.trained
-
-
-def balanced_partition(relocation: Relocation) -> tuple[tuple[tuple[int, ...], ...], ...]:
-    times = StageTimes(relocation)
-    return contiguous(balance(times.counts, times))
 
 
 def relocated(
@@ -144,7 +134,8 @@ def _searched(relocation: Relocation, repartition: bool) -> Plan:
     best = relocation.fit(base)
     lay = problem.layout
     if repartition and lay.pp > 1 and lay.vpp == 1 and not base.rules:
-        partition = balanced_partition(relocation)
+        times = StageTimes(relocation)
+        partition = contiguous(balance(times.counts, times))
         if partition != base.partition:
             moved = relocation.fit(replace(base, partition=partition))
             best = relocation.faster(best, moved)

@@ -31,8 +31,7 @@ def shares(problem: Problem, base: Plan) -> list[int]:
 
 
 def piece_size(problem: Problem, base: Plan, most: int) -> tuple[int, int]:
-    """The number of parameters of a piece (at most `most`), and the number of pieces of the largest
-    share."""
+    """(parameters of a piece, at most `most`; the number of pieces of the largest share)."""
     counts = shares(problem, base)
     size = min(most, *counts)
     return size, -(-max(counts) // size)

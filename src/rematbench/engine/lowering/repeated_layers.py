@@ -145,8 +145,7 @@ def repeat_period(
 
 
 def _alike(block: Block, edges: Sequence[Position], shift: LayerShift) -> bool:
-    """Whether each period between the edges equals the previous period after renaming by
-    `shift`."""
+    """Whether each period between the edges is the previous one, renamed by `shift`."""
     written = [block.written[a.action : b.action] for a, b in pairwise(edges)]
     inside = [_inside(block, a, b) for a, b in pairwise(edges)]
     return all(shift.of(one) == [*other] for one, other in pairwise(written)) and all(

@@ -126,8 +126,7 @@ class SharedVocabulary:
             w.add(Action(kind=Kind.SEND, stream="dp", op=f"{barrier}{other}"))
 
     def _sum(self, barrier: str, nbytes: int, *, gradient: bool) -> Block:
-        """All-reduce `nbytes`, and with `gradient` the output's gradient, once every stage has
-        computed its part."""
+        """All-reduce `nbytes` (and the output's gradient) once all stages have their parts."""
         w = BlockWriter()
         for other in self.others:
             event = received(f"{barrier}{other}")

@@ -164,9 +164,7 @@ def _parameters(chunk: ChunkOps) -> int:
 
 
 def _expert_parameters(chunk: ChunkOps) -> int:
-    if chunk.problem.workload.model.experts is None:
-        return 0
-    return sum(unit.trained_experts for unit in chunk.units)
+    return sum(unit.table.trained_experts for unit in chunk.units)
 
 
 def _tied_embeddings(steps: Steps, problem: Problem) -> None:

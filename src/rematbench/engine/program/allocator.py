@@ -64,8 +64,7 @@ class Exceeded(Exception):
 
 
 class Pool:
-    """The free blocks of one pool: sorted by size for best fit, and indexed by both ends to
-    coalesce them."""
+    """The free blocks of a pool: sorted by size for best fit, indexed by both ends to coalesce."""
 
     def __init__(self, *, small: bool, mode: Mode) -> None:
         self.small, self.expandable = small, mode == "expandable"

@@ -120,11 +120,10 @@ class Named(Struct, frozen=True, eq=False, gc=False):
 class Storage(Named, frozen=True, eq=False, gc=False):
     """A tensor in memory, or a part of one.
 
-    `tensor`: the activation, operator or buffer; `rows`, `place`: marks of its rows and its memory;
-    `piece`: the number of its mini-sequence piece.  `label`: its text without the part; `order`: a
-    key that sorts by the text, with numbers by value.  `known`: a cache of storages that differ in
-    one field.
-    """
+    `tensor`: the activation, operator or buffer; `rows`, `place`: marks of its rows and its
+    memory; `piece`: the number of its mini-sequence piece.  `label`: its text without the part;
+    `order`: a key that sorts by the text, with numbers by value.  `known`: cached storages that
+    differ in a field."""
 
     part: ModelPart
     tensor: str
@@ -213,8 +212,7 @@ def _storage(
 class Event(Named, frozen=True, eq=False, gc=False):
     """A point in time for which streams can wait.  `number`: the number of an event that is local
     to its block (e0, e1, ...), or -1 for an event of a (micro-batch, chunk).  `message`: the
-    direction of the message that arrives (f, b, or e for tied embeddings), empty for other
-    events."""
+    direction of the message that arrives (f, b, or e for tied embeddings)."""
 
     number: int
     message: str

@@ -49,8 +49,7 @@ class Macro(NamedTuple):
 
 Matrix: TypeAlias = NDArray[np.float64]
 Shifted = tuple[Affine, float]
-"""A maximum, and seconds to add to each of its terms.  Successive kernels change only the
-seconds."""
+"""A maximum, and seconds to add to each of its terms: successive kernels change only these."""
 
 
 def _join(a: Shifted, b: Shifted) -> Shifted:

@@ -53,8 +53,7 @@ class RankedSeconds(Protocol):
 
 
 def timings(seconds: Seconds) -> Callable[[Action, int], Timing]:
-    """Return a function that gives the timings of actions.  With plain seconds, the host takes no
-    time."""
+    """Return a function for timings of actions.  With plain seconds, hosts take no time."""
     if isinstance(seconds, RankedSeconds):
         return seconds.timing
     return lambda action, rank: Timing(
@@ -145,8 +144,7 @@ class Clock:
 
 
 def _named(message: int) -> tuple[str, int, int]:
-    """(direction, micro-batch, stage) of a message; for tied embeddings, its sender follows the
-    direction."""
+    """(direction, micro-batch, stage) of a message, or ("e", sender, 0) of tied embeddings."""
     if message < 0:
         return ("e", -1 - message, 0)
     return ("fb"[message % 2], *divmod(message // 2, APART))
@@ -321,8 +319,7 @@ def _run(
     chunk: int,
     intervals: list[Interval] | None,
 ) -> None:
-    """Run one block.  `local`: the times of events inside it, to which at entry only its messages
-    belong."""
+    """Run one block.  `local`: times of its events, at entry only those of its messages."""
     free, events = clock.free, clock.events
     for stream, (seconds, issue, held), wait, begin, event, shared, send, action in block.items:
         start = free[stream]

@@ -312,8 +312,7 @@ def table_of(problem: Problem, slices: tuple[int, ...], action: Action) -> OpTab
 
 def _graph_begins(table: OpTable, eager: frozenset[str]) -> Begins:
     """The operators with which a layer's CUDA graphs begin (the first operator with a forward, the
-    last operator with an input gradient), and the operators outside graphs, each of which has its
-    own launch."""
+    last operator with an input gradient), and all operators outside graphs."""
     inside = [op for op in table.ops if op.name not in eager]
     forward = {op.name for op in [one for one in inside if one.forward][:1]}
     backward = {op.name for op in [one for one in inside if one.backward_input][-1:]}
@@ -351,6 +350,5 @@ def _overlapping(op: Op, kind: Kind) -> tuple[Comm | None, ...]:
 
 
 def action_seconds(problem: Problem, program: Program | None = None) -> RankedSeconds:
-    """Return the costs of a problem's actions, slowed by the copies and messages of a program if
-    there is one."""
+    """Return the costs of a problem's actions, slowed by a program's copies and messages."""
     return ActionCosts(problem, program)

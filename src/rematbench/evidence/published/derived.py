@@ -15,7 +15,7 @@ from rematbench.plugins.registry import Registry
 
 PUBLISHED, PAPER_ALPHA, LEDGER_ALPHA = "published", "alpha: paper", "alpha: ledger"
 BESIDE = "published beside"
-"""The purpose of published rows of other sheets than runs.csv."""
+"""The purpose (column `cell`) of published rows that are not from runs.csv."""
 WATERFALL = ("engine", "layout", "checkpointing", "offload")
 LAYOUTS = "layouts that fit"
 OURS = "rematbench, derived from: "

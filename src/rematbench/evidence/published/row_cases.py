@@ -199,18 +199,16 @@ def _model(row: Row, words: dict[str, Any]) -> tuple[Model, str]:
             shape = {"vocab": load_model(kin).vocab} | shape
         missing = [c for c, field in SHAPE_COLUMNS.items() if field not in (*shape, *OPTIONAL)]
         if missing:
-            columns = ", ".join(missing)
-            reason = f"unknown model {name!r}, and no column {columns} to build it"
+            reason = f"unknown model {name!r}, and no column {', '.join(missing)} to build it"
             raise RowError("failed", f"{reason} (the column also takes a model's file)")
         relative = _relative(name, mlp)
         model = replace(load_model(relative), max_positions=0)
         plain = flag(row, "plain_heads", False)
-        head_dim = shape.get("head_dim") or _head_dim(name, shape, mlp, plain=plain)
-        shape["head_dim"] = head_dim
+        shape["head_dim"] = shape.get("head_dim") or _head_dim(name, shape, mlp, plain=plain)
         tied = flag(row, "tied", model.tied_embeddings)
         ends = "tied ends" if tied else "ends not tied"
         taken = f"{ASSUMED} {relative} ({_taken(model)})"
-        assumed = f"{taken}; head_dim {head_dim}, {ends}, no windows"
+        assumed = f"{taken}; head_dim {shape['head_dim']}, {ends}, no windows"
     stated = {"tied_embeddings": tied, **words}
     if latent:
         stated["latent"] = _latent(model, latent)
@@ -342,8 +340,8 @@ def _relative(name: str, mlp: str) -> str:
 
 
 def _kin(name: str) -> str:
-    """The longest name of a known model with which, and a dash, a row's name begins (test models
-    that share a tokenizer); empty if there is none."""
+    """The longest known model name NAME such that the row's name begins with `NAME-`, as test
+    models that share a tokenizer do; empty if there is none."""
     return max((n for n in names("model") if name.lower().startswith(f"{n}-")), key=len, default="")
 
 

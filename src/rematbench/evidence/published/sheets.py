@@ -164,7 +164,7 @@ KINDS: dict[str, PeakKind] = {
 
 
 def read_peak_kind(row: Row) -> PeakKind:
-    """What the peak of a row is, by the words of its source; unstated where it has other words."""
+    """The kind of a row's peak, from the words of its source; `unstated` for unknown words."""
     cell = text(row, "peak_kind").lower() or "allocated"
     if UNSTATED.search(cell):
         return "unstated"

@@ -75,8 +75,8 @@ class Policy(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Sheet(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A sheet of results/published: cells that all of its rows have where they are empty (`given`),
-    and facts of their models and stacks, with their source."""
+    """A sheet of results/published.  `given`: values of cells that are empty in its rows; `model`,
+    `stack`: facts of all of its rows, with their source."""
 
     given: dict[str, str] = {}
     model: dict[str, Any] = {}

@@ -7,13 +7,7 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from rematbench.engine.program.action import Kind
-from rematbench.measure.parts.checks import (
-    PACKAGES_RUN,
-    SUMMARY,
-    Finding,
-    Summary,
-    read_summary,
-)
+from rematbench.measure.parts.checks import PACKAGES_RUN, SUMMARY, Finding, Summary, read_summary
 from rematbench.measure.parts.measured_errors import CPU_NOTE, runs_with
 from rematbench.measure.records import ActionSeconds, by_cell, read_lines
 from rematbench.paper.sheet.table import Table, table_of

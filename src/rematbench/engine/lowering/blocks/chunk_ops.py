@@ -74,14 +74,6 @@ class Unit(NamedTuple):
         ops = self.table.ops
         return sum(op.trained_parameters for op in ops if op.replicated or not op.has_weight)
 
-    @property
-    def expert_parameters(self) -> int:
-        return self.table.expert_parameters
-
-    @property
-    def trained_experts(self) -> int:
-        return self.table.trained_experts
-
 
 class ChunkEnds(NamedTuple):
     """The two ends of a chunk.  `first`, `last`: whether it has the model's embedding or head.

@@ -119,8 +119,7 @@ def resolve(
 def _winners(
     rules: Sequence[Rule], where: ChunkSites, phase: Phase, micro_batch: int
 ) -> tuple[dict[Site, int], set[int]]:
-    """The index of the last rule that matches each site, and the indices of all rules that match
-    some site."""
+    """The index of the last rule that matches each site, and the indices of all matching rules."""
     winner: dict[Site, int] = {}
     matched: set[int] = set()
     for index, rule in enumerate(rules):

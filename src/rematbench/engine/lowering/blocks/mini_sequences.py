@@ -35,8 +35,7 @@ class Piece(NamedTuple):
 class MiniRun(NamedTuple):
     """Contiguous operators of a table that run in `pieces`.  `interior`: tensors that exist only in
     pieces; `outputs`: whole tensors that later operators read; `again`: tensors that each piece
-    recomputes in its backward; `key_pieces`: into how many pieces the key heads are divided (0: the
-    pieces are rows)."""
+    recomputes in its backward; `key_pieces`: the pieces of key heads (0: pieces are rows)."""
 
     ops: tuple[Op, ...]
     interior: frozenset[str]

@@ -257,7 +257,8 @@ class BackwardEmitter:
             event = w.collective(op.grad_gather, unit.prefix, op.name, incoming, allocs, self.rows)
             issued = len(w.actions) - 1
             self.rebuild.window(unit, op.name, "backward")
-            if self._gather_overlaps(op):
+            alone = op.has_weight and bool(op.backward_input) and op.regather is None
+            if alone and self.chunk.problem.tp_overlap == "gemm":
                 w.wait(COMPUTE, w.mark_begin(issued))
                 overlapping = event
             else:
@@ -290,10 +291,6 @@ class BackwardEmitter:
             self.w.run_beside(unit.variant)
         self.rebuild.window(unit, op.name, "backward")
         self.w.wait(COMPUTE, event)
-
-    def _gather_overlaps(self, op: Op) -> bool:
-        gemm = self.chunk.problem.tp_overlap == "gemm"
-        return gemm and op.has_weight and bool(op.backward_input) and op.regather is None
 
     def _between(self, unit: Unit, op: Op, role: Role) -> Storage:
         return storage_of(unit.prefix, op.name, role, piece=self.recomputer.number)
@@ -367,8 +364,8 @@ class BackwardEmitter:
         return pieces
 
     def _accumulated(self, unit: Unit, op: Op) -> list[Storage]:
-        """The existing gradients to which this operator adds in place (of residual branches, or of
-        whole tensors)."""
+        """The existing gradients to which this operator adds in place (residuals, whole
+        tensors)."""
         storages, grads = self.recomputer.storages(unit), self.grads
         names = (unit.table.of_gradient(name) for name in op.inputs)
         return [grads[storages[n]] for n in names if storages[n] in grads]

@@ -221,8 +221,7 @@ class Recomputer:
         return storage
 
     def _outputs(self, unit: Unit, op: Op, missing: set[str]) -> dict[str, Storage]:
-        """The storages that an operator's recomputation writes: missing tensors, and tensors that
-        later operators read."""
+        """The storages that recomputation writes: missing tensors and what later operators read."""
         writes: dict[str, Storage] = {}
         storages = self.storages(unit)
         for name in op.outputs:

@@ -37,8 +37,7 @@ def buckets_of(plan: Plan, problem: Problem, chunks: Sequence[ChunkOps]) -> Buck
 
 
 class BucketReducer(GradReducer):
-    """Reduces gradients on the dp stream whenever those of the next unit do not fit into the
-    bucket."""
+    """Reduces gradients on the dp stream whenever the next unit's do not fit a bucket."""
 
     def __init__(
         self,

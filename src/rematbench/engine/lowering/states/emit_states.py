@@ -42,8 +42,7 @@ class Reduced(NamedTuple):
 
 class Gathered(NamedTuple):
     """A part of a unit's parameters that is gathered at once: its storage, its number of
-    parameters, the group that holds its shards, and how many of its parameters matrix products read
-    in quantised form."""
+    parameters, the group that holds its shards, and how many parameters products read quantised."""
 
     storage: Storage
     parameters: int
@@ -58,14 +57,14 @@ def weights_of(unit: ModelPart, tensor: str = "") -> Storage:
 
 def updated(unit: Unit, fate: StateFate, layout: Layout) -> int:
     """The number of a unit's trained parameters whose state one rank holds."""
-    experts = unit.trained_experts
+    experts = unit.table.trained_experts
     return sharded(unit.trained - experts, experts, fate, layout)
 
 
 def gathered_parts(unit: Unit, fate: StateFate, layout: Layout) -> list[Gathered]:
     """Return the parts of a unit's parameters that are gathered: parameters of experts from expert
     data-parallel peers, if there are any, and all other parameters."""
-    experts = unit.expert_parameters
+    experts = unit.table.expert_parameters
     here = layout.state_shards == 1 and fate.home == "device"
     found: list[Gathered] = []
     if unit.parameters > experts and not (fate.gather == "layer" and here):
@@ -128,8 +127,7 @@ class ParameterGatherer:
         return tuple(part.storage for part in self.parts(unit))
 
     def _read(self, unit: Unit) -> list[Unit]:
-        """The units whose weights the unit's kernels read: itself and, for a tied head, the
-        embedding."""
+        """The units whose weights a unit's kernels read (for a tied head, also the embedding)."""
         shared = self.tied if unit.table.part == "head" else None
         return [unit, shared] if shared else [unit]
 
@@ -368,7 +366,7 @@ class GradReducer:
         if self.shared:
             reads = [self.buffer(unit)]
             width = self.system.states.reduce_bytes
-            for comm in self.reductions(width * unit.trained, width * unit.trained_experts):
+            for comm in self.reductions(width * unit.trained, width * unit.table.trained_experts):
                 w.wait(COMPUTE, w.collective(comm, unit.prefix, "gradients", reads, []))
         if self.sums_norms and unit.norm_parameters:
             w.wait(COMPUTE, self._sum_norms(w, unit))
@@ -419,7 +417,7 @@ class GradReducer:
         w.wait("dp", w.mark(COMPUTE))
         for norm in self.norms[-1:]:
             w.wait("dp", norm)
-        experts = sum(unit.trained_experts for unit in self.bucket)
+        experts = sum(unit.table.trained_experts for unit in self.bucket)
         comms = self.reductions(size, self.system.states.reduce_bytes * experts)
         for comm in comms:
             event = w.issue(comm, self.bucket[-1].prefix, "gradients", storages, allocs)

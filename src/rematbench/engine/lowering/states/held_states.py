@@ -125,7 +125,7 @@ def unit_sums(plan: Plan, problem: Problem, chunk: ChunkOps) -> tuple[UnitSums, 
     shards, width = (plan.state("optimizer").shards, gradient.shards), system.states.reduce_bytes
     found = []
     for unit in reversed(chunk.units):
-        count, experts = unit.trained, unit.trained_experts
+        count, experts = unit.trained, unit.table.trained_experts
         comms = gradient_reductions(lay, *shards, width * count, width * experts)
         nbytes = system.states.grad_bytes * updated(unit, gradient, lay)
         shard = storage_of(unit.prefix, role=Role.SHARD).held

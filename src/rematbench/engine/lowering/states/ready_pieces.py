@@ -52,8 +52,7 @@ ReadyPieces = tuple[dict[ModelPart, tuple[Ready, ...]], ...]
 
 
 def ready_pieces(chunks: Sequence[ChunkOps], plan: Plan) -> ReadyPieces | None:
-    """A rank's pieces, by the unit after which they are ready; None if all start after the last
-    backward."""
+    """A rank's pieces, by the unit after which they are ready; None without early starts."""
     optimizer = plan.state("optimizer")
     if optimizer.pieces is None or optimizer.pieces.start == "norm" or optimizer.home == "device":
         return None
@@ -115,8 +114,7 @@ class ReadyWriter:
         self.w.add(piece_update(part, one.piece, self.widths, event=_updated(part)))
 
     def _visit(self, one: Ready, events: tuple[Event, ...]) -> None:
-        """Copy a piece's states to the device, after earlier visits leave fewer than `slots` in
-        flight."""
+        """Copy a piece's states to the device, once one of `slots` visits is free."""
         while self.visiting or self.landing:
             flying = len(self.visiting) + sum(states is not None for _, _, states in self.landing)
             if flying < self.slots:

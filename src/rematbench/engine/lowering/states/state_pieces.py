@@ -71,8 +71,7 @@ Leaving = tuple[dict[ModelPart, int], ...]
 
 
 def gradients_that_leave(chunks: Sequence[ChunkOps], plan: Plan) -> Leaving | None:
-    """How many gradients of each unit leave the device once they are reduced; None if all or none
-    do."""
+    """The gradients of each unit that leave the device once reduced; None if all or none do."""
     optimizer = plan.state("optimizer")
     if optimizer.pieces is None or plan.state("gradient").home == "device":
         return None
@@ -87,7 +86,7 @@ def gradients_that_leave(chunks: Sequence[ChunkOps], plan: Plan) -> Leaving | No
 def rank_share(chunks: Sequence[ChunkOps], optimizer: StateFate) -> int:
     """The number of parameters that a rank's optimizer updates."""
     units = [unit for chunk in chunks for unit in chunk.units]
-    experts = sum(unit.trained_experts for unit in units)
+    experts = sum(unit.table.trained_experts for unit in units)
     rest = sum(unit.trained for unit in units) - experts
     return sharded(rest, experts, optimizer, chunks[0].problem.layout)
 
@@ -100,7 +99,7 @@ def unit_ranges(
     start = 0
     for chunk in reversed(chunks):
         for unit in reversed(chunk.units):
-            experts = unit.trained_experts
+            experts = unit.table.trained_experts
             rest, layout = unit.trained - experts, chunk.problem.layout
             stop = start + sharded(rest, experts, optimizer, layout)
             yield chunk, unit, start, stop
@@ -222,8 +221,7 @@ class _Writer:
             self.ready = self.w.mark(COMPUTE)
 
     def _end_visits(self, leave: int) -> None:
-        """Wait for the oldest visits to return until `leave` are in flight, and free their
-        storages."""
+        """Wait for the oldest visits until `leave` are in flight, and free their storages."""
         while len(self.visiting) > leave:
             end, states = self.visiting.pop(0)
             self.w.wait(COMPUTE, end)
