@@ -75,11 +75,11 @@ Weigher = Callable[["Problem", Plan], Weight]
 class Problem:
     """The planning problem that a method receives.
 
-    `attention`: whether a fused kernel runs or attention scores are in memory; `backend`: the fused
-    kernel ("": the stack's).  A method that tunes its plan to the device leaves `reserve_bytes` of
-    each device free.  `stack_choice`: the run's choices, which `system` and `cluster` contain
-    already.  `evaluator` is the chunk-level evaluator; `weigher` computes the bytes of a plan
-    without simulating time (the results of both are memoised).
+    `attention`: whether attention scores are in memory; `backend`: a fused kernel other than the
+    stack's ("": the stack's).  A method that tunes its plan to the device leaves `reserve_bytes` of
+    each device free.  `stack_choice`: the options of the stack that the run sets (`system` and
+    `cluster` already follow them).  `evaluator` is the chunk-level evaluator; `weigher` computes
+    the bytes of a plan without simulating time (the results of both are memoised).
     Raises LayoutError, and RateError for a kernel that the GPUs cannot run.
     """
 
@@ -107,8 +107,7 @@ class Problem:
         _refuse_experts(self)
 
     def _check_attention(self) -> None:
-        """RateError if the stack has no fused attention kernel for these GPUs and this
-        precision."""
+        """Raise RateError if the stack has no fused attention for these GPUs and this precision."""
         generation, work = self.cluster.generation, self.workload
         problem = self.calibration.kernels.refusal(generation, self.kernel)
         if not problem and generation != CPU:
@@ -120,7 +119,7 @@ class Problem:
 
     @cached_property
     def untimed(self) -> str:
-        """Why kernels of this problem cannot be timed, in one line; empty if they can."""
+        """Why the kernels' seconds are not predicted, in one line; empty if they are."""
         generation, precision = self.cluster.generation, self.workload.precision
         rates, tf32, missing = self.calibration.kernels, self.system.kernels.tf32, ""
         missing = self.workload.model.untimed or untimed(self.workload, generation)
@@ -153,7 +152,8 @@ class Problem:
 
     @property
     def chosen(self) -> StackChoice:
-        """The choices with which a run gets this problem's kernels, homes of states and overlap."""
+        """The stack choice that reproduces this problem: its attention kernel, the homes of its
+        states and the overlap of its experts' exchanges."""
         system = self.system
         overlap = "delayed_wgrad" if system.experts.delayed_wgrad else "on"
         return msgspec.structs.replace(
@@ -178,7 +178,7 @@ class Problem:
 
     @cached_property
     def tp_overlap(self) -> TpOverlap:
-        """How the stack overlaps tensor-parallel collectives with GEMMs over the links of this
+        """How the stack overlaps tensor-parallel collectives with GEMMs, given the links of this
         layout's groups."""
         ranks = self.system.parallel
         inside = self.cost.group("tp", 0).nodes == 1 or ranks.gemm_overlap_links == "all"
@@ -186,8 +186,8 @@ class Problem:
 
     @property
     def ep_overlaps(self) -> bool:
-        """Whether experts' exchanges overlap with the compute of another micro-batch wherever a
-        forward follows a backward."""
+        """Whether experts' exchanges overlap the compute of another micro-batch wherever a forward
+        follows a backward."""
         exchanges = self.layout.ep > 1 and self.system.experts.ep_overlap != "none"
         return exchanges and not self.system.host.launch_blocking
 
@@ -301,9 +301,9 @@ class Problem:
 
     @property
     def embedding_ranks(self) -> tuple[int, int] | None:
-        """The two pipeline ranks with a copy of the token embedding, which exchange its gradient:
-        the first, and the one with the tied output projection or the prediction layer.  None if
-        there is only one copy."""
+        """The first rank, and the other rank that has a copy of the token embedding (as its output
+        projection, or to predict further tokens).  The two exchange its gradient.  None if no
+        other rank has a copy."""
         tied, last = self.workload.model.tied_embeddings, self.layout.pp - 1
         other = last if tied else self.prediction_rank
         return (0, other) if last and other is not None else None
@@ -332,8 +332,8 @@ class Problem:
 
 
 def _refuse_experts(problem: Problem) -> None:
-    """LayoutError for experts on a stack that is not modelled with them.  The message still gives
-    the known bytes: parameters, states of the fullest rank, activations of a layer."""
+    """Raise LayoutError for a step with experts that is not modelled.  The message has the model's
+    parameters, the states of the fullest rank and the bytes that a layer with experts saves."""
     work, lay = problem.workload, problem.layout
     model = work.model
     if not (refused := unmodelled_of_experts(model, problem.system)):
@@ -349,8 +349,8 @@ def _refuse_experts(problem: Problem) -> None:
 
 
 def rank_states(problem: Problem, plan: Plan, rank: int) -> StateBytes:
-    """Bytes of one rank's training states under the layout's ZeRO stage.  States of experts are
-    sharded over expert-data-parallel ranks."""
+    """Bytes of the training states of one rank on the device under the layout's ZeRO stage.  States
+    of experts are sharded over expert data parallelism."""
     lay, system, found = problem.layout, problem.system, list[tuple[StateBytes, StateBytes]]()
     for trained in (False, True):
         experts = expert_parameters(problem, plan, rank, trained=trained)
@@ -366,7 +366,7 @@ def rank_states(problem: Problem, plan: Plan, rank: int) -> StateBytes:
 
 
 def expert_parameters(problem: Problem, plan: Plan, rank: int, *, trained: bool = False) -> int:
-    """Expert parameters on one rank; with `trained` only those that have a gradient."""
+    """Parameters of experts that one rank holds; `trained`: only those with a gradient."""
     if problem.workload.model.experts is None:
         return 0
     layers = [problem.layer(index) for chunk in plan.partition[rank] for index in chunk]
@@ -379,14 +379,14 @@ def tied_on_one_rank(problem: Problem) -> bool:
 
 
 def gathered_bytes(problem: Problem) -> int:
-    """Bytes per parameter of a gathered weight: as wide as the stack gathers it, and at least as
-    wide as the compute precision."""
+    """Bytes per parameter in a buffer that kernels read or write: the width in which the stack
+    gathers, but at least the width of the kernels' precision."""
     return max(problem.system.states.gather_bytes, problem.workload.element_bytes)
 
 
 def completed_after_backward(problem: Problem) -> str:
-    """Why optimizer-in-backward would be wrong, because some gradient is incomplete at the end of
-    its unit's backward; empty if all are complete."""
+    """Why some gradient is incomplete at the end of its unit's backward, so that an update in the
+    backward would be wrong; empty if all gradients are complete."""
     layout, count = problem.layout, problem.layout.num_micro_batches
     if count > 1:
         return f"optimizer-in-backward needs one micro-batch per step, not {count}"
@@ -399,7 +399,7 @@ def completed_after_backward(problem: Problem) -> str:
 
 
 def head_parameters(problem: Problem) -> tuple[int, int]:
-    """(parameters of the head on its rank, those of them with a gradient)."""
+    """(parameters of the head on its rank, how many of them have a gradient)."""
     ops = weighted_operators(problem, problem.head)
     return sum(op.parameters for op in ops), sum(op.trained_parameters for op in ops)
 
@@ -417,8 +417,7 @@ def trained_operators(problem: Problem, table: OpTable) -> list[Op]:
 
 
 def rank_parameters(problem: Problem, plan: Plan, rank: int, *, trained: bool = False) -> int:
-    """Parameters on one rank, after tensor and pipeline parallelism; with `trained` only those that
-    have a gradient."""
+    """Parameters of a rank after tensor and pipeline parallelism (`trained`: with a gradient)."""
     tables = [problem.layer(index) for chunk in plan.partition[rank] for index in chunk]
     if plan.schedule in VOCABULARY:
         share, norm, positions = problem.shared

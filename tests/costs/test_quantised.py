@@ -241,7 +241,7 @@ def test_a_tensor_with_one_scale_has_no_parts() -> None:
     assert refused("fp8-block", part=True) == refused("mxfp8", part=True) == ""
     assert refused("fp8-block", pieces=mlp) == refused("mxfp8", pieces=mlp) == ""
     odd = MiniSequence(mlp.ops, 1024)
-    assert "pieces must be of 32 rows each" in refused("mxfp8", pieces=odd)
+    assert "a piece must have a multiple of 32 rows" in refused("mxfp8", pieces=odd)
 
 
 def test_a_quantised_copy_is_rebuilt_without_its_linear() -> None:

@@ -209,6 +209,25 @@ def test_an_optimizer_on_a_node_without_a_rate_has_the_band_of_measured_rates(me
         assert "host rate" not in known.error_band.outside
 
 
+def test_every_command_takes_the_same_host_rate_and_band() -> None:
+    """simulate, compare, search and a sheet's row, of a job whose cluster has no host rate."""
+    words = {"model": "gpt-1.3b", "cluster": "a800-80gb", "system": "megatron-core", "gpus": 2}
+    words |= {"seq_len": 2048, "global_batch": 8, "optimizer": "host", "tp": 2, "micro_batch": 2}
+    spec = rematbench.Problem(**words)
+    one = rematbench.simulate(spec, "keep_all")
+    assert one.band is not None
+    fixed = {"tp": 2, "cp": 1, "pp": 1, "micro_batch": 2, "zero_stage": 1, "sp": True}
+    found = rematbench.search(spec, fixed=fixed, methods=["keep_all"], processes=1)
+    for row in (rematbench.compare(spec, only=["keep_all"]).iloc[0], found.iloc[0]):
+        told = (row[f"{end}tokens_per_s_per_gpu"] for end in ("", "low_", "high_"))
+        assert tuple(told) == pytest.approx((one.tokens_per_s_per_gpu, *one.band))
+        assert "host rate" in row["outside"]
+    sheet = {"pp": "1", "recompute": "none", "offload_fraction": "0"}
+    (row,) = predict_rows([sheet | {k: str(v) for k, v in words.items()}], processes=1)
+    assert (row["pred_step_s"], row["pred_reason"]) == (pytest.approx(one.step_s), "")
+    assert (row["pred_low"], row["pred_high"]) == pytest.approx(one.band)
+
+
 @pytest.mark.parametrize("name", ["TPU-v5p", "tpu v4"])
 def test_a_tpu_is_refused(name: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="a TPU, on which none of these stacks runs"):

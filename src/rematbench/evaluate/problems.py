@@ -67,8 +67,8 @@ def trained_model(model: Model, system: System) -> Model:
 
 
 def stack_of(spec: Job) -> System:
-    """The stack of a problem, with the states and the exchanges of experts that the problem asks
-    for."""
+    """The stack with the job's choices: homes of states, dispatcher, CUDA graphs and overlap of
+    experts' exchanges."""
     chosen = spec.stack
     system = spec.system if isinstance(spec.system, System) else load_system(spec.system)
     if chosen.optimizer:
@@ -87,8 +87,8 @@ def stack_of(spec: Job) -> System:
 
 
 def overlapping(system: System, choice: EpOverlapChoice | None) -> System:
-    """Return the stack with experts' exchanges beside another micro-batch, or not, as `choice` says
-    (None: as the stack has it)."""
+    """Return the stack with or without experts' exchanges beside another micro-batch, as `choice`
+    says (None: as in the stack's file)."""
     if choice is None:
         return system
     kind: EpOverlap = "none" if choice == "off" else "interleaved"
@@ -98,9 +98,9 @@ def overlapping(system: System, choice: EpOverlapChoice | None) -> System:
 
 
 def system_variant(system: System, variants: tuple[Variant, ...]) -> System | Unsupported:
-    """Return a stack with some of its options switched on.  Raise Unsupported for an option that
-    the stack lacks.  compile: torch.compile fuses SiLU with the product.  async_tp:
-    sequence-parallel collectives overlap the GEMMs that they feed."""
+    """Return a stack with some of its options switched on, or Unsupported for an option that the
+    stack lacks.  compile: torch.compile fuses SiLU with the product.  async_tp: sequence-parallel
+    collectives overlap the GEMMs that read their results."""
     for variant in variants:
         if variant not in system.accepts.features:
             return Unsupported(f"system {system.name} has no {variant}")

@@ -3,9 +3,12 @@
 import csv
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 from msgspec import Struct
 
+Key = TypeVar("Key")
+Item = TypeVar("Item")
 GIB = 2**30
 SUFFIXES = (".csv", ".json", ".md", ".tex")
 """The suffixes of a table's files."""
@@ -20,6 +23,14 @@ class TableText(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     heads: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
     note: str = ""
+
+
+def grouped(pairs: Iterable[tuple[Key, Item]]) -> dict[Key, list[Item]]:
+    """The second items of pairs as lists, by their first items, in order."""
+    found: dict[Key, list[Item]] = {}
+    for key, item in pairs:
+        found.setdefault(key, []).append(item)
+    return found
 
 
 def repeats(row: Sequence[str], above: Sequence[str], column: int) -> bool:

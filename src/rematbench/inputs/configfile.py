@@ -26,7 +26,9 @@ T = TypeVar("T", bound=Struct)
 _KINDS = ("source", "fitted", "assumed")
 """The keys that may state the origin of a value."""
 ASSUMED = "assumed: "
-"""The prefix of the source of an assumed value."""
+"""Start of the source of a value that nobody has read: it is the usual one."""
+FEW = 8
+"""An error names all allowed words if there are at most so many and none is similar."""
 
 
 class ConfigError(UserError):
@@ -106,12 +108,13 @@ def require_unique(names: Sequence[str], label: str, key: str) -> None:
 def require_among(
     names: Iterable[str], allowed: Sequence[str], where: tuple[str, str, str]
 ) -> None:
-    """ConfigError for the first of `names` that is not in `allowed`.  `where` is (file, key, noun);
-    the noun says what the names stand for (`problem`)."""
+    """ConfigError for the first of `names` that is not in `allowed`, with the closest allowed name
+    or the few that there are.  `where`: (file, key, the word for a named thing, as `problem`)."""
     label, key, kind = where
     for name in names:
         if name not in allowed:
-            raise ConfigError(label, key, f"no {kind} {name!r}{closest(name, allowed)}")
+            few = f" (known: {', '.join(allowed)})" if len(allowed) <= FEW else ""
+            raise ConfigError(label, key, f"no {kind} {name!r}{closest(name, allowed) or few}")
 
 
 def read_text(path: Path, label: str) -> str:

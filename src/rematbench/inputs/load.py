@@ -298,14 +298,17 @@ def _of_a_hub(kind: Kind, text: str) -> str:
 
 
 @cache
+def _of_stacks(key: str) -> dict[str, Any]:
+    """`{file stem: value}` of the shipped stacks whose file has a key."""
+    paths = {stem: _folder("system") / f"{stem}.yaml" for stem in names("system")}
+    files = {stem: read_mapping(path, _label(path)) for stem, path in paths.items()}
+    return {stem: data[key] for stem, data in files.items() if key in data}
+
+
+@cache
 def _aliases() -> dict[str, str]:
-    """Published names of stacks that differ from file names: `{alias: file stem}`."""
-    found: dict[str, str] = {}
-    for stem in names("system"):
-        path = _folder("system") / f"{stem}.yaml"
-        data = read_mapping(path, _label(path))
-        found.update(dict.fromkeys(data.get("aliases", ()), stem))
-    return found
+    """Published system names that differ from file names: `{alias: file stem}`."""
+    return {name: stem for stem, listed in _of_stacks("aliases").items() for name in listed}
 
 
 class RowClaim(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -321,15 +324,17 @@ class RowClaim(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 def claim_of_row(system: str, note: str) -> tuple[str, dict[str, str]]:
-    """(stack, methods by word) of a published row, from the first stack whose file claims it under
-    `rows`; without a claim, the row's `system` and no methods."""
-    plain = _plain(system)
-    for stem, claim in _claimed_rows().items():
-        listed = plain in map(_plain, claim.systems)
-        if listed or (system == claim.system and claim.note in note):
+    """(stack, methods) of a published row: the first stack whose file claims the row under `rows`,
+    with its methods by the row's words; without a claim, the stack of the row's `system`, with the
+    methods of its file if one of its patterns is for that name."""
+    plain, claims = _plain(system), _claimed_rows()
+    for stem, claim in claims.items():
+        if plain in map(_plain, claim.systems) or (system == claim.system and claim.note in note):
             return stem, claim.recompute
     shipped = {_plain(name): name for name in (*_aliases(), *names("system"))}
-    return version_of(system) or shipped.get(plain, system), {}
+    stack = version_of(system) or shipped.get(plain, system)
+    own = claims.get(_aliases().get(stack, stack), RowClaim())
+    return stack, own.recompute if any(fnmatchcase(plain, name) for name in own.systems) else {}
 
 
 @cache
@@ -351,14 +356,9 @@ def _plain(name: str) -> str:
 
 @cache
 def _claimed_rows() -> dict[str, RowClaim]:
-    """The claims of published rows, by the file stem of their stack."""
-    found: dict[str, RowClaim] = {}
-    for stem in names("system"):
-        path = _folder("system") / f"{stem}.yaml"
-        claim = read_mapping(path, _label(path)).get("rows")
-        if claim is not None:
-            found[stem] = convert(claim, RowClaim, _label(path))
-    return found
+    """`{file stem: claim}` of the stacks that claim published rows."""
+    claims = _of_stacks("rows").items()
+    return {stem: convert(claim, RowClaim, f"config/systems/{stem}.yaml") for stem, claim in claims}
 
 
 def _label(path: Path) -> str:

@@ -1,5 +1,6 @@
 """Directories of the shipped data, in a checkout or inside an installed wheel."""
 
+from functools import cache
 from pathlib import Path
 from typing import Literal
 
@@ -14,6 +15,7 @@ IN_CHECKOUT: dict[DataKind, str] = {
 _PACKAGE = Path(__file__).resolve().parents[1]
 
 
+@cache
 def data_dir(kind: DataKind) -> Path:
     """The directory of one kind of shipped data.
 

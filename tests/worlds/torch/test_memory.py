@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from rematbench.cli.show import job_notes
 from rematbench.costs.operators.kernels import Elementwise
-from rematbench.costs.operators.memory import table_on_host
+from rematbench.costs.operators.memory import table_on_host, table_traffic
 from rematbench.engine.lowering.lower import lower
 from rematbench.evaluate.evaluation import evaluate
 from rematbench.inputs.layout import LayoutError
@@ -39,6 +40,19 @@ def test_rows_are_read_and_written_to_the_byte() -> None:
     assert owner.backward_weight == other.backward_weight == (Elementwise(written + out),)
     assert (owner.parameters, other.parameters) == (TABLE.rows * hidden, 0)
     assert rank_parameters(p, p.base_plan, 0) == p.workload.model.parameters
+
+
+def test_a_dense_update_of_an_untouched_table_is_printed() -> None:
+    p = given(LLAMA)
+    every, idle = table_traffic(p.workload, p.layout, p.system.states)
+    states = p.system.states
+    row = LLAMA.hidden * (states.grad_bytes + 2 * states.optimizer_bytes + states.param_bytes)
+    assert (every, idle) == (TABLE.rows * row, 0)  # so few rows are all read
+    large = replace(TABLE, keys=1 << 12)
+    work = replace(p.workload, model=replace(p.workload.model, memory=large))
+    every, idle = table_traffic(work, p.layout, states)
+    assert every - idle == p.workload.seq_len * large.picked * 2 * row
+    assert any("rows that some token reads" in line for line in job_notes(p))
 
 
 def test_what_is_not_modelled_says_the_tables_values() -> None:

@@ -20,7 +20,7 @@ from rematbench.advise.compare.tuning import Task, Tuning, blank
 from rematbench.evaluate.breakdown import PARTS
 from rematbench.evaluate.evaluator import same_plan
 from rematbench.evaluate.result import PlannedJob, Result, Status
-from rematbench.evidence.bands import ratio_band, with_band, with_ties
+from rematbench.evidence.bands import ratio_band, with_host_rates, with_ties
 from rematbench.host.workers import NoAnswer, Pool, lost_reason
 from rematbench.plan import Plan
 from rematbench.plugins.discover import discover
@@ -245,7 +245,7 @@ def ranked(results: Sequence[Result]) -> list[Result]:
     if plans are equal), a word for its headroom, and a mark if it ties with the fastest."""
     families = {result.method: result.family for result in results}
     banded = [
-        with_band(result, families.get(result.same_as, result.family))
+        with_host_rates(result, families.get(result.same_as, result.family))
         for result in sorted(results, key=_rank)
     ]
     return with_ties(banded, ratio_band())

@@ -6,8 +6,16 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from rematbench.advise.compare.compositions import UNPLANNED_BYTES, Contender, Pair
+from rematbench.evaluate.evaluation import rated
 from rematbench.evaluate.evaluator import SINGLE_EVALUATOR
-from rematbench.evaluate.result import PlannedJob, Result, needs_seconds, of_plan, told_fragmented
+from rematbench.evaluate.result import (
+    PlannedJob,
+    Result,
+    at_middle_rate,
+    needs_seconds,
+    of_plan,
+    told_fragmented,
+)
 from rematbench.evaluate.verdict import retries
 from rematbench.host.workers import collect_rarely
 from rematbench.inputs.kernel_rates import RateError
@@ -56,7 +64,7 @@ class Tuning:
         unplanned, plan = blank(self.job, candidate), self._plan(candidate)
         if isinstance(plan, Unsupported):
             return replace(unplanned, status="unsupported", reason=plan.reason)
-        return told_fragmented(of_plan(unplanned, plan))
+        return at_middle_rate(told_fragmented(of_plan(unplanned, plan)))
 
     def _with_parts(self, result: Result) -> Result:
         plan, evaluation = result.plan, result.evaluation
@@ -65,7 +73,7 @@ class Tuning:
         timed = not evaluation.not_timed
         return replace(
             result,
-            parts_s=SINGLE_EVALUATOR.parts_s(self.problem, plan, evaluation.step_s)
+            parts_s=SINGLE_EVALUATOR.parts_s(rated(self.problem, plan), plan, evaluation.step_s)
             if timed
             else {},
             retries=retries(self.problem, plan, evaluation),

@@ -22,11 +22,12 @@ from rematbench.advise.candidates.trials import LayoutTrials
 from rematbench.advise.search.request import SearchRequest
 from rematbench.engine.lowering.lower import lower
 from rematbench.evaluate.breakdown import TRAFFIC, parts_of
+from rematbench.evaluate.evaluation import rated
 from rematbench.evaluate.evaluator import Evaluator
 from rematbench.evaluate.problems import make_problem, stack_of, trained_model
 from rematbench.evaluate.result import PlannedJob, Result
-from rematbench.evidence.bands import band_of, ratio_band
-from rematbench.evidence.peaks import fit_of, leaving_reserve
+from rematbench.evidence.bands import ratio_band, with_host_rates
+from rematbench.evidence.peaks import leaving_reserve
 from rematbench.evidence.published.sheets import flag
 from rematbench.host.declared import facts, nested
 from rematbench.inputs.cluster import Cluster
@@ -60,9 +61,6 @@ class SearchSpace:
         self.cluster = cluster
         self.system = stack_of(spec)
         self.model = trained_model(model, self.system)
-        if self.system.host.optimizer_on_host and cluster.host_update_parameters_per_s is None:
-            why = f"{cluster.name} has no host_update_parameters_per_s, so step times are unknown"
-            raise ConfigError("", "optimizer", f"'host': cluster {why} (allowed here: device)")
         if self.system.host.parameters_on_host:
             why = "search does not support parameters in host memory; use simulate or compare"
             raise ConfigError("", "parameters", f"'host': {why} (allowed here: device)")
@@ -240,13 +238,16 @@ class SearchSpace:
             one_layout = _parallel(choice) == _parallel(self.choice(first))
             limit_s = math.exp(ratio_band(one_layout=one_layout)) * first.fitting_s
             family = self.registry.resolve(item.method, None, problem).family
+            job = replace(item.job, words=self._words(choice))
+            there = replaced(problem, cluster=self.cluster, _memo={}, _weights={})
+            banded = with_host_rates(replace(item, job=replace(job, problem=there)), family)
             answers.append(
                 replace(
                     item,
-                    job=replace(item.job, words=self._words(choice)),
+                    job=job,
                     family=family,
-                    error_band=band_of(problem, family),
-                    fit=fit_of(problem, item.verdict.headroom_bytes),
+                    error_band=banded.error_band,
+                    fit=banded.fit,
                     tied=item is not first and item.fitting_s <= limit_s,
                     parts_s=parts_of(problem, lower(item.plan, problem), item.fitting_s),
                 )
@@ -271,6 +272,8 @@ class SearchSpace:
         problem = make_problem(self.spec(choice).changed(**loaded))
         if problem.untimed:
             raise RateError(f"a search ranks plans by seconds; {problem.untimed}")
+        if self.system.host.optimizer_on_host:
+            problem = rated(problem, problem.base_plan)
         if self.evaluator:  # a problem and its costs hold each other, but no programs
             weigher = partial(Evaluator.weigh, proxy(self.evaluator))
             problem = replaced(problem, weigher=weigher)

@@ -80,3 +80,15 @@ def table_on_host(work: Workload, layout: Layout, states: States) -> tuple[int, 
     read = tokens * given.picked * len(given.layers) * hidden
     up, down = 2 * read * work.element_bytes, read * states.grad_bytes
     return given.rows * hidden * each, up, down
+
+
+def table_traffic(work: Workload, layout: Layout, states: States) -> tuple[int, int]:
+    """Bytes that a dense update of the table moves in a step: all, and those of the rows that no
+    token of the step reads, at the fewest (every row read is another one)."""
+    given, hidden = work.model.memory, work.model.hidden
+    assert given is not None
+    each = states.grad_bytes + 2 * states.optimizer_bytes + states.param_bytes
+    tokens = layout.global_batch * work.seq_len
+    touched = min(given.rows, tokens * given.picked * len(given.layers))
+    row = hidden * each
+    return given.rows * row, (given.rows - touched) * row
