@@ -99,7 +99,7 @@ class Problem:
 
     def __post_init__(self) -> None:
         if self.kernel == "unfused":
-            object.__setattr__(self, "attention", "unfused")  # the stack has no fused kernel
+            object.__setattr__(self, "attention", "unfused")  # The stack has no fused kernel.
         else:
             self._check_attention()
         check_recipe(self.workload, self.system, self.cluster.generation)

@@ -166,7 +166,7 @@ def evaluate_program(
     rate = found.tokens_per_s_per_gpu
     ranks = ranks or program_bytes(problem, plan, program)
     again, moved = _work(problem, program)
-    replicas = lay.stage_ranks  # they all do the same work
+    replicas = lay.stage_ranks  # Ranks of a stage do the same work.
     return PlanEvaluation(
         step_s=simulation.step_s,
         tokens_per_s_per_gpu=rate,

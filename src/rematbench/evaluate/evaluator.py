@@ -148,7 +148,7 @@ def replayed(
     mode: Mode = "expandable" if program.expandable else "default"
     passes = None if whole else 2 * held.peak_step + 3
     if passes and actions.late:
-        passes += 1  # through the second micro-batch, where all gradients are alive
+        passes += 1  # to reach the second micro-batch, where all gradients are alive
     return replay(actions, resident, capacity_bytes, mode, passes, 2, enough_bytes)
 
 

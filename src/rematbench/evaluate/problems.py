@@ -36,12 +36,12 @@ def make_problem(spec: Job, constants: Calibration | None = None) -> Problem:
     if chosen.dispatcher and model.experts is None:
         raise ConfigError("", "dispatcher", f"{chosen.dispatcher!r}: {model.name} has no experts")
     system = stack_of(spec)
-    if cluster.generation != CPU:  # the executor's CPU problems keep the bytes of bf16 training
+    if cluster.generation != CPU:  # CPU problems of the executor keep the bytes of bf16.
         system = in_precision(system, spec.work.precision, layout.zero_stage)
     system = of_trained(system, spec.work, layout.zero_stage)
     system = with_recipe(with_optimizer(system, chosen.optimizer_kind), spec.work)
     work = spec.workload(trained_model(model, system))
-    if work.fp32_norms and fsdp_shards(layout, system):  # FSDP gathers 16 bits
+    if work.fp32_norms and fsdp_shards(layout, system):  # FSDP gathers norms in 16 bits.
         work = replace(work, fp32_norms=False)
     return Problem(
         workload=work,

@@ -64,7 +64,7 @@ class _RankCheck:
         self.events: dict[tuple[Event, int, int], VectorClock] = {}
         self.local: dict[Event, VectorClock] = {}
         self.made: dict[Key, tuple[int, int, int]] = {}  # stream, ticks of its start and end
-        self.held: dict[tuple[Storage, int], Key] = {}  # storages of a chunk, by chunk
+        self.held: dict[tuple[Storage, int], Key] = {}  # storages that a whole chunk shares
         self.touched: dict[Key, list[tuple[int, int]]] = {}
         self.slots: dict[Slot, dict[Key, ModelPart]] = {}  # the tenants of each slot
         self.states = StateCheck(rank)
@@ -96,7 +96,7 @@ class _RankCheck:
         if action.wait:
             self._merge(clock, action.wait, micro_batch, chunk)
         begin = action.exchange.begin
-        if begin:  # A tick of its own, which a stream that waits for `begin` has seen.
+        if begin:  # A separate tick: a stream that waits for `begin` has not seen the end.
             clock[stream] += 1
             self.local[begin] = clock.copy()
         clock[stream] += 1

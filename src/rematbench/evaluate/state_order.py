@@ -59,7 +59,7 @@ class _Pieces:
         self.updated: dict[ModelPart, str] = {}  # the stream of each piece's update
         self.up: set[str] = set()  # pieces whose weights are on the device again
         self.back: set[str] = set()  # pieces whose states are on the host again
-        self.units: dict[str, frozenset[UnitOf]] = {}  # of each piece that has not any unit's
+        self.units: dict[str, frozenset[UnitOf]] = {}  # for pieces that cover only these units
         self.shards_up = False
 
     def fault(self, action: Action, stream: int, clock: VectorClock, *, writes: bool) -> str:
@@ -79,7 +79,7 @@ class _Pieces:
         if action.kind is Kind.OPTIMIZER or action.op == GRADIENTS_DOWN:
             late = self.gradients[piece].add(stream, clock, write=action.kind is Kind.OPTIMIZER)
         elif action.op in (WEIGHTS_UP, STATES_DOWN):
-            late = self.gradients[piece].late(clock, write=True)  # the update wrote last
+            late = self.gradients[piece].late(clock, write=True)  # The update is the last writer.
         elif action.op == WEIGHTS_DOWN:
             late = self.weights[piece].late(clock, write=False)
         if writes:
@@ -118,7 +118,7 @@ class _Pieces:
         gap = next((at for at, number in enumerate(numbers) if at != number), None)
         if gap is not None:
             return f"piece P{gap} is never updated"
-        if self.shards_up:  # weights are at home on the host
+        if self.shards_up:  # The weights' home is the host.
             return ""
         left = [piece for piece in self.updated if piece not in self.up]
         return f"weights of {left[0]} never go up after their update" if left else ""

@@ -79,7 +79,7 @@ def load_file(
             raise MethodError("the file defines no class with a `name` and a `plan`")
         for cls in classes:
             _enter(cls, str(path), module.__doc__, methods, check_file=foreign)
-    except Exception as error:  # a method's file may fail in any way
+    except Exception as error:  # A method's file may fail in any way.
         broken[str(path)] = _one_line(error)
 
 

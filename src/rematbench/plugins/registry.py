@@ -186,7 +186,7 @@ def make_plan(method: Method, problem: Problem, base: Plan) -> Plan | Unsupporte
     or (with the line of the method's file) if it raises an error that is not one of rematbench."""
     try:
         answer: object = method.plan(problem, base)
-    except Exception as error:  # a method's file may fail in any way
+    except Exception as error:  # A method's file may fail in any way.
         if type(error).__module__.startswith("rematbench."):
             raise
         text = " ".join(f"{type(error).__name__}: {error}".split())
@@ -265,7 +265,7 @@ class Registry(Struct, frozen=True):
             near = start if tuned.isdigit() else text
             return entry, _inline(words, spec, lambda: closest(near, own))
         if text != policy.name and not (policy.smallest and tuned.isdigit()):
-            raise MethodError(f"method {text!r}: put {tuned!r} before the policy {policy.name!r}")
+            raise MethodError(f"method {text!r}: the policy {policy.name!r} cannot take {tuned!r}")
         if text == policy.name and policy.smallest in told:
             return self.entry(policy.method), dict(policy.settings)
         if text == policy.name and policy.smallest:

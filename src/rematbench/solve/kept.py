@@ -198,7 +198,9 @@ def resident_bytes(problem: Problem, plan: Plan) -> tuple[int, ...]:
         key = (ops.sites.stage, ops.sites.chunk)
         kept[key] = min(stays, kept.get(key, stays))
     found = []
-    share = min(plan.slices) / sum(plan.slices) if plan.slices else 1  # the smallest slice
+    share = (
+        min(plan.slices) / sum(plan.slices) if plan.slices else 1
+    )  # A pass keeps at least the smallest slice.
     for rank, order in enumerate(rank_orders(plan, problem)):
         live = accumulate((p.forward - p.last) * kept[rank, p.chunk] for p in order)
         found.append(int(share * max(live, default=0)))

@@ -19,7 +19,7 @@ def refused(problem: Problem, base: Plan, count: int = 2, *, interleaved: bool =
     usual = ("interleaved_1f1b",) if interleaved else ("1f1b", "gpipe")
     if base.schedule not in usual or base.orders or base.slices:
         other = "an order of its own" if base.orders or base.slices else base.schedule
-        return f"needs the passes of {' or '.join(usual)}, not {other}"
+        return f"needs a base with the passes of {' or '.join(usual)}, not {other}"
     probe = replace(base, slices=(problem.workload.seq_len,) * (count > 1))
     of_job = problem.system, problem.layout, problem.workload, problem.attention
     return slices_refusal(probe, *of_job)

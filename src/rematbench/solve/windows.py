@@ -98,7 +98,7 @@ def idle_s(problem: Problem, op: Op) -> float:
     """Idle compute seconds during the first collective of an operator's backward."""
     cost = problem.cost
     beside = problem.tp_overlap in ("backward", "gemm") and op.has_weight
-    if op.exchanges and problem.ep_overlaps:  # another micro-batch computes then
+    if op.exchanges and problem.ep_overlaps:  # Another micro-batch computes meanwhile.
         return 0.0
     if op.grad_gather is not None:
         return cost.comm_s(op.grad_gather, 0)

@@ -87,7 +87,7 @@ def pass_kinds(
     found: dict[PassKind, Pass] = {}
     kinds = _kinds(order, windows, slices)
     for item in order:
-        if item.forward:  # its backward is of the same kind
+        if item.forward:  # Its backward has the same kind.
             found.setdefault(kinds[item[1:]], item)
     return found
 
@@ -142,8 +142,8 @@ class _Walk:
         self.final = set(last_backwards(facts.order).values())
         self.index: dict[Key, int] = {}
         self.steps: list[tuple[int, int, int]] = []
-        self.due: dict[int, list[Release]] = {}  # by position
-        self.copied: dict[tuple[int, int], tuple[int, Release]] = {}  # position and release
+        self.due: dict[int, list[Release]] = {}  # by the position at which they are due
+        self.copied: dict[tuple[int, int], tuple[int, Release]] = {}  # due position, release
         self.releases = 0
         self.fetches = 0
         self.copying: Pass | None = None

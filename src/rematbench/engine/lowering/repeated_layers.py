@@ -87,7 +87,7 @@ def short_chunk(chunk: ChunkOps, fates: Fates, transfers: Transfers, ahead: int)
     slots = transfers.reload_slots if transfers.granularity == "layer" else 0
     period = max(1, slots)
     reach = 1 + max(transfers.release_lag, transfers.prefetch_layers, slots, ahead)
-    margin = max(reach + 2, 2 * period)  # references beyond the reach still meet an equal layer
+    margin = max(reach + 2, 2 * period)  # Layers just beyond the reach must be equal, too.
     around, least = 2 * margin + period, MIN_SHARE * len(chunk.layers)
     if len(chunk.layers) - around < least:  # Even with equal layers, too few could be dropped.
         return None

@@ -63,7 +63,7 @@ class _Profiler:
     """Computes each block's profile once, even if ranks share the block."""
 
     def __init__(self) -> None:
-        self.profiles: dict[int, Profile] = {}  # by identity of the block
+        self.profiles: dict[int, Profile] = {}  # by the block's id
         self.outlives: dict[int, Lifetimes] = {}
 
     def rank(self, rank: RankProgram) -> list[Profile]:
@@ -75,7 +75,7 @@ class _Profiler:
             sizes: dict[Storage, int] = {}
             try:
                 self.profiles[key] = _profile(block.label, block.parts, sizes)
-            except LedgerError:  # it frees a storage of another block
+            except LedgerError:  # The block frees a storage of another block.
                 continue
             self.outlives[key] = Lifetimes(sizes, [])
             del left[key]

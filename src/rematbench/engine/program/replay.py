@@ -183,10 +183,10 @@ class _Run:
         lengths: Lengths | None = None,
     ) -> None:
         self.memory, self.blocks, self.lengths = memory, blocks, lengths
-        self.lines: dict[int, list[RepeatedRequests]] = {}  # by block that has run
+        self.lines: dict[int, list[RepeatedRequests]] = {}  # requests of blocks that have run
         self.late = late is not None
         self.units = late.units if late else {}
-        self.pool = POOLS.index("reduced") if late and late.beside else 0  # holds the gradients
+        self.pool = POOLS.index("reduced") if late and late.beside else 0  # the pool of gradients
         self.made: set[tuple[int, ModelPart]] = set()  # units whose states exist
         # The gradients' blocks by chunk, unit and operator.
         self.gradients: dict[tuple[int, ModelPart, str], list[MemoryBlock]] = {}
@@ -203,7 +203,7 @@ class _Run:
         order = [step.block for step in steps]
         begun, before = 0, None  # the last position at which no storage was alive
         while self.done < len(steps):
-            if not (self.alive or self.units or self.lengths):  # these make steps differ
+            if not (self.alive or self.units or self.lengths):  # These make equal steps differ.
                 state = self.memory.state
                 if state == before:
                     self.rounds.append((state, order[begun : self.done]))
@@ -239,7 +239,7 @@ class _Run:
             for _ in range(times - 1):
                 before = self.memory.state
                 self._lines(lines, alive, chunk)
-                if self.memory.state == before:  # no further repetition changes anything
+                if self.memory.state == before:  # Further repetitions change nothing.
                     break
             else:
                 self._lines(lines, alive, chunk)

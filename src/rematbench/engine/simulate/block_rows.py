@@ -16,7 +16,7 @@ from rematbench.engine.program.program import Block, Part, Periods
 from rematbench.engine.program.storage import Event
 from rematbench.engine.simulate.op_level import TIMELESS, Timing
 
-SEND = Kind.SEND  # a local, because a lookup in an Enum is slow
+SEND = Kind.SEND  # A module variable, because a lookup in an Enum is slow.
 NO_STREAM = -1
 NEVER = float("-inf")
 """The identity of max: a time before every time."""

@@ -94,7 +94,7 @@ def resolve(
     shared = [isinstance(fate, ByteBudget) for fate in fates]
     table: dict[Site, Resolved] = {}
     budgets: dict[int, list[Site]] = {}
-    known: dict[tuple[int, int], Resolved] = {}  # equal layers have the same tensors
+    known: dict[tuple[int, int], Resolved] = {}  # Equal layers share their tensors.
     shard_rows = min((tensor.rows for tensor in where.sites.values()), default=1)
     for site, tensor in where.sites.items():
         index = winner.get(site, -1)
@@ -179,7 +179,7 @@ def _exact(fate: Fate, tensor: Activation, shard_rows: int) -> Resolved:
                 raise PlanError(
                     f"{tensor.name}: offload {fate.offload} + recompute {fate.recompute} exceed 1"
                 )
-            row_bytes = tensor.nbytes // shard_rows  # the same rows before and after a gather
+            row_bytes = tensor.nbytes // shard_rows  # A row is a token of the shard.
             off = int(shard_rows * fate.offload + 1e-9) * row_bytes
             rebuilt = int(shard_rows * fate.recompute + 1e-9) * row_bytes
             _require_blocks(tensor, shard_rows, off // row_bytes, rebuilt // row_bytes)

@@ -6,7 +6,7 @@ from operator import attrgetter
 from rematbench.engine.program.action import COMPUTE, Action, Kind
 from rematbench.engine.program.storage import Event, Storage
 
-FREE = Kind.FREE  # a local, because a lookup in an Enum is slow
+FREE = Kind.FREE  # A module variable, because a lookup in an Enum is slow.
 
 
 def frees_by_action(

@@ -113,7 +113,7 @@ def _run(table: OpTable, ops: tuple[Op, ...], sequence: MiniSequence, *, again: 
     if sequence.of == "heads":
         return _run_of_heads(ops, sequence, interior, outputs)
     tensors = [tensor for tensor in table.activations.values() if tensor.differentiable]
-    rows = min(tensor.rows for tensor in tensors)  # of the rank's own shard
+    rows = min(tensor.rows for tensor in tensors)  # A gathered tensor has more.
     if count > rows:
         raise PlanError(f"mini-sequence of {ops[0].name}: {rows} rows do not make {count} pieces")
     sizes = [rows // count + (1 if j < rows % count else 0) for j in range(count)]

@@ -46,7 +46,7 @@ class BlockWriter:
 
     def __init__(self) -> None:
         self.actions: list[Action] = []
-        self.parameters: dict[ModelPart, tuple[Storage, ...]] = {}  # gathered, by reader
+        self.parameters: dict[ModelPart, tuple[Storage, ...]] = {}  # gathered, by unit
         self.weights: WeightReader | None = None
         self.slots: dict[Storage, Slot] = {}
         self.beside = ""  # the pass of another micro-batch that runs beside the block

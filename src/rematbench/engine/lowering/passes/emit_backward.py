@@ -85,7 +85,7 @@ class BackwardEmitter:
         self.arrivals: set[Storage] = set()
         self.reload = Reloader(chunk, fates, transfers, self.w)
         self.rebuild = Rebuilder(self.recomputer, self._wait_for_inputs)
-        self.held: list[Storage] = []  # what FSDP's root and its hooks keep until the end
+        self.held: list[Storage] = []  # FSDP's root and hooks keep these until the end.
         self.graphs = self._graphs()
         self.overlap = chunk.problem.tp_overlap in ("backward", "gemm")
 

@@ -29,11 +29,11 @@ class Recomputer:
     def __init__(self, chunk: ChunkOps, fates: Fates, w: BlockWriter) -> None:
         self.chunk, self.fates, self.w = chunk, fates, w
         self.on_device: set[Storage] = set()
-        self.shares: dict[str, float] = {}  # share of rows of each operator in recomputation
+        self.shares: dict[str, float] = {}  # the share of rows that each operator recomputes
         self.rebuilt: set[Storage] = set()  # tensors whose rebuilt rows exist
         self.run: MiniRun | None = None
         self.piece: Piece | None = None
-        self.passing = frozenset[str]()  # tensors that pieces will compute again, and do not keep
+        self.passing = frozenset[str]()  # tensors that are not kept, because pieces recompute them
         self._whole = {unit.prefix: chunk.storages(unit) for unit in chunk.units}
         self._pieces: tuple[object, dict[str, Storage]] = (None, {})
         self._fates = {

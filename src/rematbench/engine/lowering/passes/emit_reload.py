@@ -25,7 +25,7 @@ class Reloader:
         self.layerwise = transfers.granularity == "layer"
         self.fetched: dict[ModelPart | None, Event] = {}  # unit -> event of its reloads
         self.waited: set[ModelPart] = set()
-        self.tenants: dict[Slot | None, ModelPart] = {}  # units whose backward needs a buffer
+        self.tenants: dict[Slot | None, ModelPart] = {}  # the unit that still needs each buffer
         self.positions = {unit.prefix: i for i, unit in enumerate(chunk.units)}
         if self.layerwise and transfers.reload_slots:
             for unit in stays_in_slots(chunk, fates, transfers.reload_slots):

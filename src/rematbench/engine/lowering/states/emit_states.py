@@ -114,10 +114,10 @@ class ParameterGatherer:
         self.beside = system.zero.gather_overlap
         self.width = width
         self.survivors: set[Storage] = set()
-        self.pending: dict[object, Event] = {}  # the end of each gather, by what is gathered
+        self.pending: dict[object, Event] = {}  # end events of gathers, by unit or buffer
         self.released: Event | None = None
         self.in_turn = False
-        self.released_before: Event | None = None  # before `released`
+        self.released_before: Event | None = None  # the previous value of `released`
         self.for_the_head = False
 
     def parts(self, unit: Unit) -> list[Gathered]:
@@ -184,7 +184,7 @@ class ParameterGatherer:
         buffer, parameters, group, quantised = whole
         narrow = self.system.states.gather_bytes
         payload = narrow * parameters
-        if self.layerwise:  # kernels read the buffers; quantised parameters keep their sent width
+        if self.layerwise:  # Quantised parameters stay as narrow as they were sent.
             payload = self.width * (parameters - quantised)
             payload += min(self.width, narrow) * quantised
         allocs = (Alloc(buffer, payload),) if self.layerwise else ()
@@ -315,7 +315,7 @@ class GradReducer:
         self.reduced: list[Reduced] = []
         self.down: Event | None = None  # the end of the latest copy to the host
         self.in_flight: list[tuple[Event, Storage]] = []
-        self.survivors: set[Storage] = set()  # storages that the block leaves
+        self.survivors: set[Storage] = set()  # storages that outlive the block
 
     def buffer(self, unit: Unit) -> Storage:
         return storage_of(unit.prefix, role=Role.WEIGHT_GRADIENTS)
