@@ -33,10 +33,9 @@ from rematbench.solve.recompute_modules import (
 class FullRecompute(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`uniform`: every chunk in groups of `num_layers`, each rebuilt from its first input. `block`:
     the first `num_layers` layers of every chunk, each as a group; the rest is kept. `every` n: only
-    every n-th layer of the model, each as a group (uniform, one layer). `layers`: only
-    these (`0-5,20`), `per_chunk`: the first so many of each chunk in pipeline order (`6,5,4,4`),
-    each as a group. `inputs` host: the inputs of groups are freed on the device after the next
-    layer's forward, and copied back one layer ahead of their backward."""
+    every n-th layer of the model, each as a group (uniform, one layer). `layers`: only these
+    (`0-5,20`), each as a group. `inputs` host: the inputs of groups are freed on the device after
+    the next layer's forward, and copied back one layer ahead of their backward."""
 
     name: ClassVar[str] = "full_recompute"
     method: Literal["uniform", "block"] = "uniform"
@@ -44,7 +43,6 @@ class FullRecompute(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     every: PositiveInt = 1
     inputs: Literal["device", "host"] = "device"
     layers: str = ""
-    per_chunk: str = ""
 
     def plan(self, problem: Problem, base: Plan) -> Plan | Unsupported:
         """Drop the kept activations of each recomputed layer, except the groups' inputs."""
@@ -71,23 +69,22 @@ class FullRecompute(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     def _host_refusal(self, problem: Problem, base: Plan) -> str:
         if refused := no_offload(problem):
             return refused
-        if (self.every, self.method) != (1, "uniform") or self.layers or self.per_chunk:
+        if (self.every, self.method) != (1, "uniform") or self.layers:
             return "inputs on the host need method=uniform, every=1 and all layers"
         if base.transfers != Transfers():
             return "inputs on the host: the base already sets how tensors are copied"
         return ""
 
     def _chosen(self, base: Plan) -> tuple[int, ...] | str:
-        """The layers that are groups of their own; none if every layer is in a group, or the reason
-        why the settings do not say it."""
-        listed = bool(self.layers or self.per_chunk)
-        if (listed or self.every > 1) and (self.method, self.num_layers) != ("uniform", 1):
-            words = "`layers` and `per_chunk` need" if listed else "`every` needs"
-            return f"{words} method=uniform and num_layers=1"
-        if listed and self.every > 1:
-            return "`layers` and `per_chunk` need every=1"
-        if listed:
-            return chosen_layers(base, self.layers, self.per_chunk)
+        """The layers that are rebuilt as groups of one layer; empty if every layer belongs to a
+        group; or the reason why the settings contradict each other."""
+        if (self.layers or self.every > 1) and (self.method, self.num_layers) != ("uniform", 1):
+            word = "layers" if self.layers else "every"
+            return f"`{word}` needs method=uniform and num_layers=1"
+        if self.layers and self.every > 1:
+            return "`layers` needs every=1"
+        if self.layers:
+            return chosen_layers(base, self.layers)
         chunks = chunks_of(base)
         if self.method == "block":
             return tuple(layer for chunk in chunks for layer in chunk[: self.num_layers])

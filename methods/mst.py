@@ -22,6 +22,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from rematbench.method import (
+    VOCABULARY,
     MiniSequence,
     Plan,
     PositiveInt,
@@ -30,7 +31,6 @@ from rematbench.method import (
     Rule,
     Select,
     Settings,
-    StateFate,
     Unsupported,
     refusal,
 )
@@ -61,7 +61,8 @@ class Mst(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     def plan(self, problem: Problem, base: Plan) -> Plan | Unsupported:
         """Add mini-sequences to the base; its rules stay as they are."""
         late = completed_after_backward(problem) if self.optimizer_in_backward else ""
-        if reason := late or "the base splits its passes" * base.splits_passes:
+        parted = bool(base.slices) or base.schedule in VOCABULARY
+        if reason := late or "the base's passes run slices or a shared vocabulary" * parted:
             return Unsupported(reason)
         if taken := {name for sequence in base.mini_sequences for name in sequence.ops}:
             return Unsupported(f"the base already computes {min(taken)} in mini-sequences")
@@ -81,17 +82,15 @@ class Mst(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return plan.noting(mlp_chunks=mlp, head_chunks=head, **why)
 
     def _mlp_count(self, problem: Problem, base: Plan) -> tuple[int, dict[str, str]]:
-        """Number of pieces of the MLP, and a remark if it is not split."""
-        tables, model = problem.layer_kinds, problem.workload.model
+        """The number of pieces of the MLP, and a remark if it is not split."""
+        tables, model, layout = problem.layer_kinds, problem.workload.model, problem.layout
         table = next((t for t in tables if any(op.name in MLP for op in t.ops)), tables[0])
-        layout = problem.layout
         local = problem.workload.seq_len // (layout.cp * layout.ulysses)
         inner = {name for op in table.ops if op.name in MLP[:-1] for name in op.outputs}
         parted = sorted(inner & parted_activations(problem, base))
         if parted:
-            return 1, {
-                "mlp": f"computed whole: the base offloads or rebuilds part of {', '.join(parted)}"
-            }
+            names = ", ".join(parted)
+            return 1, {"mlp": f"computed whole: the base offloads or rebuilds part of {names}"}
         if not inner:
             return 1, {"mlp": "computed whole: every layer has experts"}
         rows = min(table.activations[name].rows for name in ("fc2_out", *inner))
@@ -145,5 +144,5 @@ def _with_loss_by_piece(problem: Problem, plan: Plan) -> tuple[Plan, dict[str, s
 def _update_in_backward(plan: Plan) -> Plan:
     """The plan with its optimizer's update moved beside the backward."""
     fate = replace(plan.state("optimizer"), update="backward")
-    others: tuple[StateFate, ...] = tuple(s for s in plan.states if s.kind != "optimizer")
+    others = tuple(state for state in plan.states if state.kind != "optimizer")
     return replace(plan, states=(*others, fate))

@@ -35,8 +35,8 @@ class SelectiveRecompute(Struct, frozen=True, kw_only=True, forbid_unknown_field
     whose saved outputs are dropped; `keep`: drop all activations of a layer except these and its
     input.  If all are empty: drop the internals of unfused attention.  `scope`: rebuild before each
     consumer, or at the start of the layer's backward.  `held`: outputs that the policy caches
-    although no backward reads them; a compiler drops them.  `layers`, `per_chunk`: only in these
-    layers (`0-5,20`), or in the first so many of each chunk in pipeline order (`6,5,4,4`)."""
+    although no backward reads them; a compiler drops them.  `layers`: only in these layers
+    (`0-5,20`; empty: in all)."""
 
     name: ClassVar[str] = "selective_recompute"
     modules: tuple[Module, ...] = ()
@@ -46,12 +46,11 @@ class SelectiveRecompute(Struct, frozen=True, kw_only=True, forbid_unknown_field
     scope: Scope = "consumer"
     held: tuple[str, ...] = ()
     layers: str = ""
-    per_chunk: str = ""
 
     def plan(self, problem: Problem, base: Plan) -> Plan | Unsupported:
         tables, layers = problem.layer_kinds, None
-        if self.layers or self.per_chunk:
-            chosen = chosen_layers(base, self.layers, self.per_chunk)
+        if self.layers:
+            chosen = chosen_layers(base, self.layers)
             if isinstance(chosen, str):
                 return Unsupported(chosen)
             layers, tables = chosen, tuple(map(problem.layer, chosen))

@@ -15,7 +15,6 @@ from deepspeed.utils import groups, safe_get_full_grad
 from torch import Tensor
 
 from baselines.common.meter import Meter
-from baselines.deepspeed.configuration import read
 from baselines.deepspeed.model import Attention, Decoder
 from baselines.deepspeed.places import SHIM, moves, separate_places
 from baselines.deepspeed.plan import DeepSpeed
@@ -61,11 +60,11 @@ class Rig:
 
 
 def configuration(job: PackageJob, policy: DeepSpeed) -> dict[str, Any]:
-    """The configuration for deepspeed.initialize: the policy's own, or the job's options."""
-    if job.options:
-        return read(job.options)
+    """The configuration for deepspeed.initialize: the policy's, with the job's own settings."""
     run = job.run
-    return policy.configuration(run.model, run.layout, run.precision)
+    made = policy.configuration(run.model, run.layout, run.precision)
+    zero = made["zero_optimization"] | job.settings.get("zero_optimization", {})
+    return {**made, **job.settings, "zero_optimization": zero}
 
 
 @contextmanager
@@ -89,8 +88,8 @@ def build(job: PackageJob, policy: DeepSpeed, kind: type[Decoder] = Decoder) -> 
     deepspeed.checkpointing.reset()
     deepspeed.init_distributed(dist_init_required=False, verbose=False)
     if ulysses:
-        # Not by the configuration's sequence_parallel_size: with it 0.19.8 reduces gradients over
-        # data-parallel ranks only, and every sequence rank trains on the gradient of its own part.
+        # sequence_parallel_size of the configuration is not used: with it 0.19.8 reduces gradients
+        # over data-parallel ranks only, and a sequence rank trains on the gradient of its own part.
         sp.initialize_sequence_parallel(run.layout.ulysses)
     made = configuration(job, policy)
     checkpointed = "activation_checkpointing" in made
@@ -166,8 +165,8 @@ def micro_steps(rig: Rig, batch: Batch, scale: float, note_loss: Callable[[Tenso
         last = number == lay.num_micro_batches - 1
         rig.engine.set_gradient_accumulation_boundary(last)
         loss = rig.engine(*_rows(rig, batch, number), scale)
-        # A tensor of its own: given the model's output itself, 0.19.8 at stage 0 divides by the
-        # number of micro-batches in spite of scale_wrt_gas.
+        # The product is a new tensor: given the model's output itself, 0.19.8 at stage 0 divides
+        # by the number of micro-batches in spite of scale_wrt_gas.
         rig.engine.backward(loss * 1.0, scale_wrt_gas=False)
         if not last:
             rig.engine.step()  # counts the micro-batch; no update before the boundary

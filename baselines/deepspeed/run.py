@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from baselines.common.interface import Rank, RankAnswer
+from baselines.common.interface import NotRunnable, Rank, RankAnswer
 from baselines.common.meter import Meter
 from baselines.common.training import train
-from baselines.deepspeed.configuration import check, policy_of, read, require_accepted
 from baselines.deepspeed.plan import DeepSpeed
+from rematbench.worlds.packages.limits import active_reasons, setup_of
 from rematbench.worlds.packages.process import PackageJob
 from rematbench.worlds.torch.batch import Batch
 
@@ -48,9 +48,8 @@ def stack() -> dict[str, str]:
 
 
 def refuse(job: PackageJob) -> None:
-    check(job, _policy(job))
-    if job.options:
-        require_accepted(read(job.options))
+    for reason in active_reasons(_policy(job).limits(setup_of(job.run))):
+        raise NotRunnable(f"deepspeed: {reason}")
     if job.device == "cpu":
         _preload()
 
@@ -69,8 +68,7 @@ def environment(job: PackageJob) -> dict[str, str]:
 
 
 def _policy(job: PackageJob) -> DeepSpeed:
-    policy = msgspec.convert(job.run.parameters["deepspeed"], DeepSpeed)
-    return policy_of(job, policy) if job.options else policy
+    return msgspec.convert(job.run.parameters["deepspeed"], DeepSpeed)
 
 
 def _label(job: PackageJob, shim: tuple[str, ...]) -> str:

@@ -10,7 +10,6 @@ from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.enums import AttnBackend
 
 from baselines.common.interface import NotRunnable
-from baselines.megatron_core.arguments import fields
 from baselines.megatron_core.experts import expert_fields
 from baselines.megatron_core.guards import has_transformer_engine
 from baselines.megatron_core.limits import has_biases
@@ -26,14 +25,12 @@ UPDATE = AdamW()
 
 
 def transformer_config(job: PackageJob, policy: MegatronCore) -> TransformerConfig:
-    """The model, its parallelism and its recomputation as a TransformerConfig. Recomputation
-    follows the policy, or the job's own options. NotRunnable for options that Megatron-core
-    refuses."""
-    own = _fixed(job, policy)
-    given = fields(job.options, job.run, own) if job.options else policy.fields
+    """The model, its parallelism and its recomputation as a TransformerConfig; NotRunnable if
+    Megatron-core refuses the configuration."""
+    given = _fixed(job, policy) | policy.fields | job.settings
     kind = MLATransformerConfig if job.run.model.latent else TransformerConfig
     try:
-        return kind(**(own | given))
+        return kind(**given)
     except (ValueError, AssertionError, TypeError) as error:
         said = " ".join(str(error).split())
         raise NotRunnable(
@@ -42,7 +39,7 @@ def transformer_config(job: PackageJob, policy: MegatronCore) -> TransformerConf
 
 
 def _fixed(job: PackageJob, policy: MegatronCore) -> dict[str, Any]:
-    """The fields that the job decides, whatever the options."""
+    """The fields that follow from the job, whatever is recomputed or offloaded."""
     run = job.run
     lay, dtype = run.layout, DTYPES[run.precision]
     traced = run.world == "traced"

@@ -76,8 +76,8 @@ class _Products:
 
 
 class Selecting(DispatchMode):  # type: ignore[no-untyped-call]
-    """Answers masked_select, whose size depends on values, with the balanced number of elements:
-    `share` of the mask's."""
+    """Answers masked_select, whose result size depends on values, with the number of elements under
+    balance: `active` of every `count` elements of the mask."""
 
     def __init__(self, experts: Experts) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -103,7 +103,8 @@ def _even_counts(dispatcher: Any, point: str, tokens_per_expert: Any) -> Any:
 
 
 def install_balance(experts: Experts) -> Selecting:
-    """Install the stand-ins for fake tensors; the result is to be entered for the whole step."""
+    """Install the stand-ins for fake tensors. Returns the mode that must be active during the whole
+    step."""
     grouped_gemm_util.grouped_gemm = grouped_gemm_util.ops = _Products
     kind = token_dispatcher.MoEAlltoAllTokenDispatcher
     kind._maybe_dtoh_and_synchronize = _even_counts

@@ -2,12 +2,9 @@
 
 import importlib.util
 
-import msgspec
-
 from baselines.common.interface import NotRunnable
-from baselines.megatron_core.arguments import SETTINGS, parse
 from baselines.megatron_core.plan import MegatronCore
-from rematbench.worlds.packages.limits import Reason, overridden, setup_of
+from rematbench.worlds.packages.limits import Reason, setup_of
 from rematbench.worlds.packages.process import PackageJob
 from rematbench.worlds.records.record import RunSpec
 
@@ -17,27 +14,12 @@ def check(job: PackageJob, policy: MegatronCore) -> None:
     run = job.run
     for broken, reason in (
         *policy.limits(setup_of(run)),
-        *_options(job, policy),
         *_pipeline(job, policy),
         *_executed(run, policy),
         *(_with_transformer_engine(run, policy) if has_transformer_engine(job) else []),
     ):
         if broken:
             raise NotRunnable(f"megatron_core: {reason}")
-
-
-def _options(job: PackageJob, policy: MegatronCore) -> list[Reason]:
-    """Settings given with options, where the options say another policy."""
-    named = msgspec.convert(job.run.parameters["megatron_core"], MegatronCore)
-    conflict = overridden(named, policy, SETTINGS) if job.options else ""
-    latent = "multi_latent_attention" in parse(job.options)
-    return [
-        (
-            latent and job.run.model.latent is None,
-            f"latent attention, which {job.run.model.name} does not have",
-        ),
-        (bool(conflict), conflict),
-    ]
 
 
 def has_transformer_engine(job: PackageJob) -> bool:

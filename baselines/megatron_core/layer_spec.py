@@ -21,6 +21,7 @@ from baselines.megatron_core.plan import MegatronCore
 from rematbench.worlds.packages.process import PackageJob
 from rematbench.worlds.records.record import RunSpec
 from rematbench.worlds.torch.attention_backends import attend, attend_backward
+from rematbench.worlds.torch.batch import slice_order
 from rematbench.worlds.torch.groups import Group
 
 
@@ -101,19 +102,13 @@ class GatheredAttention(MegatronModule):  # type: ignore[misc]  # its base has n
         return out.flatten(2)
 
 
-def _order(cp: int) -> list[int]:
-    """For each position of a sequence, the index of the gathered slice at that position."""
-    at = {position: 2 * r + i for r in range(cp) for i, position in enumerate((r, 2 * cp - 1 - r))}
-    return [at[position] for position in range(2 * cp)]
-
-
 def _whole(part: Tensor, group: Group) -> Tensor:
     """The rows of all ranks in the order of positions: batch x heads x seq x head_dim."""
     rows = part.contiguous()
     full = rows.new_empty((group.size * rows.shape[0], *rows.shape[1:]))
     torch.distributed.all_gather_into_tensor(full, rows, group=group.handle)
     slices = full.view(2 * group.size, rows.shape[0] // 2, *rows.shape[1:])
-    return slices[_order(group.size)].flatten(0, 1).permute(1, 2, 0, 3)
+    return slices[slice_order(group.size)].flatten(0, 1).permute(1, 2, 0, 3)
 
 
 def _own(grad: Tensor, group: Group) -> Tensor:
@@ -121,7 +116,7 @@ def _own(grad: Tensor, group: Group) -> Tensor:
     rows = grad.permute(2, 0, 1, 3)
     slices = rows.reshape(2 * group.size, -1, *rows.shape[1:])
     back = torch.empty_like(slices)
-    back[_order(group.size)] = slices
+    back[slice_order(group.size)] = slices
     whole = back.flatten(0, 1).contiguous()
     torch.distributed.all_reduce(whole, group=group.handle)
     return whole.chunk(group.size)[group.rank].clone()

@@ -1,7 +1,7 @@
 """The options of Megatron-LM's pretraining script for the facts of a stack, a layout and a model.
 
-Source: Megatron-LM, megatron/training/arguments.py of core 0.16.  `flags` lists
-the facts that act in a job and have no option here as assumed.
+Source: Megatron-LM, megatron/training/arguments.py of core 0.16. `flags` lists as assumed the facts
+that act in a job but have no option here.
 """
 
 import shlex
@@ -29,7 +29,8 @@ P2P_OVERLAPS = {"interleaved": "", "none": "--no-overlap-p2p-communication"}
 GRADIENTS = {4: "", 2: "--grad-reduce-in-bf16"}
 """The option for the dtype of gradients by its bytes; buffers and reductions have this dtype."""
 STATES = {12: "", 8: "--exp-avg-dtype bf16 --exp-avg-sq-dtype bf16"}
-"""Bytes of master weights and moments, each with the dtypes that the optimizer is told."""
+"""The options for the dtypes of moments, by the bytes of master weight and moments of an
+element."""
 POSITIONS = {"rope": "rope", "learned": "learned_absolute", "none": "none"}
 DISPATCHERS = {
     "alltoall": "alltoall",
@@ -97,29 +98,10 @@ OPTIONS: dict[str, Callable[[System], str | None]] = {
 no option gives."""
 POLICY = ("fused_swiglu", "param_bytes")
 """Facts that the options of a policy and the precision give."""
-NAMES = frozenset({
-    *("attention_backend", "cross_entropy_loss_fusion", "no_rope_fusion", "transformer_impl"),
-    *("use_precision_aware_optimizer", "exp_avg_dtype", "exp_avg_sq_dtype", "tp_comm_overlap"),
-    *("grad_reduce_in_bf16", "no_overlap_p2p_communication", "use_tp_pp_dp_mapping"),
-    *("overlap_grad_reduce", "overlap_param_gather", "ddp_bucket_size", "cp_comm_type"),
-    *("overlap_moe_expert_parallel_comm", "delay_wgrad_compute"),
-    *("moe_expert_capacity_factor", "moe_pad_expert_input_to_capacity"),
-    *("moe_flex_dispatcher_backend", "moe_token_dispatcher_type", "moe_grouped_gemm"),
-    *("optimizer_cpu_offload", "make_vocab_size_divisible_by", "swiglu"),
-    *("softmax_type", "untie_embeddings_and_output_weights", "disable_bias_linear", "vocab_size"),
-    *("group_query_attention", "max_position_embeddings", "position_embedding_type"),
-    *("num_attention_heads", "num_experts", "moe_layer_freq", "num_layers", "normalization"),
-    *("fp8_format", "fp8_recipe", "fp8_param_gather", "fp4_format", "fp4_recipe"),
-    *("first_last_layers_bf16", "num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"),
-    *("reuse_grad_buf_for_mxfp8_param_ag", "cuda_graph_impl", "cuda_graph_scope"),
-    *("num_distributed_optimizer_instances", "multi_latent_attention", "mtp_num_layers"),
-})  # fmt: skip
-"""Names of the options printed here that a run of the package does not check against its job: the
-run has no GPU to overlap on, and takes the model from the job."""
 
 
 def stack_words(problem: Problem) -> list[str]:
-    """The options of the stack's facts, of those that a job has a use for."""
+    """The options of the stack's facts that matter to a job."""
     useful = _useful(problem)
     kernel = problem.system.attention_on(problem.cluster.generation)
     system = with_facts(problem.system, attention=kernel, cudnn_first=False)
@@ -128,7 +110,8 @@ def stack_words(problem: Problem) -> list[str]:
 
 
 def _useful(problem: Problem) -> dict[str, bool]:
-    """Whether a job has a use for the option of a fact; each job has one for those not here."""
+    """Whether the option of a fact matters to a job; options of facts that are not listed always
+    do."""
     lay, model, system = problem.layout, problem.workload.model, problem.system
     peers, stage = lay.dp * lay.cp > 1, lay.zero_stage if lay.state_shards > 1 else 0
     exchanges = lay.ep > 1 and lay.num_micro_batches > 1
@@ -152,7 +135,7 @@ def _useful(problem: Problem) -> dict[str, bool]:
 
 
 def facts_with_options(problem: Problem) -> set[str]:
-    """The facts that options give, or that need none."""
+    """The facts that options give, or whose default needs no option."""
     given = {fact for fact, words in OPTIONS.items() if words(problem.system) is not None}
     gathered = {"gather_bytes"} if problem.workload.fp8_params else set[str]()
     return {*POLICY, *given, *gathered}

@@ -16,7 +16,6 @@ from baselines.common.meter import Meter
 from baselines.common.training import train
 from baselines.common.weights import assemble, model_specs, norms
 from baselines.megatron_core import shim
-from baselines.megatron_core.arguments import policy_of
 from baselines.megatron_core.guards import check, has_transformer_engine
 from baselines.megatron_core.plan import MegatronCore
 from rematbench.worlds.packages.process import PackageJob
@@ -33,19 +32,13 @@ def stack() -> dict[str, str]:
 
 
 def refuse(job: PackageJob) -> None:
-    policy = _policy(job)
-    check(job, policy)
+    check(job, _policy(job))
     if job.device == "cpu":
         shim.preload()  # once, before ranks are forked
-    if job.device == "cpu" and job.options:
-        from baselines.megatron_core.config import transformer_config  # noqa: PLC0415
-
-        transformer_config(job, policy)  # raises for options that it refuses
 
 
 def _policy(job: PackageJob) -> MegatronCore:
-    policy = msgspec.convert(job.run.parameters["megatron_core"], MegatronCore)
-    return policy_of(job.options, policy, job.run) if job.options else policy
+    return msgspec.convert(job.run.parameters["megatron_core"], MegatronCore)
 
 
 @cache
@@ -89,7 +82,7 @@ def execute(job: PackageJob, rank: Rank) -> RankAnswer:
     answer = RankAnswer(label=_label(parts, device.type), shim=parts, kernels=kernels)
     meter = Meter(device=device)
     engine.measured(meter, rig.config)
-    # With offloaded activations the first step is unlike all others: see `fake`.
+    # With offloaded activations the first step differs from all others: see fake_schedules.py.
     metered = min(1, job.steps - 1) if _policy(job).offload_modules else 0
     train(Trainer(engine, rig), job, answer, meter, metered)
     answer.host_peak_bytes = engine.pool_bytes()
@@ -101,7 +94,7 @@ class Trainer:
     """A rank's chunks under Megatron-core's schedule; see `baselines.common.training.Trainer`."""
 
     def __init__(self, engine: Any, rig: Any) -> None:
-        """`engine` is the module `step`, which can only be imported after the shim."""
+        """`engine`: the module `rank_engine`, which can only be imported after the shim."""
         self.engine, self.rig = engine, rig
         self.batches: list[MicroBatch] = []
         self.counted = 0

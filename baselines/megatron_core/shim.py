@@ -170,7 +170,7 @@ class _NoFp8:
 
 
 def _te() -> None:
-    """Megatron-core 0.16 tests HAVE_TE at some uses of TransformerEngine's names only."""
+    """Define names that Megatron-core 0.16 uses without a test of HAVE_TE."""
     attention: Any = importlib.import_module("megatron.core.transformer.attention")
     if attention.set_save_original_input is None:
         attention.set_save_original_input = lambda module: None

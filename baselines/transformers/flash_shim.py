@@ -11,8 +11,8 @@ causal and without a mask, it runs a flash kernel, which saves q, k, v, the outp
 log-sum-exp of each row in fp32 (torch 2.13, `_scaled_dot_product_flash_attention`; the cuDNN kernel
 saves the same).  A CPU's kernel saves other layouts, and the CPU materialises scores if it has no
 kernel for a case.  So one autograd function replaces the call: it saves the tensors of the flash
-kernel, in the kernel's layouts.  On real tensors the function also computes values, from
-materialised scores that it drops.
+kernel, in the kernel's layouts.  On real tensors the function also computes values, by torch's own
+SDPA (the log-sum-exp stays empty, because nothing reads it).
 
 A call with a mask runs another kernel; the mask has seq_len x seq_len elements.
 """
@@ -36,6 +36,7 @@ from baselines.transformers.saved import operator
 from rematbench.worlds.torch.dispatch import DispatchMode
 
 FLASH = "flash_attention_2"
+_sdpa: Any = functional.scaled_dot_product_attention  # torch's own: `attend` replaces the name
 LARGEST_HEAD = 256
 """Largest head_dim of torch's flash kernels, in elements."""
 
@@ -51,7 +52,7 @@ class Flash(torch.autograd.Function):
         out = q.new_empty(batch, rows, heads, v.shape[-1]).transpose(1, 2)
         lse = q.new_empty(batch, heads, rows, dtype=torch.float32)
         if not isinstance(q, FakeTensor):
-            _inside(_compute)(scale, (q, k, v), (out, lse))
+            _inside(_compute)(scale, (q, k, v), out)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.scale = scale
         return out
@@ -60,12 +61,12 @@ class Flash(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         """The gradients of q, k and v. If k and v have fewer heads than q, their gradients are made
         for every query head and then summed, as in torch's kernel for grouped queries."""
-        q, k, v, _, lse = ctx.saved_tensors
+        q, k, v, *_ = ctx.saved_tensors
         heads, groups = q.shape[1], k.shape[1]
         dq = torch.empty_like(q)
         dk, dv = _made(q, k.shape[-1]), _made(q, v.shape[-1])
         if not isinstance(q, FakeTensor):
-            _inside(_compute_backward)(ctx.scale, (q, k, v, lse, gradients[0]), (dq, dk, dv))
+            _inside(_compute_backward)(ctx.scale, (q, k, v), gradients[0], (dq, dk, dv))
         if heads > groups:
             dk, dv = _summed(dk, groups), _summed(dv, groups)
         return dq, dk, dv, None
@@ -82,37 +83,26 @@ def _summed(part: Tensor, groups: int) -> Tensor:
     return part.view(batch, groups, heads // groups, rows, width).sum(2)
 
 
-def _repeated(part: Tensor, heads: int) -> Tensor:
-    return part.repeat_interleave(heads // part.shape[1], 1)
-
-
-def _scores(q: Tensor, k: Tensor, scale: float) -> Tensor:
-    scores = (q.float() @ _repeated(k, q.shape[1]).float().transpose(2, 3)) * scale
-    later = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
-    return scores.masked_fill(later, float("-inf"))
-
-
 def _inside(call: Callable[..., None]) -> Callable[..., None]:
     """`call` as the inside of a kernel: storages made inside it are not counted."""
     return call if Meter.counting is None else Meter.counting.without(call)
 
 
-def _compute(scale: float, given: tuple[Tensor, ...], into: tuple[Tensor, ...]) -> None:
-    q, k, v = given
-    scores = _scores(q, k, scale)
-    into[0].copy_(scores.softmax(-1).to(v.dtype) @ _repeated(v, q.shape[1]))
-    into[1].copy_(scores.logsumexp(-1))
+def _compute(scale: float, given: tuple[Tensor, ...], out: Tensor) -> None:
+    out.copy_(_sdpa(*given, is_causal=True, scale=scale, enable_gqa=True))
 
 
-def _compute_backward(scale: float, given: tuple[Tensor, ...], into: tuple[Tensor, ...]) -> None:
-    q, k, v, lse, gradient = given
-    p = (_scores(q, k, scale) - lse.unsqueeze(-1)).exp()
-    g, heads = gradient.float(), q.shape[1]
-    dp = g @ _repeated(v, heads).float().transpose(2, 3)
-    ds = p * (dp - (p * dp).sum(-1, keepdim=True)) * scale
-    into[0].copy_(ds @ _repeated(k, heads).float())
-    into[1].copy_(ds.transpose(2, 3) @ q.float())
-    into[2].copy_(p.transpose(2, 3) @ g)
+def _compute_backward(
+    scale: float, given: tuple[Tensor, ...], gradient: Tensor, into: tuple[Tensor, ...]
+) -> None:
+    """Fill the gradients of q, k and v, each with a head for every query head."""
+    heads = given[0].shape[1]
+    with torch.enable_grad():
+        full = [x.detach().repeat_interleave(heads // x.shape[1], 1) for x in given]
+        leaves = [x.requires_grad_() for x in full]
+        out = _sdpa(*leaves, is_causal=True, scale=scale)
+    for target, found in zip(into, torch.autograd.grad(out, leaves, gradient), strict=True):
+        target.copy_(found)
 
 
 def attend(
@@ -161,7 +151,7 @@ def flash_attn_func(
     return attend(q, k, v, None, dropout_p, causal, softmax_scale, True).transpose(1, 2)
 
 
-_package = flash_utils._lazy_define_process_function(flash_attn_func)  # type: ignore[no-untyped-call]
+_package = flash_utils._lazy_define_process_function(flash_attn_func)
 _PARTS: dict[str, tuple[tuple[Any, str, Callable[..., Any]], ...]] = {
     "flash": ((functional, "scaled_dot_product_attention", attend),),
     "flash_attn": (

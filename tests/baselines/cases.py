@@ -10,6 +10,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+import msgspec
 import pytest
 import torch
 from msgspec.structs import replace
@@ -91,6 +92,20 @@ def asked_job(baseline: str, asked: Asked, **options: Any) -> PackageJob:
     method = policy(baseline, asked.settings)
     options = {"gradients": True, "ignored": asked.ignored, "timeout_s": PATIENCE_S, **options}
     return job(asked_problem(asked), method, steps=STEPS, **options)
+
+
+def printed_settings(flags: str) -> dict[str, Any]:
+    """The configuration that `flags` prints: JSON, or the arguments of recomputation and
+    offloading, each named after a field of TransformerConfig."""
+    if flags.startswith("{"):
+        return dict(msgspec.json.decode(flags))
+    found: dict[str, Any] = {}
+    for name, *words in (argument.split() for argument in flags.split("--") if argument):
+        field = name.replace("-", "_")
+        if field.startswith(("recompute_", "fine_grained_", "offload_", "min_offloaded_")):
+            values = [int(word) if word.isdecimal() else word for word in words]
+            found[field] = values if field.endswith("modules") else (*values, True)[0]
+    return found
 
 
 class Ran(NamedTuple):

@@ -11,17 +11,16 @@ from msgspec.structs import replace
 
 import baselines.deepspeed.options as deepspeed_options
 import baselines.megatron_core.options as megatron_options
-from baselines.megatron_core.modules import MIN_OFFLOADED
 from baselines.megatron_core.options import partition_words
 from baselines.megatron_core.plan import MegatronCore
 from rematbench.evaluate.evaluation import RankBytes
 from rematbench.evaluate.problems import make_problem
 from rematbench.inputs.configfile import ConfigError
 from rematbench.inputs.job import Job
-from rematbench.inputs.layout import Layout
+from rematbench.inputs.layout import Layout, partition_of_sizes
 from rematbench.inputs.load import load_system
 from rematbench.inputs.stackfacts import NO_FACTS
-from rematbench.inputs.stages import partition_of_sizes, stages_of
+from rematbench.inputs.stages import stages_of
 from rematbench.inputs.system import FACTS as STACK_FACTS
 from rematbench.inputs.system import Accepts, with_facts
 from rematbench.plan import Plan, Unsupported
@@ -32,7 +31,17 @@ from rematbench.worlds.packages.process import job as make_job
 from rematbench.worlds.records.record import Record, World
 from rematbench.worlds.torch.case import Case, Result
 from rematbench.worlds.torch.rank_processes import execute_cases
-from tests.baselines.cases import LEFT_OUT, PATIENCE_S, STEPS, TINY, Asked, asked_problem, weighed
+from tests.baselines.cases import (
+    GPT,
+    LEFT_OUT,
+    PATIENCE_S,
+    STEPS,
+    TINY,
+    Asked,
+    asked_problem,
+    printed_settings,
+    weighed,
+)
 from tests.installed import needs
 from tests.problems import plan_of
 from tests.tables import tables
@@ -48,8 +57,6 @@ MEGATRON: dict[str, dict[str, Any]] = {
     "selective_recompute": {"activations": "attn_norm_out,mlp_norm_out"},
 }
 DEEPSPEED: dict[str, dict[str, Any]] = {"full_recompute": {}, "keep_all": {}}
-OFFLOADING = "offloading"
-WRONG = "arguments of another job"
 
 
 @pytest.fixture
@@ -100,9 +107,10 @@ def same_as_the_plan(method: str, settings: dict[str, Any], ran: Record) -> None
 
 
 def printed_job(baseline: str, answer: FlagsAnswer, world: World = "executed") -> PackageJob:
-    """A job of the default policy whose options are what was printed: nothing else says them."""
+    """A job of the default policy under the printed settings: nothing else says them."""
     made, method = asked_problem(Asked("one")), policy(baseline)
-    job = make_job(made, method, world, options=answer.flags, timeout_s=PATIENCE_S)
+    printed = printed_settings(answer.flags)
+    job = make_job(made, method, world, settings=printed, timeout_s=PATIENCE_S)
     return replace(job, steps=STEPS if world == "executed" else 1, gradients=world == "executed")
 
 
@@ -121,51 +129,45 @@ def of_method(method: str, settings: dict[str, Any], baseline: str) -> list[Pack
     return [printed_job(baseline, answer), named, none, printed_job(baseline, answer, "traced")]
 
 
-def offloading() -> list[PackageJob]:
-    """Offloading by the policy, and by its printed arguments alone."""
-    named = policy("megatron_core", {"offload_modules": "qkv_linear"})
-    made = asked_problem(ONE)
-    words = msgspec.convert(named.parameters["megatron_core"], MegatronCore).flags(made)
-    assert words.endswith(f"--min-offloaded-tensor-size {MIN_OFFLOADED}")
-    printed = make_job(made, policy("megatron_core"), "traced", options=words)
-    return [make_job(made, named, "traced"), printed]
-
-
-def of_another_job() -> list[PackageJob]:
-    """Arguments that a job cannot have."""
-    _, answer = answered("full_recompute", {"num_layers": "2"}, "megatron_core")
-    flags = answer.flags
-    wrong = [
-        flags.replace("--tensor-model-parallel-size 1", "--tensor-model-parallel-size 4"),
-        f"{flags} --recompute-everything",
-        flags.replace("--recompute-num-layers 2", "--recompute-num-layers 9"),
-        f"{flags} --hidden-size 32",
-        f"{flags} --hidden-size 64 --init-method-std 0.02 --tp-comm-overlap --layernorm-epsilon x",
-        f"{flags} --cpu-offloading",
-    ]
-    return [printed_job("megatron_core", replace(answer, flags=text)) for text in wrong]
-
-
 @cache
 def ran(baseline: str) -> dict[str, list[Record]]:
     """All jobs of a baseline in one process (importing a package takes seconds), by what asked."""
     methods = MEGATRON if baseline == "megatron_core" else DEEPSPEED
     asked = {name: of_method(name, settings, baseline) for name, settings in methods.items()}
-    if baseline == "megatron_core":
-        asked |= {OFFLOADING: offloading(), WRONG: of_another_job()}
     records = iter(run_jobs(baseline, [job for jobs in asked.values() for job in jobs]))
     return {name: list(islice(records, len(jobs))) for name, jobs in asked.items()}
 
 
-@pytest.mark.full
-def test_offloading_runs_as_it_is_printed() -> None:
-    """The same bytes under the policy and under its printed arguments alone."""
-    needs("megatron.core")
-    records = ran("megatron_core")[OFFLOADING]
-    assert [record.reason for record in records] == ["", ""]
-    own, same = (record.measured for record in records)
-    assert max(rank.host_peak_bytes for rank in own.ranks) > 0
-    assert same.ranks == own.ranks
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"offload_modules": ("qkv_linear", "core_attn")},
+        {"recompute": "selective", "modules": ("layernorm", "mlp")},
+        {"recompute": "full", "method": "block", "num_layers": 3},
+        {},
+    ],
+)
+def test_the_arguments_of_a_policy_are_its_fields(settings: dict[str, Any]) -> None:
+    policy = MegatronCore(**settings)
+    assert printed_settings(policy.flags(asked_problem(ONE))) == policy.fields
+
+
+@pytest.mark.parametrize(
+    ("asked", "fused", "word"),
+    [
+        (Asked(), False, "--no-bias-swiglu-fusion"),
+        (Asked(), True, ""),
+        (Asked(model=GPT), False, "--no-bias-gelu-fusion"),
+        (Asked(model=replace(GPT, qkv_bias=False, proj_bias=False, mlp_bias=False)), False, ""),
+    ],
+)
+def test_the_activation_is_fused_unless_an_argument_says_no(
+    asked: Asked, fused: bool, word: str
+) -> None:
+    """As Megatron-LM has it; GELU without biases has no fused function there."""
+    text = MegatronCore(bias_activation_fusion=fused).flags(asked_problem(asked))
+    assert ("--no-bias" in text) == bool(word)
+    assert word in text
 
 
 @pytest.mark.full
@@ -184,20 +186,6 @@ def test_megatron_core_under_the_printed_arguments(method: str) -> None:
     allowed = LEFT_OUT * held.device_peak if again else 0
     assert abs(peaks[0] - held.activation_peak - SCALARS) <= allowed
     assert peaks[2] - said({}).activation_peak == SCALARS
-
-
-@pytest.mark.full
-def test_arguments_of_another_job_are_refused() -> None:
-    needs("megatron.core")
-    words = ["the job has 1", "--recompute-everything is not known", "more than a chunk's 4"]
-    words += [
-        "--hidden-size 32, the job has 64",
-        "x: expected a number",
-        "its configuration refuses this: ",
-    ]
-    for record, said in zip(ran("megatron_core")[WRONG], words, strict=True):
-        assert record.status == "unsupported"
-        assert said in record.reason
 
 
 @pytest.mark.full
@@ -225,7 +213,7 @@ def test_what_a_baseline_cannot_say_is_named() -> None:
     assert any("group" in line for line in answer.missing), "4 layers are no groups of 3"
     assert not answered("keep_all", {}, "megatron_core", Asked("pp2-vpp2"))[1].missing
     _, answer = answered("keep_all", {}, "megatron_core", Asked("pp2-vpp2-one-group"))
-    assert answer.missing == ("orders of its own",)
+    assert answer.missing == ("its own orders",)
 
 
 UNSAID: list[tuple[str, Asked, str]] = [

@@ -11,6 +11,7 @@ from tests.baselines.cases import (
     asked_of,
     asked_problem,
     assert_equal,
+    printed_settings,
     run_all,
     run_together,
     weighed,
@@ -57,7 +58,7 @@ def together(tmp_path_factory: pytest.TempPathFactory, short: bool) -> list[Ran]
         default = policy("megatron_core")
         jobs += [job(asked_problem(one), default, "traced", rank=1) for one in VOCABULARIES]
     words = policy("megatron_core", BLOCK.settings).methods[0].flags(asked_problem(BLOCK))  # type: ignore[attr-defined]
-    jobs.append(asked_job("megatron_core", PLAIN, options=words))
+    jobs.append(asked_job("megatron_core", PLAIN, settings=printed_settings(words)))
     own = policy("megatron_core", AWAY.settings)
     jobs.append(job(asked_problem(AWAY), own, "traced", steps=2))  # the second is like all others
     return run_together("megatron_core", jobs, tmp_path_factory.mktemp("fast"))

@@ -13,8 +13,9 @@ from rematbench.engine.lowering.lower import lower
 from rematbench.engine.program.allocator import MIB, AllocatorPeaks, Mode, rounded
 from rematbench.engine.program.program import Late, LateUnit, RankProgram
 from rematbench.engine.program.replay import _Run, replay
+from rematbench.evaluate import evaluator
 from rematbench.evaluate.evaluation import evaluate_program, program_bytes
-from rematbench.evaluate.evaluator import SINGLE_EVALUATOR, Lowered, evaluate, unpressed, weighed
+from rematbench.evaluate.evaluator import SINGLE_EVALUATOR, Lowered, evaluate, weighed
 from rematbench.evaluate.problems import make_problem
 from rematbench.inputs.job import Job
 from rematbench.plan import Plan
@@ -138,7 +139,7 @@ def test_twice_the_way_to_the_peak_tells_the_whole_step() -> None:
     held = evaluate_program(given, plan, program).ranks[0]
     resident = (held.parameter, held.gradient, held.optimizer, held.pools)
     whole = replay(program.ranks[0], resident, None)
-    assert unpressed(program, 0, held).reserved_bytes == whole.reserved_bytes
+    assert evaluator.replayed(program, 0, held).reserved_bytes == whole.reserved_bytes
 
 
 @pytest.mark.parametrize(

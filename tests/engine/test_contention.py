@@ -227,7 +227,7 @@ def test_with_infinite_rates_copies_are_as_if_alone(case: Any) -> None:
 def test_both_simulators_see_the_same_crowd(case: Any) -> None:
     given, plan = case()
     program = lower(plan, given)
-    by_op = evaluate_program(given, plan, program, op_level=True).step_s
+    by_op = evaluate_program(given, plan, program, record=True).step_s
     assert by_op == pytest.approx(evaluate(given, plan).step_s, rel=1e-12)
 
 

@@ -244,7 +244,7 @@ def test_a_record_asks_for_the_overlap_again() -> None:
 def test_our_executor_has_no_second_micro_batch() -> None:
     found = given()
     named = refusals(found, found.base_plan)
-    assert "experts' exchanges beside another micro-batch" in named
+    assert "exchanges of experts that overlap another micro-batch" in named
 
 
 def test_a_job_chooses_the_dispatcher_of_its_stack() -> None:

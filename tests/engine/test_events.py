@@ -29,7 +29,7 @@ def run() -> Any:
 @pytest.fixture(scope="module")
 def trace(run: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     path = tmp_path_factory.mktemp("trace") / "trace.json"
-    write_timeline(run, path)
+    write_timeline(run.title, run.evaluation, path)
     assert [p.name for p in path.parent.iterdir()] == ["trace.json"]
     return json.loads(path.read_text())
 

@@ -125,7 +125,7 @@ def test_the_reductions_take_their_seconds_after_the_last_pass(vpp: int) -> None
             made.cost.comm_s(Comm("reduce_scatter", "dp", c.nbytes), rank) for c in units.values()
         ]
         assert took == pytest.approx(fsum(each), rel=1e-9)
-    whole = evaluate_program(made, made.base_plan, program, op_level=True).step_s
+    whole = evaluate_program(made, made.base_plan, program, record=True).step_s
     assert evaluate(made, made.base_plan).step_s == pytest.approx(whole, rel=1e-9)
 
 

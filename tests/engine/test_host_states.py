@@ -68,7 +68,7 @@ def test_programs_are_sound_and_both_simulators_agree(name: str, kinds: tuple[st
     given, plan = timed(name, kinds)
     program = lower(plan, given)
     check(program)
-    by_op = evaluate_program(given, plan, program, op_level=True)
+    by_op = evaluate_program(given, plan, program, record=True)
     assert by_op.step_s == pytest.approx(evaluate(given, plan).step_s, rel=1e-12)
     assert by_op.offload_bytes == 0  # of activations
 

@@ -71,7 +71,7 @@ def test_programs_are_sound_and_move_the_bytes_of_a_later_start(
     for kind in (Kind.D2H, Kind.H2D):
         assert copied(program, kind) == copied(later, kind)
     step = evaluate(made, plan)
-    by_op = evaluate_program(made, plan, program, op_level=True)
+    by_op = evaluate_program(made, plan, program, record=True)
     assert by_op.step_s == pytest.approx(step.step_s, rel=1e-12)
     states = [
         [(r.parameter, r.gradient, r.optimizer, r.host_state) for r in program_bytes(made, p, q)]
@@ -206,7 +206,6 @@ def test_a_piece_that_starts_a_unit_early_is_found(monkeypatch: pytest.MonkeyPat
     ("layout", "changes", "words"),
     [
         ({}, {"clip": True}, "nothing can be clipped by it; clip must be false"),
-        ({}, {"wire": "master"}, "wire must be param"),
         ({}, {"places": ("visit",), "slots": 0}, "their visits need slots"),
         (
             {"tp": 2, "sp": True, "system": "deepspeed"},

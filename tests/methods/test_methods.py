@@ -12,8 +12,7 @@ from rematbench.engine.lowering.lower import lower
 from rematbench.engine.program.action import Kind
 from rematbench.engine.program.ledger import issue_order
 from rematbench.evaluate.evaluation import PlanEvaluation, evaluate, kernel_flop
-from rematbench.inputs.layout import Layout
-from rematbench.inputs.stages import partition_of_sizes
+from rematbench.inputs.layout import Layout, partition_of_sizes
 from rematbench.plan import Group, Recompute
 from rematbench.problem import Problem
 from rematbench.solve.kept import kept_activations, kept_layer_bytes
@@ -328,7 +327,7 @@ def test_other_layers_are_kept() -> None:
 def test_a_printed_list_is_read_back(layers: set[int]) -> None:
     base = problem(pp=1).base_plan
     whole = type(base)(partition=partition_of_sizes([41], 1))
-    assert chosen_layers(whole, layers_text(layers), "") == tuple(sorted(layers))
+    assert chosen_layers(whole, layers_text(layers)) == tuple(sorted(layers))
 
 
 @pytest.mark.parametrize(("text", "reason"), TABLES["wrong_lists"])

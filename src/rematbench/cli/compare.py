@@ -42,7 +42,7 @@ from rematbench.evaluate.result import Result
 from rematbench.evidence.bands import ratio_band, shipped
 from rematbench.evidence.peaks import about
 from rematbench.host.console import console, gib, percent, plain, rounded
-from rematbench.host.table import GIB, write_sheet
+from rematbench.host.table import GIB, grouped, write_sheet
 from rematbench.problem import Problem
 from rematbench.worlds.packages.process import broken_baselines
 
@@ -58,7 +58,7 @@ MOST_PARTS = 3
 
 
 @takes_problem
-def compare(  # noqa: PLR0913, PLR0917  # an option of the command line each
+def compare(  # noqa: PLR0913, PLR0917  # every option is a parameter
     run: RunOptions,
     output: Annotated[
         Path | None,
@@ -107,7 +107,7 @@ def compare(  # noqa: PLR0913, PLR0917  # an option of the command line each
         limit_s=limit,
     )
     printed = Ranking(console(), comparison, every=notes)
-    shipped()  # free here, while the workers' server imports its modules
+    shipped()  # loaded while the workers' server imports
     comparison.quick()
     if not json:
         printed.table(comparison.results())
@@ -346,14 +346,11 @@ def notes(results: Sequence[Result], absent: Sequence[str] = ()) -> list[str]:
 
 
 def untimed_lines(results: Sequence[Result]) -> list[str]:
-    """Lines that name the rows that fit and have no time, by reason."""
-    reasons: dict[str, list[str]] = {}
-    for result in results:
-        if result.fits and result.not_timed:
-            reasons.setdefault(result.not_timed, []).append(result.method)
-    every = sum(result.fits for result in results)
+    """Lines that name the rows that fit but are not timed, grouped by reason."""
+    fitting = [result for result in results if result.fits]
+    reasons = grouped((one.not_timed, one.method) for one in fitting if one.not_timed)
     return [
-        reason if len(methods) == every else f"{reason}: {'; '.join(methods)}"
+        reason if len(methods) == len(fitting) else f"{reason}: {'; '.join(methods)}"
         for reason, methods in reasons.items()
     ]
 

@@ -1,7 +1,4 @@
-"""The evaluator: lowers each plan once, and computes each of its numbers once.
-
-It keeps lowered plans, and the bytes that the allocators of their fullest ranks reserve.
-"""
+"""The evaluator, which lowers each plan once and computes each of its numbers once."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
@@ -49,7 +46,7 @@ class Reserved(NamedTuple):
 class Lowered:
     """A plan's program, the bytes of its ranks, and the allocator's peaks on a device with
     unlimited memory, each computed once.  None of them depends on the cluster.  `evaluations` and
-    `parts_s` cache the numbers of an evaluator, by the facts on which they depend."""
+    `parts_s` cache further numbers, by the facts on which they depend."""
 
     def __init__(self, problem: Problem, plan: Plan) -> None:
         self.problem, self.plan = problem, plan
@@ -95,7 +92,7 @@ class Lowered:
         return self.peaks_until(inf)
 
     def peaks_until(self, enough_bytes: float) -> AllocatorPeaks:
-        """Return `peaks`, or the peaks of a replay that ended once more than `enough_bytes` were
+        """Return `peaks`, or those of a replay that ended once more than `enough_bytes` were
         reserved."""
         known = self._peaks
         if known is None or (known.ended and known.reserved_bytes <= enough_bytes):
@@ -130,22 +127,18 @@ def weighed(
     return lowered.held[at]
 
 
-def unpressed(program: Program, rank: int, held: RankBytes) -> AllocatorPeaks:
-    """Return the allocator peaks of a rank on a device with unlimited memory."""
-    return replayed(program, rank, held, None)
-
-
 def replayed(
     program: Program,
     rank: int,
     held: RankBytes,
-    capacity_bytes: int | None,
+    capacity_bytes: int | None = None,
     *,
     whole: bool = False,
     enough_bytes: float = inf,
 ) -> AllocatorPeaks:
-    """Return the allocator peaks of a rank over two training steps.  The second step finds the
-    segments that the first step left cached, and may need others.  Unless `whole`, only the
+    """Return the allocator peaks of a rank over two training steps on a device of `capacity_bytes`
+    (None: of unlimited memory).  The second step finds the segments that the first step left
+    cached, and may need others.  Unless `whole`, only the
     beginning of each step is replayed: up to twice the passes that lead to the peak, and two more.
     By then the schedule has run for as long as its warm-up, more than a period, and the pattern of
     blocks repeats (tests compare with all passes).  The replay ends once more than `enough_bytes`
@@ -170,8 +163,8 @@ def rank_reserved(program: Program, rank: int, held: RankBytes, usable_bytes: in
     activations itself, return the bytes of that placement."""
     if placed := _placed_bytes(program, rank, held):
         return Reserved(placed)
-    peaks = unpressed(program, rank, held)
-    return _within(usable_bytes, peaks, partial(replayed, program, rank, held))
+    replay_at = partial(replayed, program, rank, held)
+    return _within(usable_bytes, replay_at(), replay_at)
 
 
 def _within(
@@ -203,8 +196,8 @@ Same = Callable[[Problem], Hashable]
 
 
 def without_cluster(problem: Problem) -> Hashable:
-    """Return a key that is equal for problems that differ only in their cluster, because a program
-    depends on the cluster only through the overlap that its links allow."""
+    """Return a key that is equal for problems that differ only in their cluster.  A program depends
+    on the cluster only through the overlap that its links allow, which is part of the key."""
     same = (problem.workload, problem.system, problem.layout, problem.attention)
     return encode((*same, problem.tp_overlap))
 

@@ -14,7 +14,7 @@ from rematbench.inputs.job import Job
 from rematbench.inputs.load import calibration, load_cluster, load_model, load_system
 from rematbench.inputs.precision import in_precision, of_trained, with_optimizer
 from rematbench.inputs.recipes import with_recipe
-from rematbench.inputs.system import EpOverlap, EpOverlapChoice, Home, System, with_facts
+from rematbench.inputs.system import EpOverlap, EpOverlapChoice, System, with_facts
 from rematbench.plan import Unsupported
 from rematbench.problem import Problem
 from rematbench.workload import Model
@@ -67,11 +67,16 @@ def trained_model(model: Model, system: System) -> Model:
 
 
 def stack_of(spec: Job) -> System:
-    """The stack of a problem, with the states and the exchanges of experts that the problem asks
-    for."""
+    """The stack with the job's choices: homes of states, dispatcher, CUDA graphs and overlap of
+    experts' exchanges."""
     chosen = spec.stack
-    system = hosting(spec.system, chosen.optimizer, chosen.parameters)
-    system = with_facts(system, dispatcher=chosen.dispatcher) if chosen.dispatcher else system
+    system = spec.system if isinstance(spec.system, System) else load_system(spec.system)
+    if chosen.optimizer:
+        system = with_facts(system, optimizer_on_host=chosen.optimizer == "host")
+    if chosen.parameters:
+        system = with_facts(system, parameters_on_host=chosen.parameters == "host")
+    if chosen.dispatcher:
+        system = with_facts(system, dispatcher=chosen.dispatcher)
     if (scope := chosen.cuda_graphs) is not None:
         if scope != "none" and "cuda_graphs" not in system.accepts.features:
             raise ConfigError(
@@ -82,8 +87,8 @@ def stack_of(spec: Job) -> System:
 
 
 def overlapping(system: System, choice: EpOverlapChoice | None) -> System:
-    """Return the stack with experts' exchanges beside another micro-batch, or not, as `choice` says
-    (None: as the stack has it)."""
+    """Return the stack with or without experts' exchanges beside another micro-batch, as `choice`
+    says (None: as in the stack's file)."""
     if choice is None:
         return system
     kind: EpOverlap = "none" if choice == "off" else "interleaved"
@@ -92,19 +97,10 @@ def overlapping(system: System, choice: EpOverlapChoice | None) -> System:
     return with_facts(system, ep_overlap=kind, delayed_wgrad=choice == "delayed_wgrad")
 
 
-def hosting(named: str | System, optimizer: Home | None, parameters: Home | None = None) -> System:
-    """Return the stack with optimizer states and parameters on the device or on the host, as
-    `optimizer` and `parameters` say (None: as the stack has it)."""
-    system = named if isinstance(named, System) else load_system(named)
-    if optimizer:
-        system = with_facts(system, optimizer_on_host=optimizer == "host")
-    return with_facts(system, parameters_on_host=parameters == "host") if parameters else system
-
-
 def system_variant(system: System, variants: tuple[Variant, ...]) -> System | Unsupported:
-    """Return a stack with some of its options switched on.  Raise Unsupported for an option that
-    the stack lacks.  compile: torch.compile fuses SiLU with the product.  async_tp:
-    sequence-parallel collectives overlap the GEMMs that they feed."""
+    """Return a stack with some of its options switched on, or Unsupported for an option that the
+    stack lacks.  compile: torch.compile fuses SiLU with the product.  async_tp: sequence-parallel
+    collectives overlap the GEMMs that read their results."""
     for variant in variants:
         if variant not in system.accepts.features:
             return Unsupported(f"system {system.name} has no {variant}")

@@ -14,7 +14,7 @@ from rematbench.engine.program.program import without_neighbours
 from rematbench.engine.simulate.max_plus import simulate_chunks
 from rematbench.engine.simulate.seconds import action_seconds
 from rematbench.evaluate.evaluation import fullest_rank
-from rematbench.evaluate.evaluator import SINGLE_EVALUATOR, unpressed
+from rematbench.evaluate.evaluator import SINGLE_EVALUATOR, replayed
 from rematbench.evaluate.result import evaluate_plan
 from rematbench.host.console import CommandError
 from rematbench.host.memory import free_bytes
@@ -48,7 +48,7 @@ def predict(cell: Cell) -> Prediction:
         step_s = simulate_chunks(alone, action_seconds(cell.problem, alone)).step_s
     rank = lowered.ranks[number]
     # The runtime places no activations itself, so every plan needs the reserved bytes.
-    reserved = unpressed(lowered.program, number, rank)
+    reserved = replayed(lowered.program, number, rank)
     return Prediction(
         status=result.status,
         reason=result.reason,

@@ -1,12 +1,12 @@
-"""The kinds of things that a plan changes, by which methods compose.
+"""The kinds of changes that a plan makes, which decide the order in which methods compose.
 
-The rule needs no method names, because it reads the kinds from plans.  A method's place is the
+The rule needs no names of methods, because it reads the kinds from plans.  A method's place is the
 position in KINDS of its last kind.  Methods with different places compose in the order of KINDS."""
 
 from collections.abc import Iterable
 from typing import Literal
 
-from rematbench.plan import ByteBudget, Fate, Offload, Plan, Recompute, Split
+from rematbench.plan import Fate, Plan, Recompute, Split, leaves
 from rematbench.problem import Problem
 from rematbench.solve.kept import overruled
 
@@ -14,16 +14,17 @@ ChangeKind = Literal["partition", "rebuild", "offload", "states", "ends", "piece
 
 
 KINDS: tuple[ChangeKind, ...] = ("partition", "rebuild", "offload", "states", "ends", "pieces")
-"""Kinds in the order of application. An offloader moves what a rebuilder keeps; pieces are cut
-last, from whole tensors. `ends`: fates of the embedding or the head alone."""
+"""Kinds in the order of application.  Offloading follows recomputation, because it moves what is
+still kept; pieces come last, because they divide whole tensors.  `ends`: fates of only the
+embedding or the head."""
 
 
 TUNED = "device ledger"
-"""The `bound` that a method notes when it chose the smallest reduction that fits the device."""
+"""The `bound` that a method notes if it chose the smallest reduction with which the plan fits."""
 
 
 def changed_kinds(base: Plan, plan: Plan) -> frozenset[ChangeKind]:
-    """The kinds of things in which a plan differs from its base."""
+    """The kinds of changes that a plan makes to its base."""
     found: set[ChangeKind] = set()
     for rule in plan.rules[len(base.rules) :]:
         ends = rule.select.parts is not None and "layer" not in rule.select.parts
@@ -40,17 +41,11 @@ def changed_kinds(base: Plan, plan: Plan) -> frozenset[ChangeKind]:
 
 
 def _fate_kinds(fate: Fate) -> set[ChangeKind]:
-    match fate:
-        case Recompute():
-            return {"rebuild"}
-        case Offload():
-            return {"offload"}
-        case ByteBudget(alpha=alpha):
-            return {"offload"} if alpha else set()
-        case Split(offload=offload, recompute=recompute):
-            shares: dict[ChangeKind, float] = {"offload": offload, "rebuild": recompute}
-            return {kind for kind, share in shares.items() if share}
-    return set()
+    kinds: dict[ChangeKind, bool] = {
+        "offload": leaves(fate),
+        "rebuild": isinstance(fate, Recompute) or (isinstance(fate, Split) and fate.recompute > 0),
+    }
+    return {kind for kind, holds in kinds.items() if holds}
 
 
 def place(kinds: Iterable[ChangeKind]) -> int:
@@ -60,21 +55,15 @@ def place(kinds: Iterable[ChangeKind]) -> int:
 
 # Why: docs/decisions/advise.md, Is a composition judged by the plans of its parts?
 def clash(problem: Problem, base: Plan, plan: Plan) -> str:
-    """Return the decisions of `base` that a composed plan overrules; empty if there are none."""
+    """Return the decision of `base` that a composed plan overrides, as a word; empty if none."""
     for key in ("partition", "schedule", "orders", "slices"):
         if getattr(base, key) not in (getattr(problem.base_plan, key), getattr(plan, key)):
             return key
-    offloads = any("offload" in _fate_kinds(rule.fate) for rule in base.rules)
-    if offloads and plan.transfers != base.transfers:
+    if copies(base) and plan.transfers != base.transfers:
         return "transfers"
     return overruled(problem, base, plan)
 
 
-def leaves(fate: Fate) -> bool:
-    """Whether a fate may move bytes to the host."""
-    return isinstance(fate, Offload | ByteBudget) or (isinstance(fate, Split) and fate.offload > 0)
-
-
 def copies(plan: Plan) -> bool:
-    """Whether a plan may copy activations to the host."""
+    """Whether a plan copies activations to the host."""
     return any(leaves(rule.fate) for rule in plan.rules)

@@ -10,8 +10,7 @@ from rematbench.problem import Problem
 
 
 class Point(Struct, frozen=True, kw_only=True, order=True):
-    """One choice of dropped activations for a layer.  `kept_bytes`: for one micro-batch on one
-    rank;
+    """One choice of dropped activations for a layer.  `kept_bytes`: of one micro-batch on one rank;
     `recompute_s`: seconds of the kernels and collectives that rebuild the dropped activations."""
 
     kept_bytes: int

@@ -15,13 +15,13 @@ from rematbench.solve.layer_policies import LayerGroup, heuristic
 from rematbench.solve.relocate import Relocation
 
 StageSeconds = Callable[[int, int], float]
-"""(rank, layers) -> seconds of one micro-batch on that stage; infinite where it does not fit."""
+"""(rank, layers) -> seconds of one micro-batch on that stage; infinite if it does not fit."""
 
 
 def balance(counts: Sequence[int], stage_s: StageSeconds) -> tuple[int, ...]:
     """The layer counts after moving single layers away from the slowest stage (the last of equals).
-    Each layer moves to the stage that minimises the sorted stage times; the moves end when no move
-    reduces them."""
+    Each layer moves to the stage that minimises the sorted stage times, until no move reduces
+    them."""
     best = tuple(counts)
     times = [stage_s(rank, n) for rank, n in enumerate(best)]
     for _ in range(sum(counts)):
@@ -56,9 +56,9 @@ def counts_of(plan: Plan) -> tuple[int, ...]:
 
 
 class StageTimes:
-    """(rank, layers) -> seconds of one micro-batch.  The peak for a number of layers is
-    extrapolated from the ledger's peaks of the base: each further layer adds its states and its
-    inputs in flight."""
+    """(rank, layers) -> seconds of one micro-batch.  The peak at another number of layers is
+    extrapolated from the base's ledger peaks: each further layer adds its states and its inputs in
+    flight."""
 
     def __init__(self, relocation: Relocation) -> None:
         problem, base = relocation.problem, relocation.base
@@ -95,7 +95,8 @@ def _pass_s(problem: Problem) -> float:
 
 
 def _state_bytes(problem: Problem, plan: Plan, table: OpTable) -> float:
-    """Device bytes of the states of a table on a rank, and of what a pipeline holds whole."""
+    """Device bytes of the states of a table's operators on a rank, including whole copies that a
+    pipeline holds until its last pass."""
     system, parameter, gradient = problem.system, plan.state("parameter"), plan.state("gradient")
     sizes = {
         "parameter": system.states.param_bytes,

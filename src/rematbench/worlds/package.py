@@ -27,8 +27,7 @@ def run(
 
 
 def rerun(record: Record) -> Record:
-    """The record of a new run of a baseline's record.  The job is made from the record alone, which
-    does not contain the `--options` of a run."""
+    """The record of a new run of a baseline's record.  The job is made from the record alone."""
     seen, engine = record.measured or Measured(), record.engine
     asked = PackageJob(
         run=record.spec,

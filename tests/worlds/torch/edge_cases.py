@@ -127,7 +127,7 @@ MADE: dict[str, Callable[[], Case]] = {
     "one hosted": lambda: hosted("one"),
     "dp2 hosted": lambda: hosted("dp2"),
     "one pieces": lambda: in_pieces("all three"),
-    "one pieces master": lambda: in_pieces("master"),
+    "one pieces k2": lambda: in_pieces("k2"),
     "one early host": lambda: early("one", "host"),
     "tp2 early visit": lambda: early("tp2", "visit"),
     "tp2-dp2-zero2 early host": lambda: early("tp2-dp2-zero2", "host"),

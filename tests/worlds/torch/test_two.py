@@ -46,6 +46,11 @@ CASES = grid.short(
     test_gradients_equal_the_autograd_model,
     test_keep_offload_and_whole_recompute_give_the_same_bits,
 ) = grid.tests_of(CASES, laws.torchrun)
-EVERY = [case for layout in LAYOUTS for case in grid.method_cases(layout)]
-every = grid.tests_of(EVERY, laws.launch)
-test_live_bytes_of_every_method, test_gradients_of_every_method = map(pytest.mark.full, every[:2])
+
+
+@pytest.mark.full
+def test_every_method_on_the_layouts() -> None:
+    every = [case for layout in LAYOUTS for case in grid.method_cases(layout)]
+    for case, result in laws.launch(every).values():
+        grid.check_twin(case, result)
+        grid.check_gradients(case, result)

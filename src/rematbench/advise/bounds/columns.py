@@ -184,21 +184,17 @@ class Columns:
         kinds, placed = list(enumerate(sizes)), self._resident
         if placed is not None:
             kinds.pop()
-        first, second, last = (
-            held
-            + (0 if placed is None else system.states.optimizer_bytes * placed[rank])
-            + whole[:, 0] * n
-            + whole[:, 1] * m
-            + np.asarray(
-                sum(
-                    (-(-many[0] // per[:, i]) - (-many[1] // apart[:, i])) * nbytes
-                    for (i, nbytes), many in ((k, updated if k[0] else (n, m)) for k in kinds)
-                )
-            )
-            for rank, ((n, m), updated) in enumerate(
-                zip(self._parameters, self._trained, strict=True)
-            )
-        )
+        found: list[Array] = []
+        for rank, ((n, m), updated) in enumerate(zip(self._parameters, self._trained, strict=True)):
+            total: Array = held + (0 if placed is None else sizes[2] * placed[rank])
+            total = total + whole[:, 0] * n + whole[:, 1] * m
+            states: Array = np.zeros_like(total)
+            for i, nbytes in kinds:
+                many = updated if i else (n, m)
+                spread: Array = -(-many[0] // per[:, i]) - (-many[1] // apart[:, i])
+                states = states + spread * nbytes
+            found.append(total + states)
+        first, second, last = found
         return first, second, last
 
 

@@ -46,8 +46,8 @@ from rematbench.engine.program.program import Program
 from rematbench.engine.simulate.seconds import ActionCosts
 from rematbench.evaluate.evaluator import same_plan
 from rematbench.inputs.layout import LayoutError
-from rematbench.plan import VOCABULARY, Phase, Plan, PlanError, Unsupported
-from rematbench.plugins.kinds import changed_kinds, copies, leaves
+from rematbench.plan import VOCABULARY, Phase, Plan, PlanError, Unsupported, leaves
+from rematbench.plugins.kinds import changed_kinds, copies
 from rematbench.plugins.registry import Composition
 from rematbench.problem import Problem
 

@@ -12,9 +12,15 @@ from msgspec.structs import replace
 from rematbench.host.declared import facts, flat
 from rematbench.inputs.cluster import Cluster
 from rematbench.inputs.job import Job
-from rematbench.inputs.layout import GATHERED_CHUNKS, Layout, LayoutError, even_partition
+from rematbench.inputs.layout import (
+    GATHERED_CHUNKS,
+    Layout,
+    LayoutError,
+    even_sizes,
+    partition_of_sizes,
+)
 from rematbench.inputs.layout_rules import check_exchanges, check_layout
-from rematbench.inputs.stages import partition_of_sizes, read_stages
+from rematbench.inputs.stages import read_stages
 from rematbench.inputs.system import Dispatcher, System, ZeroStage, with_facts
 from rematbench.plan import Plan, Unsupported
 from rematbench.plugins.registry import IDENTITY, Registry
@@ -93,12 +99,6 @@ class LayoutChoice(Struct, frozen=True):
     def words(self) -> tuple[str, ...]:
         """The command-line option for an uneven partition; empty for the even one."""
         return () if self.even else ("--partition", ",".join(map(str, self.sizes)))
-
-
-def even_sizes(layers: int, layout: Layout) -> tuple[int, ...]:
-    """The layers of each chunk of the even partition, in pipeline order."""
-    even = even_partition(layers, layout)
-    return tuple(len(rank[chunk]) for chunk in range(layout.vpp) for rank in even)
 
 
 def ended(

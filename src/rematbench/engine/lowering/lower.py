@@ -1,5 +1,5 @@
-"""Expands plans into actions; no other module does.  The simulator and the runtime read nothing but
-actions."""
+"""Expands plans into actions.  This is the only such place: the simulator and the runtime read
+nothing but actions."""
 
 from collections.abc import Callable, Collection
 from functools import lru_cache, partial
@@ -66,8 +66,8 @@ from rematbench.problem import Problem, gathered_bytes, tied_on_one_rank
 
 
 class PassClass(NamedTuple):
-    """A class of equal (chunk, micro-batch) pairs: its number, its fates, and the storages whose
-    host copies outlive the forward."""
+    """A class of (chunk, micro-batch) pairs with equal blocks: its number, its fates, and the
+    storages whose copies to the host outlive the forward."""
 
     number: int
     fates: Fates
@@ -75,8 +75,8 @@ class PassClass(NamedTuple):
 
 
 class BlockCache:
-    """The cache that all ranks of a lowering share.  Blocks are cached by chunk shape, fates and
-    flags, and pass classes by the rules that cover a chunk."""
+    """A cache that all ranks of a lowering share.  Blocks are cached by chunk shape, fates and
+    flags; pass classes by the rules that reach a chunk."""
 
     def __init__(self) -> None:
         self.blocks: dict[tuple[object, ...], Block] = {}
@@ -94,8 +94,8 @@ def lower(
     plan: Plan, problem: Problem, only: Collection[int] | None = None, *, partly: bool = False
 ) -> Program:
     """Expand a plan into the actions of every rank.  Raise PlanError if the plan cannot be lowered.
-    `only`: the ranks whose passes are lowered, without the steps after the last pass; the remaining
-    ranks stay empty.  `partly`: some rules may match no tensor on these ranks."""
+    `only`: the ranks to lower, without the steps after their last pass; the other ranks stay empty.
+    `partly`: rules may match no tensor of these ranks."""
     check_plan(plan, problem)
     shared = BlockCache()
     every = range(problem.layout.pp)
@@ -137,7 +137,7 @@ def rank_orders(plan: Plan, problem: Problem) -> tuple[tuple[Pass, ...], ...]:
 
 @lru_cache(maxsize=256)
 def _apart(order: tuple[Pass, ...]) -> frozenset[int]:
-    """The chunks whose backward does not directly follow their forward."""
+    """The chunks with a forward that is not directly followed by its own backward."""
     return frozenset(
         item.chunk
         for item, after in zip(order, [*order[1:], None], strict=True)
@@ -150,7 +150,8 @@ class _RankLowering:
     """Builds one rank's blocks (shared by equal micro-batches) and its steps."""
 
     def __init__(self, plan: Plan, problem: Problem, rank: int, shared: BlockCache) -> None:
-        if plan.halves and plan.transfers.reload_slots:  # slots would be full until the weights'
+        # Half backwards would keep a slot until the gradients of weights are computed.
+        if plan.halves and plan.transfers.reload_slots:
             plan = replace(plan, transfers=replace(plan.transfers, reload_slots=0))
         self.plan, self.problem, self.rank, self.shared = plan, problem, rank, shared
         self.slices = max(1, len(plan.slices))
@@ -202,13 +203,14 @@ class _RankLowering:
         )
 
     def add(self, key: Key, build: Callable[[], Block], item: Pass) -> None:
-        """Append a step after the last pass; its block is built at its first use on any rank."""
+        """Append a step after the last pass.  Its block is built when the first rank needs it."""
         if key not in self.block_index:
             self._place(key, build)
         self.steps.append(Step(self.block_index[key], item.micro_batch, item.chunk))
 
     def _place(self, key: Key, build: Callable[[], Block]) -> None:
-        own = (*key, self.rank) if key[0] == "vocabulary" else key  # events name the other ranks
+        # Ranks share no block of a vocabulary, because its events name the other ranks.
+        own = (*key, self.rank) if key[0] == "vocabulary" else key
         if own not in self.shared.blocks:
             self.shared.blocks[own] = build()
         self.block_index[key] = len(self.blocks)
@@ -239,7 +241,7 @@ class _RankLowering:
         )
 
     def _classes(self, windows: tuple[Window, ...]) -> tuple[tuple[PassKind, PassFacts], ...]:
-        """The class of every kind of pass; passes with equal fates share blocks."""
+        """The class of every kind of pass.  Passes of one class share blocks."""
         whole = self.plan.transfers.granularity == "chunk"
         kinds = pass_kinds(self.order, windows, self.slices).items()
         classes = [(kind, self._pass_class(kind, item)) for kind, item in kinds]
@@ -248,7 +250,7 @@ class _RankLowering:
         )
 
     def _pass_class(self, kind: PassKind, item: Pass) -> PassClass:
-        """The class of a kind of pass; equal chunks that the same rules cover share a class."""
+        """The class of a kind of pass.  Equal chunks that the same rules reach share a class."""
         chunk, classes = self.chunks[kind.chunk], self.shared.classes
         own: tuple[object, ...] = tuple(self.leaving[chunk.chunk].values()) if self.leaving else ()
         if self.ready:
@@ -312,7 +314,7 @@ class _RankLowering:
                 return release_block(COPIED_OUT, storages)
             case ("hold",):
                 return wait_block("hold", COPIED_OUT, "pp_send")
-            case ("sent_f", _):  # the output stays
+            case ("sent_f", _):  # The output stays alive for the chunk's backward.
                 return wait_block("sent", SENT["f"])
         return None
 
@@ -333,32 +335,56 @@ class _RankLowering:
         raise AssertionError(f"no block of {key}")
 
     def _forward_block(self, chunk: ChunkOps, fates: Fates, gather: bool, *, beside: bool) -> Block:
-        plan, system = self.plan, self.problem.system
-        parameter = plan.state("parameter")
-        release, ends = parameter.release == "forward", parameter.keeps_ends
-        of_layout = parameter, system, self.problem.layout, self.width
+        transfers = self.plan.transfers
 
         def emitter(chunk: ChunkOps, fates: Fates) -> ForwardEmitter:
-            gatherer: ParameterGatherer | None = None
-            if gather and self.by_matrix:
-                gatherer = self._matrix_gatherer(chunk, fates, forward=True)
-            elif gather:
-                tied = self._tied(chunk)
-                gatherer = ParameterGatherer(*of_layout, tied, release=release, keeps_ends=ends)
-            elif self.holds:
-                gatherer = HeldParameters(*of_layout, release=False)
-            return ForwardEmitter(chunk, fates, plan.transfers, gatherer, beside=beside)
+            gatherer = self._gatherer(chunk, fates, gather, forward=True)
+            return ForwardEmitter(chunk, fates, transfers, gatherer, beside=beside)
 
         ahead = self._layers_ahead(chunk) if self.layerwise else len(chunk.units)
-        return block_of(chunk, fates, plan.transfers, ahead if gather else 0, emitter, forward=True)
+        return block_of(chunk, fates, transfers, ahead if gather else 0, emitter, forward=True)
 
-    def _matrix_gatherer(self, chunk: ChunkOps, fates: Fates, *, forward: bool) -> MatrixGatherer:
-        parameter, system = self.plan.state("parameter"), self.problem.system
-        back = backward_order(chunk, fates)
-        kept = kept_matrices(chunk, back, system)
-        order = forward_order(chunk) if forward else back
-        lay = self.problem.layout
-        return MatrixGatherer(parameter, system, order, kept, forward=forward, layout=lay)
+    def _gatherer(
+        self, chunk: ChunkOps, fates: Fates, gather: bool, *, forward: bool
+    ) -> ParameterGatherer | None:
+        """The writer of a pass's parameter gathers, or of the names of copies that an earlier pass
+        gathered; None if the pass needs neither."""
+        parameter, system, lay = (
+            self.plan.state("parameter"),
+            self.problem.system,
+            self.problem.layout,
+        )
+        if gather and self.by_matrix:
+            back = backward_order(chunk, fates)
+            kept = kept_matrices(chunk, back, system)
+            order = forward_order(chunk) if forward else back
+            return MatrixGatherer(parameter, system, order, kept, forward=forward, layout=lay)
+        held = self.holds and not (forward and gather)
+        if not (gather or held):
+            return None
+        return (HeldParameters if held else ParameterGatherer)(
+            *(parameter, system, lay, self.width, self._tied(chunk)),
+            release=not forward or parameter.release == "forward",
+            keeps_ends=forward and parameter.keeps_ends,
+        )
+
+    def _reducer(self, chunk: ChunkOps, reduce: bool, *, norms: bool = False) -> GradReducer | None:
+        """The writer of a backward's gradient reductions; None if it has none.  `norms`: gradients
+        of norms are summed before each reduction."""
+        plan, problem, tied = self.plan, self.problem, self._tied(chunk)
+        states = plan.state("gradient"), plan.state("optimizer")
+        leaving = self.leaving[chunk.chunk] if self.leaving else None
+        reducer: GradReducer | None = None
+        if self.sums:
+            reducer = GradientSums(plan, problem, first=reduce)
+        elif reduce and self.buckets is not None:
+            reducer = BucketReducer(*states, problem, tied, self.buckets, leaving)
+        elif reduce or norms:
+            system, lay = problem.system, problem.layout
+            reducer = GradReducer(*states, system, lay, self.width, tied, leaving)
+        if reducer:
+            reducer.sums_in_last = norms
+        return reducer
 
     def _layers_ahead(self, chunk: ChunkOps) -> int:
         if self.by_matrix:
@@ -368,64 +394,37 @@ class _RankLowering:
     def _backward_block(
         self, chunk: ChunkOps, fates: Fates, reduce: bool, *, beside: bool, updates: bool
     ) -> Block:
-        plan, problem = self.plan, self.problem
-        parameter = plan.state("parameter")
-        states = plan.state("gradient"), plan.state("optimizer")
-        leaving = self.leaving[chunk.chunk] if self.leaving else None
+        transfers = self.plan.transfers
 
         def emitter(chunk: ChunkOps, fates: Fates) -> BackwardEmitter:
-            gatherer: ParameterGatherer | None = None
-            reducer: GradReducer | None = None
-            tied = self._tied(chunk)
-            if self.by_matrix:
-                gatherer = self._matrix_gatherer(chunk, fates, forward=False)
-            elif self.layerwise:
-                kind = HeldParameters if self.holds else ParameterGatherer
-                of_layout = parameter, problem.system, problem.layout, self.width
-                gatherer = kind(*of_layout, tied, release=True)
-            norms = updates and problem.layout.sequence_parallel
-            if self.sums:
-                reducer = GradientSums(plan, problem, first=reduce)
-            elif reduce and self.buckets is not None:
-                reducer = BucketReducer(*states, problem, tied, self.buckets, leaving)
-            elif reduce or norms:
-                reducer = GradReducer(
-                    *states, problem.system, problem.layout, self.width, tied, leaving
-                )
-            if reducer:
-                reducer.sums_in_last = norms
+            gatherer = self._gatherer(chunk, fates, self.layerwise, forward=False)
+            norms = updates and self.problem.layout.sequence_parallel
+            reducer = self._reducer(chunk, reduce, norms=norms)
             updater = self._updater(chunk) if updates else None
-            transfers = plan.transfers
             return BackwardEmitter(
                 chunk, fates, transfers, gatherer, reducer, updater, beside=beside
             )
 
         by_unit = self.leaving_gradients or self.update_in_backward
+        leaving = bool(self.leaving and self.leaving[chunk.chunk])
         if updates or (reduce and (self.buckets is not None or not by_unit or leaving)):
-            return emitter(chunk, fates).block()  # buckets and pieces reach over many layers
+            # Buckets and pieces span many layers, so no layer's actions can stand for others.
+            return emitter(chunk, fates).block()
         ahead = self._layers_ahead(chunk) if self.layerwise else 0
-        return block_of(chunk, fates, plan.transfers, ahead, emitter, forward=False)
+        return block_of(chunk, fates, transfers, ahead, emitter, forward=False)
 
     def _half_block(self, chunk: ChunkOps, fates: Fates, reduce: bool | None) -> Block:
-        """The half of a backward for gradients of inputs (`reduce` None) or of weights, which
-        reduces gradients if `reduce` says so."""
-        plan, problem, tied = self.plan, self.problem, self._tied(chunk)
-        states = plan.state("gradient"), plan.state("optimizer")
+        """The half of a backward that computes gradients of inputs (`reduce` None), or of weights;
+        the latter also reduces gradients if `reduce` is true."""
+        transfers = self.plan.transfers
 
         def emitter(chunk: ChunkOps, fates: Fates) -> BackwardEmitter | WeightEmitter:
-            first = BackwardEmitter(chunk, fates, plan.transfers, None, None, apart=True)
-            if reduce is None:
-                return first
-            reducer: GradReducer | None = None
-            if reduce and self.buckets is not None:
-                reducer = BucketReducer(*states, problem, tied, self.buckets, None)
-            elif reduce:
-                reducer = GradReducer(*states, problem.system, problem.layout, self.width, tied)
-            return WeightEmitter(first, reducer)
+            first = BackwardEmitter(chunk, fates, transfers, None, None, apart=True)
+            return first if reduce is None else WeightEmitter(first, self._reducer(chunk, reduce))
 
         if reduce and self.buckets is not None:
             return emitter(chunk, fates).block()
-        return block_of(chunk, fates, plan.transfers, 0, emitter, forward=False)
+        return block_of(chunk, fates, transfers, 0, emitter, forward=False)
 
     def _updater(self, chunk: ChunkOps) -> Callable[[BlockWriter], ReadyWriter]:
         cut = self.plan.state("optimizer").pieces
@@ -440,13 +439,14 @@ class _RankLowering:
 
 
 class _SlicedLowering(_RankLowering):
-    """Builds the steps of a rank whose passes are of slices.  `parts`: the lowering of each slice,
-    which makes its blocks, and the places of its rules."""
+    """Builds the steps of a rank whose passes run slices of sequences.  `parts`: for each slice,
+    the lowering that makes its blocks, and the indices of its rules in the plan."""
 
     def __init__(self, plan: Plan, problem: Problem, rank: int, shared: BlockCache) -> None:
         super().__init__(plan, problem, rank, shared)
         self.parts: list[tuple[_RankLowering, list[int]]] = []
-        chunks = range(problem.layout.vpp)  # in `apart`, no backward follows its own forward
+        # An order in which no backward directly follows its own forward.
+        chunks = range(problem.layout.vpp)
         apart = tuple(Pass(f, m, c) for c in chunks for f in (True, False) for m in (0, 1))
         for number, part in enumerate(slice_problems(problem, plan.slices)):
             alone, places = of_slice(plan, number)

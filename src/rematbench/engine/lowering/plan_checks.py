@@ -6,16 +6,13 @@ from msgspec.structs import asdict
 
 from rematbench.costs.operators.memory import table_on_host
 from rematbench.costs.operators.ops import ACTIVATIONS
-from rematbench.engine.lowering.states.state_pieces import master_bytes
 from rematbench.engine.lowering.states.state_shards import rank_sharded
 from rematbench.host.console import gib
 from rematbench.inputs.configfile import closest
 from rematbench.inputs.stages import stages_of
 from rematbench.plan import (
-    ByteBudget,
     Fate,
     Group,
-    Offload,
     Pass,
     Pieces,
     Plan,
@@ -24,6 +21,7 @@ from rematbench.plan import (
     Select,
     Split,
     gathers_by_layer,
+    leaves,
     passes_refusal,
     refusal,
     slices_refusal,
@@ -58,8 +56,8 @@ def check_plan(plan: Plan, problem: Problem) -> None:
     transfers = plan.transfers
     if transfers.granularity == "chunk" and transfers.reload_slots == 1:
         raise PlanError(
-            "reload_slots 1: a chunk is reloaded while the tensors of the chunk before are in use; "
-            "use 0 (new memory) or at least 2 slots"
+            "reload_slots 1: a chunk is reloaded while the backward of the previous chunk uses the "
+            "slot; use 0 (new memory) or at least 2 slots"
         )
     operators = {op.name for table in (*problem.layer_kinds, problem.head) for op in table.ops}
     for sequence in plan.mini_sequences:
@@ -86,9 +84,11 @@ def _check_partition(plan: Plan, problem: Problem) -> None:
         stages_of(one.partition, model.num_layers) for one in (plan, problem.base_plan)
     )
     if [one.prediction for one in stages] != [one.prediction for one in usual]:
-        raise PlanError("the layout says which chunk has the layers that predict more tokens")
+        raise PlanError(
+            "partition moves layers that predict more tokens to another chunk than the layout's"
+        )
     if not all(virtual[1:-1]):
-        raise PlanError("partition has a chunk that holds nothing: give it a layer")
+        raise PlanError("partition has an empty chunk in the middle: give it a layer")
 
 
 def _check_cuts(plan: Plan, problem: Problem) -> None:
@@ -133,7 +133,7 @@ def _check_host_states(plan: Plan) -> None:
 def _check_pieces(plan: Plan, problem: Problem) -> None:
     cut = [state.kind for state in plan.states if state.pieces and state.kind != "optimizer"]
     if cut:
-        raise PlanError(f"pieces are of optimizer states, not of the {cut[0]} states")
+        raise PlanError(f"only optimizer states can be in pieces, not the {cut[0]} states")
     optimizer = plan.state("optimizer")
     pieces = optimizer.pieces
     if pieces is None:
@@ -144,16 +144,11 @@ def _check_pieces(plan: Plan, problem: Problem) -> None:
     home = "host" if away else "device"
     if optimizer.home != home:
         raise PlanError(
-            f"pieces {', '.join(away) or 'device'} are at home on the {home}: "
+            f"places {', '.join(away) or 'device'} of pieces keep their states on the {home}: "
             f"the optimizer's home is {optimizer.home}, and must be {home}"
         )
     if why := too_early(plan, problem, pieces):
         raise PlanError(why)
-    if pieces.wire == "master" and master_bytes(problem) <= problem.system.states.param_bytes:
-        raise PlanError(
-            f"wire master: system {problem.system.name} has no master weights wider than its "
-            f"{problem.system.states.param_bytes}-byte weights; wire must be param"
-        )
     shares = [rank_sharded(problem, plan, rank, optimizer) for rank in range(problem.layout.pp)]
     if away and pieces.size > min(shares):
         raise PlanError(
@@ -163,7 +158,7 @@ def _check_pieces(plan: Plan, problem: Problem) -> None:
 
 
 def too_early(plan: Plan, problem: Problem, pieces: Pieces) -> str:
-    """Why pieces cannot start in the last backward; empty if they can or do not."""
+    """Why pieces cannot be updated during the last backward; empty if they can, or need not."""
     if pieces.start == "norm":
         return ""
     lay, system, gradient = problem.layout, problem.system, plan.state("gradient")
@@ -172,9 +167,6 @@ def too_early(plan: Plan, problem: Problem, pieces: Pieces) -> str:
         "the norm of all gradients is not known yet, so nothing can be clipped by it; clip must be "
         "false": pieces.clip,
         "their visits need slots": not pieces.slots and "visit" in pieces.places,
-        "the device would wait in its backward to cast master weights; wire must be param": (
-            pieces.wire == "master"
-        ),
         "parameters at home on the host are updated after the backward; start must be norm": (
             plan.state("parameter").home == "host"
         ),
@@ -200,13 +192,13 @@ def check_ready_order(last: Mapping[int, Pass], order: Sequence[Pass]) -> None:
     at = [order.index(last[chunk]) for chunk in sorted(last, reverse=True)]
     if at != sorted(at):
         raise PlanError(
-            "pieces that start as their gradients become ready need last backwards from the last "
-            "chunk to the first"
+            "pieces that start as their gradients become ready need the chunks' last backwards in "
+            "order from the last chunk to the first"
         )
 
 
 def graph_conflict(plan: Plan, problem: Problem) -> str:
-    """Return the feature of a plan that CUDA graphs do not support, as text; empty if none.
+    """Return why the stack's CUDA graphs do not support a plan; empty if they do.
 
     Megatron-core 0.16.1, transformer_config.py: CUDA graphs are not supported with CPU offloading,
     full recomputation needs the graph of a whole iteration, and a recomputed module may not contain
@@ -219,12 +211,12 @@ def graph_conflict(plan: Plan, problem: Problem) -> str:
     fates = [rule.fate for rule in plan.rules]
     gathered = gathers_by_layer(plan.state("parameter"), problem.layout)
     reasons = {
-        "activations on the host": any(_moves(fate) for fate in fates),
+        "activations on the host": any(map(leaves, fates)),
         "whole layers recomputed": not kernels.captures_iteration
         and any(_whole(fate) for fate in fates),
         "the module moe recomputed": "moe_router" in kernels.cuda_graphs
         and any("router_scores" in (rule.select.activations or ()) for rule in plan.rules),
-        "recomputation in another operator's window": any(
+        "recomputation during another operator's collective": any(
             isinstance(fate, Recompute) and fate.window is not None for fate in fates
         ),
         "parameters gathered per layer": gathered,
@@ -232,17 +224,6 @@ def graph_conflict(plan: Plan, problem: Problem) -> str:
     }
     scope = {"layer": "layers"}.get(kernels.cuda_graphs, kernels.cuda_graphs)
     return refusal(f"CUDA graphs of {scope} ({problem.system.name}) do not allow", reasons)
-
-
-def _moves(fate: Fate) -> bool:
-    match fate:
-        case Offload():
-            return True
-        case Split():
-            return fate.offload > 0
-        case ByteBudget():
-            return fate.alpha > 0
-    return False
 
 
 def _whole(fate: Fate) -> bool:
@@ -253,9 +234,8 @@ def _whole(fate: Fate) -> bool:
 
 def check_rules(plan: Plan, problem: Problem, matched: Collection[int] | None) -> None:
     """Raise PlanError for a rule that matches no saved tensor of any rank, and for an activation
-    name that no model has.  `matched`: the indices of the rules that match; None skips the first
-    check, because some ranks are not lowered.  The second check finds a misspelt name in a list
-    with names that match.  Names of other models pass."""
+    name that no model has (a misspelt name among others that match).  `matched`: the indices of the
+    rules that match; None skips the first check, because some ranks are not lowered."""
     tables = (problem.embedding, *problem.layer_kinds, problem.head)
     activations = {name for table in tables for name in table.activations}
     for index, rule in enumerate(plan.rules if matched is not None else ()):
@@ -270,8 +250,8 @@ def check_rules(plan: Plan, problem: Problem, matched: Collection[int] | None) -
 
 
 def _select_text(select: Select, names: Collection[str]) -> str:
-    """A selector's restrictions as text, with the nearest of `names` for an activation that is not
-    among them."""
+    """A selector's restrictions as text.  If an activation is not among `names`, the text suggests
+    the most similar one."""
     values = {key: value for key, value in asdict(select).items() if value not in (None, False)}
     words = ", ".join(f"{key}={value!r}" for key, value in values.items())
     unknown = [name for name in select.activations or () if name not in names]

@@ -7,7 +7,7 @@ from msgspec.structs import replace
 
 from rematbench.costs.operators.ops import Activation, Comm
 from rematbench.engine.lowering.blocks.writer import BlockWriter
-from rematbench.engine.lowering.passes.emit_op import Storages, emit_copies_in, emit_copies_out
+from rematbench.engine.lowering.passes.emit_op import Storages, emit_copies
 from rematbench.engine.program.action import COMPUTE, WEIGHTS_DOWN, Action, Alloc, Kind
 from rematbench.engine.program.program import Block
 from rematbench.engine.program.storage import (
@@ -40,8 +40,8 @@ def tied_recv_block(nbytes: int) -> Block:
 
 
 def recv_block(tensor: Activation, storage: Storage, direction: str) -> Block:
-    """Receive a boundary activation (or, in a backward's direction, its gradient) into new memory.
-    The event records its arrival."""
+    """Receive a boundary activation (or, in the direction of the backward, its gradient) into new
+    memory.  The event records its arrival."""
     forward = direction[0] != "b"
     action = Action(
         kind=Kind.RECV,
@@ -74,14 +74,15 @@ def send_block(tensor: Activation, storage: Storage, direction: str) -> Block:
 def d2h_block(storages: Storages) -> Block:
     w = BlockWriter()
     w.wait("d2h", ENDED["f"])
-    emit_copies_out(w, storages, COPIED_OUT)
+    emit_copies(w, Kind.D2H, storages, COPIED_OUT)
     return Block("D2H", tuple(w.actions))
 
 
 def h2d_block(storages: Storages, slot: Slot | None) -> Block:
     w = BlockWriter()
-    w.wait("h2d", w.mark(COMPUTE))  # compute waited for the D2H copy and frees the memory needed
-    emit_copies_in(w, storages, COPIED_IN, slot)
+    # Compute has waited for the D2H copies, and it frees the memory that these copies need.
+    w.wait("h2d", w.mark(COMPUTE))
+    emit_copies(w, Kind.H2D, storages, COPIED_IN, slot)
     return Block("H2D", tuple(w.actions))
 
 
@@ -95,7 +96,7 @@ def release_block(event: Event, storages: tuple[Storage, ...]) -> Block:
 
 
 def free_block(storages: tuple[Storage, ...], label: str = "release") -> Block:
-    """Free a chunk's gathered parameters, its shards of gradients, or an output that stayed."""
+    """Free storages: a chunk's gathered parameters, its gradient shards, or its output."""
     return Block(label, (Action(kind=Kind.FREE, stream=COMPUTE, frees=storages),))
 
 
@@ -106,8 +107,8 @@ def wait_block(label: str, event: Event, stream: str = COMPUTE) -> Block:
 
 
 def reduce_block(comms: Sequence[Comm], scratch: int = 0) -> Block:
-    """Reduce a chunk's gradients after its last backward, without overlap.  `scratch`: bytes of
-    buckets and of the copy that is reduced."""
+    """Reduce a chunk's gradients after its last backward, without overlap.  `scratch`: the bytes of
+    buckets and of the bucket's copy on which the collective works."""
     w = BlockWriter()
     for comm in comms:
         w.collective(comm, NO_PART, "gradients", [], [])

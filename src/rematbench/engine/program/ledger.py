@@ -44,7 +44,7 @@ class Interval(NamedTuple):
 
 
 class Live(NamedTuple):
-    """A live storage (None: scratch of an action), its (micro-batch, chunk), its bytes."""
+    """A live storage (None: the scratch of an action), its (micro-batch, chunk), and its bytes."""
 
     storage: Storage | None
     micro_batch: int
@@ -132,8 +132,8 @@ def fresh_peak(rank: RankProgram) -> int:
 
 
 def live_bytes(actions: Iterable[tuple[Action, int, int]]) -> Iterable[tuple[int, int]]:
-    """Return the (device, host) live bytes after each action in issue order.  Tests compare them
-    with an interpreter that allocates real memory."""
+    """Return the (device, host) live bytes after each action in issue order, to compare them with
+    the bytes of an executed or traced program."""
     sizes: dict[tuple[Storage, int, int], int] = {}
     device = host = 0
     for action, micro_batch, chunk in actions:

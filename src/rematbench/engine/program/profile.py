@@ -1,7 +1,7 @@
 """The effect of a block on bytes, and the storages that outlive it.
 
-Only the allocation of a storage records its size.  So a block that frees a storage of another block
-is measured after that block.
+An action that frees a storage does not know the storage's size.  So a block that frees a storage of
+another block is measured after that block.
 """
 
 from collections.abc import Callable, Sequence
@@ -10,13 +10,13 @@ from typing import NamedTuple
 
 from rematbench.costs.copies import pinned_block_bytes
 from rematbench.engine.program.action import Action
-from rematbench.engine.program.program import Block, Part, Program, RankProgram
+from rematbench.engine.program.program import Part, Program, RankProgram
 from rematbench.engine.program.storage import HOST, Storage
 
 
 class Profile(NamedTuple):
-    """The effect of a block on bytes: net bytes, and peak bytes above the level at entry.  Both are
-    given for the device, for the host, and for the pinned blocks that hold the host bytes."""
+    """The effect of a block on bytes: net bytes, and peak bytes above the level at entry, each for
+    the device, for the host, and for the pinned blocks that hold the host bytes."""
 
     device_net: int
     device_high: int
@@ -37,8 +37,8 @@ class Profile(NamedTuple):
 
 
 class Lifetimes(NamedTuple):
-    """Storages whose lifetimes cross a block's ends.  `births`: bytes of the storages that a block
-    leaves alive; `deaths`: earlier storages that the block frees."""
+    """Storages whose lifetimes cross a block's start or end.  `births`: the bytes of each storage
+    that the block leaves alive; `deaths`: storages of earlier blocks that the block frees."""
 
     births: dict[Storage, int]
     deaths: list[Storage]
@@ -53,14 +53,14 @@ class LedgerError(ValueError):
 
 
 def program_profiles(program: Program) -> list[list[Profile]]:
-    """Return the profiles of each rank's blocks.  If a block only frees a tensor, the tensor's size
-    comes from the block that allocated it."""
+    """Return the profiles of each rank's blocks.  The size of a tensor that a block frees but does
+    not allocate comes from the block that allocated it."""
     profiler = _Profiler()
     return [profiler.rank(rank) for rank in program.ranks]
 
 
 class _Profiler:
-    """Makes the profile of each block once: a block that ranks share has one profile."""
+    """Computes each block's profile once, even if ranks share the block."""
 
     def __init__(self) -> None:
         self.profiles: dict[int, Profile] = {}  # by identity of the block
@@ -90,22 +90,16 @@ class _Profiler:
             if here is None:
                 continue
             block = rank.blocks[step[0]]
-            if left.pop(id(block), None) is None:
-                self._replay(block, here)
-            else:
+            if left.pop(id(block), None) is not None:
                 self.profiles[id(block)] = _profile(block.label, block.parts, here)
+                continue
+            if id(block) not in self.outlives:
+                self.outlives[id(block)] = _outlive(block.parts)
+            births, deaths = self.outlives[id(block)]
+            here.update(births)
+            for dead in deaths:
+                here.pop(dead, None)
         return [self.profiles[id(block)] for block in rank.blocks]
-
-    def _replay(self, block: Block, sizes: dict[Storage, int]) -> None:
-        births, deaths = self._outlive(block)
-        sizes.update(births)
-        for dead in deaths:
-            sizes.pop(dead, None)
-
-    def _outlive(self, block: Block) -> Lifetimes:
-        if id(block) not in self.outlives:
-            self.outlives[id(block)] = _outlive(block.parts)
-        return self.outlives[id(block)]
 
 
 def _outlive(parts: Sequence[Part]) -> Lifetimes:

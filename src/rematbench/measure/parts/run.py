@@ -35,10 +35,11 @@ ON_DEMAND = {
     "layers": 560.0,
     "searched": 560.0,
 }
-"""Seconds that each part may take that runs only on request: steps of real packages, predicted
-steps by turns, and by turns the plans of a search."""
+"""Seconds that each part may take that runs only on request: steps of real packages, and by turns
+the steps of methods and the plans of a search."""
 ENDS_S = 25.0
-"""Seconds of a part with a line for each measurement that are left for its last one to end."""
+"""Seconds before its limit at which a part of turns starts no further turn, so that the last one
+can end."""
 SUITES: dict[str, tuple[str, Callable[[Path], object]]] = {
     "layers": ("gpu_layers.yaml", load_layers),
     "searched": ("gpu_searched.yaml", load_searched),
@@ -113,8 +114,8 @@ def measure(parts: Sequence[str], request: GpuRequest, say: Callable[[str], None
 
 
 def _before(path: Path, device: str, parts: Sequence[str]) -> list[Ran]:
-    """The parts of the summary that is there, without those that run now; none of a summary of
-    another device, or of one that cannot be read."""
+    """The parts that the summary of an earlier command lists, except those that run now; none if
+    the summary is missing, unreadable or of another device."""
     try:
         found = read_summary(path)
     except (OSError, RecordError):

@@ -6,7 +6,6 @@ and if order, partition, states, mini-sequences and kind of transfers are the sa
 """
 
 from collections.abc import Container, Iterator
-from itertools import count
 from typing import Any
 
 import msgspec
@@ -135,7 +134,7 @@ def candidate_plans(
 
 
 def alike(problem: Problem, plan: Plan, other: Plan) -> bool:
-    """Whether two plans are equal: every fate, and what else `flags` compares."""
+    """Whether two plans are equal in every fate and in everything else that `flags` compares."""
     mine, theirs = fates(problem, plan), fates(problem, other)
     return mine == theirs and not _rest(plan, other, offloads_any(mine))
 
@@ -167,27 +166,24 @@ def _plain(fate: Resolved) -> Resolved:
 
 
 class Offers:
-    """The plans of a package's policies with the fates of their first chunk.  Each plan is computed
-    at the first request and cached."""
+    """The plans of a package's policies, each with the fates of its first chunk.  A plan is made
+    when an iteration first reaches it, and kept for the next iteration."""
 
     def __init__(self, problem: Problem, name: str) -> None:
-        self._problem = problem
-        self._rest = candidate_plans(problem, name)
+        plans = (plan for _, plan in candidate_plans(problem, name))
+        self._rest = ((plan, _chunk_fates(problem, plan, 0, 0)) for plan in plans)
         self._plans: list[tuple[Plan, Table]] = []
 
     def __iter__(self) -> Iterator[tuple[Plan, Table]]:
-        for at in count():
-            if at == len(self._plans):
-                more = next(self._rest, None)
-                if more is None:
-                    return
-                self._plans.append((more[1], _chunk_fates(self._problem, more[1], 0, 0)))
-            yield self._plans[at]
+        yield from self._plans
+        for offer in self._rest:
+            self._plans.append(offer)
+            yield offer
 
 
 def unsaid(entry: MethodEntry, problem: Problem) -> tuple[str, ...]:
-    """The facts of a problem for which a package has no options.  With options alone it keeps an
-    optimizer in host memory as its runs here do not."""
+    """The facts of a problem that a package has no options for. With an optimizer in host memory
+    they include the facts that have options but are not run here."""
     reasons: tuple[str, ...] = entry.cls.inexpressible(problem)
     return reasons if problem.system.host.optimizer_on_host else without_options(reasons)
 
@@ -282,11 +278,9 @@ def _words(fate: Resolved) -> str:
 
 
 def _rest(plan: Plan, candidate: Plan, moved: bool) -> list[str]:
-    """A line for each difference of two plans apart from fates.  `moved`: whether some bytes are
+    """A line for each difference of two plans other than fates. `moved`: whether bytes are
     offloaded, so that transfers count."""
-    lines = [
-        f"{kind} of its own" for kind in KINDS if getattr(plan, kind) != getattr(candidate, kind)
-    ]
+    lines = [f"its own {kind}" for kind in KINDS if getattr(plan, kind) != getattr(candidate, kind)]
     if moved and plan.transfers != candidate.transfers:
         lines.append(f"copies per {plan.transfers.granularity}, at the times that the method sets")
     if any(rule.select.micro_batches is not None for rule in plan.rules):

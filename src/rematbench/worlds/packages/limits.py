@@ -3,9 +3,6 @@
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from msgspec import Struct
-from msgspec.structs import fields
-
 from rematbench.inputs.layout import Layout
 from rematbench.problem import AttentionKind, Problem
 from rematbench.workload import Model, Workload
@@ -17,7 +14,8 @@ Reason = tuple[bool, str]
 
 QUANTISED = "quantised linears"
 NOT_RUN = "not run here)"
-"""End of a reason for a job that has options, and that this baseline does not run."""
+"""The end of a reason against a job that the package has options for, but that this baseline does
+not run."""
 
 
 class Setup(NamedTuple):
@@ -58,18 +56,6 @@ def active_reasons(reasons: Iterable[Reason]) -> tuple[str, ...]:
 
 
 def without_options(reasons: Iterable[str]) -> tuple[str, ...]:
-    """The reasons against jobs for which a baseline has no options, without those against jobs that
-    only are not run here."""
+    """The reasons against jobs that a baseline has no options for; reasons that end with NOT_RUN
+    are left out."""
     return tuple(reason for reason in reasons if not reason.endswith(NOT_RUN))
-
-
-def overridden(policy: Struct, options: Struct, names: Iterable[str]) -> str:
-    """The settings among `names` that `policy` sets and `options` overrides, in words; empty if
-    there are none.  A setting at its default counts as not set."""
-    defaults = {field.name: field.default for field in fields(policy)}
-    words = [
-        f"{name} is {getattr(policy, name)}, but the options say {getattr(options, name)}"
-        for name in names
-        if getattr(policy, name) not in (defaults[name], getattr(options, name))
-    ]
-    return "; ".join(words)

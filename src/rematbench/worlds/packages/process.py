@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from math import fsum
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 from msgspec import Struct
@@ -54,8 +54,8 @@ class PackageJob(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     then `timed_steps` steps, of which only the seconds are recorded.  `rank` is the rank whose
     bytes a traced run follows.  `gradients`: the first step's whole gradients are written next to
     the record.  `ignored` is the share of labels that the loss ignores.  `timeout_s` limits the
-    whole job with all its ranks.  `options`: text that `flags` printed; this text configures the
-    package in place of the policy.
+    whole job with all its ranks.  `settings`: values of the package's own configuration that
+    replace the policy's.
     """
 
     run: RunSpec
@@ -68,7 +68,7 @@ class PackageJob(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     rank: NonNegativeInt = 0
     gradients: bool = False
     timeout_s: float = 120.0
-    options: str = ""
+    settings: dict[str, Any] = {}
 
 
 def baselines() -> dict[str, MethodEntry]:
@@ -77,7 +77,7 @@ def baselines() -> dict[str, MethodEntry]:
 
 @cache
 def loaded() -> tuple[dict[str, MethodEntry], dict[str, str]]:
-    """Whole baselines by name, and why others are left out."""
+    """The complete baselines by name, and for each other folder the reason why it is left out."""
     return load_baselines()
 
 
@@ -114,7 +114,7 @@ def job(
     problem: Problem,
     method: Composition,
     world: Literal["executed", "traced"] = "executed",
-    **options: int | float | bool | str,
+    **options: Any,
 ) -> PackageJob:
     """The job of a problem under a policy; BaselineError for a stack that no available baseline
     runs."""

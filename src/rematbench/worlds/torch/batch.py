@@ -56,7 +56,15 @@ def slices(layout: Layout, place: Coordinates) -> tuple[int, ...]:
     return (place.cp, 2 * layout.cp - 1 - place.cp)
 
 
+def slice_order(cp: int) -> list[int]:
+    """For each of a sequence's 2 x cp slices, its index in the concatenation of what the ranks
+    hold."""
+    held = [position for rank in range(cp) for position in (rank, 2 * cp - 1 - rank)]
+    return [held.index(position) for position in range(2 * cp)]
+
+
 def positions(layout: Layout, place: Coordinates, seq_len: int) -> Tensor:
+    """The position in its sequence of each of a rank's rows of one sequence."""
     if layout.ulysses > 1:
         size = seq_len // layout.ulysses
         return torch.arange(place.cp * size, (place.cp + 1) * size)

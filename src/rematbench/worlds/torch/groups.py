@@ -59,7 +59,7 @@ def members(layout: Layout, order: tuple[str, ...], along: tuple[str, ...]) -> l
 
 DIMENSIONS: dict[GroupName, tuple[str, ...]] = {"tp": ("tp",), "cp": ("cp",), "dp": ("dp", "cp")}
 EXPERT_GROUPS: tuple[GroupName, ...] = ("etp", "ep", "edp")
-"""The groups of experts, the fastest first."""
+"""The groups over which experts are spread; neighbouring ranks share the first of them."""
 
 
 def state_rank(
@@ -104,8 +104,8 @@ class Group(NamedTuple):
     handle: dist.ProcessGroup | None
 
     def all_gather(self, out: Tensor, part: Tensor) -> None:
-        """out = every rank's rows in rank order; `part` may be its place in `out` (NCCL allows
-        it)."""
+        """out = every rank's rows in rank order; `part` may lie at this rank's place in `out` (NCCL
+        allows it)."""
         if self.handle is None:
             out.view(-1).copy_(part.reshape(-1))
             return

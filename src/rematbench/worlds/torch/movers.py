@@ -191,10 +191,7 @@ class Movers:
             first += count
 
     def join(self, action: Action, span: Span) -> None:
-        """Join the parts into the whole tensor, or cast master weights."""
-        if self.model.pieces and action.part.letter == "P":
-            self.model.pieces.cast(action, span, self.memory)
-            return
+        """Join the parts into the whole tensor."""
         name = action.allocs[0].storage
         form = self.forms.pop(span.key(name))
         data = torch.empty(form.shape, dtype=form.dtype, device=self.model.device)

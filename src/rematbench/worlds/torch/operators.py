@@ -10,6 +10,7 @@ from rematbench.costs.operators.ops import LINEAR_INPUTS, NORMS, QUANTISED
 from rematbench.model import AdapterTarget
 from rematbench.worlds.torch import arithmetic, ends, experts, memory, quantised
 from rematbench.worlds.torch import attention_backends as attn
+from rematbench.worlds.torch.batch import slice_order
 from rematbench.worlds.torch.groups import Group
 from rematbench.worlds.torch.operands import Call, Operator, Tensors
 from rematbench.worlds.torch.parameters import ADAPTED, HEAD_NORMS
@@ -18,8 +19,8 @@ COLUMNS = (
     *("qkv", "q_up", "kv_up", "fc1", "lm_head", "shared_fc1", "q_down", "kv_down"),
     *("join", "predict_head", "memory_query", "memory_gate"),
 )
-"""The column-parallel operators, and the projections to few columns, which no rank splits: each
-output has its own weight, so that none is a view."""
+"""The column-parallel operators, and the narrow projections, which no rank splits. Each output has
+a weight of its own, so no output is a view of another."""
 ROWS = ("proj", "fc2", "shared_fc2", "memory_proj")
 DROPS = tuple(f"lora_{target}_in" for target in get_args(AdapterTarget))
 ADAPTERS = tuple(f"lora_{target}" for target in get_args(AdapterTarget))
@@ -54,18 +55,9 @@ def _columns(call: Call, x: Tensor) -> Tensor:
     return _whole_sequences(_flat(x), batch, ranks) if ranks > 1 else _flat(x)
 
 
-def slice_order(call: Call) -> list[int]:
-    """For each slice of a sequence, its index among the slices that the ranks hold one after
-    another. The indices are Python numbers for views, because an index tensor would need a blocking
-    copy to a GPU in every call."""
-    cp = call.model.problem.layout.cp
-    ends = [(r, 2 * cp - 1 - r) for r in range(cp)]
-    at = {position: 2 * r + i for r, pair in enumerate(ends) for i, position in enumerate(pair)}
-    return [at[i] for i in range(2 * cp)]
-
-
 def _in_order(slices: Tensor, order: list[int]) -> Tensor:
-    """batch x slices x ...: a new tensor with the slices in the given order."""
+    """A new tensor, batch x slices x ..., with the slices in the given order.  It is made of views:
+    an index tensor would need a blocking copy to a GPU in every call."""
     return torch.cat([slices[:, place : place + 1] for place in order], 1)
 
 
@@ -82,14 +74,14 @@ def _whole_kv(call: Call, name: str) -> Tensor:
     by_slice = by_slice.permute(1, 0, 2, 3, 4, 5).reshape(
         shape.batch, 2 * cp, -1, shape.kv_heads, dim
     )
-    return _in_order(by_slice, slice_order(call)).flatten(1, 2).transpose(1, 2)
+    return _in_order(by_slice, slice_order(cp)).flatten(1, 2).transpose(1, 2)
 
 
 def _to_ranks(call: Call, grad: Tensor) -> Tensor:
     """The gradient of whole keys or values, as the ranks' rows one after another."""
     shape, cp = call.model.attention, call.model.problem.layout.cp
     parts = grad.transpose(1, 2).reshape(shape.batch, 2 * cp, -1)
-    positions = sorted(range(2 * cp), key=slice_order(call).__getitem__)
+    positions = sorted(range(2 * cp), key=slice_order(cp).__getitem__)
     back = _in_order(parts, positions)
     return back.view(shape.batch, cp, -1).transpose(0, 1).reshape(-1)
 
@@ -207,14 +199,15 @@ NAMED = {"lm_head": "lm_head", "predict_head": "lm_head", "join": "join"}
 
 
 def _side(call: Call) -> Tensor:
-    """The operator's input: its columns of an input that holds those of both predictions, unless a
-    gather has selected them."""
+    """The operator's input. If the input holds the columns of the decoder and of a prediction, the
+    operator reads its own half, unless a gather has selected it already."""
     x, side = call.input(), call.model.sides.get(call.op.name)
     return x if side is None or x.shape[-1] == call.model.kind.hidden else x[:, side]
 
 
 def _whole_side(call: Call, dx: Tensor) -> Tensor:
-    """The gradient of an operator's whole input; a sum over ranks comes before."""
+    """The gradient of the whole input, zero in the columns that the operator does not read. Under
+    tensor parallelism the reduce-scatter fills in these columns."""
     side = call.model.sides.get(call.op.name)
     if side is None or call.model.problem.layout.tp > 1:
         return dx
@@ -357,7 +350,7 @@ def _column_backward(call: Call) -> Tensors:
 
 def _column_weight(call: Call) -> None:
     for name, found in _column_gradients(call):
-        back = call.grads_are_views  # turned back already
+        back = call.grads_are_views  # `_column_backward` has undone the rotation in place
         grad = found if back else _turned(call, name, found, inverse=True)
         _add_weight_gradient(call, name, grad)
 

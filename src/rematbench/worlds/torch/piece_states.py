@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from rematbench.engine.program.action import CAST, GRADIENTS_DOWN, STATES_DOWN, STATES_UP, Action
+from rematbench.engine.program.action import GRADIENTS_DOWN, STATES_DOWN, STATES_UP, Action
 from rematbench.engine.program.storage import ModelPart, part_of
 from rematbench.plan import Piece
 from rematbench.worlds.torch.parameters import AdamW, Parameter, adamw, host_memory
@@ -54,14 +54,14 @@ def ranges_of(pieces: Sequence[Piece], parameters: Sequence[Parameter]) -> list[
         start = stop
     total = sum(piece.count for piece in pieces)
     if total != start:
-        raise ExecutionError(f"pieces of {total} parameters do not cut a share of {start}")
+        raise ExecutionError(f"pieces have {total} parameters, but this rank's shards have {start}")
     return found
 
 
 class PieceStates:
-    """The states of one piece where they are at home.  A piece that the host updates also has, in
-    host memory, the gradients that arrive and the weights that leave, unless a parameter's own
-    gradients and weights are there."""
+    """The states of one piece in their home memory. A piece that is updated on the host also has
+    host buffers for its gradients and its new weights, unless the parameters themselves are in host
+    memory."""
 
     def __init__(self, piece: Piece, ranges: list[Range], *, arrives: bool, leaves: bool) -> None:
         self.piece, self.ranges = piece, ranges
@@ -84,7 +84,7 @@ class PieceStates:
         return [self.states, self.gradients, self.weights]
 
     def update(self, states: Tensor, rule: AdamW, step: int) -> None:
-        """One AdamW step on `states`, which are the piece's states or their copy on the device."""
+        """One AdamW step on `states`: the states at home, or their copy on the device."""
         count = self.piece.count
         for each in self.ranges:
             gradient = each.of(self.gradients) if self.arrives else each.gradient
@@ -124,7 +124,7 @@ class Pieces:
     def updating(
         self, action: Action, span: Span, memory: Memory, rule: AdamW, step: int
     ) -> Callable[[], None]:
-        """The work of an update: on the states at home, or on those that visit."""
+        """The work of an update: on the states at home, or on their copy that visits the device."""
         piece = self.of(action.part)
         states = memory[span.key(action.reads[0])].data if action.reads else piece.states
         return lambda: piece.update(states, rule, step)
@@ -140,23 +140,17 @@ class Pieces:
         _copy(streams, action.stream, piece.states, memory[span.key(action.reads[0])].data)
 
     def to_device(self, action: Action, span: Span, memory: Memory, streams: Streams) -> None:
-        """Copy the states of a visit up, or weights (or master weights) after their update."""
+        """Copy the states of a visit up, or weights after their update."""
         piece = self.of(action.part)
-        if action.op != STATES_UP and not action.allocs:
+        if action.op != STATES_UP:
             for each in piece.ranges:
                 _copy(streams, action.stream, each.weights, each.of(piece.weights))
             return
-        home = piece.states if action.op == STATES_UP else piece.states[: piece.piece.count]
+        home = piece.states
         with streams.storage_pool():
             room = torch.empty(home.shape, dtype=home.dtype, device=piece.device)
         streams.run(action.stream, lambda: room.copy_(home, non_blocking=True), room)
         memory.put(span.key(action.allocs[0].storage), Value(room))
-
-    def cast(self, action: Action, span: Span, memory: Memory) -> None:
-        assert action.op == CAST
-        masters = memory[span.key(action.reads[0])].data
-        for each in self.of(action.part).ranges:
-            each.weights.copy_(each.of(masters))
 
 
 def _copy(streams: Streams, stream: str, target: Tensor, source: Tensor) -> None:

@@ -2,7 +2,7 @@
 the same name has their order).
 
 Stages reach the barriers of several micro-batches in different orders, which the collectives of one
-communicator cannot do.  So every stage sends its part of a barrier to each other stage, and each
+communicator do not allow.  So every stage sends its part of a barrier to each other stage, and each
 adds the parts itself.  Parts are in the memory of the transport, outside the ledger, and so are the
 rows of the input table: those of all micro-batches are summed over the stages before the first
 pass, and their gradients are spread after the last pass, so that a lookup inside a pass moves

@@ -8,16 +8,16 @@ from rematbench.engine.lowering.blocks.chunk_ops import (
 )
 from rematbench.engine.lowering.blocks.fates import Fates
 from rematbench.engine.lowering.blocks.writer import BlockWriter
-from rematbench.engine.lowering.passes.emit_op import emit_copies_in
-from rematbench.engine.program.action import COMPUTE
+from rematbench.engine.lowering.passes.emit_op import emit_copies
+from rematbench.engine.program.action import COMPUTE, Kind
 from rematbench.engine.program.storage import COPIED_IN, Event, ModelPart, Slot, Storage
 from rematbench.plan import Transfers
 
 
 class Reloader:
-    """The reloads of a chunk.  With chunk granularity all copies precede the block.  With layer
-    granularity each layer is reloaded before its backward, into rounding buffers if the plan has
-    them.  The first layer is reloaded during the rank's previous pass, into separate memory."""
+    """The reloads of a chunk.  With chunk granularity, all copies precede the block.  With layer
+    granularity, each layer is reloaded before its backward, into rounding buffers if the plan has
+    them; the first layer is reloaded during the rank's previous pass, into separate memory."""
 
     def __init__(self, chunk: ChunkOps, fates: Fates, transfers: Transfers, w: BlockWriter) -> None:
         self.chunk, self.transfers, self.w = chunk, transfers, w
@@ -90,11 +90,11 @@ class Reloader:
             coming, slot = self.offloaded[unit.prefix], self._slot(unit)
             own = [each for each, _ in coming if each.part == unit.prefix]
             self.w.slots = dict.fromkeys(own, slot) if slot else {}
-            self.fetched[unit.prefix] = emit_copies_in(self.w, coming, self.w.new_event())
+            self.fetched[unit.prefix] = emit_copies(self.w, Kind.H2D, coming, self.w.new_event())
             self.w.slots = {}
 
     def _slot(self, unit: Unit) -> Slot | None:
-        """The unit's rounding buffer; None (new memory) while a group's rebuild needs it."""
+        """The unit's rounding buffer; None (new memory) while another unit still uses it."""
         slots = self.transfers.reload_slots
         slot = Slot(by_layer=True, number=self.positions[unit.prefix] % slots) if slots else None
         if slot in self.tenants:
