@@ -46,9 +46,8 @@ def test_paged_states_of_a_whole_model_are_refused(tmp_path: Path, optimizer: st
 
 def test_gradients_of_fp16_are_fp16_unless_a_switch_widens_them(tmp_path: Path) -> None:
     for switch, grad_bytes in (("", 2), ("--accumulate-allreduce-grads-in-fp32", None)):
-        assert (
-            facts(job(tmp_path, f"x.py {SIZES} --fp16 {switch}")[0]).get("grad_bytes") == grad_bytes
-        )
+        stack = facts(job(tmp_path, f"x.py {SIZES} --fp16 {switch}")[0])
+        assert stack.get("grad_bytes") == grad_bytes
 
 
 @pytest.mark.parametrize(("options", "expected"), TABLES["state_types"])

@@ -52,10 +52,8 @@ def read_zero(reading: Reading, zero: Any, prefix: str) -> None:
         raise ConfigError(reading.file, f"{prefix}stage", f"{stage!r} (allowed: 0, 1, 2, 3)")
     reading.put("zero_stage", stage, f"{prefix}stage")
     _homes(reading, zero, prefix)
-    for key, fact in (
-        ("overlap_comm", "reduce_overlap"),
-        ("contiguous_gradients", "whole_buckets"),
-    ):
+    switches = {"overlap_comm": "reduce_overlap", "contiguous_gradients": "whole_buckets"}
+    for key, fact in switches.items():
         if zero.get(key, AUTO) != AUTO:
             reading.facts[fact] = switch(zero[key], reading.file, prefix + key)
     if zero.get("reduce_bucket_size", AUTO) != AUTO:

@@ -90,13 +90,7 @@ def file_job(reading: Reading, overrides: dict[str, Any], method: str, prefix: s
     options |= {key: str(values[key]) for key in DEGREES if values.get(key, 1) != 1}
     options |= _rest(values)
     missing = tuple(key for key in LEADING if key not in options)
-    return FileJob(
-        method=name,
-        settings=settings,
-        options=options,
-        files=files,
-        missing=missing,
-    )
+    return FileJob(method=name, settings=settings, options=options, files=files, missing=missing)
 
 
 def _method(values: dict[str, Any], reading: Reading, method: str) -> tuple[str, tuple[str, ...]]:
@@ -251,9 +245,8 @@ def _model(
         reading.notes.append(f"the vocabulary of {alike} is assumed (--vocab N)")
         shape["vocab"] = load_model(alike).vocab
     elif lacking:
-        reading.notes.append(
-            f"the model is incomplete: {', '.join(lacking)} (--vocab N, or --model FILE)"
-        )
+        text = ", ".join(lacking)
+        reading.notes.append(f"the model is incomplete: {text} (--vocab N, or --model FILE)")
         return None
     if name := _equal_model(shape):
         return name

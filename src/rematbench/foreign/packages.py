@@ -174,9 +174,8 @@ def _launch(path: Path, label: str, variables: dict[str, list[str]]) -> Reading:
         reading.notes.append(f"scripts that are sourced but not here are not read: {absent}")
     if script.undecided:
         tests = ", ".join(dict.fromkeys(script.undecided))
-        reading.notes.append(
-            f"conditions on values that the script does not set, which count as empty: {tests}"
-        )
+        text = "conditions on values that the script does not set, which count as empty"
+        reading.notes.append(f"{text}: {tests}")
     return reading
 
 

@@ -97,10 +97,8 @@ def _packing(reading: Reading, data: Mapping[str, Any]) -> None:
 def note_cap(reading: Reading) -> None:
     """Note that the sequence length is an upper bound, because samples are not packed."""
     if "seq_len" in reading.values:
-        reading.notes.append(
-            f"{reading.keys['seq_len']}: samples are not packed, so this is a cap, and "
-            "shorter samples need less (--seq-len, --sample-len)"
-        )
+        text = "samples are not packed, so this is a cap, and shorter samples need less"
+        reading.notes.append(f"{reading.keys['seq_len']}: {text} (--seq-len, --sample-len)")
 
 
 def _precision(reading: Reading, data: Mapping[str, Any]) -> None:
@@ -128,14 +126,8 @@ def _precision(reading: Reading, data: Mapping[str, Any]) -> None:
 
 def _recomputation(reading: Reading, data: Mapping[str, Any]) -> None:
     """LLaMA-Factory recomputes unless a key turns it off; the other trainers follow their key."""
-    checkpoint: Any = next(
-        (
-            data[key]
-            for key in ("gradient_checkpointing", "use_gradient_checkpointing")
-            if data.get(key) is not None
-        ),
-        data.get("activation_checkpointing"),
-    )
+    keys = ("gradient_checkpointing", "use_gradient_checkpointing", "activation_checkpointing")
+    checkpoint: Any = next((data[key] for key in keys if data.get(key) is not None), None)
     if reading.package == "LLaMA-Factory":
         checkpoint = not data.get("disable_gradient_checkpointing", False)
     if checkpoint is None:
@@ -285,8 +277,7 @@ def _fsdp(reading: Reading, data: Mapping[str, Any], flat: Mapping[str, Any]) ->
         reading.refused.append(f"fsdp_config.reshard_after_forward: {reshard} is not modelled")
     key = "fsdp_config.sharding_strategy"
     if strategy not in SHARDING:
-        problem = f"{strategy} (allowed: {', '.join(SHARDING)})"
-        raise ConfigError(reading.file, key, problem)
+        raise ConfigError(reading.file, key, f"{strategy} (allowed: {', '.join(SHARDING)})")
     if strategy in ("HYBRID_SHARD", "4"):
         reading.put("inside_node", 1, key)
     reading.put("zero_stage", 2 if reshard == "FALSE" else SHARDING[strategy], key)
@@ -330,6 +321,5 @@ def read_accelerate_deepspeed(reading: Reading, section: Mapping[str, Any]) -> N
         return
     zero: dict[str, Any] = {"stage": section.get("zero_stage", 2)}
     for word in ("optimizer", "param"):
-        device = section.get(f"offload_{word}_device", "none")
-        zero[f"offload_{word}"] = {"device": device}
+        zero[f"offload_{word}"] = {"device": section.get(f"offload_{word}_device", "none")}
     read_zero(reading, zero, "deepspeed_config.zero_")

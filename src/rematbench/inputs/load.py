@@ -307,7 +307,7 @@ def _of_stacks(key: str) -> dict[str, Any]:
 
 @cache
 def _aliases() -> dict[str, str]:
-    """Published system names that differ from file names: `{alias: file stem}`."""
+    """Published names of stacks that differ from file names: `{alias: file stem}`."""
     return {name: stem for stem, listed in _of_stacks("aliases").items() for name in listed}
 
 
@@ -324,9 +324,9 @@ class RowClaim(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 def claim_of_row(system: str, note: str) -> tuple[str, dict[str, str]]:
-    """(stack, methods) of a published row: the first stack whose file claims the row under `rows`,
-    with its methods by the row's words; without a claim, the stack of the row's `system`, with the
-    methods of its file if one of its patterns is for that name."""
+    """(stack, methods by word) of a published row, from the first stack whose file claims it under
+    `rows`; without a claim, the stack of the row's `system`, and its file's methods if one of the
+    patterns there is for that name."""
     plain, claims = _plain(system), _claimed_rows()
     for stem, claim in claims.items():
         if plain in map(_plain, claim.systems) or (system == claim.system and claim.note in note):
@@ -356,7 +356,7 @@ def _plain(name: str) -> str:
 
 @cache
 def _claimed_rows() -> dict[str, RowClaim]:
-    """`{file stem: claim}` of the stacks that claim published rows."""
+    """The claims of published rows, by the file stem of their stack."""
     claims = _of_stacks("rows").items()
     return {stem: convert(claim, RowClaim, f"config/systems/{stem}.yaml") for stem, claim in claims}
 
