@@ -14,9 +14,8 @@ from rematbench.engine.simulate.beside import OpSeconds, _left, exposed_shares
 from rematbench.engine.simulate.op_level import simulate
 from rematbench.engine.simulate.seconds import ActionCosts
 from rematbench.evaluate.evaluation import evaluate
-from rematbench.evaluate.problems import make_problem, overlapping
+from rematbench.evaluate.problems import leaner_exchanges, make_problem, overlapping
 from rematbench.evaluate.proof import check
-from rematbench.evaluate.result import leaner_exchanges
 from rematbench.host.declared import flat
 from rematbench.inputs.configfile import ConfigError
 from rematbench.inputs.job import Job

@@ -17,15 +17,9 @@ from rematbench.engine.lowering.lower import lower
 from rematbench.engine.simulate.seconds import action_seconds
 from rematbench.evaluate.breakdown import host_wait_s
 from rematbench.evaluate.evaluation import PlanEvaluation, fullest_rank, has_exact_pins
+from rematbench.evaluate.problems import faster_attention, leaner_exchanges
 from rematbench.evaluate.proof import Proof
-from rematbench.evaluate.result import (
-    SPEEDS,
-    Band,
-    Result,
-    assumed,
-    faster_attention,
-    leaner_exchanges,
-)
+from rematbench.evaluate.result import SPEEDS, Band, Result, assumed
 from rematbench.evaluate.verdict import Retries
 from rematbench.evidence.bands import inside_shares
 from rematbench.evidence.peaks import ABOUT, about, in_words, left_free, total_is_checked, trains_in

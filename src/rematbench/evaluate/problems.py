@@ -1,4 +1,5 @@
-"""Makes problems from plain inputs: loads names and files, and binds the evaluator."""
+"""Makes problems from plain inputs: loads names and files, binds the evaluator, and says which
+options of a stack would be faster."""
 
 from typing import Literal
 
@@ -109,3 +110,38 @@ def system_variant(system: System, variants: tuple[Variant, ...]) -> System | Un
     if "async_tp" in variants:
         system = with_facts(system, tp_overlap="gemm")
     return system
+
+
+def leaner_exchanges(problem: Problem) -> str:
+    """Return how experts could exchange fewer bytes, or beside compute, in one line; empty if they
+    do so already or exchange none."""
+    exchange, others = problem.system.experts, []
+    if problem.layout.ep == 1:
+        return ""
+    if exchange.dispatcher in ("alltoall", "allgather"):
+        others.append("deepep and hybridep send a token once to a node (--dispatcher)")
+    if not problem.ep_overlaps and "ep_overlap" in problem.system.accepts.features:
+        others.append("exchanges may run beside another micro-batch (--ep-overlap on)")
+    return f"experts exchange by {exchange.dispatcher}: {'; '.join(others)}" if others else ""
+
+
+def faster_attention(problem: Problem) -> str:
+    """Return the attention kernels of the GPU generation whose published rates are higher than
+    those of the kernel in use, in one line; empty if there are none."""
+    if problem.kernel == "unfused" or problem.untimed:
+        return ""
+    rates = problem.calibration.kernels.generation(problem.cluster.generation).attention
+    used = rates[problem.kernel]
+    faster = [
+        name
+        for name, one in rates.items()
+        if one.forward.efficiency > used.forward.efficiency
+        and one.backward.efficiency > used.backward.efficiency
+    ]
+    if not faster:
+        return ""
+    named = ", ".join(sorted(faster))
+    return (
+        f"attention kernels that are faster than {problem.kernel} on "
+        f"{problem.cluster.generation}: {named}"
+    )

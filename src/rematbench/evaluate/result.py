@@ -467,41 +467,6 @@ def assumed(problem: Problem) -> str:
     return "; ".join(part for part in (text, balance, unread(problem), model.left_out) if part)
 
 
-def leaner_exchanges(problem: Problem) -> str:
-    """Return how experts could exchange fewer bytes, or beside compute, in one line; empty if they
-    do so already or exchange none."""
-    exchange, others = problem.system.experts, []
-    if problem.layout.ep == 1:
-        return ""
-    if exchange.dispatcher in ("alltoall", "allgather"):
-        others.append("deepep and hybridep send a token once to a node (--dispatcher)")
-    if not problem.ep_overlaps and "ep_overlap" in problem.system.accepts.features:
-        others.append("exchanges may run beside another micro-batch (--ep-overlap on)")
-    return f"experts exchange by {exchange.dispatcher}: {'; '.join(others)}" if others else ""
-
-
-def faster_attention(problem: Problem) -> str:
-    """Return the attention kernels of the GPU generation whose published rates are higher than
-    those of the kernel in use, in one line; empty if there are none."""
-    if problem.kernel == "unfused" or problem.untimed:
-        return ""
-    rates = problem.calibration.kernels.generation(problem.cluster.generation).attention
-    used = rates[problem.kernel]
-    faster = [
-        name
-        for name, one in rates.items()
-        if one.forward.efficiency > used.forward.efficiency
-        and one.backward.efficiency > used.backward.efficiency
-    ]
-    if not faster:
-        return ""
-    named = ", ".join(sorted(faster))
-    return (
-        f"attention kernels that are faster than {problem.kernel} on "
-        f"{problem.cluster.generation}: {named}"
-    )
-
-
 def _loss(system: System) -> str:
     """`fused`, `in place` (the saved softmax becomes the gradient) or `eager`."""
     if system.loss.fused_loss:
